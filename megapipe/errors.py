@@ -1,0 +1,64 @@
+"""What can go wrong for a user, each kind with its process exit code.
+
+A message is one line: what is wrong, where, and what would be right. ``train.py`` prints it
+once per job and exits with the code; anything else that escapes is a bug and shows a traceback.
+
+====  ==========================================================
+code  meaning
+====  ==========================================================
+0     done
+1     a bug: an unexpected exception, with its traceback
+2     configuration or command line
+3     data: corpus, token files, tokenizer
+4     launch: world size, rendezvous, ranks that disagree
+5     checkpoint: missing, damaged, or of another model
+6     numerics: loss or gradient is not finite
+75    stopped by a signal after saving; run again to resume
+====  ==========================================================
+"""
+
+
+class MegapipeError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+    exit_code = 1
+
+
+class ConfigError(MegapipeError):
+    """A key, a value or a combination of values is wrong."""
+
+    exit_code = 2
+
+
+class ScheduleError(ConfigError):
+    """A pipeline schedule is incomplete, out of order, or would deadlock."""
+
+
+class DataError(MegapipeError):
+    """A corpus, a token file or a tokenizer cannot be used."""
+
+    exit_code = 3
+
+
+class LaunchError(MegapipeError):
+    """The processes of a job do not fit together."""
+
+    exit_code = 4
+
+
+class CheckpointError(MegapipeError):
+    """A checkpoint is missing, damaged, or belongs to another model."""
+
+    exit_code = 5
+
+
+class NumericError(MegapipeError):
+    """A loss or a gradient is not finite."""
+
+    exit_code = 6
+
+
+class Preempted(MegapipeError):
+    """A signal asked the job to stop; its state is saved."""
+
+    exit_code = 75

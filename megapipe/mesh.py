@@ -1,0 +1,213 @@
+"""The process mesh: the only owner of ranks and process groups.
+
+Processes form a grid pp x dp x cp x tp with tp innermost, so that tensor-parallel peers, which
+talk most, sit next to each other, and pipeline neighbours, which talk least, sit furthest apart::
+
+    rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index
+
+:class:`Grid` is that arithmetic alone and needs no processes. :class:`ParallelMesh` adds the
+process groups. They are all made at start, axis by axis in the order of the grid; each process
+enters only the groups that it belongs to, so making them costs the same in any world.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megapipe.errors import LaunchError
+
+AxisName = Literal["pp", "dp", "cp", "tp"]
+AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
+
+
+class Coordinates(NamedTuple):
+    """A process' index along each axis."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the axes, and the arithmetic between ranks and coordinates."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def size(self, axis: AxisName) -> int:
+        return int(getattr(self, axis))
+
+    def rank_of(self, at: Coordinates) -> int:
+        return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
+
+    def coordinates_of(self, rank: int) -> Coordinates:
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coordinates(pp, dp, cp, tp)
+
+    def peers(self, rank: int, axis: AxisName) -> list[int]:
+        """Ranks that differ from `rank` only along `axis`, in the order of that axis."""
+        at = self.coordinates_of(rank)
+        return [self.rank_of(at._replace(**{axis: i})) for i in range(self.size(axis))]
+
+    def holders(self, rank: int, pp_indices: Sequence[int]) -> list[int]:
+        """Ranks with the cp and tp index of `rank`, on the given pipeline indices, for all dp."""
+        at = self.coordinates_of(rank)
+        return [
+            self.rank_of(at._replace(pp=pp, dp=dp))
+            for pp, dp in itertools.product(pp_indices, range(self.dp))
+        ]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This process' place in a group: its size, its own index, and who the members are.
+
+    `group` is None where the process is alone, and then no collective is ever called.
+    """
+
+    size: int
+    index: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def alone(cls, rank: int = 0) -> Axis:
+        return cls(size=1, index=0, ranks=(rank,), group=None)
+
+
+class ParallelMesh:
+    """Process groups of a grid, and the few exchanges of scalars and texts that need no tensor.
+
+    The default process group must exist (:func:`megapipe.train.launch.start` makes it).
+    Raises :class:`LaunchError` when the world does not match the grid.
+    """
+
+    def __init__(self, grid: Grid, *, device: torch.device, timeout_s: float) -> None:
+        if dist.get_world_size() != grid.world:
+            raise LaunchError(
+                f"world size {dist.get_world_size()} does not match the mesh "
+                f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp} = {grid.world}"
+            )
+        self.grid = grid
+        self.rank = dist.get_rank()
+        self.world = grid.world
+        self.at = grid.coordinates_of(self.rank)
+        self.device = device
+        self.backend: str = dist.get_backend()
+        self.timeout = datetime.timedelta(seconds=timeout_s)
+        self._exchanges = 0
+        self._groups: list[dist.ProcessGroup] = []
+        axes = {axis: self.group_of(grid.peers(self.rank, axis), always=True) for axis in AXES}
+        self.pp, self.dp, self.cp, self.tp = (axes[axis] for axis in AXES)
+        self.device_mesh = DeviceMesh.from_group(
+            [axes[axis].group for axis in AXES],
+            device.type,
+            mesh=torch.arange(grid.world).view(grid.pp, grid.dp, grid.cp, grid.tp),
+            mesh_dim_names=AXES,
+        )
+        self.pp, self.dp, self.cp, self.tp = (
+            axes[axis] if axes[axis].size > 1 else Axis.alone(self.rank) for axis in AXES
+        )
+
+    def group_of(self, ranks: Sequence[int], *, always: bool = False) -> Axis:
+        """A process group of `ranks` (ascending), entered by its members alone.
+
+        A group of one has no communicator unless `always`.
+        """
+        assert list(ranks) == sorted(ranks), f"{ranks}: torch would sort them"
+        if len(ranks) == 1 and not always:
+            return Axis.alone(ranks[0])
+        group = dist.new_group(
+            list(ranks), timeout=self.timeout, use_local_synchronization=len(ranks) < self.world
+        )
+        self._groups.append(group)
+        return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group)
+
+    def close(self) -> None:
+        """Give up every group made here; the default group stays."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    @property
+    def scalar_device(self) -> torch.device:
+        """Where a tensor must live to be exchanged without staging."""
+        return torch.device("cpu") if self.backend == "gloo" else self.device
+
+    def ordered_sum(self, vector: torch.Tensor, *axes: AxisName) -> torch.Tensor:
+        """Sum `vector` over the axes, one after the other, each in index order.
+
+        Unlike an all-reduce, the order of the additions does not depend on the backend or on
+        the place in a buffer, so the result is bitwise the same on every rank and in every
+        schedule.
+        """
+        total = vector.to(self.scalar_device)
+        for name in axes:
+            axis: Axis = getattr(self, name)
+            if axis.group is None:
+                continue
+            parts = [torch.empty_like(total) for _ in range(axis.size)]
+            dist.all_gather(parts, total, group=axis.group)
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+        return total.to(vector.device)
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank."""
+        if self.world == 1:
+            return flag
+        value = torch.tensor([float(flag)], device=self.scalar_device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.any(False)
+
+    def share(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        if self.world == 1:
+            return text
+        key = self._next_key()
+        store = dist.distributed_c10d._get_default_store()
+        if self.rank == 0:
+            store.set(key, text)
+            return text
+        value: bytes = store.get(key)
+        return value.decode()
+
+    def agree(self, error: str | None) -> str | None:
+        """The error text of any rank, on every rank; None if there is none."""
+        if self.world == 1:
+            return error
+        key = self._next_key()
+        store = dist.distributed_c10d._get_default_store()
+        if error is not None:
+            store.compare_set(key, "", error)
+        if not self.any(error is not None):
+            return None
+        value: bytes = store.get(key)
+        return value.decode()
+
+    def _next_key(self) -> str:
+        self._exchanges += 1
+        return f"megapipe/exchange/{self._exchanges}"

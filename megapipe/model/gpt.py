@@ -1,0 +1,108 @@
+"""The GPT model, cut into stages.
+
+A :class:`GPTStage` is what one virtual pipeline stage computes: the embedding if it is the first,
+some layers, the final norm and the head if it is the last. A whole model is one stage with all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.model.attention import rotary_tables
+from megapipe.model.block import Block, new_norm
+from megapipe.model.config import ModelConfig
+from megapipe.model.dropout import dropout
+from megapipe.model.microbatch import MicroBatch
+from megapipe.model.partition import StageSpec
+from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapipe.tensor_parallel.embedding import WORD_EMBEDDING, PositionEmbedding, WordEmbedding
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.parameter import Sharding, padded_vocabulary
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+class GPTStage(nn.Module):
+    """tokens [b, s] or hidden [s(/tp), b, h] -> hidden [s(/tp), b, h] or token losses [s, b].
+
+    With tied embeddings the head is a second use of ``embedding.word.weight``: a parameter of its
+    own whose storage the optimizer's tied buffer provides.
+    """
+
+    def __init__(self, config: ModelConfig, spec: StageSpec, sharding: Sharding) -> None:
+        super().__init__()
+        assert config.vocab_size is not None
+        self.config = config
+        self.spec = spec
+        self.sharding = sharding
+        hidden, vocab = config.hidden, config.vocab_size
+        self.embedding: WordEmbedding | None = None
+        self.position: PositionEmbedding | None = None
+        if spec.embedding:
+            self.embedding = WordEmbedding(sharding, vocab, hidden, config.init_std)
+            if config.positions == "learned":
+                assert config.max_positions is not None
+                self.position = PositionEmbedding(
+                    sharding, config.max_positions, hidden, config.init_std
+                )
+        self.layers = nn.ModuleList(Block(sharding, config, i) for i in spec.layers)
+        self.head: ColumnParallelLinear | None = None
+        if spec.head:
+            self.final_norm = new_norm(sharding, config, "final_norm")
+            tied = config.tied_embeddings
+            self.head = ColumnParallelLinear(
+                sharding,
+                "head",
+                (vocab, hidden),
+                bias=False,
+                std=config.init_std,
+                padded=padded_vocabulary(vocab, sharding.tp.size),
+                replica=1 if tied else 0,
+                weight_name=WORD_EMBEDDING if tied else None,
+            )
+        self._rotary: tuple[int, tuple[Tensor, Tensor]] | None = None
+
+    def forward(self, x: Tensor | None, mb: MicroBatch) -> Tensor:
+        x = self.hidden(x, mb)
+        if self.head is None:
+            return x
+        assert mb.labels is not None
+        assert self.config.vocab_size is not None
+        return vocab_parallel_cross_entropy(
+            self.head(self.final_norm(x)),
+            mb.labels.t(),
+            self.sharding.tp,
+            self.config.vocab_size,
+        )
+
+    def logits(self, x: Tensor | None, mb: MicroBatch) -> Tensor:
+        """This rank's columns of the logits, [s, b, V/tp], padding included."""
+        assert self.head is not None
+        return self.head(self.final_norm(self.hidden(x, mb)))
+
+    def hidden(self, x: Tensor | None, mb: MicroBatch) -> Tensor:
+        """Embedding and layers, without the head: [s(/tp), b, h]."""
+        if self.embedding is not None:
+            assert mb.tokens is not None
+            x = self.embedding(mb.tokens)
+            if self.position is not None:
+                x = self.position(x)
+            p = self.config.dropout if self.training else 0.0
+            x = dropout(x, p, mb, "embedding", 0, self.sharding)
+        assert x is not None
+        rotary = self._rotary_for(x) if self.config.positions == "rotary" else None
+        for layer in self.layers:
+            x = layer(x, mb, rotary)
+        return x
+
+    def _rotary_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        split = self.sharding.tp.size if self.sharding.sequence_split else 1
+        length = x.shape[0] * split
+        if self._rotary is None or self._rotary[0] != length:
+            assert self.config.head_dim is not None
+            tables = rotary_tables(
+                length, self.config.head_dim, self.config.rotary_base, x.device, x.dtype
+            )
+            self._rotary = length, tables
+        return self._rotary[1]

@@ -1,0 +1,25 @@
+"""One micro-batch as a stage sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of the global batch, and the coordinates that seed its random numbers.
+
+    `tokens` is there on the first stage, `labels` and `mask` on the last one, each [b, s].
+    """
+
+    index: int
+    """Global micro-batch index within the step: the same rows have it in every layout."""
+    step: int
+    seed: int
+    tokens: Tensor | None = None
+    labels: Tensor | None = None
+    mask: Tensor | None = None
+    scale: float = 1.0
+    """1 / unmasked tokens of the global batch (0 if there are none)."""

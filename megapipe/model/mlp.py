@@ -1,0 +1,46 @@
+"""The MLP: GELU with two matrices, or SwiGLU with three (Shazeer, 2002.05202)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megapipe.model.config import ModelConfig
+from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megapipe.tensor_parallel.parameter import Sharding
+
+
+class MLP(nn.Module):
+    """[s(/tp), b, h] -> [s(/tp), b, h]; the inner width is split over tp.
+
+    With swiglu `up` is one weight [2, f, h], gate first, split along f.
+    """
+
+    def __init__(self, sharding: Sharding, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        assert config.ffn_hidden is not None
+        self.activation = config.activation
+        f, h = config.ffn_hidden, config.hidden
+        name = f"layers.{layer}.mlp"
+        self.up = ColumnParallelLinear(
+            sharding,
+            f"{name}.up",
+            (2, f, h) if config.activation == "swiglu" else (f, h),
+            bias=config.bias,
+            std=config.init_std,
+        )
+        self.down = RowParallelLinear(
+            sharding,
+            f"{name}.down",
+            (h, f),
+            bias=config.bias,
+            std=residual_std(config.init_std, config.layers),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)  # [s, b, f/tp], swiglu: [s, b, 2 f/tp]
+        if self.activation == "swiglu":
+            gate, up = y.chunk(2, dim=-1)
+            return self.down(functional.silu(gate) * up)
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+        return self.down(functional.gelu(y, approximate=approximate))

@@ -1,0 +1,43 @@
+"""LayerNorm and RMSNorm over the hidden dimension."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import Parameter, functional
+
+from megapipe.tensor_parallel.parameter import Sharding, new_parameter
+
+
+class Norm(nn.Module):
+    """[s(/tp), b, h] -> the same shape; every tp rank holds the weights.
+
+    The weight gradient is computed within ``I``: it is a by-product of the input gradient. With
+    sequence parallelism it covers this rank's positions only and is summed over tp once a step.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        name: str,
+        hidden: int,
+        *,
+        kind: Literal["layernorm", "rmsnorm"],
+        bias: bool,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.eps = eps
+        self.weight = new_parameter(
+            sharding, f"{name}.weight", (hidden,), fill=1.0, sequence_partial=True
+        )
+        self.bias: Parameter | None = None
+        if bias and kind == "layernorm":
+            self.bias = new_parameter(sharding, f"{name}.bias", (hidden,), sequence_partial=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "rmsnorm":
+            return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return functional.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)

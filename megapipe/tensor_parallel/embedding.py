@@ -1,0 +1,145 @@
+"""Token and position embeddings with deferred weight gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import Parameter, functional
+
+from megapipe.engine.weight_grad import main_grad
+from megapipe.tensor_parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megapipe.tensor_parallel.parameter import (
+    Sharding,
+    new_parameter,
+    padded_vocabulary,
+    spec_of,
+)
+
+WORD_EMBEDDING = "embedding.word.weight"
+
+
+@dataclass
+class _WordTask:
+    """tokens [b, s], grad [s(/tp), b, h]."""
+
+    layer: WordEmbedding
+    tokens: Tensor
+    grad: Tensor
+
+    def run(self) -> None:
+        layer, grad = self.layer, self.grad
+        if layer.sharding.sequence_split:
+            grad = all_gather(grad, layer.sharding.tp)
+        row, elsewhere = layer.local_rows(self.tokens)
+        target = main_grad(layer.weight)
+        source = grad.flatten(0, 1).to(target.dtype)
+        source = source.masked_fill(elsewhere.t().reshape(-1, 1), 0)
+        target.index_add_(0, row.t().flatten(), source)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.grad
+
+
+class _WordFunction(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Parameter, tokens: Tensor, layer: WordEmbedding) -> Tensor:
+        ctx.layer = layer
+        ctx.tokens = tokens
+        row, elsewhere = layer.local_rows(tokens)
+        y = functional.embedding(row.t(), weight)  # [s, b, h]
+        if layer.sharding.tp.size == 1:
+            return y
+        y = y.masked_fill_(elsewhere.t().unsqueeze(-1), 0)
+        if layer.sharding.sequence_split:
+            return reduce_scatter(y, layer.sharding.tp)
+        return all_reduce(y, layer.sharding.tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.layer.sharding.queue.put(_WordTask(ctx.layer, ctx.tokens, grad))
+        return None, None, None
+
+
+class WordEmbedding(nn.Module):
+    """Vocabulary-parallel lookup: tokens [b, s] -> [s(/tp), b, h].
+
+    Each tp rank holds a range of rows and contributes zeros for the other tokens. Token ids are
+    checked where batches are made; an id outside the vocabulary never gets here.
+    """
+
+    def __init__(self, sharding: Sharding, vocab_size: int, hidden: int, std: float) -> None:
+        super().__init__()
+        self.sharding = sharding
+        self.weight = new_parameter(
+            sharding,
+            WORD_EMBEDDING,
+            (vocab_size, hidden),
+            split_dim=0,
+            decay=True,
+            std=std,
+            padded=padded_vocabulary(vocab_size, sharding.tp.size),
+        )
+
+    def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Row in this rank's range (0 where it is elsewhere) and whether it is elsewhere."""
+        spec = spec_of(self.weight)
+        row = tokens - spec.offsets[0]
+        elsewhere = (row < 0) | (row >= spec.sizes[0])
+        return row.masked_fill(elsewhere, 0), elsewhere
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _WordFunction.apply(self.weight, tokens, self)
+
+
+@dataclass
+class _PositionTask:
+    layer: PositionEmbedding
+    grad: Tensor  # [s(/tp), b, h]
+
+    def run(self) -> None:
+        target = main_grad(self.layer.weight)
+        start, stop = self.layer.rows(self.grad.shape[0])
+        target[start:stop].add_(self.grad.sum(1, dtype=target.dtype))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.grad,)
+
+
+class _PositionFunction(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Parameter, layer: PositionEmbedding) -> Tensor:
+        ctx.layer = layer
+        start, stop = layer.rows(x.shape[0])
+        return x + weight[start:stop].unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.layer.sharding.queue.put(_PositionTask(ctx.layer, grad))
+        return grad, None, None
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a learned vector per position to [s(/tp), b, h]; every tp rank holds the table."""
+
+    def __init__(self, sharding: Sharding, positions: int, hidden: int, std: float) -> None:
+        super().__init__()
+        self.sharding = sharding
+        self.weight = new_parameter(
+            sharding,
+            "embedding.position.weight",
+            (positions, hidden),
+            decay=True,
+            std=std,
+            sequence_partial=True,
+        )
+
+    def rows(self, length: int) -> tuple[int, int]:
+        """Positions of this rank's part of the sequence, which has `length` of them."""
+        start = length * self.sharding.tp.index if self.sharding.sequence_split else 0
+        return start, start + length
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _PositionFunction.apply(x, self.weight, self)

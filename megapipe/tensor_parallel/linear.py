@@ -1,0 +1,191 @@
+"""Column- and row-parallel linear layers with a split backward.
+
+A column-parallel layer holds rows of the weight [out/tp, in], a row-parallel one columns
+[out, in/tp]; a pair of them needs one reduction in the middle of forward and one of backward.
+With sequence parallelism (Korthikanti et al., 2205.05198) the activations around the pair hold
+s/tp positions, and each all-reduce becomes an all-gather and a reduce-scatter.
+
+The weight gradient is queued (:mod:`megapipe.engine.weight_grad`). What was gathered is not kept:
+the queue holds the shard, and ``W`` gathers it again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import Parameter, functional
+
+from megapipe.engine.weight_grad import add_product, main_grad
+from megapipe.tensor_parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megapipe.tensor_parallel.parameter import Sharding, new_parameter
+
+
+@dataclass
+class _LinearTask:
+    """main gradients of one linear layer: x [s(/tp), b, in], grad [s(/tp), b, out]."""
+
+    layer: _ParallelLinear
+    x: Tensor
+    grad: Tensor
+
+    def run(self) -> None:
+        layer, x, grad = self.layer, self.x, self.grad
+        if layer.bias is not None:
+            bias = main_grad(layer.bias)
+            bias.view(-1).add_(grad.flatten(0, -2).sum(0, dtype=bias.dtype))
+        if layer.sharding.sequence_split:
+            if layer.rows_split:
+                x = all_gather(x, layer.sharding.tp)
+            else:
+                grad = all_gather(grad, layer.sharding.tp)
+        add_product(layer.weight, grad.flatten(0, -2), x.flatten(0, -2))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.x, self.grad
+
+
+class _ParallelLinear(nn.Module):
+    """A linear layer whose weight may be 3-D, [k, out, in]: k matrices applied as one."""
+
+    weight: Parameter
+    bias: Parameter | None
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        split_dim: int,
+        bias: bool,
+        std: float,
+        padded: int | None = None,
+        replica: int = 0,
+        weight_name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.sharding = sharding
+        self.weight = new_parameter(
+            sharding,
+            weight_name or f"{name}.weight",
+            shape,
+            split_dim=split_dim,
+            decay=True,
+            std=std,
+            padded=padded,
+            replica=replica,
+        )
+        self.rows_split = split_dim == len(shape) - 2
+        self.bias = (
+            new_parameter(
+                sharding,
+                f"{name}.bias",
+                shape[:-1],
+                split_dim=split_dim if self.rows_split else None,
+                sequence_partial=not self.rows_split,
+            )
+            if bias
+            else None
+        )
+
+    def matrix(self) -> Tensor:
+        """The local weight as one matrix [k * out, in]."""
+        return self.weight.view(-1, self.weight.shape[-1])
+
+
+class _ColumnFunction(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Parameter, layer: ColumnParallelLinear) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        whole = all_gather(x, layer.sharding.tp) if layer.sharding.sequence_split else x
+        bias = None if layer.bias is None else layer.bias.view(-1)
+        return functional.linear(whole, layer.matrix(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        layer: ColumnParallelLinear = ctx.layer
+        sharding = layer.sharding
+        grad_x = grad @ layer.matrix()  # [s, b, in], a partial sum over tp
+        if sharding.sequence_split:
+            grad_x = reduce_scatter(grad_x, sharding.tp)
+        else:
+            all_reduce(grad_x, sharding.tp)
+        sharding.queue.put(_LinearTask(layer, x.detach(), grad))
+        return grad_x, None, None
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y = x W^T + b with the rows of W split over tp: [s(/tp), b, in] -> [s, b, k * out/tp]."""
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        bias: bool,
+        std: float,
+        padded: int | None = None,
+        replica: int = 0,
+        weight_name: str | None = None,
+    ) -> None:
+        super().__init__(
+            sharding,
+            name,
+            shape,
+            split_dim=len(shape) - 2,
+            bias=bias,
+            std=std,
+            padded=padded,
+            replica=replica,
+            weight_name=weight_name,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _ColumnFunction.apply(x, self.weight, self)
+
+
+class _RowFunction(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Parameter, layer: RowParallelLinear) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        sharding = layer.sharding
+        y = functional.linear(x, layer.matrix())  # [s, b, out], a partial sum over tp
+        if sharding.sequence_split:
+            y = reduce_scatter(y, sharding.tp)
+        else:
+            all_reduce(y, sharding.tp)
+        return y if layer.bias is None else y.add_(layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        layer: RowParallelLinear = ctx.layer
+        sharding = layer.sharding
+        whole = all_gather(grad, sharding.tp) if sharding.sequence_split else grad
+        sharding.queue.put(_LinearTask(layer, x.detach(), grad))
+        return whole @ layer.matrix(), None, None
+
+
+class RowParallelLinear(_ParallelLinear):
+    """y = x W^T + b with the columns of W split over tp: [s, b, in/tp] -> [s(/tp), b, out]."""
+
+    def __init__(
+        self, sharding: Sharding, name: str, shape: tuple[int, int], *, bias: bool, std: float
+    ) -> None:
+        super().__init__(sharding, name, shape, split_dim=1, bias=bias, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RowFunction.apply(x, self.weight, self)
+
+
+def residual_std(std: float, layers: int) -> float:
+    """GPT-2's smaller initial weights of what is added to the residual stream, 2 per layer."""
+    return std / math.sqrt(2 * layers)
