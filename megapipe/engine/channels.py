@@ -1,0 +1,213 @@
+"""One-way point-to-point channels between pipeline ranks.
+
+There is one channel per ordered pair of ranks that a program uses. Messages arrive in the order
+in which they were sent, so they need no tags. Two kinds share an interface: process groups, and
+plain queues for the case that one process runs all pipeline ranks.
+
+Each process-group channel has a two-rank process group of its own. A shared one would serialise
+both directions (NCCL), and communicators made on first use are made in different orders on
+different ranks and hang. At most one receive is posted ahead per channel.
+
+On gloo a send completes only when the peer posts its receive, and asking whether it has completed
+needs a wait. So sends are never waited for: the lowering knows which of them must have arrived
+when a message comes back (``acks``), and those are let go then; the rest at the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapipe.mesh import Axis, ParallelMesh
+from megapipe.schedule.ir import Op
+from megapipe.schedule.lower import Action, Do, channel_rounds
+
+Shape = tuple[int, ...]
+
+
+def message_of(action: Action) -> Op:
+    """What a message is: the op that produced it."""
+    return Op(action.kind, action.stage, action.microbatch, action.slice)
+
+
+class Channels(Protocol):
+    """A pipeline rank's ends of its channels."""
+
+    def start(self, actions: Iterable[Action]) -> None:
+        """Begin a program: its receives, in order, are those of `actions`."""
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Send without blocking; the tensor must not be written afterwards."""
+
+    def arrived(self, action: Action) -> bool:
+        """Whether :meth:`receive` would return without another rank's program going on."""
+
+    def receive(self, action: Action) -> Tensor:
+        """The message, in the order of its channel."""
+
+    def finish(self) -> None:
+        """End a program: every send has been received."""
+
+
+class InProcessChannels:
+    """Queues between pipeline ranks that live in one process; tensors are handed over."""
+
+    def __init__(self, rank: int, queues: dict[tuple[int, int], deque[tuple[Op, Tensor]]]) -> None:
+        self.rank = rank
+        self.queues = queues
+
+    @classmethod
+    def connect(cls, ranks: int) -> list[InProcessChannels]:
+        """One end per pipeline rank, all connected."""
+        queues = {(a, b): deque[tuple[Op, Tensor]]() for a in range(ranks) for b in range(ranks)}
+        return [cls(rank, queues) for rank in range(ranks)]
+
+    def start(self, actions: Iterable[Action]) -> None:
+        pass
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        self.queues[self.rank, action.peer].append((message_of(action), tensor))
+
+    def arrived(self, action: Action) -> bool:
+        return bool(self.queues[action.peer, self.rank])
+
+    def receive(self, action: Action) -> Tensor:
+        message, tensor = self.queues[action.peer, self.rank].popleft()
+        assert message == message_of(action), f"expected {message_of(action)}, got {message}"
+        return tensor
+
+    def finish(self) -> None:
+        pass
+
+
+class _Line:
+    """One direction between this rank and a peer: its process group and what is under way."""
+
+    def __init__(self, ends: Axis) -> None:
+        assert ends.group is not None
+        self.group = ends.group
+        self.peer = 1 - ends.index
+        self.under_way: deque[tuple[Any, list[Tensor]]] = deque()
+
+    def post_send(self, tensors: list[Tensor]) -> None:
+        work = [dist.isend(t, group=self.group, group_dst=self.peer) for t in tensors]
+        self.under_way.append((work, tensors))
+
+    def post_receive(self, tensors: list[Tensor]) -> None:
+        work = [dist.irecv(t, group=self.group, group_src=self.peer) for t in tensors]
+        self.under_way.append((work, tensors))
+
+    def complete(self) -> list[Tensor]:
+        """Wait for the oldest message under way."""
+        work, tensors = self.under_way.popleft()
+        for each in work:
+            each.wait()
+        return tensors
+
+
+_HEADER = 12
+"""Length of a debug header: kind, stage, micro-batch, slice, dtype, dims, shape."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+
+
+def _header(action: Action, tensor: Tensor) -> Tensor:
+    shape = list(tensor.shape)
+    values = [*message_of(action), _DTYPES.index(tensor.dtype), len(shape), *shape]
+    return torch.tensor(values + [0] * (_HEADER - len(values)), dtype=torch.int64)
+
+
+class ProcessGroupChannels:
+    """Channels over two-rank process groups.
+
+    `shape(microbatch, slice)` gives the shape of every message. With `debug` a header goes with
+    each message, is checked on arrival, and receive buffers are filled with NaN first.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        pairs: Sequence[tuple[int, int]],
+        *,
+        shape: Callable[[int, int], Shape],
+        dtype: torch.dtype,
+        debug: bool = False,
+    ) -> None:
+        self.rank = mesh.pp.index
+        self.device = mesh.device
+        self.shape = shape
+        self.dtype = dtype
+        self.debug = debug
+        self.host = mesh.backend == "gloo"
+        self.outgoing: dict[int, _Line] = {}
+        self.incoming: dict[int, _Line] = {}
+        for pair in (pair for level in channel_rounds(pairs) for pair in level):
+            if self.rank not in pair:
+                continue
+            source, target = pair
+            line = _Line(mesh.group_of([mesh.pp.ranks[i] for i in sorted(pair)]))
+            if source == self.rank:
+                self.outgoing[target] = line
+            else:
+                self.incoming[source] = line
+        self._expected: dict[int, deque[Action]] = {}
+
+    def start(self, actions: Iterable[Action]) -> None:
+        self._expected = {peer: deque() for peer in self.incoming}
+        for action in actions:
+            if action.do == Do.RECV:
+                self._expected[action.peer].append(action)
+        for peer in self.incoming:
+            self._post_next(peer)
+
+    def _post_next(self, peer: int) -> None:
+        if not self._expected[peer]:
+            return
+        action = self._expected[peer].popleft()
+        where = torch.device("cpu") if self.host else self.device
+        buffer = torch.empty(
+            self.shape(action.microbatch, action.slice), dtype=self.dtype, device=where
+        )
+        if self.debug:
+            buffer.fill_(float("nan"))
+            header = torch.empty(_HEADER, dtype=torch.int64, device=where)
+            self.incoming[peer].post_receive([header, buffer])
+        else:
+            self.incoming[peer].post_receive([buffer])
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        tensor = tensor.contiguous()
+        if self.host:
+            tensor = tensor.cpu()
+        tensors = [tensor]
+        if self.debug:
+            tensors.insert(0, _header(action, tensor).to(tensor.device))
+        line = self.outgoing[action.peer]
+        line.post_send(tensors)
+
+    def arrived(self, action: Action) -> bool:
+        return True
+
+    def receive(self, action: Action) -> Tensor:
+        *header, tensor = self.incoming[action.peer].complete()
+        if header:
+            expected = _header(action, tensor)
+            assert torch.equal(header[0].cpu(), expected), (
+                f"rank {self.rank} expected {message_of(action)} of shape {tuple(tensor.shape)} "
+                f"from rank {action.peer}, got {header[0].tolist()}"
+            )
+        self._post_next(action.peer)
+        line = self.outgoing.get(action.peer)
+        for _ in range(action.acks):
+            assert line is not None
+            line.complete()
+        return tensor.to(self.device)
+
+    def finish(self) -> None:
+        for line in self.outgoing.values():
+            while line.under_way:
+                line.complete()

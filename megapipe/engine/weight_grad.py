@@ -1,0 +1,93 @@
+"""Deferred weight gradients: what makes zero-bubble schedules possible.
+
+A zero-bubble schedule (Qi et al., 2401.10241) needs the backward of a stage cut in two: ``I``
+passes the gradient on to the previous stage, ``W`` computes the weight gradients later. Asking
+autograd for the two halves means walking the graph twice, and a checkpointed forward would run
+again for each parameter. Here the layers split their own backward instead: their autograd
+function returns the input gradient and *queues* the weight gradient as a task that holds what
+the GEMM needs. ``W`` runs the queued tasks, which add straight into the main gradient.
+
+``B`` is ``I`` then ``W`` through the same kernels, so fused and split schedules agree bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class WeightGradTask(Protocol):
+    """One layer's weight gradient for one micro-batch, ready to run."""
+
+    def run(self) -> None:
+        """Add the gradient into the parameter's main gradient."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the task keeps alive."""
+
+
+class WeightGradQueue:
+    """Tasks of one stage, kept per micro-batch in the order of the backward pass."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[Hashable, list[WeightGradTask]] = {}
+        self._filling: list[WeightGradTask] | None = None
+
+    def open(self, key: Hashable) -> None:
+        """Collect tasks for `key` from here on; a key's tasks are collected once."""
+        assert key not in self._tasks, f"weight gradients of {key} are already queued"
+        self._filling = self._tasks[key] = []
+
+    def put(self, task: WeightGradTask) -> None:
+        assert self._filling is not None, "a backward pass ran outside the engine"
+        self._filling.append(task)
+
+    def run(self, key: Hashable) -> None:
+        """Compute the gradients of `key` and let go of what they held."""
+        tasks = self._tasks.pop(key)
+        tasks.reverse()
+        while tasks:
+            tasks.pop().run()
+
+    def pending(self) -> dict[Hashable, list[WeightGradTask]]:
+        """What is queued now, for inspection."""
+        return self._tasks
+
+    def clear(self) -> None:
+        self._tasks.clear()
+        self._filling = None
+
+
+def main_grad(parameter: Parameter) -> Tensor:
+    """The accumulator of a parameter: fp32 (fp64 for fp64), a view of its stage's buffer."""
+    return cast(Any, parameter).main_grad
+
+
+def add_product(parameter: Parameter, left: Tensor, right: Tensor) -> None:
+    """main_grad += left^T @ right, for left [n, out] and right [n, in]."""
+    grad = main_grad(parameter)
+    grad = grad.view(-1, grad.shape[-1])
+    if left.dtype == grad.dtype:
+        grad.addmm_(left.t(), right)
+    elif left.is_cuda:
+        grad.add_(torch.mm(left.t(), right, out_dtype=grad.dtype))
+    else:
+        grad.add_(left.t() @ right)
+
+
+def accumulate_in_main_grad(parameter: Parameter) -> None:
+    """Let autograd's own gradient of `parameter` flow into its main gradient.
+
+    For parameters whose gradient is too small to defer (norms): it is computed within ``I``.
+    """
+
+    def move(p: Tensor) -> None:
+        assert p.grad is not None
+        main_grad(cast(Parameter, p)).add_(p.grad)
+        p.grad = None
+
+    parameter.register_post_accumulate_grad_hook(move)

@@ -1,0 +1,150 @@
+"""Contiguous parameter and gradient buffers, one bucket per virtual stage.
+
+A bucket holds a stage's parameters in the model dtype and their main gradients in fp32 (fp64 for
+fp64), each as one flat array, so that reducing, sharding and gathering are one call per stage.
+Parameters are ordered by :class:`Region`: those that decay before those that do not, split ones
+before those that every tp rank holds; weight decay and the norm then act on a few ranges.
+
+A tied embedding is used by the first and the last stage. It has a bucket of its own, shared by
+all its holders: its shard group is dp x holders, so one owner updates a slice and all holders
+gather it, and the copies stay bitwise equal. The two uses accumulate into gradients of their own
+and are added once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megapipe.mesh import Axis, ParallelMesh
+from megapipe.model.gpt import GPTStage
+from megapipe.tensor_parallel.embedding import WORD_EMBEDDING
+from megapipe.tensor_parallel.parameter import ParameterSpec, spec_of
+
+
+class Entry(NamedTuple):
+    """A parameter's place [start, stop) in its bucket."""
+
+    spec: ParameterSpec
+    start: int
+    stop: int
+
+
+class Region(NamedTuple):
+    """A range of a bucket whose parameters share these properties."""
+
+    decay: bool
+    split: bool
+    """Split over tp; otherwise every tp rank holds the same values."""
+    start: int
+    stop: int
+
+
+def main_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type of main gradients, master weights and optimizer state."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Bucket:
+    """Flat weights and main gradients of one stage, or of the tied embedding.
+
+    `index` is the stage number; the tied bucket's is the number of stages. `axis` is the group
+    over which gradients are summed and the optimizer is sharded; lengths are padded to it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        parameters: Sequence[tuple[nn.Module, str, Parameter]],
+        axis: Axis,
+        device: torch.device,
+    ) -> None:
+        self.index = index
+        self.axis = axis
+        self.entries: list[Entry] = []
+        uses = sorted({spec_of(p).replica for _, _, p in parameters})
+        ordered = sorted(parameters, key=lambda owner: _region_key(spec_of(owner[2])))
+        places: dict[str, Entry] = {}
+        stop = 0
+        for _, _, parameter in ordered:
+            spec = spec_of(parameter)
+            if spec.name not in places:
+                places[spec.name] = Entry(spec, stop, stop + spec.numel)
+                stop += spec.numel
+        self.entries = list(places.values())
+        self.numel = -(-stop // axis.size) * axis.size
+        dtype = ordered[0][2].dtype
+        self.weights = torch.zeros(self.numel, dtype=dtype, device=device)
+        self.grads = [torch.zeros(self.numel, dtype=main_dtype(dtype), device=device) for _ in uses]
+        for module, name, old in ordered:
+            spec = spec_of(old)
+            entry = places[spec.name]
+            new = Parameter(self.view(self.weights, entry))
+            grads = self.grads[uses.index(spec.replica)]
+            cast(Any, new).spec = spec
+            cast(Any, new).main_grad = self.view(grads, entry)
+            module._parameters[name] = new
+
+    @staticmethod
+    def view(flat: Tensor, entry: Entry) -> Tensor:
+        return flat[entry.start : entry.stop].view(entry.spec.sizes)
+
+    def regions(self) -> Iterator[Region]:
+        """The ranges of equal properties, in order."""
+        start = 0
+        for i, entry in enumerate(self.entries):
+            key = _region_key(entry.spec)
+            last = i + 1 == len(self.entries)
+            if last or _region_key(self.entries[i + 1].spec) != key:
+                yield Region(not key[0], not key[1], start, entry.stop)
+                start = entry.stop
+
+    def add_uses(self) -> None:
+        """Add the gradients of all uses into the first; the order of uses is fixed."""
+        for other in self.grads[1:]:
+            self.grads[0] += other
+
+    def zero_grad(self) -> None:
+        for grad in self.grads:
+            grad.zero_()
+
+
+def _region_key(spec: ParameterSpec) -> tuple[bool, bool]:
+    return not spec.decay, spec.split_dim is None
+
+
+def make_buckets(
+    modules: Mapping[int, GPTStage],
+    mesh: ParallelMesh,
+    *,
+    stages: int,
+    tied: bool,
+    holders: Sequence[int],
+) -> list[Bucket]:
+    """Give the parameters of this process' stages their storage.
+
+    `stages` is their number over all ranks. With `tied` embeddings `holders` are the pipeline
+    indices of the first and last stage's processes. Buckets come in stage order, the tied last.
+    """
+    buckets = []
+    shared: list[tuple[nn.Module, str, Parameter]] = []
+    for stage, module in sorted(modules.items()):
+        own = []
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is None:
+                    continue
+                is_shared = tied and spec_of(parameter).name == WORD_EMBEDDING
+                (shared if is_shared else own).append((owner, name, parameter))
+        if own:
+            buckets.append(Bucket(stage, own, mesh.dp, mesh.device))
+    if shared:
+        axis = mesh.dp
+        if len(set(holders)) > 1:
+            axis = mesh.group_of(mesh.grid.holders(mesh.rank, sorted(set(holders))))
+        buckets.append(Bucket(stages, shared, axis, mesh.device))
+    return buckets

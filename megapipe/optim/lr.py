@@ -1,0 +1,31 @@
+"""Learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from megapipe.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0, in a run of `steps`.
+
+    Linear warm-up reaches the peak at step `warmup_steps`; the decay ends at `min_lr` with the
+    last step. wsd (Hu et al., 2404.06395) holds the peak in between and decays linearly.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return config.lr
+    last = steps - 1
+    if config.decay_steps is not None:
+        length = config.decay_steps
+    elif config.schedule == "wsd":
+        length = max(1, steps // 10)
+    else:
+        length = max(1, last - config.warmup_steps)
+    start = last - length if config.schedule == "wsd" else config.warmup_steps
+    done = min(1.0, max(0.0, (step - start) / length))
+    if config.schedule == "cosine":
+        done = 0.5 * (1.0 - math.cos(math.pi * done))
+    return config.lr + (config.min_lr - config.lr) * done
