@@ -1,0 +1,126 @@
+"""From a command to a finished run: everything one process does, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from megapipe.cli import Command, flatten
+from megapipe.config import ParallelConfig
+from megapipe.data.tokenizer import load_tokenizer
+from megapipe.errors import ConfigError, LaunchError, MegapipeError
+from megapipe.layout import resolve
+from megapipe.observe.observer import check_sinks
+from megapipe.observe.provenance import package_hash
+from megapipe.plan.report import report as plan_report
+from megapipe.train import launch
+from megapipe.train.launch import Place
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def run(command: Command, place: Place) -> int:
+    """Print the plan, or train. Returns the process' exit code.
+
+    Raises :class:`MegapipeError` for what is wrong before the processes meet; from then on errors
+    are reported here, once per job.
+    """
+    tokenizer = load_tokenizer(command.config.data.tokenizer)
+    alone = command.dry_run and not place.launched
+    config, layout = resolve(
+        command.config,
+        None if alone else place.world,
+        tokenizer.vocab_size,
+        where=command.where,
+    )
+    check_sinks(config.log)
+    if command.dry_run:
+        if place.rank == 0:
+            print(plan_report(config, layout))
+        return 0
+    if os.environ.setdefault(CONNECTIONS, "8") == "1":
+        raise LaunchError(
+            f"{CONNECTIONS}=1 makes pipeline messages wait for each other; unset it, or use 8"
+        )
+    # torch is loaded after the configuration is known to be right, and with the setting above
+    import torch.distributed as dist
+
+    from megapipe.mesh import Grid, ParallelMesh
+    from megapipe.train.trainer import Trainer
+
+    store: Store | None = None
+    try:
+        device, backend = choose_device(config.parallel, place)
+        timeout = config.parallel.timeout_s
+        store = launch.open_store(place, timeout)
+        values = {**flatten(config), "megapipe's files": package_hash(), "torch": torch_version()}
+        launch.compare_ranks(store, place, values, timeout)
+        launch.start_process_group(store, place, backend, timeout, device)
+        in_process = config.pipeline.channels == "in_process"
+        grid = Grid(pp=1 if in_process else layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
+        mesh = ParallelMesh(grid, device=device, timeout_s=timeout)
+        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=place.local_rank)
+        try:
+            trainer.run()
+        finally:
+            trainer.close()
+        mesh.barrier()
+        dist.destroy_process_group()
+        return 0
+    except MegapipeError as error:
+        return launch.report(error, place, store)
+    except Exception as error:
+        return _end_after(error, place, store)
+
+
+def _end_after(error: Exception, place: Place, store: Store | None) -> int:
+    """Exit code after an unexpected exception: a peer's failure, a lost peer, or a bug."""
+    import torch.distributed as dist
+
+    communication = isinstance(error, dist.DistError) or "gloo" in str(error)
+    if communication and store is not None and place.world > 1:
+        code = launch.failure_of_peer(store)
+        if code is not None:
+            return code
+        lost = LaunchError(f"rank {place.rank} lost contact with a peer: {error}")
+        return launch.report(lost, place, store)
+    if store is not None:
+        launch.claim_failure(store, 1)
+    traceback.print_exc()
+    sys.stderr.flush()
+    return 1
+
+
+def choose_device(parallel: ParallelConfig, place: Place) -> tuple[torch.device, str]:
+    """This process' device and the backend of its groups."""
+    import torch
+
+    if parallel.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("parallel.device=cuda, but torch sees no CUDA device; use auto or cpu")
+    if parallel.device == "cpu" or not torch.cuda.is_available():
+        if parallel.backend == "nccl":
+            raise ConfigError("parallel.backend=nccl needs CUDA devices; use auto or gloo")
+        return torch.device("cpu"), "gloo"
+    count = torch.cuda.device_count()
+    own = place.local_world <= count
+    if parallel.backend == "nccl" and not own:
+        raise ConfigError(
+            f"parallel.backend=nccl needs a GPU per process: {place.local_world} processes share "
+            f"{count} here; use gloo or fewer processes"
+        )
+    device = torch.device("cuda", place.local_rank % count)
+    torch.cuda.set_device(device)
+    backend = parallel.backend if parallel.backend != "auto" else ("nccl" if own else "gloo")
+    return device, backend
+
+
+def torch_version() -> str:
+    import torch
+
+    return torch.__version__

@@ -1,0 +1,58 @@
+"""Training state to checkpoint pieces and back.
+
+A rank writes the slices that it owns: flat ranges of its boxes of the global tensors, cut into
+rectangles, without the padding of the vocabulary. A rank reads the boxes that its layout needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from megapipe.checkpoint.boxes import Box, flat_boxes, intersect, whole
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.writer import Piece
+from megapipe.optim.zero import Optimizer
+from megapipe.tensor_parallel.parameter import ParameterSpec
+
+
+def pieces(optimizer: Optimizer) -> Iterator[Piece]:
+    """What this rank contributes to a checkpoint: master weights and moments, named by what
+    they are ("model/<name>", "optimizer.exp_avg/<name>")."""
+    for owned in optimizer.own_slices():
+        spec = owned.spec
+        for position, local in flat_boxes(spec.sizes, owned.start, owned.stop):
+            placed = Box(
+                tuple(a + b for a, b in zip(local.offsets, spec.offsets, strict=True)), local.sizes
+            )
+            box = intersect(placed, whole(spec.shape))
+            if box is None:
+                continue
+            for kind, flat in owned.values.items():
+                values = flat[position : position + local.numel].view(local.sizes)
+                yield Piece(
+                    f"{kind}/{spec.name}",
+                    spec.shape,
+                    box,
+                    values[box.inside(placed)].contiguous(),
+                )
+
+
+def read_box(checkpoint: Checkpoint, kind: str, spec: ParameterSpec, out: Tensor) -> None:
+    """Fill `out`, this rank's box of ``kind/name``, from a checkpoint of any layout; padding
+    beyond the true shape is left alone."""
+    placed = Box(spec.offsets, spec.sizes)
+    box = intersect(placed, whole(spec.shape))
+    if box is not None:
+        values = checkpoint.read(f"{kind}/{spec.name}", box)
+        out[box.inside(placed)] = values.to(out.dtype)
+
+
+def load(optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    """Set weights, and moments if there are any, to those of a checkpoint."""
+    optimizer.set_weights(lambda spec, out: read_box(checkpoint, "model", spec, out))
+    optimizer.set_moments(
+        checkpoint.step,
+        lambda moment, spec, out: read_box(checkpoint, f"optimizer.{moment}", spec, out),
+    )

@@ -1,0 +1,274 @@
+"""A whole run: data, steps, validation, checkpoints, reports."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapipe.checkpoint.reader import Checkpoint, find_newest
+from megapipe.checkpoint.retention import retain
+from megapipe.checkpoint.writer import Meta, save
+from megapipe.cli import dump, flatten
+from megapipe.config import Config
+from megapipe.data.batch import build_batches
+from megapipe.data.prepare import Prepared, prepare
+from megapipe.data.tokenizer import Tokenizer
+from megapipe.errors import CheckpointError, ConfigError, MegapipeError, Preempted
+from megapipe.layout import Layout
+from megapipe.mesh import ParallelMesh
+from megapipe.observe.memory import memory_gib
+from megapipe.observe.observer import Observer, build_sinks
+from megapipe.observe.peaks import peak
+from megapipe.observe.provenance import provenance
+from megapipe.observe.record import StepRecord, ValidationRecord
+from megapipe.observe.summary import Summary
+from megapipe.plan.flops import token_flops
+from megapipe.train import state
+from megapipe.train.signals import StopRequest
+from megapipe.train.step import StepResult, TrainStep
+
+SMOOTHING = 0.9
+"""Weight of the past in the time per step behind the ETA."""
+
+
+class Trainer:
+    """Runs `config` on this process' part of the mesh.
+
+    `local_rank` 0 prepares the corpus for its node. Raises a :class:`MegapipeError` on every rank
+    when any rank meets one while setting up.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        mesh: ParallelMesh,
+        tokenizer: Tokenizer,
+        *,
+        local_rank: int,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.mesh = mesh
+        self.tokenizer = tokenizer
+        self.stop = StopRequest()
+        self.folder = Path(config.run.folder) / config.run.name
+        self.checkpoints = self.folder / "checkpoints"
+        self.source = self._find_source()
+        self.prepared = self._prepare(local_rank)
+        self.training, self.validation = build_batches(config, tokenizer, self.prepared)
+        self.step = TrainStep(config, layout, mesh)
+        self.first_step = 0
+        self.run_id = mesh.share(uuid.uuid4().hex)
+        if self.source is not None:
+            self._resume(self.source)
+        self.observer = self._open_run_folder() if mesh.rank == 0 else None
+        self.validation_loss = float("nan")
+
+    def _all_or_none(self, error: MegapipeError | None) -> None:
+        """Raise the first error of any rank on every rank, as its own kind where it happened."""
+        text = self.mesh.agree(None if error is None else f"{error.exit_code} {error}")
+        if text is None:
+            return
+        if error is not None:
+            raise error
+        code, _, message = text.partition(" ")
+        kinds = {kind.exit_code: kind for kind in MegapipeError.__subclasses__()}
+        raise kinds.get(int(code), MegapipeError)(message)
+
+    def _prepare(self, local_rank: int) -> Prepared:
+        """The tokenized corpus, made by one process of each node."""
+        prepared, error = None, None
+        for turn in (local_rank == 0, local_rank != 0):
+            if turn:
+                try:
+                    prepared = prepare(
+                        self.config.data, self.tokenizer, progress=self.mesh.rank == 0
+                    )
+                except MegapipeError as problem:
+                    error = problem
+            self._all_or_none(error)
+        assert prepared is not None
+        return prepared
+
+    def _find_source(self) -> Path | None:
+        """The checkpoint to start from: rank 0 looks and decides for all."""
+        run, found, error = self.config.run, "", None
+        if self.mesh.rank == 0:
+            newest = find_newest(self.checkpoints)
+            if run.resume == "never" and newest.path is not None:
+                error = ConfigError(
+                    f"{self.folder} already has the checkpoint {newest.path.name}, and "
+                    "run.resume is never; choose another run.name"
+                )
+            elif newest.path is not None:
+                found = str(newest.path)
+            elif run.resume == "must":
+                error = CheckpointError(f"{self.checkpoints}: no checkpoint to resume from")
+            elif self.config.checkpoint.load is not None:
+                found = self.config.checkpoint.load
+        self._all_or_none(error)
+        path = self.mesh.share(found)
+        return Path(path) if path else None
+
+    def _resume(self, path: Path) -> None:
+        error = None
+        try:
+            checkpoint = Checkpoint.open(path)
+            self._check_model(checkpoint)
+            state.load(self.step.optimizer, checkpoint)
+            self.first_step = checkpoint.step
+            if path.parent == self.checkpoints:
+                self.run_id = checkpoint.manifest.run_id
+        except MegapipeError as problem:
+            error = problem
+        self._all_or_none(error)
+
+    def _check_model(self, checkpoint: Checkpoint) -> None:
+        """Refuse weights of a model that computes something else."""
+        stored = checkpoint.manifest.config
+        for key, value in flatten(self.config).items():
+            free = key in ("model.dtype", "model.dropout", "model.init_std")
+            if key.startswith("model.") and not free and stored.get(key) != value:
+                raise CheckpointError(
+                    f"{checkpoint.path}: its {key} is {stored.get(key)}, the configuration has "
+                    f"{value}"
+                )
+
+    def _open_run_folder(self) -> Observer:
+        """Create the folder and record what runs: configuration, versions, git state."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.yaml").write_text(dump(self.config))
+            origin = provenance(Path(__file__).resolve().parents[2])
+            (self.folder / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"run.folder: cannot write to {self.folder}: {error.strerror}"
+            ) from None
+        return build_sinks(self.config, self.folder, flatten(self.config))
+
+    def run(self) -> None:
+        """Train to the last step. Raises :class:`Preempted` after saving if asked to stop."""
+        steps = self.config.train.steps
+        if self.first_step:
+            self._note(f"resumed from {self.source} at step {self.first_step} of {steps}")
+        began = time.perf_counter()
+        losses: list[float] = []
+        pace = None
+        for step in range(self.first_step, steps):
+            start = time.perf_counter()
+            result = self.step.train(step, self.training.rows)
+            seconds = time.perf_counter() - start
+            pace = seconds if pace is None else SMOOTHING * pace + (1 - SMOOTHING) * seconds
+            losses.append(result.loss)
+            self._report(step + 1, result, seconds, pace)
+            stop = self.mesh.any(bool(self.stop))
+            last = step + 1 == steps
+            if not stop and (last or _due(self.config.train.validate_every, step + 1)):
+                self._validate(step + 1)
+            if stop or last or _due(self.config.checkpoint.every, step + 1):
+                self._save(step + 1)
+            if stop and not last:
+                raise Preempted(f"stopped by a signal; saved step {step + 1} of {steps}")
+        if losses:
+            self._summarise(losses, time.perf_counter() - began)
+
+    def _note(self, text: str) -> None:
+        if self.observer is not None:
+            self.observer.note(text)
+
+    def _report(self, step: int, result: StepResult, seconds: float, pace: float) -> None:
+        if self.observer is None:
+            return
+        train, device = self.config.train, self.mesh.device
+        tokens = train.global_batch * train.sequence_length
+        flops = tokens * token_flops(self.config.model, train.sequence_length)
+        tflops = flops / seconds / self.mesh.world / 1e12
+        limit = self.config.log.peak_tflops
+        if limit is None and device.type == "cuda":
+            limit = peak(torch.cuda.get_device_name(device))
+        self.observer.step(
+            StepRecord(
+                step=step,
+                steps=train.steps,
+                loss=result.loss,
+                lr=result.lr,
+                grad_norm=result.grad_norm,
+                seconds=seconds,
+                tokens=tokens,
+                tokens_per_second=tokens / seconds,
+                tflops_per_device=tflops,
+                mfu=None if limit is None else tflops / limit,
+                memory_gib=memory_gib(device),
+                eta_seconds=pace * (train.steps - step),
+                samples=step * train.global_batch,
+            )
+        )
+
+    def _validate(self, step: int) -> None:
+        start = time.perf_counter()
+        samples = len(self.validation.dataset)
+        if self.config.train.validation_samples is not None:
+            samples = min(samples, self.config.train.validation_samples)
+        self.validation_loss, _ = self.step.evaluate(self.validation.rows, samples)
+        if self.observer is not None:
+            seconds = time.perf_counter() - start
+            self.observer.validation(
+                ValidationRecord(step, self.config.train.steps, self.validation_loss, seconds)
+            )
+
+    def _save(self, step: int) -> None:
+        layout = self.layout
+        sizes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "chunks")}
+        coordinates: dict[str, Any] = {
+            "step": step,
+            "samples": step * self.config.train.global_batch,
+        }
+        meta = Meta(
+            run_id=self.run_id,
+            layout=sizes,
+            coordinates=coordinates,
+            config=flatten(self.config),
+        )
+        path = save(
+            self.checkpoints,
+            step=step,
+            pieces=state.pieces(self.step.optimizer),
+            meta=meta,
+            group=self.mesh,
+        )
+        if self.mesh.rank == 0:
+            retain(self.checkpoints, self.config.checkpoint.keep)
+        self._note(f"saved {path}")
+
+    def _summarise(self, losses: list[float], seconds: float) -> None:
+        if self.mesh.rank != 0:
+            return
+        train = self.config.train
+        tokens = len(losses) * train.global_batch * train.sequence_length
+        summary = Summary(
+            loss_first=losses[0],
+            loss_last=losses[-1],
+            validation_loss=self.validation_loss,
+            unigram_entropy=self.prepared.unigram_entropy,
+            tokens_per_second=tokens / seconds,
+            run_folder=str(self.folder),
+            steps=len(losses),
+            seconds=seconds,
+        )
+        (self.folder / "summary.json").write_text(summary.model_dump_json(indent=2) + "\n")
+
+    def close(self) -> None:
+        """Flush and close the reports."""
+        if self.observer is not None:
+            self.observer.close()
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
