@@ -1,0 +1,362 @@
+"""Running cases of the parity matrix: any layout against the plain single-process reference."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import reference
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.boxes import Box, flat_boxes, intersect, whole
+from megapipe.config import Config
+from megapipe.layout import Layout, resolve
+from megapipe.mesh import Grid, ParallelMesh
+from megapipe.optim.lr import learning_rate
+from megapipe.optim.zero import Optimizer
+from megapipe.tensor_parallel.parameter import ParameterSpec, spec_of
+from megapipe.testing import cpu_mesh
+from megapipe.train.step import TrainStep
+
+STEPS = 3
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one small model. Defaults are the plainest."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    m: int = 2
+    schedule: str = "1f1b"
+    group: int | None = None
+    in_process: bool = False
+    sequence_parallel: bool = False
+    zero: int = 1
+    model: str = "gpt2"
+    tied: bool = True
+    uneven: bool = False
+    vocab: int = 37
+    kv_heads: int | None = None
+    masked: float = 0.0
+    dtype: str = "fp64"
+    dropout: float = 0.0
+    clip: float | None = 0.05
+    debug: bool = False
+    layers: int = 4
+    batch: int = 2
+    sequence: int = 8
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * (1 if self.in_process else self.pp)
+
+    @property
+    def name(self) -> str:
+        """The fields that differ from the defaults."""
+        default = Case()
+        return " ".join(
+            f"{key}={value}" for key, value in vars(self).items() if value != getattr(default, key)
+        )
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "activation": "swiglu",
+        "bias": False,
+        "ffn_hidden": 48,
+    },
+    "mixed": {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "ffn_hidden": 24},
+    "gelu": {"activation": "gelu", "positions": "rotary", "bias": False},
+}
+
+
+def configure(case: Case) -> tuple[Config, Layout]:
+    """The resolved configuration of a case."""
+    stages = case.pp * case.chunks
+    layout: str | None = None
+    if case.uneven and stages > 1:
+        # everything that is left on the second stage, one layer on the others
+        counts = [1] * stages
+        counts[1] += case.layers - stages
+        layout = " | ".join(f"L*{n}" for n in counts)
+        layout = f"E {layout} H"
+    config = Config.model_validate(
+        {
+            "run": {"seed": 7},
+            "model": {
+                "layers": case.layers,
+                "hidden": 16,
+                "heads": 4,
+                "kv_heads": case.kv_heads,
+                "vocab_size": case.vocab,
+                "tied_embeddings": case.tied,
+                "dropout": case.dropout,
+                "dtype": case.dtype,
+                **MODELS[case.model],
+            },
+            "parallel": {
+                "dp": case.dp,
+                "tp": case.tp,
+                "pp": case.pp,
+                "sequence_parallel": case.sequence_parallel,
+            },
+            "pipeline": {
+                "schedule": case.schedule,
+                "chunks": case.chunks,
+                "group": case.group,
+                "layout": layout,
+                "channels": "in_process" if case.in_process else "process_group",
+                "debug": case.debug,
+            },
+            "optimizer": {
+                "lr": 1e-2,
+                "min_lr": 1e-3,
+                "warmup_steps": 1,
+                "clip": case.clip,
+                "zero": case.zero,
+            },
+            "train": {
+                "steps": STEPS,
+                "sequence_length": case.sequence,
+                "global_batch": case.batch * case.m * case.dp,
+                "microbatch": case.batch,
+            },
+        }
+    )
+    return resolve(config, case.world, case.vocab)
+
+
+@functools.lru_cache(maxsize=64)
+def batch_of(case: Case, step: int) -> reference.Batch:
+    """The global batch of one step, [samples, s] each, the same for every layout of a size."""
+    config, _ = configure(case)
+    return reference.random_batch(
+        config.model,
+        config.train.global_batch,
+        case.sequence,
+        seed=100 + step,
+        masked=case.masked,
+    )
+
+
+class Rows:
+    """The batches as a source of rows by global sample index."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.size = case.batch * case.m * case.dp
+
+    def __call__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        step = indices[0] // self.size
+        rows = [i - step * self.size for i in indices]
+        tokens, labels, mask = batch_of(self.case, step)
+        return tokens[rows], labels[rows], mask[rows].bool()
+
+
+@dataclass
+class Outcome:
+    """What one rank saw: its own share of gradients and weights, and its copies of weights."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: list[list[tuple[str, Box, Any]]] = field(default_factory=list)
+    copies: list[list[tuple[str, Box, Any]]] = field(default_factory=list)
+    validation: float = 0.0
+
+
+def run_case(rank: int, case: Case, *, validate: bool = True) -> Outcome:
+    """Train a case for STEPS steps on this rank of a world of `case.world`."""
+    config, layout = configure(case)
+    grid = Grid(pp=1 if case.in_process else case.pp, dp=case.dp, tp=case.tp)
+    mesh = cpu_mesh(grid)
+    step = TrainStep(config, layout, mesh)
+    params = reference.init_random(config.model, seed=3)
+    step.optimizer.set_weights(lambda spec, out: take_box(params[spec.name], spec, out))
+    outcome = train(step, case, validate=validate)
+    mesh.barrier()
+    mesh.close()
+    return outcome
+
+
+def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
+    outcome = Outcome()
+    rows = Rows(case)
+    if validate:
+        # a short last batch: one sample fewer than a step's batch and one micro-batch more
+        outcome.validation, _ = step.evaluate(validation_rows(case), validation_samples(case))
+    update = step.optimizer.update
+
+    def spy(lr: float, norm: Tensor) -> None:
+        outcome.grads.append(list(own_grads(step.optimizer)))
+        update(lr, norm)
+
+    step.optimizer.update = spy  # type: ignore[method-assign]
+    for i in range(STEPS):
+        result = step.train(i, rows)
+        outcome.losses.append(result.loss)
+        outcome.norms.append(result.grad_norm)
+        outcome.copies.append(list(local_copies(step)))
+    return outcome
+
+
+def validation_samples(case: Case) -> int:
+    return case.batch * case.m * case.dp - 1
+
+
+def validation_rows(case: Case) -> Any:
+    """Rows of step 0's batch, masked beyond the validation samples."""
+    samples = validation_samples(case)
+    tokens, labels, mask = batch_of(case, 0)
+
+    def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        inside = torch.tensor([i < samples for i in indices])
+        index = [min(i, samples - 1) for i in indices]
+        return tokens[index], labels[index], mask[index].bool() & inside[:, None]
+
+    return rows
+
+
+def take_box(full: Tensor, spec: ParameterSpec, out: Tensor) -> None:
+    """Copy this rank's box of a full tensor, leaving padding alone."""
+    placed = Box(spec.offsets, spec.sizes)
+    box = intersect(placed, whole(spec.shape))
+    if box is not None:
+        out[box.inside(placed)] = full[box.inside(whole(spec.shape))].to(out.dtype)
+
+
+def _global(
+    spec: ParameterSpec, local: Box, values: Tensor
+) -> Iterator[tuple[str, Box, np.ndarray[Any, Any]]]:
+    offsets = tuple(a + b for a, b in zip(local.offsets, spec.offsets, strict=True))
+    placed = Box(offsets, local.sizes)
+    box = intersect(placed, whole(spec.shape))
+    padding = values.clone()
+    if box is not None:
+        inside = box.inside(placed)
+        yield spec.name, box, values[inside].double().numpy().copy()
+        padding[inside] = 0
+    assert not padding.any(), f"{spec.name}: the padding is not zero"
+
+
+def own_grads(optimizer: Optimizer) -> Iterator[tuple[str, Box, np.ndarray[Any, Any]]]:
+    """Reduced gradients of the slices that this rank owns, before clipping."""
+    for shard in optimizer.shards:
+        for entry, segment in itertools.product(shard.bucket.entries, shard.segments):
+            a = max(entry.start, segment.start, shard.own_start)
+            b = min(entry.stop, segment.stop, shard.own_stop)
+            if a >= b or (entry.spec.split_dim is None and optimizer.mesh.tp.index > 0):
+                continue
+            grad = segment.parameter.grad
+            assert grad is not None
+            flat = grad[a - segment.start : b - segment.start]
+            for position, local in flat_boxes(
+                entry.spec.sizes, a - entry.start, b - entry.start
+            ):
+                values = flat[position : position + local.numel].view(local.sizes)
+                yield from _global(entry.spec, local, values)
+
+
+def local_copies(step: TrainStep) -> Iterator[tuple[str, Box, np.ndarray[Any, Any]]]:
+    """Every weight that this rank computes with."""
+    for module in step.modules.values():
+        for parameter in module.parameters():
+            spec = spec_of(parameter)
+            yield from _global(spec, whole(spec.sizes), parameter.detach())
+
+
+def assemble(
+    parts: Sequence[Sequence[tuple[str, Box, Any]]], like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Full tensors from every rank's own parts: each element exactly once."""
+    full = {name: torch.full(t.shape, float("nan"), dtype=torch.float64) for name, t in like.items()}
+    for name, box, values in itertools.chain.from_iterable(parts):
+        here = box.inside(whole(tuple(full[name].shape)))
+        assert full[name][here].isnan().all(), f"{name} {box}: two ranks own it"
+        full[name][here] = torch.from_numpy(values)
+    return full
+
+
+@functools.lru_cache(maxsize=64)
+def expected(case: Case) -> tuple[list[reference.Step], float]:
+    """The reference's steps and its validation loss."""
+    config, _ = configure(case)
+    params = reference.init_random(config.model, seed=3)
+    lr = [learning_rate(config.optimizer, i, STEPS) for i in range(STEPS)]
+    settings = reference.Optimizer(
+        lr=lr, weight_decay=config.optimizer.weight_decay, clip=case.clip
+    )
+    batches = [batch_of(case, i) for i in range(STEPS)]
+    steps = reference.train(params, config.model, batches, settings)
+    samples = validation_samples(case)
+    tokens, labels, mask = (t[:samples] for t in batch_of(case, 0))
+    validation = reference.loss(params, config.model, tokens, labels, mask).item()
+    return steps, validation
+
+
+def plain(case: Case) -> Case:
+    """The case as the reference sees it: the same model and data, no layout."""
+    return replace(
+        case,
+        dp=1,
+        tp=1,
+        pp=1,
+        chunks=1,
+        m=case.m * case.dp,
+        schedule="1f1b",
+        group=None,
+        in_process=False,
+        sequence_parallel=False,
+        zero=1,
+        uneven=False,
+        debug=False,
+    )
+
+
+def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
+    """Loss, every gradient, gradient norm, every copy of every weight, validation loss."""
+    steps, validation = expected(plain(case))
+    lr = 1e-2
+    for i, ref in enumerate(steps):
+        grads = assemble([o.grads[i] for o in outcomes], ref.grads)
+        reference.assert_grads_close(grads, ref.grads)
+        for outcome in outcomes:
+            assert abs(outcome.losses[i] - ref.loss) <= 1e-12 * max(1.0, abs(ref.loss))
+            assert abs(outcome.norms[i] - ref.grad_norm) <= 1e-10 * ref.grad_norm
+            for name, box, values in outcome.copies[i]:
+                full = ref.params[name]
+                here = box.inside(whole(tuple(full.shape)))
+                reference.assert_weights_close(
+                    {name: torch.from_numpy(values)}, {name: full[here]}, lr
+                )
+        if case.clip is not None:
+            assert ref.grad_norm > case.clip, "the clip is not active"
+    for outcome in outcomes:
+        assert abs(outcome.validation - validation) <= 1e-12 * max(1.0, abs(validation))
+
+
+def run_cases(rank: int, cases: Sequence[Case]) -> list[Outcome | str]:
+    """All cases of one world size, one after the other; a failure is returned as its text."""
+    results: list[Outcome | str] = []
+    for case in cases:
+        try:
+            results.append(run_case(rank, case))
+        except Exception as error:
+            error.add_note(f"case: {case.name}")
+            raise
+    return results
+
+
+__all__ = ["Case", "ExitStack", "ParallelMesh", "check_case", "run_cases"]

@@ -1,0 +1,232 @@
+"""Weights and configurations to and from transformers' GPT-2 and Llama, bit by bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from reference import init_random
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig
+
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.model.config import ModelConfig
+from megapipe.model.hf import config_from_hf, config_to_hf, from_hf, to_hf
+
+GPT2 = ModelConfig(layers=2, hidden=12, heads=3, vocab_size=31, max_positions=10).resolved(
+    vocab_size=0, sequence_length=0
+)
+LLAMA = ModelConfig(
+    layers=2,
+    hidden=12,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=20,
+    vocab_size=31,
+    max_positions=10,
+    norm="rmsnorm",
+    norm_eps=1e-6,
+    positions="rotary",
+    rotary_base=500000.0,
+    activation="swiglu",
+    bias=False,
+    tied_embeddings=False,
+).resolved(vocab_size=0, sequence_length=0)
+MODELS = {
+    "gpt2": GPT2,
+    "gpt2_untied": GPT2.model_copy(update={"tied_embeddings": False, "activation": "gelu"}),
+    "gpt2_dropout": GPT2.model_copy(update={"dropout": 0.1, "ffn_hidden": 17, "init_std": 0.01}),
+    "llama": LLAMA,
+    "llama_biases": LLAMA.model_copy(update={"bias": True}),
+    "llama_tied": LLAMA.model_copy(update={"tied_embeddings": True}),
+    "llama_mqa_wide_heads": LLAMA.model_copy(update={"kv_heads": 1, "head_dim": 8}),
+}
+
+
+def hf_model(model: ModelConfig) -> GPT2LMHeadModel | LlamaForCausalLM:
+    hf_class = GPT2LMHeadModel if model.positions == "learned" else LlamaForCausalLM
+    return hf_class(config_to_hf(model))
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_survive_both_ways(name: str) -> None:
+    model = MODELS[name]
+    params = init_random(model, seed=3, dtype=torch.float32)
+    state = to_hf(params, model)
+    assert_same(from_hf(state, model), params)
+    assert all(tensor.is_contiguous() for tensor in state.values())
+
+    hf = hf_model(model)
+    hf.load_state_dict(state)  # strict: exactly the class's names and shapes
+    assert_same(from_hf(hf.state_dict(), model), params)
+
+    original = {n: torch.randn_like(t) for n, t in hf_model(model).state_dict().items()}
+    if model.tied_embeddings:
+        embedding = next(n for n in original if n.endswith(("wte.weight", "embed_tokens.weight")))
+        original["lm_head.weight"] = original[embedding]
+    assert_same(to_hf(from_hf(original, model), model), original)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configs_survive_both_ways(name: str) -> None:
+    assert config_from_hf(config_to_hf(MODELS[name])) == MODELS[name]
+
+
+def test_saved_files_hold_the_weights(tmp_path: Any) -> None:
+    params = init_random(GPT2, seed=3, dtype=torch.float32)
+    hf = hf_model(GPT2)
+    hf.load_state_dict(to_hf(params, GPT2))
+    hf.save_pretrained(tmp_path)
+    again = GPT2LMHeadModel.from_pretrained(tmp_path)
+    model = config_from_hf(again.config)
+    assert model == GPT2
+    assert_same(from_hf(again.state_dict(), model), params)
+
+
+def test_rows_of_qkv_go_by_group() -> None:
+    # heads 4, kv_heads 2, head_dim 3: 24 rows of which each is filled with its own number
+    rows = torch.arange(24.0)
+    params = init_random(LLAMA, seed=3, dtype=torch.float32)
+    params["layers.1.attention.qkv.weight"] = rows[:, None].expand(24, 12)
+    state = to_hf(params, LLAMA)
+    attention = "model.layers.1.self_attn"
+    q, k, v = (state[f"{attention}.{part}_proj.weight"][:, 0].tolist() for part in "qkv")
+    assert q == [0, 1, 2, 3, 4, 5, 12, 13, 14, 15, 16, 17]  # heads 0 and 1, heads 2 and 3
+    assert k == [6, 7, 8, 18, 19, 20]
+    assert v == [9, 10, 11, 21, 22, 23]
+
+
+def test_rows_of_gpt2_qkv_and_transposed_weights() -> None:
+    # heads 3, head_dim 4: 36 rows
+    params = init_random(GPT2, seed=3, dtype=torch.float32)
+    params["layers.0.attention.qkv.bias"] = torch.arange(36.0)
+    state = to_hf(params, GPT2)
+    q, k, v = state["transformer.h.0.attn.c_attn.bias"].view(3, 12).tolist()
+    assert q == [0, 1, 2, 3, 12, 13, 14, 15, 24, 25, 26, 27]
+    assert k == [4, 5, 6, 7, 16, 17, 18, 19, 28, 29, 30, 31]
+    assert v == [8, 9, 10, 11, 20, 21, 22, 23, 32, 33, 34, 35]
+    up = params["layers.0.mlp.up.weight"]
+    assert torch.equal(state["transformer.h.0.mlp.c_fc.weight"], up.T)
+
+
+def test_gate_is_the_first_half_of_up() -> None:
+    params = init_random(LLAMA, seed=3, dtype=torch.float32)
+    state = to_hf(params, LLAMA)
+    up = params["layers.0.mlp.up.weight"]
+    assert torch.equal(state["model.layers.0.mlp.gate_proj.weight"], up[0])
+    assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], up[1])
+
+
+def test_old_files_load() -> None:
+    params = init_random(GPT2, seed=3, dtype=torch.float32)
+    state = {n.removeprefix("transformer."): t for n, t in to_hf(params, GPT2).items()}
+    del state["lm_head.weight"]
+    state["h.0.attn.bias"] = torch.ones(1, 1, 10, 10)
+    state["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+    assert_same(from_hf(state, GPT2), params)
+
+    params = init_random(LLAMA, seed=3, dtype=torch.float32)
+    state = to_hf(params, LLAMA) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    assert_same(from_hf(state, LLAMA), params)
+
+
+@pytest.mark.parametrize(
+    ("model", "spoil", "message"),
+    [
+        (LLAMA, {"model.layers.1.mlp.up_proj.weight": None}, "1.mlp.up_proj.weight is missing"),
+        (LLAMA, {"lm_head.weight": None}, r"lm_head.weight is missing.*\(31, 12\)"),
+        (
+            LLAMA,
+            {"model.layers.0.self_attn.k_proj.weight": torch.ones(12, 12)},
+            r"k_proj.weight has shape \(12, 12\); the model needs \(6, 12\)",
+        ),
+        (LLAMA, {"model.layers.2.mlp.up_proj.weight": torch.ones(1)}, "layers.2.* model.layers"),
+        (LLAMA, {"model.layers.0.mlp.up_proj.bias": torch.ones(20)}, "bias is not part"),
+        (GPT2, {"lm_head.weight": torch.ones(31, 12)}, "model.tied_embeddings=false"),
+    ],
+)
+def test_a_state_of_another_model_is_refused(
+    model: ModelConfig, spoil: dict[str, Tensor | None], message: str
+) -> None:
+    state = to_hf(init_random(model, seed=3, dtype=torch.float32), model) | spoil
+    with pytest.raises(CheckpointError, match=message) as caught:
+        from_hf({name: t for name, t in state.items() if t is not None}, model)
+    assert "\n" not in str(caught.value)
+
+
+def test_params_of_another_model_are_refused() -> None:
+    params = init_random(LLAMA, seed=3)
+    with pytest.raises(CheckpointError, match=r"layers.1.attention.out.weight is not part"):
+        to_hf(params, LLAMA.model_copy(update={"layers": 1}))
+    with pytest.raises(CheckpointError, match=r"layers.2.attention_norm.weight is missing"):
+        to_hf(params, LLAMA.model_copy(update={"layers": 3}))
+    with pytest.raises(CheckpointError, match=r"qkv.weight has shape \(24, 12\)"):
+        to_hf(params, LLAMA.model_copy(update={"kv_heads": 4}))
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "message"),
+    [
+        (OPTConfig(), "model_type 'opt' is not supported; supported are gpt2 and llama"),
+        (GPT2Config(activation_function="relu"), "activation_function 'relu'.*gelu_new"),
+        (GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+        (GPT2Config(scale_attn_weights=False), "scale_attn_weights = False.*must be True"),
+        (GPT2Config(add_cross_attention=True), "add_cross_attention"),
+        (GPT2Config(attn_pdrop=0.0), "attn_pdrop = 0.0.*must be 0.1, as resid_pdrop"),
+        (GPT2Config(n_embd=10, n_head=4), "heads x model.head_dim = 8.*needs 10"),
+        (GPT2Config(initializer_range=0.0), "gpt2 config gives model.init_std = 0.0"),
+        (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'.*supported is silu"),
+        (LlamaConfig(attention_bias=True), "mlp_bias = False.*must be True, as attention_bias"),
+        (LlamaConfig(attention_dropout=0.1), "attention_dropout = 0.1"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+            "rope_parameters .*linear.* without scaling",
+        ),
+        (LlamaConfig(partial_rotary_factor=0.5), "rope_parameters .*partial_rotary_factor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_configs_are_refused(hf_config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        config_from_hf(hf_config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (GPT2, {"norm": "rmsnorm"}, "model.norm = rmsnorm.*gpt2 class.*needs layernorm"),
+        (GPT2, {"activation": "swiglu"}, "model.activation = swiglu.*needs gelu or gelu_tanh"),
+        (GPT2, {"bias": False}, "model.bias = False"),
+        (GPT2, {"kv_heads": 1}, "model.kv_heads = 1.*needs 3"),
+        (GPT2, {"head_dim": 8}, "heads x model.head_dim = 24.*needs 12"),
+        (GPT2, {"vocab_size": None}, "model.vocab_size is not set"),
+        (LLAMA, {"norm": "layernorm"}, "model.norm = layernorm.*llama class.*needs rmsnorm"),
+        (LLAMA, {"activation": "gelu"}, "model.activation = gelu.*needs swiglu"),
+        (LLAMA, {"hidden": 14}, "hidden % model.heads = 2"),
+        (LLAMA, {"kv_heads": 3}, "heads % model.kv_heads = 1"),
+    ],
+)
+def test_models_without_a_class_are_refused(
+    model: ModelConfig, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_to_hf(model.model_copy(update=changes))
+    with pytest.raises(ConfigError, match=message):
+        to_hf({}, model.model_copy(update=changes))
+
+
+def test_default_configs_of_transformers() -> None:
+    gpt2 = config_from_hf(GPT2Config())
+    assert (gpt2.layers, gpt2.hidden, gpt2.heads, gpt2.ffn_hidden) == (12, 768, 12, 3072)
+    assert (gpt2.vocab_size, gpt2.max_positions, gpt2.dropout) == (50257, 1024, 0.1)
+    assert (gpt2.activation, gpt2.tied_embeddings, gpt2.bias) == ("gelu_tanh", True, True)
+    llama = config_from_hf(LlamaConfig(num_key_value_heads=8))
+    assert (llama.layers, llama.hidden, llama.heads, llama.kv_heads) == (32, 4096, 32, 8)
+    assert (llama.head_dim, llama.ffn_hidden, llama.norm_eps) == (128, 11008, 1e-6)
+    assert (llama.tied_embeddings, llama.bias, llama.rotary_base) == (False, False, 10000.0)
