@@ -114,7 +114,6 @@ class ParallelMesh:
         self.backend: str = dist.get_backend()
         self.timeout = datetime.timedelta(seconds=timeout_s)
         self._exchanges = 0
-        self._groups: list[dist.ProcessGroup] = []
         axes = {axis: self.group_of(grid.peers(self.rank, axis), always=True) for axis in AXES}
         self.pp, self.dp, self.cp, self.tp = (axes[axis] for axis in AXES)
         self.device_mesh = DeviceMesh.from_group(
@@ -138,14 +137,7 @@ class ParallelMesh:
         group = dist.new_group(
             list(ranks), timeout=self.timeout, use_local_synchronization=len(ranks) < self.world
         )
-        self._groups.append(group)
         return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group)
-
-    def close(self) -> None:
-        """Give up every group made here; the default group stays."""
-        for group in self._groups:
-            dist.destroy_process_group(group)
-        self._groups.clear()
 
     @property
     def scalar_device(self) -> torch.device:

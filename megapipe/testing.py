@@ -1,8 +1,8 @@
 """Worlds of gloo processes for tests.
 
 Processes come from a forkserver that has torch loaded, so a world of 8 starts in a fraction of a
-second. A function runs on every rank with the default process group ready; what it returns comes
-back in rank order, and a failing rank's traceback becomes the caller's error.
+second. A function runs on every rank with a :class:`World`; what it returns comes back in rank
+order, and a failing rank's traceback becomes the caller's error.
 """
 
 from __future__ import annotations
@@ -28,15 +28,46 @@ class WorldError(AssertionError):
     """One or more ranks of a test world failed or did not end in time."""
 
 
-def cpu_mesh(grid: Grid, *, timeout_s: float = 30.0) -> ParallelMesh:
-    """A mesh over the test world's processes."""
-    return ParallelMesh(grid, device=torch.device("cpu"), timeout_s=timeout_s)
+GROUP_TIMEOUT_S = 30.0
+
+
+class World:
+    """One rank's view of a test world, given to the function that it runs."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._lives = 0
+
+    def restart(self) -> None:
+        """Give up all process groups and start anew.
+
+        The keys of each life are its own: groups of the same ranks would otherwise find the
+        addresses of their dead namesakes in the store.
+        """
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        self._lives += 1
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"life {self._lives}", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
+        )
+
+    def mesh(self, grid: Grid) -> ParallelMesh:
+        """A mesh over all ranks, in fresh process groups."""
+        self.restart()
+        return ParallelMesh(grid, device=torch.device("cpu"), timeout_s=GROUP_TIMEOUT_S)
 
 
 def run_world(
     world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0
 ) -> list[Any]:
-    """Run `function(rank, *args)` on `world` processes; returns their results by rank.
+    """Run `function(World, *args)` on `world` processes; returns their results by rank.
 
     `function` and `args` must be picklable (a function at module level). Raises
     :class:`WorldError` with the tracebacks of the ranks that failed; the others are killed.
@@ -99,14 +130,9 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=30),
-        )
-        pipe.send((True, function(rank, *args)))
+        here = World(rank, world, store)
+        here.restart()
+        pipe.send((True, function(here, *args)))
         dist.destroy_process_group()
     except BaseException:
         pipe.send((False, traceback.format_exc()))

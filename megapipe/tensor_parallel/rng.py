@@ -65,6 +65,8 @@ def draw_normal(
     generator = torch.Generator()
     (row0, column0), (rows, columns) = offsets, out.shape
     row_end, column_end = min(row0 + rows, shape[0]), min(column0 + columns, shape[1])
+    if row_end <= row0 or column_end <= column0:
+        return
     for i in range(row0 // TILE_ROWS, -(-row_end // TILE_ROWS)):
         for j in range(column0 // TILE_COLUMNS, -(-column_end // TILE_COLUMNS)):
             generator.manual_seed(seed_of(seed, "init", name, i, j))
