@@ -1,0 +1,75 @@
+"""Where each virtual stage of the model lives."""
+
+from dataclasses import dataclass
+
+from megapipe.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A map from (replica, stage) to pipeline rank.
+
+    Stages are numbered 0 .. stages-1 in the order in which a micro-batch visits them forward.
+    A second replica holds the same stages on other ranks (bidirectional pipelines).
+
+    Raises:
+        ScheduleError: a rank out of range, a rank without a stage, or replicas of unequal length.
+    """
+
+    ranks: int
+    table: tuple[tuple[int, ...], ...]
+    """table[replica][stage] is the rank."""
+
+    def __post_init__(self) -> None:
+        if not self.table or not self.table[0]:
+            raise ScheduleError("placement: it has no stage; at least one is needed")
+        used = set()
+        for replica, row in enumerate(self.table):
+            if len(row) != len(self.table[0]):
+                raise ScheduleError(
+                    f"placement: replica {replica} has {len(row)} stages, replica 0 has "
+                    f"{len(self.table[0])}; all need the same number"
+                )
+            for stage, rank in enumerate(row):
+                if not 0 <= rank < self.ranks:
+                    raise ScheduleError(
+                        f"placement: stage {stage} of replica {replica} is on rank {rank}; "
+                        f"ranks go from 0 to {self.ranks - 1}"
+                    )
+                used.add(rank)
+        if len(used) < self.ranks:
+            idle = min(set(range(self.ranks)) - used)
+            raise ScheduleError(f"placement: rank {idle} has no stage; every rank needs one")
+
+    @property
+    def stages(self) -> int:
+        """Number of virtual stages."""
+        return len(self.table[0])
+
+    def rank_of(self, stage: int, replica: int = 0) -> int:
+        """The rank that holds a stage."""
+        return self.table[replica][stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank over all replicas, ascending: its chunks in order."""
+        return tuple(
+            sorted(stage for row in self.table for stage, at in enumerate(row) if at == rank)
+        )
+
+
+def loop(ranks: int, chunks: int = 1) -> Placement:
+    """Stage s on rank s mod ranks; one chunk is the plain pipeline (Narayanan, 2104.04473)."""
+    _at_least_one(ranks=ranks, chunks=chunks)
+    return Placement(ranks, (tuple(range(ranks)) * chunks,))
+
+
+def vee(ranks: int) -> Placement:
+    """Two chunks per rank, down and back up: rank r has stages r and 2*ranks-1-r (2401.10241)."""
+    _at_least_one(ranks=ranks)
+    return Placement(ranks, ((*range(ranks), *reversed(range(ranks))),))
+
+
+def _at_least_one(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ScheduleError(f"placement: {name} must be at least 1, not {count}")

@@ -1,0 +1,41 @@
+"""Maps from stage to rank."""
+
+import pytest
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.placement import Placement, loop, vee
+
+
+def test_loop_and_vee():
+    assert loop(3, 2).table == ((0, 1, 2, 0, 1, 2),)
+    assert vee(3).table == ((0, 1, 2, 2, 1, 0),)
+    assert loop(3, 2).stages_of(1) == (1, 4)
+    assert vee(3).stages_of(0) == (0, 5)
+    assert vee(3).stages == 6
+    assert vee(3).rank_of(4) == 1
+
+
+def test_replicas():
+    both = Placement(2, ((0, 1), (1, 0)))
+    assert [both.rank_of(0, replica) for replica in (0, 1)] == [0, 1]
+    assert both.stages_of(0) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "table", "message"),
+    [
+        (1, (), "it has no stage"),
+        (2, ((0, 2),), "stage 1 of replica 0 is on rank 2; ranks go from 0 to 1"),
+        (2, ((0, 0),), "rank 1 has no stage"),
+        (2, ((0, 1), (1,)), "replica 1 has 1 stages, replica 0 has 2"),
+    ],
+)
+def test_bad_tables(ranks, table, message):
+    with pytest.raises(ScheduleError, match=message):
+        Placement(ranks, table)
+
+
+@pytest.mark.parametrize("make", [lambda: loop(0), lambda: loop(2, 0), lambda: vee(0)])
+def test_sizes_below_one(make):
+    with pytest.raises(ScheduleError, match="must be at least 1, not 0"):
+        make()
