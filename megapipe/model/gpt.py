@@ -15,10 +15,11 @@ from megapipe.model.config import ModelConfig
 from megapipe.model.dropout import dropout
 from megapipe.model.microbatch import MicroBatch
 from megapipe.model.partition import StageSpec
+from megapipe.plan.params import padded_vocabulary
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import WORD_EMBEDDING, PositionEmbedding, WordEmbedding
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.parameter import Sharding, padded_vocabulary
+from megapipe.tensor_parallel.parameter import Sharding
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 

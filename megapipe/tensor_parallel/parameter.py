@@ -14,10 +14,6 @@ from megapipe.engine.weight_grad import WeightGradQueue
 from megapipe.mesh import Axis
 from megapipe.tensor_parallel.rng import draw_normal
 
-VOCAB_MULTIPLE = 8
-"""A rank's share of the vocabulary is padded to a multiple of this, the width tensor cores like."""
-
-
 @dataclass(frozen=True)
 class Sharding:
     """How the layers of one stage are split, and where their weight gradients wait."""
@@ -109,9 +105,3 @@ def new_parameter(
 
 def spec_of(parameter: Parameter) -> ParameterSpec:
     return cast(Any, parameter).spec
-
-
-def padded_vocabulary(vocab_size: int, tp: int) -> int:
-    """The vocabulary padded so that every tp rank gets the same multiple of VOCAB_MULTIPLE."""
-    multiple = VOCAB_MULTIPLE * tp
-    return -(-vocab_size // multiple) * multiple

@@ -31,15 +31,12 @@ def run(command: Command, place: Place) -> int:
     Raises :class:`MegapipeError` for what is wrong before the processes meet; from then on errors
     are reported here, once per job.
     """
-    tokenizer = load_tokenizer(command.config.data.tokenizer)
-    alone = command.dry_run and not place.launched
-    config, layout = resolve(
-        command.config,
-        None if alone else place.world,
-        tokenizer.vocab_size,
-        where=command.where,
-    )
+    world = None if command.dry_run and not place.launched else place.world
+    config, layout = resolve(command.config, world, None, where=command.where)
     check_sinks(config.log)
+    if not command.dry_run or config.model.vocab_size is None:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        config, layout = resolve(config, world, tokenizer.vocab_size, where=command.where)
     if command.dry_run:
         if place.rank == 0:
             print(plan_report(config, layout))

@@ -1,0 +1,223 @@
+"""The command line: ``train.py [CONFIG.yaml] [section.key=value ...] [--dry-run] [--help]``.
+
+Values come from the configuration file, then from the command line, where a later one wins; the
+rest are defaults. Nothing here imports torch, so that a mistake is reported at once.
+"""
+
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megapipe import strict_yaml
+from megapipe.config import Config
+from megapipe.errors import ConfigError, MegapipeError
+from megapipe.keys import KEYS, SECTIONS, expected, literal_type_fits, unknown
+from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
+
+USAGE = "train.py [CONFIG.yaml] [section.key=value ...] [--dry-run] [--help]"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the user asked for."""
+
+    config: Config = field(default_factory=Config)
+    dry_run: bool = False
+    help: bool = False
+    where: str = "defaults"
+    """Where the values come from, for messages about several keys: a file, the command line."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A value as the user gave it, and where."""
+
+    key: str
+    value: Value
+    where: str
+
+    def problem(self, what: str) -> str:
+        return f"{self.where}: {_clipped(self.key)}={_shown(self.value)}: {what}"
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """The command in `argv`, without the program's name.
+
+    Raises :class:`ConfigError` with one line: where, key, value, what would be right. Of several
+    problems it reports the first and counts the rest.
+    """
+    if "--help" in argv or "-h" in argv:
+        return Command(help=True)
+    path: str | None = None
+    given: list[_Given] = []
+    overrides: list[_Given] = []
+    for argument in argv:
+        key, equals, text = argument.partition("=")
+        if argument == "--dry-run":
+            continue
+        if argument.startswith("-"):
+            bare = argument.lstrip("-")
+            hint = f"; write {_clipped(bare)}" if bare.partition("=")[0] in KEYS else ""
+            raise ConfigError(
+                f"command line: unknown option {_clipped(argument)}{hint}; usage: {USAGE}"
+            )
+        if equals and "/" not in key:
+            overrides += _override(key, text)
+        elif argument in KEYS:
+            raise ConfigError(f"command line: {argument} has no value; write {argument}=VALUE")
+        elif path is not None:
+            raise ConfigError(
+                f"command line: {_line(path)} and {_line(argument)}: "
+                "expected one configuration file"
+            )
+        else:
+            path = argument
+    if path is not None:
+        given = _read(Path(path))
+    where = " and ".join(
+        filter(None, (path and _line(path), "command line" if overrides else None))
+    )
+    return Command(
+        config=_config([*given, *overrides]),
+        dry_run="--dry-run" in argv,
+        where=where or "defaults",
+    )
+
+
+def flatten(config: Config) -> dict[str, str | int | float | bool | None]:
+    """Every dotted key with its value; lists as JSON."""
+    return {
+        f"{section}.{key}": json.dumps(value) if isinstance(value, list) else value
+        for section, keys in config.model_dump().items()
+        for key, value in keys.items()
+    }
+
+
+def dump(config: Config) -> str:
+    """`config` as YAML that :func:`parse` reads back to an equal one."""
+    return strict_yaml.dump(config.model_dump())
+
+
+def help_text() -> str:
+    """Every key with its type, default and meaning, and the exit codes."""
+    lines = [f"usage: {USAGE}", ""]
+    lines += _wrapped(
+        "Values come from the file, then from the command line; the rest are defaults. Values are "
+        "YAML: numbers, true, false, null, text, [lists].",
+        "",
+    )
+    for name, section in SECTIONS.items():
+        lines += ["", f"{name}: {(section.__doc__ or '').strip()}"]
+        for key, info in section.model_fields.items():
+            lines += ["", f"  {name}.{key} = {_shown(info.default)}    {expected(info)}"]
+            lines += _wrapped(" ".join((info.description or "").split()), "      ")
+    lines += ["", "exit codes:", "    0  done", "    1  a bug: an unexpected exception"]
+    for error in _error_kinds():
+        meaning = (error.__doc__ or "").strip().rstrip(".")
+        lines.append(f"  {error.exit_code:>3}  {meaning}")
+    return "\n".join(lines) + "\n"
+
+
+def _override(key: str, text: str) -> list[_Given]:
+    try:
+        entries = strict_yaml.parse_value(key, text)
+    except YamlError as error:
+        raise ConfigError(f"command line: {_clipped(key)}={_clipped(text)}: {error}") from None
+    return [_Given(entry.key, entry.value, "command line") for entry in entries]
+
+
+def _read(path: Path) -> list[_Given]:
+    name = _line(str(path))
+    try:
+        if not path.is_file():
+            raise ConfigError(_no_file(path))
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{name}: cannot be read: {reason}") from None
+    if len(raw) > MOST_BYTES:
+        raise ConfigError(f"{name}: larger than {MOST_BYTES} bytes, which no configuration is")
+    try:
+        entries = strict_yaml.parse_mapping(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{name}:{line}: not UTF-8 text") from None
+    except YamlError as error:
+        place = f"{name}:{error.line}" if error.line else name
+        raise ConfigError(f"{place}: {error}") from None
+    return [_Given(entry.key, entry.value, f"{name}:{entry.line}") for entry in entries]
+
+
+def _no_file(path: Path) -> str:
+    name = _line(str(path))
+    if path.exists():
+        return f"{name}: is not a file; expected a configuration in YAML"
+    folder = path.parent
+    others = sorted(str(other) for other in folder.glob("*.yaml")) if folder.is_dir() else []
+    near = get_close_matches(str(path), others, n=1)
+    return f"{name}: no such file" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _config(given: Iterable[_Given]) -> Config:
+    """The configuration with `given` over the defaults."""
+    problems: list[str] = []
+    known: dict[str, _Given] = {}
+    tree: dict[str, dict[str, Value]] = {}
+    for item in given:
+        if item.key in KEYS:
+            known[item.key] = item
+            section, _, key = item.key.partition(".")
+            tree.setdefault(section, {})[key] = item.value
+        elif item.key not in SECTIONS:
+            problems.append(item.problem(unknown(item.key)))
+        elif item.value is not None:
+            problems.append(item.problem(f"{item.key} is a section; write {item.key}.KEY"))
+    wrong = [
+        key
+        for key, item in known.items()
+        if not literal_type_fits(KEYS[key].annotation, item.value)
+    ]
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        wrong += [".".join(map(str, detail["loc"][:2])) for detail in error.errors()]
+    problems += [known[key].problem(f"expected {expected(KEYS[key])}") for key in _once(wrong)]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(problems[0] + more)
+    return config
+
+
+def _error_kinds() -> list[type[MegapipeError]]:
+    """The errors that have an exit code of their own, by code."""
+    kinds = [kind for kind in MegapipeError.__subclasses__() if "exit_code" in vars(kind)]
+    return sorted(kinds, key=lambda kind: kind.exit_code)
+
+
+def _once(keys: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(keys))
+
+
+def _shown(value: Any) -> str:
+    return _clipped(strict_yaml.text_of(value))
+
+
+def _clipped(text: str) -> str:
+    text = _line(text)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _line(text: str) -> str:
+    """`text` on one line that any terminal can show."""
+    return text if text.isprintable() else json.dumps(text)
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, 96, initial_indent=indent, subsequent_indent=indent)

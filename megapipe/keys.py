@@ -1,0 +1,97 @@
+"""The keys of the configuration: which there are, what each expects, what a wrong one may mean.
+
+All of it is read off the models in :mod:`megapipe.config`.
+"""
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher, get_close_matches
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from megapipe.config import Config
+from megapipe.section import Section
+from megapipe.strict_yaml import Value
+
+
+def _section(annotation: Any) -> type[Section]:
+    assert issubclass(annotation, Section)
+    return annotation
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: _section(info.annotation) for name, info in Config.model_fields.items()
+}
+"""Every section, by name."""
+
+KEYS: dict[str, FieldInfo] = {
+    f"{name}.{key}": info
+    for name, section in SECTIONS.items()
+    for key, info in section.model_fields.items()
+}
+"""Every key, by its dotted name."""
+
+
+def expected(info: FieldInfo) -> str:
+    """The type of a field in words."""
+    words = ", or ".join(_alternatives(info.annotation))
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    bounds = [
+        f"{sign} {getattr(rule, name)}"
+        for rule in info.metadata
+        for name, sign in signs.items()
+        if hasattr(rule, name)
+    ]
+    patterns = [rule.pattern for rule in info.metadata if getattr(rule, "pattern", None)]
+    if bounds:
+        words = words.replace("number", f"number {' and '.join(bounds)}", 1)
+    return " matching ".join([words, *patterns])
+
+
+def unknown(key: str) -> str:
+    """What to say of a key that does not exist: the nearest that does, or which there are."""
+    name, _, leaf = key.partition(".") if "." in key else ("", "", key)
+    section = _close(name, SECTIONS)
+    same = [other for other in KEYS if other.partition(".")[2] == leaf]
+    near = _close(leaf, SECTIONS[section].model_fields) if section else None
+    if same:
+        nearest = max(same, key=lambda other: SequenceMatcher(None, key, other).ratio())
+        return f"unknown key; did you mean {nearest}?"
+    if near:
+        return f"unknown key; did you mean {section}.{near}?"
+    if section:
+        return f"unknown key; {section} has {', '.join(SECTIONS[section].model_fields)}"
+    elsewhere = _close(leaf, [other.partition(".")[2] for other in KEYS])
+    if elsewhere:
+        return unknown(elsewhere)
+    return f"unknown key; the sections are {', '.join(SECTIONS)}"
+
+
+def literal_type_fits(annotation: Any, value: Value) -> bool:
+    """False for a value that only equals a literal, as true equals 1."""
+    if get_origin(annotation) is not Literal:
+        return True
+    return all(type(option) is type(value) for option in get_args(annotation) if option == value)
+
+
+def _alternatives(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        options = [str(option) for option in get_args(annotation)]
+        return [f"one of {', '.join(options)}" if len(options) > 1 else options[0]]
+    if get_origin(annotation) is list:
+        return [f"a list, each item {_alternatives(get_args(annotation)[0])[0]}"]
+    if get_args(annotation):
+        return [word for part in get_args(annotation) for word in _alternatives(part)]
+    names = {
+        bool: "true or false",
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        NoneType: "null",
+    }
+    return [names[annotation]]
+
+
+def _close(word: str, words: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(word, list(words), n=1, cutoff=0.7)), None)

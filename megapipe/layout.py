@@ -1,0 +1,258 @@
+"""From a configuration to a layout: everything that several keys decide together.
+
+:func:`resolve` fills in what depends on other keys and proves that the sizes fit each other,
+before any process group exists. It imports no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megapipe.config import Config, OptimizerConfig, ParallelConfig
+from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
+from megapipe.model.config import ModelConfig
+from megapipe.model.partition import StageSpec, even, from_counts, parse_layout
+from megapipe.plan.flops import head_flops, layer_flops
+from megapipe.schedule.generators import build
+
+BYTE_VOCABULARY = 257
+"""Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
+
+MOST_PASSES = 4_000_000
+"""Most passes of a micro-batch through a stage in one step; a schedule lists each of them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh and of the pipeline, and what each stage holds."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    chunks: int
+    microbatches: int
+    """Micro-batches per step and replica."""
+    world: int
+    """Processes of the job; with in-process channels the pipeline ranks share one."""
+    stage_layers: tuple[StageSpec, ...]
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages, pp x chunks."""
+        return len(self.stage_layers)
+
+
+def resolve(
+    config: Config, world: int | None, vocab_size: int | None, *, where: str = "configuration"
+) -> tuple[Config, Layout]:
+    """`config` with every dependent default filled in, and the layout that it describes.
+
+    `world` is the number of processes; None, without a launcher, takes what the layout needs.
+    `vocab_size` is the tokenizer's; None takes what is known without loading it. If that is
+    nothing, ``model.vocab_size`` stays None, and the default partition counts the head as one
+    layer until the configuration is resolved with the tokenizer at hand.
+
+    Raises :class:`ConfigError` (:class:`LaunchError` for a wrong number of processes), in one
+    line that begins with `where`.
+    """
+    try:
+        return _resolve(config, world, vocab_size)
+    except MegapipeError as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def _resolve(config: Config, world: int | None, vocab_size: int | None) -> tuple[Config, Layout]:
+    if vocab_size is None and config.data.tokenizer == "byte":
+        vocab_size = BYTE_VOCABULARY
+    model = _resolved_model(config, vocab_size)
+    parallel, processes = _resolved_mesh(config, world)
+    dp = parallel.dp or 1
+    config = config.model_copy(update={"model": model, "parallel": parallel})
+    _check_model(model, parallel)
+    _check_sequence(config)
+    _check_optimizer(config.optimizer, config.train.steps)
+    microbatches = _microbatches(config, dp)
+    layout = Layout(
+        dp=dp,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        cp=parallel.cp,
+        chunks=config.pipeline.chunks,
+        microbatches=microbatches,
+        world=processes,
+        stage_layers=_partition(config),
+    )
+    _check_schedule(config, layout)
+    return config, layout
+
+
+def _resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
+    model = config.model
+    if model.vocab_size and tokenizer_size and model.vocab_size < tokenizer_size:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of "
+            f"data.tokenizer={config.data.tokenizer}: expected at least {tokenizer_size}"
+        )
+    if model.head_dim is None and model.hidden % model.heads:
+        raise ConfigError(
+            f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "
+            f"set model.head_dim, or {_choices('heads', model.hidden, model.heads)}"
+        )
+    size = model.vocab_size or tokenizer_size
+    resolved = model.resolved(
+        vocab_size=size or BYTE_VOCABULARY, sequence_length=config.train.sequence_length
+    )
+    return resolved if size else resolved.model_copy(update={"vocab_size": None})
+
+
+def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, int]:
+    parallel = config.parallel
+    if parallel.backend == "nccl" and parallel.device == "cpu":
+        raise ConfigError("parallel.backend=nccl needs parallel.device=cuda, not cpu")
+    if config.pipeline.channels == "in_process":
+        factors = f"cp {parallel.cp} x tp {parallel.tp} (the pipeline runs in each process)"
+        inner = parallel.cp * parallel.tp
+    else:
+        factors = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp}"
+        inner = parallel.pp * parallel.cp * parallel.tp
+    if world is None:
+        dp = parallel.dp or 1
+    elif parallel.dp is None:
+        if world % inner:
+            raise LaunchError(
+                f"world size {world} does not divide into {factors}: expected a multiple of {inner}"
+            )
+        dp = world // inner
+    else:
+        dp = parallel.dp
+        if world != dp * inner:
+            raise LaunchError(f"world size {world} for dp {dp} x {factors}: expected {dp * inner}")
+    return parallel.model_copy(update={"dp": dp}), dp * inner
+
+
+def _check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
+    heads, kv_heads, tp = model.heads, model.kv_heads or model.heads, parallel.tp
+    if heads % kv_heads:
+        raise ConfigError(
+            f"model.heads={heads} is not divisible by model.kv_heads={kv_heads}: "
+            f"{_choices('kv_heads', heads, kv_heads)}"
+        )
+    for key, size in (("heads", heads), ("kv_heads", kv_heads), ("ffn_hidden", model.ffn_hidden)):
+        if size is not None and size % tp:
+            raise ConfigError(
+                f"model.{key}={size} is not divisible by parallel.tp={tp}: "
+                f"{_choices('tp', size, tp)}"
+            )
+    if model.positions == "rotary" and (model.head_dim or 0) % 2:
+        raise ConfigError(
+            f"model.head_dim={model.head_dim} (hidden / heads by default) is odd: "
+            "model.positions=rotary turns pairs of coordinates and needs an even one"
+        )
+
+
+def _check_sequence(config: Config) -> None:
+    length, model, tp = config.train.sequence_length, config.model, config.parallel.tp
+    if model.positions == "learned" and model.max_positions and length > model.max_positions:
+        raise ConfigError(
+            f"train.sequence_length={length} is longer than the position table, "
+            f"model.max_positions={model.max_positions}: expected at most that"
+        )
+    if config.parallel.sequence_parallel and length % tp:
+        raise ConfigError(
+            f"train.sequence_length={length} is not divisible by parallel.tp={tp}, which "
+            f"parallel.sequence_parallel needs: {_multiples(length, tp)}"
+        )
+
+
+def _check_optimizer(optimizer: OptimizerConfig, steps: int) -> None:
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(
+            f"optimizer.min_lr={optimizer.min_lr} is above the peak, optimizer.lr={optimizer.lr}: "
+            "expected at most that"
+        )
+    decay = optimizer.decay_steps
+    if optimizer.schedule == "constant":
+        decay = 0
+    elif decay is None:
+        decay = max(1, steps // 10) if optimizer.schedule == "wsd" else 1
+    if decay > steps:
+        raise ConfigError(
+            f"optimizer.decay_steps={decay} is more than train.steps={steps}: expected at most that"
+        )
+    if optimizer.warmup_steps + decay > steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves too few of train.steps="
+            f"{steps} for a decay of {decay} or more: expected at most {steps - decay}"
+        )
+
+
+def _microbatches(config: Config, dp: int) -> int:
+    train = config.train
+    per_round = train.microbatch * dp
+    if train.global_batch % per_round:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} is not divisible by train.microbatch="
+            f"{train.microbatch} x dp {dp} = {per_round}: "
+            f"{_multiples(train.global_batch, per_round)}"
+        )
+    return train.global_batch // per_round
+
+
+def _partition(config: Config) -> tuple[StageSpec, ...]:
+    model, chosen = config.model, config.pipeline.layout
+    stages = config.parallel.pp * config.pipeline.chunks
+    if chosen is None:
+        text = even(model.layers, stages, embedding_cost=0.0, head_cost=_head_cost(config))
+    else:
+        text = chosen if isinstance(chosen, str) else from_counts(chosen)
+    specs = parse_layout(text, model.layers)
+    if len(specs) != stages:
+        raise ConfigError(
+            f"pipeline.layout={text!r} has {len(specs)} stages: expected "
+            f"{stages}, parallel.pp={config.parallel.pp} x pipeline.chunks={config.pipeline.chunks}"
+        )
+    return specs
+
+
+def _head_cost(config: Config) -> float:
+    """The head's FLOPs in layers; looking up the embedding costs none."""
+    if config.model.vocab_size is None:
+        return 1.0
+    return head_flops(config.model) / layer_flops(config.model, config.train.sequence_length)
+
+
+def _check_schedule(config: Config, layout: Layout) -> None:
+    pipeline, passes = config.pipeline, layout.microbatches * layout.stages
+    if passes > MOST_PASSES:
+        raise ConfigError(
+            f"train.global_batch={config.train.global_batch} makes {layout.microbatches} "
+            f"micro-batches through {layout.stages} stages: expected a product of at most "
+            f"{MOST_PASSES}; raise train.microbatch"
+        )
+    try:
+        build(
+            pipeline.schedule,
+            ranks=config.parallel.pp,
+            microbatches=layout.microbatches,
+            chunks=pipeline.chunks,
+            group=pipeline.group,
+        )
+    except ScheduleError as error:
+        raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
+
+
+def _choices(name: str, size: int, near: int) -> str:
+    """The values of `name` that divide `size`, the eight nearest to `near`."""
+    divisors = [d for d in range(1, min(size, 4096) + 1) if size % d == 0]
+    return f"{name} could be {_either(sorted(sorted(divisors, key=lambda d: abs(d - near))[:8]))}"
+
+
+def _multiples(value: int, factor: int) -> str:
+    """The multiples of `factor` next to `value`."""
+    below = value // factor * factor
+    return f"expected a multiple, such as {_either([m for m in (below, below + factor) if m])}"
+
+
+def _either(values: Sequence[int]) -> str:
+    *head, last = map(str, values)
+    return f"{', '.join(head)} or {last}" if head else last

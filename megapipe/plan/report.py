@@ -1,0 +1,179 @@
+"""The plan of a run as text: what every process will hold and do, before any is started."""
+
+from collections.abc import Sequence
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.layout import Layout
+from megapipe.model.partition import StageSpec
+from megapipe.plan.flops import head_flops, layer_flops, token_flops
+from megapipe.plan.params import (
+    count,
+    count_held,
+    known,
+    padded_vocabulary,
+    parameter_shapes,
+    stage_shapes,
+)
+from megapipe.schedule.generators import build, forward_only
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.lower import channels
+from megapipe.schedule.render import text as draw
+from megapipe.schedule.validate import validate
+
+
+def report(config: Config, layout: Layout) -> str:
+    """The plan of a resolved configuration.
+
+    Raises :class:`ConfigError` if the size of the vocabulary is not known yet, and
+    :class:`ScheduleError` if the schedule cannot be executed.
+    """
+    if config.model.vocab_size is None:
+        raise ConfigError(
+            f"model.vocab_size: not known without data.tokenizer={config.data.tokenizer}: "
+            "set it for a plan"
+        )
+    schedule = build(
+        config.pipeline.schedule,
+        ranks=layout.pp,
+        microbatches=layout.microbatches,
+        chunks=layout.chunks,
+        group=config.pipeline.group,
+    )
+    held = held_by_process(config, layout, schedule)
+    parts = [
+        [f"plan of {config.run.name}"],
+        _model_lines(config, layout),
+        _run_lines(config, layout, schedule, held),
+        _stage_lines(config, layout, schedule),
+        _schedule_lines(schedule),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def held_by_process(config: Config, layout: Layout, schedule: Schedule) -> list[int]:
+    """Parameters that a process keeps, padding included, per pipeline rank that is a process.
+
+    Processes that differ only in dp, cp or tp keep equally many.
+    """
+    ranks: Sequence[Sequence[int]] = [
+        schedule.placement.stages_of(rank) for rank in range(layout.pp)
+    ]
+    if config.pipeline.channels == "in_process":
+        ranks = [range(layout.stages)]
+    return [
+        count_held(config.model, [layout.stage_layers[stage] for stage in stages], layout.tp)
+        for stages in ranks
+    ]
+
+
+def _model_lines(config: Config, layout: Layout) -> list[str]:
+    model = config.model
+    vocabulary = known(model.vocab_size)
+    padded = padded_vocabulary(vocabulary, layout.tp)
+    return [
+        (
+            f"model         {model.layers} layers, hidden {model.hidden}, "
+            f"{model.heads} heads of {model.head_dim} ({model.kv_heads} for keys and values), "
+            f"MLP {model.ffn_hidden} {model.activation}, {model.dtype}"
+        ),
+        f"vocabulary    {vocabulary:,}, padded to {padded:,}",
+        f"parameters    {count(parameter_shapes(model)):,}",
+    ]
+
+
+def _run_lines(
+    config: Config, layout: Layout, schedule: Schedule, held: Sequence[int]
+) -> list[str]:
+    train = config.train
+    length = train.sequence_length
+    tokens = train.global_batch * length
+    per_token = token_flops(config.model, length)
+    lines = [
+        (
+            f"mesh          pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}: "
+            f"{layout.world:,} processes"
+        ),
+        f"per process   {_range(held)} parameters",
+        (
+            f"step          {train.global_batch:,} samples x {length:,} = {tokens:,} tokens, in "
+            f"{layout.microbatches:,} micro-batches of {train.microbatch} per replica"
+        ),
+        (
+            f"compute       {per_token * tokens:.4g} FLOPs per step, {per_token:.4g} per token, "
+            f"{per_token * tokens / layout.world:.4g} per process and step"
+        ),
+        f"run           {train.steps:,} steps, {train.steps * tokens:,} tokens",
+    ]
+    if config.pipeline.channels == "in_process":
+        return [*lines, "messages      within the process: no communicators"]
+    ends = _communicators(schedule)
+    return [*lines, f"messages      {_range(ends)} point-to-point communicators per process"]
+
+
+def _communicators(schedule: Schedule) -> list[int]:
+    """Channels per pipeline rank, one per ordered pair that training or validation uses."""
+    programs = (schedule, forward_only(schedule.placement, 1))
+    pairs = {(channel.src, channel.dst) for each in programs for channel in channels(each)}
+    return [sum(rank in pair for pair in pairs) for rank in range(schedule.placement.ranks)]
+
+
+def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str]:
+    model, length = config.model, config.train.sequence_length
+    rows = [("stage", "rank", "holds", "parameters", "FLOPs")]
+    total = token_flops(model, length) / 3
+    for stage, spec in enumerate(layout.stage_layers):
+        flops = len(spec.layers) * layer_flops(model, length) + spec.head * head_flops(model)
+        rows.append(
+            (
+                str(stage),
+                str(schedule.placement.rank_of(stage)),
+                _contents(spec),
+                f"{count(stage_shapes(model, spec)):,}",
+                f"{flops / total:.1%}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"{row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  "
+        f"{row[3]:>{widths[3]}}  {row[4]:>{widths[4]}}"
+        for row in rows
+    ]
+    counts = [len(spec.layers) for spec in layout.stage_layers]
+    placed = [layer for spec in layout.stage_layers for layer in spec.layers]
+    if placed != list(range(model.layers)):
+        raise ConfigError(
+            f"the stages hold layers {placed}, but the model has 0 to {model.layers - 1}"
+        )
+    return [
+        *lines,
+        f"layers add up: {'+'.join(map(str, counts))} = {sum(counts)} of {model.layers}",
+    ]
+
+
+def _schedule_lines(schedule: Schedule) -> list[str]:
+    proof = validate(schedule)
+    name = f"schedule {schedule.name}: {proof.ops:,} operations, proved executable"
+    held = ", ".join(map(str, proof.peak_held))
+    return [
+        f"{name}; drawn with a backward twice as long as a forward",
+        f"activations held at most, in micro-batches x stages per rank: {held}",
+        draw(schedule),
+    ]
+
+
+def _contents(spec: StageSpec) -> str:
+    layers = spec.layers
+    parts = ["embedding"] if spec.embedding else []
+    if len(layers) == 1:
+        parts.append(f"layer {layers[0]}")
+    elif layers:
+        parts.append(f"layers {layers[0]}-{layers[-1]}")
+    if spec.head:
+        parts.append("head")
+    return ", ".join(parts)
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

@@ -1,0 +1,118 @@
+"""Partition into stages: the layout string, its proof, and the optimum by cost."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError
+from megapipe.model.partition import StageSpec, even, format_layout, from_counts, parse_layout
+
+
+def test_layout_string() -> None:
+    assert parse_layout("E L*3 | L*4 | L | L*2 H", 10) == (
+        StageSpec(True, range(3), False),
+        StageSpec(False, range(3, 7), False),
+        StageSpec(False, range(7, 8), False),
+        StageSpec(False, range(8, 10), True),
+    )
+
+
+@pytest.mark.parametrize("text", ["E|L*4|H", "ELL|LLH", " E L * 2 L|  L H ", "E L*4 H"])
+def test_spellings(text: str) -> None:
+    specs = parse_layout(text, 4)
+    assert [layer for spec in specs for layer in spec.layers] == [0, 1, 2, 3]
+    assert parse_layout(format_layout(specs), 4) == specs
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "stage 0 is empty"),
+        ("E L*2 || L*2 H", "stage 1 is empty"),
+        ("E L*4 | H |", "stage 2 is empty"),
+        ("E L*3 | H", "places 3 layers, but model.layers is 4"),
+        ("E L*3 | L*2 H", "places 5 layers, but model.layers is 4"),
+        ("L*4 H", "has 0 times E"),
+        ("E L*4", "has 0 times H"),
+        ("E L*2 | E L*2 H", "has 2 times E"),
+        ("E L*2 H | L*2 H", "has 2 times H"),
+        ("L E L*3 H", "E (the embedding) must come first"),
+        ("E L*2 | H L*2", "H (the head) must come last"),
+        ("E L*4 H | L", "H (the head) must come last"),
+        ("E L*0 L*4 H", "none of E, L, L*n, H"),
+        ("E L*-1 | L*5 H", "none of E, L, L*n, H"),
+        ("E L*2 | X L*2 H", "stage 1: 'X L*2 H' is none of E, L, L*n, H"),
+        ("E L*99999999 H", "none of E, L, L*n, H"),
+        ("E, L*4, H", "none of E, L, L*n, H"),
+    ],
+)
+def test_bad_layout(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_layout(text, 4)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("pipeline.layout=")
+    assert "\n" not in str(caught.value)
+
+
+def test_counts() -> None:
+    assert from_counts([3, 4, 4, 3]) == "E L*3 | L*4 | L*4 | L*3 H"
+    assert from_counts([0, 4, 0]) == "E | L*4 | H"
+    assert from_counts([5]) == "E L*5 H"
+    for wrong in ([], [3, -1]):
+        with pytest.raises(ConfigError, match="one layer count per stage"):
+            from_counts(wrong)
+    with pytest.raises(ConfigError, match="stage 1 is empty"):
+        parse_layout(from_counts([2, 0, 2]), 4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "head", "layout"),
+    [
+        (14, 4, 0.5, "E L*3 | L*4 | L*4 | L*3 H"),
+        (12, 4, 4.5, "E L*4 | L*4 | L*4 | H"),
+        (12, 1, 4.5, "E L*12 H"),
+        (80, 8, 1.0, "E L*10" + " | L*10" * 6 + " | L*10 H"),
+        (3, 5, 0.1, "E | L | L | L | H"),
+    ],
+)
+def test_even(layers: int, stages: int, head: float, layout: str) -> None:
+    assert even(layers, stages, embedding_cost=0.0, head_cost=head) == layout
+
+
+def test_more_stages_than_items() -> None:
+    with pytest.raises(ConfigError, match=r"6 pipeline stages .* at most 5 stages"):
+        even(3, 6, embedding_cost=0.0, head_cost=1.0)
+
+
+def stage_costs(counts: list[int], embedding: float, head: float) -> list[float]:
+    costs = [float(count) for count in counts]
+    costs[0] += embedding
+    costs[-1] += head
+    return costs
+
+
+@settings(deadline=None)
+@given(
+    layers=st.integers(1, 9),
+    stages=st.integers(1, 6),
+    embedding=st.integers(0, 12),
+    head=st.integers(0, 20),
+)
+def test_even_is_optimal(layers: int, stages: int, embedding: int, head: int) -> None:
+    """Against every partition: smallest maximum first, then smallest sum of squares."""
+    if stages > layers + 2:
+        return
+    at, ah = embedding / 4, head / 4
+    items = ["E", *["L"] * layers, "H"]
+    scores = []
+    for cuts in combinations(range(1, len(items)), stages - 1):
+        edges = [0, *cuts, len(items)]
+        counts = [items[a:b].count("L") for a, b in pairwise(edges)]
+        costs = stage_costs(counts, at, ah)
+        scores.append((max(costs), sum(cost**2 for cost in costs)))
+    specs = parse_layout(even(layers, stages, at, ah), layers)
+    assert len(specs) == stages
+    costs = stage_costs([len(spec.layers) for spec in specs], at, ah)
+    assert (max(costs), sum(cost**2 for cost in costs)) == min(scores)

@@ -1,0 +1,91 @@
+"""The printed plan."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.layout import Layout, resolve
+from megapipe.plan.flops import token_flops
+from megapipe.plan.params import count, parameter_shapes
+from megapipe.plan.report import held_by_process, report
+from megapipe.schedule.generators import build
+from megapipe.schedule.render import text as draw
+
+UNEVEN = (
+    "model.layers=14",
+    "model.tied_embeddings=false",
+    "parallel.pp=2",
+    "parallel.tp=2",
+    "pipeline.chunks=2",
+    "pipeline.schedule=interleaved_1f1b",
+    "pipeline.layout=[3, 4, 4, 3]",
+)
+
+
+def plan(*overrides: str) -> tuple[Config, Layout, str]:
+    config, layout = resolve(parse(list(overrides)).config, None, None)
+    return config, layout, report(config, layout)
+
+
+def test_stage_map_adds_up() -> None:
+    _, _, text = plan(*UNEVEN)
+    assert "layers add up: 3+4+4+3 = 14 of 14" in text
+    rows = re.findall(r"^ +(\d) +(\d)  (.*?)  +[\d,]+ +[\d.]+%$", text, re.MULTILINE)
+    assert rows == [
+        ("0", "0", "embedding, layers 0-2"),
+        ("1", "1", "layers 3-6"),
+        ("2", "0", "layers 7-10"),
+        ("3", "1", "layers 11-13, head"),
+    ]
+
+
+def test_numbers() -> None:
+    config, layout, text = plan(*UNEVEN, "parallel.dp=2", "train.global_batch=64")
+    assert "pp 2 x dp 2 x cp 1 x tp 2: 8 processes" in text
+    assert f"parameters    {count(parameter_shapes(config.model)):,}\n" in text
+    assert "64 samples x 256 = 16,384 tokens, in 8 micro-batches of 4 per replica" in text
+    per_token = token_flops(config.model, 256)
+    assert f"{per_token * 64 * 256:.4g} FLOPs per step, {per_token:.4g} per token" in text
+    assert "2 point-to-point communicators per process" in text
+    schedule = build("interleaved_1f1b", ranks=2, microbatches=8, chunks=2)
+    assert draw(schedule) in text
+    low, high = sorted(held_by_process(config, layout, schedule))
+    assert f"{low:,} to {high:,} parameters" in text
+    shares = [float(share) for share in re.findall(r"([\d.]+)%$", text, re.MULTILINE)]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+
+
+def test_a_lost_layer_is_not_reported_as_a_plan() -> None:
+    config, layout, _ = plan(*UNEVEN)
+    stages = list(layout.stage_layers)
+    stages[1] = replace(stages[1], layers=range(3, 6))
+    with pytest.raises(ConfigError, match="the stages hold layers"):
+        report(config, replace(layout, stage_layers=tuple(stages)))
+
+
+def test_one_layer_stages_and_ends_alone() -> None:
+    _, _, text = plan("model.layers=2", "parallel.pp=4", "pipeline.layout=E | L | L | H")
+    assert "layers add up: 0+1+1+0 = 2 of 2" in text
+    rows = re.findall(r"^ +\d +\d  (.*?)  +[\d,]+ ", text, re.MULTILINE)
+    assert rows == ["embedding", "layer 0", "layer 1", "head"]
+    assert "2 to 4 point-to-point communicators per process" in text
+
+
+def test_in_process() -> None:
+    config, layout, text = plan("parallel.pp=2", "pipeline.channels=in_process")
+    assert "no communicators" in text
+    schedule = build("1f1b", ranks=2, microbatches=layout.microbatches)
+    padding = (264 - 257) * config.model.hidden
+    assert held_by_process(config, layout, schedule) == [
+        count(parameter_shapes(config.model)) + padding
+    ]
+
+
+def test_unknown_vocabulary() -> None:
+    config, layout = resolve(parse(["data.tokenizer=some/where"]).config, None, None)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: not known without"):
+        report(config, layout)

@@ -1,0 +1,236 @@
+"""The command line: every mistake is one line that says where, what, and what would be right."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe import cli, errors
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.keys import KEYS
+
+
+def message(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        cli.parse(argv)
+    text = str(caught.value)
+    assert text.isprintable(), "one line"
+    return text
+
+
+def write(tmp_path: Path, text: str | bytes) -> str:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return str(path)
+
+
+def test_nothing_given() -> None:
+    command = cli.parse([])
+    assert command.config == Config()
+    assert (command.dry_run, command.help, command.where) == (False, False, "defaults")
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, "model:\n  layers: 6\n  hidden: 64\noptimizer:\n  lr: 1e-4\nlog:\n")
+    overrides = ["model.layers=8", "pipeline.layout=[3, 5]", "log.wandb=off"]
+    overrides += ["optimizer.clip=null", "data={source: x, text_field: y}"]
+    command = cli.parse(["model.layers=7", path, "--dry-run", *overrides])
+    config = command.config
+    assert (config.model.layers, config.model.hidden) == (8, 64)
+    assert config.optimizer.lr == 1e-4
+    assert config.optimizer.clip is None
+    assert config.pipeline.layout == [3, 5]
+    assert config.log.wandb == "off"
+    assert (config.data.source, config.data.text_field) == ("x", "y")
+    assert command.dry_run
+    assert command.where == f"{path} and command line"
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h", "nonsense"], ["x.yaml", "--help"]])
+def test_help_wins(argv: list[str]) -> None:
+    assert cli.parse(argv).help
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        # unknown keys
+        ("pipline.schedul=x", "pipline.schedul=x: unknown key; did you mean pipeline.schedule?"),
+        ("tp=2", "did you mean parallel.tp?"),
+        ("model.lr=2", "did you mean optimizer.lr?"),
+        ("model.layer=2", "did you mean model.layers?"),
+        ("lyaers=2", "did you mean model.layers?"),
+        ("model.layers.x=2", "did you mean model.layers?"),
+        ("parallel.qq=2", "unknown key; parallel has dp, tp, pp, cp,"),
+        ("qqqq.www=2", "unknown key; the sections are run, model, parallel,"),
+        ("=2", "unknown key; the sections are"),
+        ("model=3", "model is a section; write model.KEY"),
+        ("model={layers: 2, nope: 1}", "model.nope=1: unknown key"),
+        # wrong types
+        ("model.layers=four", "model.layers=four: expected a whole number >= 1"),
+        ("model.layers='4'", "model.layers='4': expected a whole number >= 1"),
+        ("model.layers=0", "expected a whole number >= 1"),
+        ("model.layers=1.0", "model.layers=1.0: expected a whole number"),
+        ("model.layers=1e2", "model.layers=100.0: expected a whole number"),
+        ("model.layers=010", "expected a whole number"),
+        ("model.layers=true", "expected a whole number"),
+        ("model.layers=[4]", "model.layers=[4]: expected a whole number"),
+        ("model.layers=", "model.layers=null: expected a whole number"),
+        ("model.kv_heads=0", "expected a whole number >= 1, or null"),
+        ("model.dropout=1", "model.dropout=1: expected a number >= 0 and < 1"),
+        ("optimizer.lr=nan", "optimizer.lr=nan: expected a number >= 0"),
+        ("run.deterministic=yes", "run.deterministic=yes: expected true or false"),
+        ("run.deterministic=1", "run.deterministic=1: expected true or false"),
+        ("run.name=..", "run.name=..: expected text matching ^[A-Za-z0-9]"),
+        ("run.name=3", "run.name=3: expected text"),
+        ("run.seed=9223372036854775808", "expected a whole number >= 0 and < 9223372036854775808"),
+        ("log.wandb=of", "log.wandb=of: expected one of off, online, offline"),
+        ("optimizer.zero=2", "expected one of 0, 1"),
+        ("optimizer.zero=true", "optimizer.zero=true: expected one of 0, 1"),
+        ("optimizer.zero=1.0", "optimizer.zero=1.0: expected one of 0, 1"),
+        ("parallel.cp=2", "parallel.cp=2: expected 1"),
+        ("pipeline.layout=3", "expected text, or a list, each item a whole number, or null"),
+        ("pipeline.layout=[1, x]", "pipeline.layout=[1, x]: expected text, or a list"),
+        # values that are no YAML of ours
+        ("optimizer.lr=.nan", "optimizer.lr=.nan: .nan is not a finite number"),
+        ("data.source=!!str x", "the tag"),
+        ("model.layers=[", "model.layers=[: not valid YAML"),
+        ("data.source=\ud800", "is not allowed"),
+        # arguments
+        ("--model.layers=3", "unknown option --model.layers=3; write model.layers=3"),
+        ("--foo", "unknown option --foo; usage: train.py"),
+        ("--a\nb", "unknown option"),
+        ("parallel.tp", "parallel.tp has no value; write parallel.tp=VALUE"),
+    ],
+)
+def test_bad_argument(argument: str, words: str) -> None:
+    text = message(argument)
+    assert text.startswith("command line: ")
+    assert words in text
+
+
+def test_long_values_are_cut() -> None:
+    assert len(message("model.layers=" + "x" * 10000)) < 200
+
+
+def test_several_problems() -> None:
+    text = message("model.layers=a", "model.layers=b", "model.hidden=c", "nope=1")
+    assert text.startswith("command line: nope=1: unknown key")
+    assert text.endswith("(and 2 more)")
+    assert "layers=b" in message("model.layers=a", "model.layers=b")
+
+
+def test_two_files() -> None:
+    assert "a.yaml and b.yaml: expected one configuration file" in message("a.yaml", "b.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model:\n  layers: four\n", ":2: model.layers=four: expected a whole number"),
+        ("model:\n  layers: 4\n  lyaers: 4\n", ":3: model.lyaers=4: unknown key; did you mean"),
+        ("model:\n  layers: 4\n  layers: 4\n", ":3: model.layers is given twice, first in line 2"),
+        ("model:\n  layers: 4\n hidden: 4\n", ":3: not valid YAML"),
+        ("model: 3\n", ":1: model=3: model is a section"),
+        ("model:\n  layers: *x\n", ":2: anchors and aliases are not allowed"),
+        ("model:\n  layers: !!int 4\n", ":2: the tag"),
+        ("optimizer:\n  lr: .inf\n", ":2: .inf is not a finite number"),
+        ("just words\n", ":1: expected sections"),
+        ("[1, 2]", ":1: expected sections"),
+        (b"model:\n  layers: \xff\n", ":2: not UTF-8 text"),
+        (b"model:\n  layers: \x01\n", ":2: the character '\\x01' is not allowed"),
+        (b"#" * (1 << 20) + b"##", ": larger than 1048576 bytes"),
+    ],
+)
+def test_bad_file(tmp_path: Path, text: str | bytes, words: str) -> None:
+    path = write(tmp_path, text)
+    assert message(path).startswith(path + words)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    path = write(tmp_path, "")
+    assert (
+        message(str(tmp_path / "d.yaml"))
+        == f"{tmp_path}/d.yaml: no such file; did you mean {path}?"
+    )
+    assert "no such file" in message("no/such/place.yaml")
+    assert "is not a file" in message(str(tmp_path))
+    assert "no such file" in message("a\nb\x00")
+    assert message(path + "/x").startswith(path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "is not a file" in message(str(tmp_path / "pipe"))
+
+
+def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, "")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert message(path) == f"{path}: cannot be read: Permission denied"
+
+
+def test_help_has_every_key() -> None:
+    text = cli.help_text()
+    for key, info in KEYS.items():
+        assert f"  {key} = " in text
+        assert info.description, f"{key} has no docstring"
+        assert info.description.split()[0] in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_help_has_every_exit_code() -> None:
+    text = cli.help_text().partition("exit codes:")[2]
+    codes = [int(line.split()[0]) for line in text.strip().splitlines()]
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert codes == sorted({0} | {kind.exit_code for kind in kinds})  # type: ignore[attr-defined]
+
+
+def test_flatten() -> None:
+    flat = cli.flatten(cli.parse(["pipeline.layout=[1, 3]", "model.layers=3"]).config)
+    assert flat.keys() == KEYS.keys()
+    assert flat["pipeline.layout"] == "[1, 3]"
+    assert flat["model.layers"] == 3
+    assert flat["model.kv_heads"] is None
+
+
+@settings(deadline=None)
+@given(
+    folder=st.text(st.characters(exclude_categories=["Cs"])),
+    lr=st.floats(1e-30, 1e30),
+    layout=st.one_of(st.none(), st.lists(st.integers(0, 9)), st.just("E L*3 | L H")),
+    clip=st.one_of(st.none(), st.integers(1, 9)),
+    debug=st.booleans(),
+)
+def test_dump_reads_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    folder: str,
+    lr: float,
+    layout: object,
+    clip: int | None,
+    debug: bool,
+) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"folder": folder},
+            "optimizer": {"lr": lr, "clip": clip},
+            "pipeline": {"layout": layout, "debug": debug},
+        }
+    )
+    path = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    path.write_text(cli.dump(config), encoding="utf-8")
+    assert cli.parse([str(path)]).config == config
+
+
+def test_imports_no_torch() -> None:
+    code = (
+        "import sys, megapipe.cli, megapipe.layout, megapipe.plan.report; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,243 @@
+"""What several keys decide together: defaults filled in, and every impossible combination."""
+
+import pytest
+
+from megapipe.cli import dump, parse
+from megapipe.config import Config
+from megapipe.errors import ConfigError, LaunchError, MegapipeError
+from megapipe.layout import resolve
+from megapipe.model.partition import format_layout
+
+BASE = ("model.layers=8", "model.heads=8", "model.hidden=64", "train.global_batch=48")
+
+
+def configure(*overrides: str) -> Config:
+    return parse([*BASE, *overrides]).config
+
+
+def test_resolved() -> None:
+    config, layout = resolve(
+        configure("parallel.tp=2", "parallel.pp=2", "train.sequence_length=32"), 16, 257
+    )
+    assert config.parallel.dp == layout.dp == 4
+    assert (layout.tp, layout.pp, layout.cp, layout.chunks) == (2, 2, 1, 1)
+    assert (layout.world, layout.stages, layout.microbatches) == (16, 2, 3)
+    model = config.model
+    assert (model.kv_heads, model.head_dim, model.ffn_hidden) == (8, 8, 256)
+    assert (model.vocab_size, model.max_positions) == (257, 32)
+    assert [layer for spec in layout.stage_layers for layer in spec.layers] == list(range(8))
+    assert resolve(config, 16, 257) == (config, layout), "resolving again changes nothing"
+
+
+def test_resolved_config_is_a_valid_file(tmp_path_factory: pytest.TempPathFactory) -> None:
+    config, _ = resolve(configure(), 1, None)
+    path = tmp_path_factory.mktemp("run") / "config.yaml"
+    path.write_text(dump(config))
+    assert parse([str(path)]).config == config
+
+
+def test_without_a_launcher_the_world_is_what_the_layout_needs() -> None:
+    _, layout = resolve(configure("parallel.tp=2", "parallel.pp=4"), None, 257)
+    assert (layout.dp, layout.world) == (1, 8)
+    _, layout = resolve(configure("parallel.tp=2", "parallel.pp=4", "parallel.dp=3"), None, 257)
+    assert (layout.dp, layout.world) == (3, 24)
+
+
+def test_in_process_pipeline_ranks_are_no_processes() -> None:
+    overrides = ("parallel.pp=4", "parallel.tp=2", "pipeline.channels=in_process")
+    _, layout = resolve(configure(*overrides), 4, 257)
+    assert (layout.dp, layout.pp, layout.world) == (2, 4, 4)
+
+
+def test_vocabulary() -> None:
+    assert resolve(configure(), 1, None)[0].model.vocab_size == 257
+    assert resolve(configure("model.vocab_size=300"), 1, 257)[0].model.vocab_size == 300
+    later = configure("data.tokenizer=some/where", "parallel.pp=2")
+    config, layout = resolve(later, 2, None)
+    assert config.model.vocab_size is None
+    assert layout.stages == 2
+    assert resolve(config, 2, 50257)[0].model.vocab_size == 50257
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout"),
+    [
+        (("parallel.pp=4",), "E L*2 | L*2 | L*2 | L*2 H"),
+        (("parallel.pp=4", "model.vocab_size=20000"), "E L*2 | L*3 | L*3 | H"),
+        (("parallel.pp=2", "pipeline.layout=[3, 5]"), "E L*3 | L*5 H"),
+        (("parallel.pp=2", "pipeline.layout=ELL|LLLLLLH"), "E L*2 | L*6 H"),
+        (
+            ("parallel.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved_1f1b"),
+            "E L*2 | L*2 | L*2 | L*2 H",
+        ),
+    ],
+)
+def test_partition(overrides: tuple[str, ...], layout: str) -> None:
+    assert format_layout(resolve(configure(*overrides), None, None)[1].stage_layers) == layout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["model.heads=6"],
+            (
+                "model.hidden=64 is not divisible by model.heads=6: set model.head_dim, or heads "
+                "could be 1, 2, 4, 8, 16, 32 or 64"
+            ),
+        ),
+        (
+            ["model.kv_heads=3"],
+            "model.heads=8 is not divisible by model.kv_heads=3: kv_heads could be 1, 2, 4 or 8",
+        ),
+        (
+            ["parallel.tp=3"],
+            "model.heads=8 is not divisible by parallel.tp=3: tp could be 1, 2, 4 or 8",
+        ),
+        (
+            ["parallel.tp=4", "model.kv_heads=2"],
+            "model.kv_heads=2 is not divisible by parallel.tp=4: tp could be 1 or 2",
+        ),
+        (
+            ["parallel.tp=4", "model.ffn_hidden=90"],
+            "model.ffn_hidden=90 is not divisible by parallel.tp=4: tp could be 1, 2, 3, 5, 6, 9,",
+        ),
+        (
+            ["model.positions=rotary", "model.head_dim=7"],
+            "model.head_dim=7 (hidden / heads by default) is odd",
+        ),
+        (
+            ["model.vocab_size=100"],
+            (
+                "model.vocab_size=100 is smaller than the vocabulary of data.tokenizer=byte: "
+                "expected at least 257"
+            ),
+        ),
+        (
+            ["model.max_positions=100"],
+            (
+                "train.sequence_length=256 is longer than the position table, "
+                "model.max_positions=100: expected at most that"
+            ),
+        ),
+        (
+            ["parallel.tp=4", "parallel.sequence_parallel=true", "train.sequence_length=30"],
+            (
+                "train.sequence_length=30 is not divisible by parallel.tp=4, which "
+                "parallel.sequence_parallel needs: expected a multiple, such as 28 or 32"
+            ),
+        ),
+        (
+            ["train.global_batch=10", "parallel.dp=2"],
+            (
+                "train.global_batch=10 is not divisible by train.microbatch=4 x dp 2 = 8: "
+                "expected a multiple, such as 8 or 16"
+            ),
+        ),
+        (
+            ["train.global_batch=2"],
+            (
+                "train.global_batch=2 is not divisible by train.microbatch=4 x dp 1 = 4: "
+                "expected a multiple, such as 4"
+            ),
+        ),
+        (
+            ["optimizer.lr=1e-5"],
+            "optimizer.min_lr=3e-05 is above the peak, optimizer.lr=1e-05",
+        ),
+        (
+            ["train.steps=100"],
+            (
+                "optimizer.warmup_steps=100 leaves too few of train.steps=100 for a decay of 1 or "
+                "more: expected at most 99"
+            ),
+        ),
+        (
+            ["optimizer.decay_steps=250"],
+            "optimizer.warmup_steps=100 leaves too few of train.steps=300 for a decay of 250",
+        ),
+        (
+            ["optimizer.schedule=wsd", "train.steps=105"],
+            "for a decay of 10 or more: expected at most 95",
+        ),
+        (["optimizer.decay_steps=301"], "optimizer.decay_steps=301 is more than train.steps=300"),
+        (
+            ["optimizer.schedule=constant", "train.steps=99"],
+            "optimizer.warmup_steps=100 leaves too few of train.steps=99",
+        ),
+        (
+            ["parallel.backend=nccl", "parallel.device=cpu"],
+            "parallel.backend=nccl needs parallel.device=cuda",
+        ),
+        (
+            ["parallel.pp=16"],
+            (
+                "16 pipeline stages (parallel.pp x pipeline.chunks) for 8 layers, embedding and "
+                "head: at most 10 stages"
+            ),
+        ),
+        (
+            ["parallel.pp=4", "pipeline.layout=[4, 4]"],
+            (
+                "pipeline.layout='E L*4 | L*4 H' has 2 stages: expected 4, parallel.pp=4 x "
+                "pipeline.chunks=1"
+            ),
+        ),
+        (["pipeline.layout=[7]"], "places 7 layers, but model.layers is 8"),
+        (["pipeline.layout=[]"], "expected one layer count per stage"),
+        (["pipeline.layout=E L*8"], "has 0 times H"),
+        (["pipeline.schedule=1f1bb"], "pipeline.schedule=1f1bb: "),
+        (["parallel.pp=2", "pipeline.chunks=2"], "pipeline.schedule=1f1b: "),
+        (
+            ["parallel.pp=2", "pipeline.group=13", "pipeline.schedule=interleaved_1f1b"],
+            "pipeline.schedule=interleaved_1f1b: ",
+        ),
+        (["pipeline.group=2"], "pipeline.schedule=1f1b: "),
+        (
+            ["train.global_batch=4000000000"],
+            "train.global_batch=4000000000 makes 1000000000 micro-batches through 1 stages",
+        ),
+    ],
+)
+def test_impossible(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(configure(*overrides), None, None, where="x.yaml")
+    text = str(caught.value)
+    assert text.startswith("x.yaml: ")
+    assert words in text
+    assert text.isprintable(), "one line"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "words"),
+    [
+        (
+            ["parallel.tp=4", "parallel.pp=2"],
+            12,
+            "world size 12 does not divide into pp 2 x cp 1 x tp 4: expected a multiple of 8",
+        ),
+        (
+            ["parallel.tp=2", "parallel.dp=2"],
+            8,
+            "world size 8 for dp 2 x pp 1 x cp 1 x tp 2: expected 4",
+        ),
+        (
+            ["parallel.pp=4", "parallel.tp=2", "pipeline.channels=in_process"],
+            3,
+            (
+                "world size 3 does not divide into cp 1 x tp 2 "
+                "(the pipeline runs in each process): expected a multiple of 2"
+            ),
+        ),
+    ],
+)
+def test_wrong_world(overrides: list[str], world: int, words: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        resolve(configure(*overrides), world, None, where="x.yaml")
+    assert str(caught.value) == f"x.yaml: {words}"
+
+
+def test_every_error_ends_the_process_with_a_documented_code() -> None:
+    with pytest.raises(MegapipeError) as caught:
+        resolve(configure("pipeline.schedule=none_such"), None, None)
+    assert caught.value.exit_code == 2

@@ -1,0 +1,63 @@
+"""Every file in configs/ is a possible run, and the known models have their known sizes."""
+
+from pathlib import Path
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.layout import resolve
+from megapipe.plan.params import count, parameter_shapes
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+PARAMETERS = {
+    "gpt2_124m": 124_439_808,
+    "gpt2_355m": 354_823_168,
+    "gpt2_774m": 774_030_080,
+    "gpt2_1558m": 1_557_611_200,
+    "gpt3_125m": 125_226_240,
+    "gpt3_350m": 355_871_744,
+    "gpt3_760m": 760_300_032,
+    "gpt3_1.3b": 1_315_723_264,
+    "gpt3_2.7b": 2_651_553_280,
+    "gpt3_6.7b": 6_658_404_352,
+    "gpt3_13b": 12_853_386_240,
+    "gpt3_175b": 174_604_259_328,
+    "llama_1b": 1_235_814_400,
+    "llama_8b": 8_030_261_248,
+    "llama_70b": 70_553_706_496,
+}
+"""GPT-2 and Llama: as published. GPT-3: 12 L h^2 + 13 L h + (V + s + 2) h, the published sizes
+rounded."""
+
+
+def test_all_presets_are_here() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {*PARAMETERS, "quickstart"}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_preset(path: Path, replicas: int) -> None:
+    config = parse([str(path)]).config
+    inner = config.parallel.tp * config.parallel.pp
+    if config.parallel.dp is not None and config.parallel.dp != replicas:
+        return
+    config, layout = resolve(config, replicas * inner, None)
+    assert layout.dp == replicas
+    assert config.run.name == path.stem
+    if path.stem in PARAMETERS:
+        assert count(parameter_shapes(config.model)) == PARAMETERS[path.stem]
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name.startswith("gpt3")])
+def test_gpt3_sizes_by_formula(name: str) -> None:
+    model = parse([str(CONFIGS / f"{name}.yaml")]).config.model
+    layers, h = model.layers, model.hidden
+    assert PARAMETERS[name] == 12 * layers * h * h + 13 * layers * h + (50257 + 2048 + 2) * h
+
+
+def test_quickstart_is_what_it_says() -> None:
+    config, layout = resolve(parse([str(CONFIGS / "quickstart.yaml")]).config, 8, 257)
+    assert (layout.dp, layout.tp, layout.pp, layout.chunks) == (2, 2, 2, 2)
+    assert config.pipeline.schedule == "interleaved_1f1b"
+    assert (config.data.source, config.data.tokenizer) == ("stdlib", "byte")
