@@ -1,0 +1,22 @@
+"""What a run reports: console, log.jsonl, tensorboard, Weights & Biases; and what it ran on.
+
+:func:`build_sinks` makes the :class:`Observer` of a run. The package calls no collective: the
+trainer builds one observer, on one rank, and hands it numbers of the whole job.
+"""
+
+from megapipe.observe.observer import Observer, build_sinks, check_sinks
+from megapipe.observe.peaks import peak
+from megapipe.observe.provenance import package_hash, provenance
+from megapipe.observe.record import Sink, StepRecord, ValidationRecord
+
+__all__ = [
+    "Observer",
+    "Sink",
+    "StepRecord",
+    "ValidationRecord",
+    "build_sinks",
+    "check_sinks",
+    "package_hash",
+    "peak",
+    "provenance",
+]

@@ -1,0 +1,102 @@
+"""Which code, on which machine, with which libraries: written into every run folder."""
+
+import hashlib
+import os
+import platform
+import socket
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypedDict
+
+import megapipe
+
+_PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "transformers", "datasets")
+
+
+class GitState(TypedDict):
+    """State of a git work tree."""
+
+    commit: str
+    dirty: bool
+
+
+class Provenance(TypedDict):
+    """What :func:`provenance` returns; serialises to JSON."""
+
+    versions: dict[str, str | None]
+    git: GitState | None
+    package_hash: str
+    host: str
+    platform: str
+
+
+def provenance(root: Path) -> Provenance:
+    """Versions, git state of the source tree ``root``, package hash and host.
+
+    A package that is not installed has version None; ``git`` is None unless ``root`` is the top
+    of a git work tree. No environment variables are recorded.
+    """
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "megapipe": megapipe.__version__,
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        "git": git_state(root),
+        "package_hash": package_hash(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+    }
+
+
+def git_state(root: Path) -> GitState | None:
+    """Commit of the work tree whose top is ``root``, and whether anything differs from it."""
+    top = _git(root, "rev-parse", "--show-toplevel")
+    commit = _git(root, "rev-parse", "HEAD")
+    status = _git(root, "status", "--porcelain")
+    if top is None or commit is None or status is None or not root.samefile(top):
+        return None
+    return {"commit": commit, "dirty": bool(status)}
+
+
+def package_hash(folder: Path = Path(megapipe.__file__).parent) -> str:
+    """SHA-256 over paths and contents of the package's files, compiled ones left out.
+
+    Ranks whose hashes differ run different code.
+    """
+    digest = hashlib.sha256()
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    for name in sorted(files):
+        content = files[name].read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """Output of a git command that takes no locks, or None if it fails."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    try:
+        result = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(root), *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()

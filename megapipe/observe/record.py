@@ -1,0 +1,92 @@
+"""What a run reports, and the interface of the places that it is reported to."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, as seen by the whole job."""
+
+    step: int
+    """The step just done, counted from 1."""
+    steps: int
+    """Steps of the whole run."""
+    loss: float
+    """Mean loss of the step's unmasked tokens, in nats per token."""
+    lr: float
+    """Learning rate that the step used."""
+    grad_norm: float
+    """Global gradient norm ahead of clipping."""
+    seconds: float
+    """Wall-clock time of the step."""
+    tokens: int
+    """Tokens of the step's global batch."""
+    tokens_per_second: float
+    """Tokens per second of the whole job."""
+    tflops_per_device: float | None
+    """Model TFLOP/s of one device; None where FLOPs are not counted."""
+    mfu: float | None
+    """Share of the device's peak, 0 to 1; None where no peak is known."""
+    memory_gib: float | None
+    """Memory of the reporting rank, in GiB; see :mod:`megapipe.observe.memory`."""
+    eta_seconds: float
+    """Expected time to the end of the run."""
+    samples: int
+    """Samples consumed since step 0."""
+
+    def metrics(self) -> dict[str, float]:
+        """The known values under the names that tensorboard and Weights & Biases show."""
+        named = {
+            "train/loss": self.loss,
+            "train/lr": self.lr,
+            "train/grad_norm": self.grad_norm,
+            "train/samples": self.samples,
+            "speed/step_seconds": self.seconds,
+            "speed/tokens_per_second": self.tokens_per_second,
+            "speed/tflops_per_device": self.tflops_per_device,
+            "speed/mfu": self.mfu,
+            "memory/gib": self.memory_gib,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One pass over the held-out samples."""
+
+    step: int
+    """Optimizer steps done before it."""
+    steps: int
+    """Steps of the whole run."""
+    loss: float
+    """Mean loss of the unmasked tokens, in nats per token."""
+    seconds: float
+    """Wall-clock time of the pass."""
+
+
+class Sink(Protocol):
+    """A place that records go to. What a sink raises never stops the training."""
+
+    name: str
+
+    def step(self, record: StepRecord) -> None:
+        """Take the record of one optimizer step."""
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Take the record of one validation."""
+
+    def note(self, text: str) -> None:
+        """Take a line of text: a checkpoint, a resumption, a warning."""
+
+    def close(self) -> None:
+        """Write out what is still held."""
+
+
+def finite_fields(record: StepRecord | ValidationRecord) -> dict[str, float | int | None]:
+    """The fields of a record, with None for what JSON cannot express (nan, inf)."""
+    return {
+        name: value if value is None or math.isfinite(value) else None
+        for name, value in asdict(record).items()
+    }

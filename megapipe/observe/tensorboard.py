@@ -1,0 +1,36 @@
+"""Tensorboard event files in the run folder; imported only when switched on."""
+
+from pathlib import Path
+
+from megapipe.observe.record import StepRecord, ValidationRecord
+
+
+class TensorboardSink:
+    """Writes scalars and notes under ``folder``."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+        self._step = 0
+
+    def step(self, record: StepRecord) -> None:
+        """Write one step's scalars."""
+        self._step = record.step
+        for name, value in record.metrics().items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Write the loss and flush: validations are rare and worth keeping."""
+        self._writer.add_scalar("validation/loss", record.loss, record.step)
+        self._writer.flush()
+
+    def note(self, text: str) -> None:
+        """Write a text entry at the last step."""
+        self._writer.add_text("notes", text, self._step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()

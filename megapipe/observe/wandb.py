@@ -1,0 +1,80 @@
+"""Weights & Biases; imported only when switched on.
+
+Offline runs need no account and no network. The key of an online run comes from the environment
+or from ``wandb login``, never from the configuration, and nobody is asked for it.
+"""
+
+import re
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from megapipe.observe.record import StepRecord, ValidationRecord
+
+_SECRET_KEY = re.compile(r"(^|[._])(key|token|secret|password|credentials?)$")
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def without_secrets(flat_config: Mapping[str, object]) -> dict[str, object]:
+    """The configuration without keys that name a secret, and URLs without their user part."""
+    return {
+        key: _USER_IN_URL.sub("", value) if isinstance(value, str) else value
+        for key, value in flat_config.items()
+        if not _SECRET_KEY.search(key)
+    }
+
+
+class WandbSink:
+    """One Weights & Biases run per run folder: a resumed run continues it."""
+
+    name = "wandb"
+
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        project: str,
+        run_name: str,
+        mode: Literal["online", "offline"],
+        flat_config: Mapping[str, object],
+    ) -> None:
+        import wandb
+
+        if mode == "online" and not wandb.login(prompt=False):
+            raise RuntimeError("no API key; set WANDB_API_KEY, or log.wandb=offline")
+        run = wandb.init(
+            project=project,
+            name=run_name,
+            id=_run_id(run_folder / "wandb_id"),
+            resume="allow",
+            dir=run_folder,
+            mode=mode,
+            config=without_secrets(flat_config),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+        )
+        run.define_metric("*", step_metric="train/step")
+        self._run = run
+
+    def step(self, record: StepRecord) -> None:
+        """Log one step's metrics."""
+        self._run.log({"train/step": record.step, **record.metrics()})
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Log a validation loss."""
+        self._run.log({"train/step": record.step, "validation/loss": record.loss})
+
+    def note(self, text: str) -> None:
+        """Put the text into the run's summary as its last note."""
+        self._run.summary["note"] = text
+
+    def close(self) -> None:
+        """Finish the run, uploading what is left of an online one."""
+        self._run.finish()
+
+
+def _run_id(path: Path) -> str:
+    """The identity kept in the file, made at the first start."""
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()

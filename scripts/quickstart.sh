@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Trains a small GPT on 8 CPU processes, with data, tensor and pipeline parallelism, in the .venv
+# that it makes when there is none. Each call is a new run; arguments are settings:
+#   scripts/quickstart.sh train.steps=1000 pipeline.schedule=zb_h1
+set -euo pipefail
+# shellcheck source=scripts/venv.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/venv.sh"
+
+folder=runs
+name=quickstart-$(date +%Y%m%d-%H%M%S)
+trains=yes
+for argument in "$@"; do
+  case $argument in
+    run.folder=*) folder=${argument#*=} ;;
+    run.name=*) name=${argument#*=} ;;
+    --dry-run | --help | -h) trains=no ;;
+  esac
+done
+
+export OMP_NUM_THREADS=1
+.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 8 \
+  train.py configs/quickstart.yaml "run.name=$name" "$@"
+if [[ $trains == yes ]]; then
+  .venv/bin/python -m megapipe.observe.summary "$folder/$name"
+fi

@@ -1,0 +1,120 @@
+import io
+import subprocess
+import sys
+
+import pytest
+
+from megapipe.observe import ValidationRecord
+from megapipe.observe.console import ConsoleSink, duration, step_line, validation_line
+
+
+def test_a_step_line_shows_every_value(make_record):
+    assert step_line(make_record()) == (
+        "step   7/300 | loss  2.3457 | lr 3.00e-04 | grad norm    0.812 |    412 ms | 19.9k tok/s"
+        " | 0.5213 TFLOP/s | MFU 41.3% |   1.21 GiB | ETA 2:01"
+    )
+
+
+def test_unknown_values_are_left_out(make_record):
+    line = step_line(make_record(tflops_per_device=None, mfu=None, memory_gib=None))
+    assert line.endswith("tok/s | ETA 2:01")
+
+
+def test_lines_of_one_run_are_aligned(make_record):
+    lines = [
+        step_line(make_record(step=1, loss=11.0301, grad_norm=1234.5, tokens_per_second=998.7)),
+        step_line(make_record(step=300, loss=0.0123, grad_norm=1.5e-5, tokens_per_second=1.2e7)),
+    ]
+    columns = [[i for i, c in enumerate(line) if c == "|"] for line in lines]
+    assert columns[0] == columns[1]
+
+
+def test_the_longest_line_stays_under_160_columns(make_record):
+    line = step_line(
+        make_record(
+            step=1_000_000,
+            steps=1_000_000,
+            loss=1234.5678,
+            grad_norm=1.234e-12,
+            seconds=99.999,
+            tokens_per_second=123_456_789.0,
+            tflops_per_device=1234.56,
+            mfu=1.0,
+            memory_gib=1234.56,
+            eta_seconds=99 * 86400.0,
+        )
+    )
+    assert len(line) < 160
+
+
+def test_a_loss_that_is_not_a_number_is_shown(make_record):
+    assert "loss     nan" in step_line(make_record(loss=float("nan")))
+
+
+def test_a_validation_line_starts_like_a_step_line(make_record):
+    line = validation_line(ValidationRecord(step=7, steps=300, loss=2.5, seconds=1.26))
+    assert line == "step   7/300 | loss  2.5000 on held-out text | 1.3 s"
+    assert step_line(make_record()).startswith(line[: len("step   7/300 | loss ")])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (90061, "1d 01:01")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.4, "0"),
+        (999.4, "999"),
+        (999.6, "1.00k"),
+        (19868, "19.9k"),
+        (999_600, "1.00M"),
+        (5e9, "5.00G"),
+    ],
+)
+def test_tokens_per_second_fit_their_column(make_record, number, text):
+    assert f"| {text:>5} tok/s |" in step_line(make_record(tokens_per_second=number))
+
+
+def test_every_nth_step_is_shown_and_the_first_and_the_last(make_record):
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, every=10)
+    for step in range(3, 26):
+        sink.step(make_record(step=step, steps=25))
+    shown = [int(line.split()[1].split("/")[0]) for line in stream.getvalue().splitlines()]
+    assert shown == [3, 10, 20, 25]
+
+
+def test_a_reader_that_goes_away_does_not_change_the_exit_code():
+    program = """
+import sys, time
+from megapipe.observe import Observer
+from megapipe.observe.console import ConsoleSink
+observer = Observer([ConsoleSink(sys.stdout)])
+observer.note("first")
+sys.stdin.readline()
+for _ in range(3):
+    observer.note("x" * 100)
+observer.close()
+print("trained to the end", file=sys.stderr)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "first\n"
+    process.stdout.close()
+    process.stdin.write("go on\n")
+    process.stdin.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    assert errors.count("console does not take records") == 1
+    assert "trained to the end" in errors

@@ -1,0 +1,68 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megapipe.errors import ConfigError
+from megapipe.observe.summary import format_summary, read_summary
+
+SUMMARY = {
+    "loss_first": 5.5512,
+    "loss_last": 1.9021,
+    "validation_loss": 1.95,
+    "unigram_entropy": 3.25,
+    "tokens_per_second": 57612.4,
+    "run_folder": "runs/quickstart-1",
+    "sample": "def f(x):\n    return\tx\0\n",
+    "steps": 300,
+    "seconds": 142.2,
+}
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    return tmp_path
+
+
+def test_the_summary_says_how_it_went(run_folder):
+    assert format_summary(read_summary(run_folder)).splitlines() == [
+        "trained     300 steps in 2:22, 57,612 tokens/s",
+        "loss        from 5.5512 to 1.9021 nats per token",
+        "validation  1.9500, 0.60 x the corpus' unigram entropy of 3.2500",
+        "run folder  runs/quickstart-1",
+        "sample      def f(x): return x",
+    ]
+
+
+def test_the_command_prints_it(run_folder):
+    result = subprocess.run(
+        [sys.executable, "-m", "megapipe.observe.summary", str(run_folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.splitlines()[-1] == "sample      def f(x): return x"
+    assert result.stderr == ""
+
+
+def test_a_folder_without_a_summary_is_one_line(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "megapipe.observe.summary", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == ConfigError.exit_code
+    assert result.stderr.startswith(f"megapipe: {tmp_path}/summary.json: No such file")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [("{", "file: "), ("{}", "loss_first: "), (json.dumps({**SUMMARY, "steps": "x"}), "steps: ")],
+)
+def test_a_damaged_summary_names_the_field(tmp_path, text, where):
+    (tmp_path / "summary.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"summary.json: {where}"):
+        read_summary(tmp_path)

@@ -1,0 +1,510 @@
+"""The shell scripts, run for real against stand-ins for what they install and start.
+
+``python`` below makes true virtual environments, but its pip is a few lines that keep a log and
+install packages of one module each; ``srun`` and ``scontrol`` are stand-ins too.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHELL_FILES = [
+    path
+    for path in [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci/run"]
+    if path.exists()
+]
+MODULES = ("ruff", "mypy", "pytest", "torch/distributed/run", "megapipe/observe/summary")
+
+# The pip of a stand-in environment: logs its arguments; installs a module per requirement.
+PIP = """
+import json, os, sys, sysconfig, pathlib
+tree = pathlib.Path(sys.prefix).parent
+site = pathlib.Path(sysconfig.get_path("purelib"))
+with open(tree / "log", "a") as log:
+    print(json.dumps(["pip", *sys.argv[1:]]), file=log)
+name = "torch" if sys.argv[-1] == "torch" else "rest"
+info = site / f"{name}-1.dist-info"
+info.mkdir(exist_ok=True)
+(info / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {name}\\nVersion: 1\\n")
+if os.environ.get("PIP_DIES_AT") == name:
+    os.kill(os.getppid(), 9)
+    os._exit(9)
+files = ["torch/__init__.py", "torch/distributed/__init__.py"] if name == "torch" else ["rest.py"]
+for file in files:
+    (site / file).parent.mkdir(exist_ok=True)
+    (site / file).write_text("# whole\\n")
+lines = [f"{file},,{(site / file).stat().st_size}" for file in files]
+(info / "RECORD").write_text("\\n".join([*lines, f"{info.name}/METADATA,,"]) + "\\n")
+"""
+
+# What the scripts start with `python -m`: logs its arguments, exits as EXIT_<NAME> says.
+TOOL = """
+import json, os, pathlib, sys
+with open(pathlib.Path(sys.prefix).parent / "log", "a") as log:
+    print(json.dumps(["{name}", *sys.argv[1:]]), file=log)
+assert os.environ["OMP_NUM_THREADS"] == "1"
+sys.exit(int(os.environ.get("EXIT_{variable}", "0")))
+"""
+
+# `-m venv --clear FOLDER` makes an environment with that pip; all else goes to the true Python.
+PYTHON = """#!/usr/bin/env bash
+set -eu
+if [[ ${{1:-}} == -m && $2 == venv ]]; then
+  [[ $3 == --clear ]]
+  {python} -m venv --clear --without-pip "$4"
+  site=$("$4/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  cp -r "$STAND_INS"/. "$site"
+else
+  exec {python} "$@"
+fi
+"""
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A copy of what the scripts need, with a stand-in for python3 in front on PATH."""
+    root = tmp_path / "tree with spaces"
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    (root / "constraints.txt").write_text("torch==1\n")
+    (root / "pyproject.toml").write_text("[project]\n")
+
+    stand_ins = tmp_path / "stand_ins"
+    (stand_ins / "pip").mkdir(parents=True)
+    (stand_ins / "pip/__init__.py").touch()
+    (stand_ins / "pip/__main__.py").write_text(PIP)
+    for module in MODULES:
+        path = (root if module.startswith("megapipe") else stand_ins) / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        name = path.stem
+        path.write_text(TOOL.format(name=name, variable=name.upper()))
+
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    write_program(binaries / "python3", PYTHON.format(python=sys.executable))
+    monkeypatch.setenv("STAND_INS", str(stand_ins))
+    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
+    for name in ("PYTHON", "OMP_NUM_THREADS", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    return root
+
+
+def write_program(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def run(tree, script, *arguments, **environment):
+    return subprocess.run(
+        [str(tree / "scripts" / script), *arguments],
+        cwd="/",
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def take_log(tree):
+    """What was started since the last call, in order."""
+    log = tree / "log"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    log.unlink(missing_ok=True)
+    return lines
+
+
+PIP_START = ["pip", "--disable-pip-version-check", "install", "-c", "constraints.txt"]
+INSTALL = [[*PIP_START, "torch"], [*PIP_START, "-e", ".[log,dev]"]]
+CHECKS = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], ["pytest"]]
+
+
+@pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
+def test_shell_files_parse_and_pass_shellcheck(path):
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    if shutil.which("shellcheck"):
+        result = subprocess.run(
+            ["shellcheck", "-x", str(path)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stdout
+
+
+def test_all_scripts_are_looked_at():
+    assert {"quickstart.sh", "test.sh", "venv.sh", "train.sbatch"} <= {p.name for p in SHELL_FILES}
+
+
+def test_a_missing_environment_is_made_torch_first_and_kept(tree):
+    assert run(tree, "test.sh").returncode == 0
+    assert take_log(tree) == [*INSTALL, *CHECKS]
+    assert run(tree, "test.sh", "-k", "a or b").returncode == 0
+    assert take_log(tree) == [*CHECKS[:-1], ["pytest", "-k", "a or b"]]
+
+
+@pytest.mark.parametrize(("tool", "started"), [("RUFF", 1), ("MYPY", 3), ("PYTEST", 4)])
+def test_the_first_failing_check_is_the_exit_code(tree, tool, started):
+    assert run(tree, "test.sh", **{f"EXIT_{tool}": "3"}).returncode == 3
+    assert take_log(tree) == [*INSTALL, *CHECKS[:started]]
+
+
+@pytest.mark.parametrize("package", ["torch", "rest"])
+def test_an_install_that_was_killed_is_started_over(tree, package):
+    assert run(tree, "test.sh", PIP_DIES_AT=package).returncode == -signal.SIGKILL
+    take_log(tree)
+    (tree / ".venv/left_over").touch()
+    assert run(tree, "test.sh").returncode == 0
+    assert take_log(tree) == [*INSTALL, *CHECKS]
+    assert not (tree / ".venv/left_over").exists()
+
+
+def break_interpreter(venv):
+    for path in (venv / "bin").glob("python*"):
+        path.unlink()
+        path.symlink_to("/nowhere/python")
+
+
+def one_file(venv, name):
+    (path,) = venv.glob(f"lib/python*/site-packages/{name}")
+    return path
+
+
+DAMAGES = {
+    "no interpreter": break_interpreter,
+    "nothing in it": lambda venv: [shutil.rmtree(venv), venv.mkdir()],
+    "no pip": lambda venv: shutil.rmtree(one_file(venv, "pip")),
+    "a file is gone": lambda venv: one_file(venv, "torch/distributed/__init__.py").unlink(),
+    "a file is cut short": lambda venv: one_file(venv, "rest.py").write_text("# wh"),
+    "no record": lambda venv: one_file(venv, "torch-1.dist-info/RECORD").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_environment_is_made_anew(tree, damage):
+    run(tree, "test.sh")
+    take_log(tree)
+    (tree / ".venv/left_over").touch()
+    damage(tree / ".venv")
+    assert run(tree, "test.sh").returncode == 0
+    assert take_log(tree) == [*INSTALL, *CHECKS]
+    assert not (tree / ".venv/left_over").exists()
+
+
+def change_pins(tree):
+    (tree / "constraints.txt").write_text("torch==2\n")
+    return tree
+
+
+def move(tree):
+    return tree.rename(tree.with_name("moved"))
+
+
+def forget_stamp(tree):
+    (tree / ".venv/megapipe.stamp").unlink()
+    return tree
+
+
+@pytest.mark.parametrize("change", [change_pins, move, forget_stamp])
+def test_an_outdated_environment_is_updated_in_place(tree, change):
+    run(tree, "test.sh")
+    take_log(tree)
+    (tree / ".venv/kept").touch()
+    tree = change(tree)
+    assert run(tree, "test.sh").returncode == 0
+    assert take_log(tree) == [*INSTALL, *CHECKS]
+    assert (tree / ".venv/kept").exists()
+    run(tree, "test.sh")
+    assert take_log(tree) == CHECKS
+
+
+def test_two_at_once_install_once(tree):
+    command = ["bash", "-c", 'set -eu; source "$0"', str(tree / "scripts/venv.sh")]
+    both = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert take_log(tree) == INSTALL
+
+
+def test_another_python_version_on_request(tree, tmp_path):
+    run(tree, "test.sh")
+    take_log(tree)
+    assert run(tree, "test.sh", PYTHON="python3").returncode == 0
+    assert take_log(tree) == CHECKS
+    other = tmp_path / "other"
+    text = PYTHON.format(python=sys.executable).replace(
+        "else\n", "elif [[ ${1:-} == -c && $2 == *version_info\\[:2\\]* ]]; then echo 9\nelse\n"
+    )
+    write_program(other, text)
+    assert run(tree, "test.sh", PYTHON=str(other)).returncode == 0
+    assert take_log(tree) == [*INSTALL, *CHECKS]
+
+
+OLD = '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 && exit\nexit 1\n'
+WITHOUT_VENV = (
+    '#!/bin/sh\ncase "$*" in *ensurepip*) echo No module >&2; exit 1;; esac\nexec {} "$@"\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (None, "is not on this machine; install Python 3.10 or newer, or set PYTHON to one"),
+        (OLD, "is Python 3.9.2; set PYTHON to Python 3.10 or newer"),
+        (WITHOUT_VENV.format(sys.executable), "lacks its venv module (on Debian and Ubuntu: "),
+    ],
+)
+def test_an_unusable_python_is_one_clear_line(tree, tmp_path, program, message):
+    python = tmp_path / "unusable"
+    if program is not None:
+        write_program(python, program)
+    result = run(tree, "test.sh", PYTHON=str(python))
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith(f"test.sh: {python} {message}")
+    assert not (tree / ".venv").exists()
+
+
+def test_a_wrong_python_leaves_the_environment_as_it_is(tree):
+    run(tree, "test.sh")
+    take_log(tree)
+    result = run(tree, "test.sh", PYTHON="/nowhere/python")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    run(tree, "test.sh")
+    assert take_log(tree) == CHECKS
+
+
+def test_quickstart_trains_eight_processes_and_sums_up(tree):
+    assert run(tree, "quickstart.sh", "train.steps=5", "data.source=a b").returncode == 0
+    *install, torchrun, summary = take_log(tree)
+    assert install == INSTALL
+    name = torchrun[6].removeprefix("run.name=")
+    assert re.fullmatch(r"quickstart-\d{8}-\d{6}", name)
+    assert torchrun == [
+        *("run", "--standalone", "--nproc-per-node", "8"),
+        *("train.py", "configs/quickstart.yaml", f"run.name={name}"),
+        *("train.steps=5", "data.source=a b"),
+    ]
+    assert summary == ["summary", f"runs/{name}"]
+
+
+def test_quickstart_follows_the_run_folder_of_its_arguments(tree):
+    run(tree, "quickstart.sh", "run.name=mine", "run.folder=/data/my runs")
+    assert take_log(tree)[-1] == ["summary", "/data/my runs/mine"]
+
+
+def test_quickstart_passes_a_failure_on_and_sums_nothing_up(tree):
+    assert run(tree, "quickstart.sh", EXIT_RUN="1").returncode == 1
+    assert take_log(tree)[-1][0] == "run"
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--help"])
+def test_quickstart_has_nothing_to_sum_up_without_a_run(tree, option):
+    assert run(tree, "quickstart.sh", option).returncode == 0
+    assert take_log(tree)[-1][0] == "run"
+
+
+def test_ci_runs_the_test_script(tree):
+    if not (ROOT / ".ci/run").exists():
+        pytest.skip("no .ci in this copy")
+    shutil.copytree(ROOT / ".ci", tree / ".ci")
+    assert run(tree, "../.ci/run").returncode == 0
+    assert take_log(tree) == [*INSTALL, *CHECKS]
+
+
+SRUN = """#!/usr/bin/env bash
+# Starts what follows the options as one task. A signal goes to all of its process group, as with
+# some of SLURM's process trackers; with others only the task itself gets it.
+printf '%s\\0' "$@" >"$SRUN_LOG"
+while [[ $1 == --* ]]; do
+  case $1 in --*=*) shift ;; *) shift 2 ;; esac
+done
+setsid "$@" &
+task=$!
+trap 'kill -USR1 -- -$task' USR1
+trap 'kill -TERM -- -$task' TERM
+wait $task; code=$?
+while kill -0 $task 2>/dev/null; do wait $task; code=$?; done
+exit $code
+"""
+
+SCONTROL = """#!/usr/bin/env bash
+if [[ $1 == show ]]; then
+  printf 'gpu07\\ngpu08\\n'
+else
+  echo "$@" >"$SCONTROL_LOG"
+fi
+"""
+
+# torchrun: dies of USR1 and TERM unless told to ignore them, and has one rank.
+TORCHRUN = """
+import os, subprocess, sys
+assert os.environ["PET_SIGNALS_TO_HANDLE"] == "SIGINT,SIGHUP,SIGQUIT"
+rank = subprocess.Popen([sys.executable, "rank.py"], start_new_session=True)
+sys.exit(1 if rank.wait() else 0)
+"""
+
+RANK = """
+import os, pathlib, signal, sys, time
+stopped = []
+signal.signal(signal.SIGUSR1, lambda *_: stopped.append(1))
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+pathlib.Path("ready").touch()
+for _ in range({seconds} * 100):
+    time.sleep(0.01)
+    if stopped:
+        time.sleep(0.3)  # longer than a signal needs to get everywhere
+        pathlib.Path("saved").touch()
+        sys.exit(75)
+sys.exit({code})
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A submit folder with stand-ins for SLURM and for torchrun; a rank that runs for 30 s."""
+    folder = tmp_path / "project"
+    (folder / ".venv/bin").mkdir(parents=True)
+    write_program(
+        folder / ".venv/bin/python", f'#!/bin/sh\nexec {sys.executable} torchrun.py "$@"\n'
+    )
+    (folder / "torchrun.py").write_text(TORCHRUN)
+    (folder / "rank.py").write_text(RANK.format(seconds=30, code=0))
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    write_program(binaries / "srun", SRUN)
+    write_program(binaries / "scontrol", SCONTROL)
+    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
+    for name, value in {
+        "SRUN_LOG": str(folder / "srun.log"),
+        "SCONTROL_LOG": str(folder / "scontrol.log"),
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "gpu[07-08]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "64",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return folder
+
+
+def submit(*arguments):
+    script = str(ROOT / "scripts/slurm/train.sbatch")
+    return subprocess.Popen(["bash", script, *arguments], cwd="/")
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name}"
+        time.sleep(0.01)
+
+
+def test_sbatch_starts_one_torchrun_per_node(cluster):
+    (cluster / "rank.py").write_text(RANK.format(seconds=0, code=0))
+    assert submit("configs/llama_8b.yaml", "data.source=a b").wait(timeout=60) == 0
+    arguments = (cluster / "srun.log").read_text().split("\0")[:-1]
+    assert arguments[:5] == ["--cpus-per-task", "64", "--kill-on-bad-exit=1", "bash", "-c"]
+    assert arguments[6:] == [
+        *("node", ".venv/bin/python", "-m", "torch.distributed.run"),
+        *("--nnodes", "2", "--nproc-per-node", "8"),
+        *("--rdzv-id", "4711", "--rdzv-backend", "c10d", "--rdzv-endpoint", "gpu07:24711"),
+        *("train.py", "configs/llama_8b.yaml", "data.source=a b"),
+    ]
+    assert not (cluster / "scontrol.log").exists()
+
+
+def test_sbatch_passes_a_failure_on_and_does_not_requeue(cluster):
+    (cluster / "rank.py").write_text(RANK.format(seconds=0, code=2))
+    assert submit("configs/llama_8b.yaml").wait(timeout=60) == 1
+    assert not (cluster / "scontrol.log").exists()
+
+
+def test_ahead_of_the_time_limit_the_ranks_save_and_the_job_is_requeued(cluster):
+    job = submit("configs/llama_8b.yaml")
+    wait_for(cluster / "ready")
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=60) == 1
+    assert (cluster / "saved").exists()
+    assert (cluster / "scontrol.log").read_text() == "requeue 4711\n"
+
+
+def test_a_job_that_reaches_its_end_after_the_signal_is_not_requeued(cluster):
+    rank = RANK.format(seconds=30, code=0)
+    (cluster / "rank.py").write_text(rank.replace("sys.exit(75)", "sys.exit(0)"))
+    job = submit("configs/llama_8b.yaml")
+    wait_for(cluster / "ready")
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=60) == 0
+    assert not (cluster / "scontrol.log").exists()
+
+
+def test_a_preempted_job_saves_and_leaves_the_requeueing_to_slurm(cluster):
+    job = submit("configs/llama_8b.yaml")
+    wait_for(cluster / "ready")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=60) == 1
+    assert (cluster / "saved").exists()
+    assert not (cluster / "scontrol.log").exists()
+
+
+def docker_install(tmp_path, packages, **environment):
+    """Run the Dockerfile's installation with a stand-in for python; return pip's arguments."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    command = re.search(r"^RUN (.*?[^\\])$", dockerfile, re.MULTILINE | re.DOTALL)[1]
+    command = command.replace("\\\n", "").replace("/tmp/", f"{tmp_path}/")
+    listing = "\\n".join(packages)
+    program = f"""\
+        #!/usr/bin/env bash
+        if [[ $3 == list ]]; then
+          printf '{listing}\\n'
+        else
+          echo "$@ [${{PIP_CONSTRAINT-none}}] $(tr '\\n' ' ' <"$5")" >>"{tmp_path}/log"
+        fi
+    """
+    write_program(tmp_path / "python", textwrap.dedent(program))
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\n")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, **environment},
+        check=True,
+    )
+    assert not (tmp_path / "pins.txt").exists()
+    return (tmp_path / "log").read_text().replace(f"{tmp_path}/", "/tmp/").splitlines()
+
+
+needs_dockerfile = pytest.mark.skipif(
+    not (ROOT / "Dockerfile").exists(), reason="no Dockerfile in this copy"
+)
+
+
+@needs_dockerfile
+def test_docker_keeps_the_torch_of_nvidias_image(tmp_path):
+    (tmp_path / "image.txt").write_text("requests==2.0\n")
+    packages = [
+        *("numpy==2.1.0", "numpy-quaternion==1.0", "pip==25.0", "torch==2.11.0a0+a6c.nv26.3"),
+        *("torchvision==0.26.0", "triton==3.6.0"),
+    ]
+    (install,) = docker_install(tmp_path, packages, PIP_CONSTRAINT=str(tmp_path / "image.txt"))
+    assert install == (
+        "-m pip install -c /tmp/pins.txt -e .[log,dev] [none] numpy==2.1.0 "
+        "torch==2.11.0a0+a6c.nv26.3 torchvision==0.26.0 triton==3.6.0 requests==2.0 "
+    )
+
+
+@needs_dockerfile
+def test_docker_on_a_plain_image_installs_the_pinned_cpu_torch_first(tmp_path):
+    torch, rest = docker_install(tmp_path, ["pip==25.0"])
+    assert torch == (
+        "-m pip install -c /tmp/pins.txt torch --index-url https://download.pytorch.org/whl/cpu"
+        " [none] torch==2.13.0 "
+    )
+    assert rest == "-m pip install -c /tmp/pins.txt -e .[log,dev] [none] torch==2.13.0 "
