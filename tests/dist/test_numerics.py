@@ -1,0 +1,178 @@
+"""Bitwise promises, tied copies, dropout, bf16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+from parity import (
+    STEPS,
+    Case,
+    Outcome,
+    assemble,
+    batch_of,
+    configure,
+    local_copies,
+    plain,
+    run_cases,
+)
+
+from megapipe.checkpoint.boxes import whole
+from megapipe.mesh import Grid
+from megapipe.optim.lr import learning_rate
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+
+def outcomes_of(cases: list[Case]) -> list[list[Outcome]]:
+    """Per case, the outcomes of all ranks."""
+    results = run_world(cases[0].world, run_cases, cases)
+    return [[outcomes[i] for outcomes in results] for i in range(len(cases))]
+
+
+def assert_bitwise(actual: list[Outcome], expected: list[Outcome]) -> None:
+    """Losses, norms, every owned gradient and every copy of every weight, on every rank."""
+    for a, b in zip(actual, expected, strict=True):
+        assert a.losses == b.losses
+        assert a.norms == b.norms
+        assert a.validation == b.validation
+        for mine, theirs in zip((*a.grads, *a.copies), (*b.grads, *b.copies), strict=True):
+            assert [(name, box) for name, box, _ in mine] == [(n, box) for n, box, _ in theirs]
+            for (name, _, x), (_, _, y) in zip(mine, theirs, strict=True):
+                assert np.array_equal(x, y), name
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_schedules_swap_bitwise(dp: int) -> None:
+    """Same dp, tp, stages and micro-batches: the schedule does not change a bit (fp32)."""
+    base = Case(dp=dp, pp=2, m=5, dtype="fp32", masked=0.3, layers=4, schedule="gpipe")
+    looped = replace(base, chunks=2)
+    interleaved = replace(looped, schedule="interleaved_1f1b")
+    swaps = [
+        [base, replace(base, schedule="1f1b"), replace(base, schedule="zb_h1")],
+        [looped, *(replace(interleaved, group=g) for g in (1, 2, 3, 5))],
+    ]
+    if dp == 2:
+        deep = replace(base, pp=4)
+        swaps.append([deep, replace(deep, schedule="1f1b"), replace(deep, schedule="zb_h1")])
+    for cases in swaps:
+        first, *others = outcomes_of(cases)
+        assert base.clip is not None
+        assert min(first[0].norms) > base.clip, "the clip is not active"
+        for other in others:
+            assert_bitwise(other, first)
+
+
+def test_in_process_channels_are_bitwise_those_of_process_groups() -> None:
+    """The channel kind changes nothing where the reductions are the same (untied)."""
+    case = Case(dp=2, tp=2, pp=2, m=4, dtype="fp32", schedule="zb_h1", tied=False)
+    (groups,) = outcomes_of([case])
+    (local,) = outcomes_of([replace(case, in_process=True)])
+    assert groups[0].losses == local[0].losses
+    assert groups[0].norms == local[0].norms
+    shapes = reference.init_random(configure(case)[0].model, seed=3)
+    for i in range(STEPS):
+        a = assemble([o.grads[i] for o in groups], shapes)
+        b = assemble([o.grads[i] for o in local], shapes)
+        assert all(a[name].equal(b[name]) for name in shapes)
+
+
+def long_run(world: World, case: Case, steps: int) -> list[Any]:
+    """This rank's copies of the tied embedding after some steps."""
+    config, layout = configure(case)
+    mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
+    step = TrainStep(config, layout, mesh)
+    tokens, labels, mask = batch_of(case, 0)
+
+    def rows(indices: Any) -> Any:
+        index = [i % len(tokens) for i in indices]
+        return tokens[index], labels[index], mask[index].bool()
+
+    start = [v for name, _, v in local_copies(step) if name == "embedding.word.weight"]
+    for i in range(steps):
+        step.train(i, rows)
+    copies = [v for name, _, v in local_copies(step) if name == "embedding.word.weight"]
+    assert not any(np.allclose(a, b) for a, b in zip(start, copies, strict=True)), "not trained"
+    return copies
+
+
+@pytest.mark.parametrize(("pp", "zero"), [(2, 1), (2, 0), (1, 1)])
+def test_tied_copies_stay_bitwise_equal(pp: int, zero: int) -> None:
+    """50 steps at dp4 in fp32: every copy of the shared embedding is the same."""
+    case = Case(dp=4, pp=pp, m=2, dtype="fp32", zero=zero, schedule="1f1b", layers=2)
+    copies = [c for rank in run_world(case.world, long_run, case, 50) for c in rank]
+    assert len(copies) == 8, "two holders of four replicas, or two uses on one"
+    assert all(np.array_equal(copy, copies[0]) for copy in copies)
+
+
+def test_dropout_is_the_same_in_every_layout_of_one_tp() -> None:
+    """At fixed tp and micro-batch size dp, pp, chunks and schedule leave the masks alone."""
+    base = Case(m=8, dropout=0.2, masked=0.2)
+    layouts = [
+        replace(base, dp=2, m=4),
+        replace(base, pp=2, schedule="zb_h1"),
+        replace(base, dp=2, m=4, pp=2, chunks=2, schedule="interleaved_1f1b"),
+        replace(base, pp=4, in_process=True, schedule="gpipe"),
+    ]
+    shapes = reference.init_random(configure(base)[0].model, seed=3)
+    for tp, sp in ((1, False), (2, False), (2, True)):
+        one = replace(base, tp=tp, sequence_parallel=sp)
+        alone, without = outcomes_of([one, replace(one, dropout=0.0)])
+        assert abs(alone[0].losses[0] - without[0].losses[0]) > 1e-4, "dropout does something"
+        assert alone[0].validation == without[0].validation, "but not in validation"
+        for layout in layouts:
+            (here,) = outcomes_of([replace(layout, tp=tp, sequence_parallel=sp)])
+            for i in range(STEPS):
+                assert abs(here[0].losses[i] - alone[0].losses[i]) < 1e-12
+                expected = assemble([o.grads[i] for o in alone], shapes)
+                actual = assemble([o.grads[i] for o in here], shapes)
+                reference.assert_grads_close(actual, expected)
+
+
+BF16 = [
+    Case(dtype="bf16"),
+    Case(dtype="bf16", tp=2, pp=2, dp=2, sequence_parallel=True, m=4, schedule="zb_h1"),
+    Case(dtype="bf16", tp=4, model="llama", tied=False, m=4, dp=2, zero=0),
+    Case(dtype="bf16", pp=2, chunks=2, m=4, schedule="interleaved_1f1b", model="mixed", dp=4),
+]
+
+
+@pytest.mark.parametrize("case", BF16, ids=lambda case: case.name)
+def test_bf16_is_as_close_to_fp32_as_a_single_process(case: Case) -> None:
+    """Gradients of the first step: at most twice the error of plain single-process bf16."""
+    (outcomes,) = outcomes_of([case])
+    config, _ = configure(plain(case))
+    params = reference.init_random(config.model, seed=3)
+    settings = reference.Optimizer(
+        lr=[learning_rate(config.optimizer, 0, STEPS)], clip=case.clip
+    )
+    batches = [batch_of(plain(case), 0)]
+    exact_model = config.model.model_copy(update={"dtype": "fp32"})
+    (exact,) = reference.train(params, exact_model, batches, settings)
+    (baseline,) = reference.train(params, config.model, batches, settings)
+    actual = assemble([o.grads[0] for o in outcomes], exact.grads)
+    reference.assert_error_like(actual, baseline.grads, exact.grads)
+    assert abs(outcomes[0].losses[0] - exact.loss) < 0.02
+    assert abs(outcomes[0].norms[0] / exact.grad_norm - 1) < 0.02
+
+
+def initial_weights(world: World, case: Case) -> list[Any]:
+    config, layout = configure(case)
+    step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
+    return list(local_copies(step))
+
+
+def test_initial_weights_do_not_depend_on_the_layout() -> None:
+    case = Case(model="llama", tied=False, vocab=61, dtype="fp32")
+    (alone,) = run_world(1, initial_weights, case)
+    full = {name: values for name, _, values in alone}
+    for layout in (replace(case, dp=2, tp=4), replace(case, pp=4, tp=2)):
+        for copies in run_world(8, initial_weights, layout):
+            for name, box, values in copies:
+                assert np.array_equal(values, full[name][box.inside(whole(full[name].shape))])
+    weight = full["layers.0.mlp.up.weight"]
+    assert abs(weight.std() / 0.02 - 1) < 0.1
+    assert abs(weight.mean()) < 2e-3
