@@ -114,29 +114,30 @@ class ParallelMesh:
         self.backend: str = dist.get_backend()
         self.timeout = datetime.timedelta(seconds=timeout_s)
         self._exchanges = 0
-        axes = {axis: self.group_of(grid.peers(self.rank, axis), always=True) for axis in AXES}
-        self.pp, self.dp, self.cp, self.tp = (axes[axis] for axis in AXES)
+        axes = {axis: self._new_group(grid.peers(self.rank, axis)) for axis in AXES}
         self.device_mesh = DeviceMesh.from_group(
-            [axes[axis].group for axis in AXES],
+            list(axes.values()),
             device.type,
             mesh=torch.arange(grid.world).view(grid.pp, grid.dp, grid.cp, grid.tp),
             mesh_dim_names=AXES,
         )
         self.pp, self.dp, self.cp, self.tp = (
-            axes[axis] if axes[axis].size > 1 else Axis.alone(self.rank) for axis in AXES
+            self._axis(grid.peers(self.rank, axis), axes[axis]) for axis in AXES
         )
 
-    def group_of(self, ranks: Sequence[int], *, always: bool = False) -> Axis:
-        """A process group of `ranks` (ascending), entered by its members alone.
+    def group_of(self, ranks: Sequence[int]) -> Axis:
+        """A new process group of `ranks` (ascending), entered by its members alone."""
+        return self._axis(ranks, self._new_group(ranks))
 
-        A group of one has no communicator unless `always`.
-        """
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         assert list(ranks) == sorted(ranks), f"{ranks}: torch would sort them"
-        if len(ranks) == 1 and not always:
-            return Axis.alone(ranks[0])
-        group = dist.new_group(
+        return dist.new_group(
             list(ranks), timeout=self.timeout, use_local_synchronization=len(ranks) < self.world
         )
+
+    def _axis(self, ranks: Sequence[int], group: dist.ProcessGroup) -> Axis:
+        if len(ranks) == 1:
+            return Axis.alone(self.rank)
         return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group)
 
     @property

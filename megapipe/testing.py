@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from megapipe.mesh import Grid, ParallelMesh
 
@@ -34,7 +35,7 @@ GROUP_TIMEOUT_S = 30.0
 class World:
     """One rank's view of a test world, given to the function that it runs."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, size: int, store: Store) -> None:
         self.rank = rank
         self.size = size
         self._store = store
@@ -52,7 +53,7 @@ class World:
         self._lives += 1
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(f"life {self._lives}", self._store),
+            store=PrefixStore(f"life {self._lives}", self._store),
             rank=self.rank,
             world_size=self.size,
             timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
@@ -74,7 +75,7 @@ def run_world(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
@@ -129,7 +130,7 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = TCPStore("127.0.0.1", port, is_master=False)
         here = World(rank, world, store)
         here.restart()
         pipe.send((True, function(here, *args)))

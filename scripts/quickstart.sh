@@ -22,4 +22,6 @@ export OMP_NUM_THREADS=1
   train.py configs/quickstart.yaml "run.name=$name" "$@"
 if [[ $trains == yes ]]; then
   .venv/bin/python -m megapipe.observe.summary "$folder/$name"
+  sample=$(.venv/bin/python scripts/generate.py "$folder/$name" --prompt "def " --tokens 100 --line)
+  printf 'sample      %s\n' "$sample"
 fi

@@ -260,9 +260,7 @@ def own_grads(optimizer: Optimizer) -> Iterator[tuple[str, Box, np.ndarray[Any, 
             grad = segment.parameter.grad
             assert grad is not None
             flat = grad[a - segment.start : b - segment.start]
-            for position, local in flat_boxes(
-                entry.spec.sizes, a - entry.start, b - entry.start
-            ):
+            for position, local in flat_boxes(entry.spec.sizes, a - entry.start, b - entry.start):
                 values = flat[position : position + local.numel].view(local.sizes)
                 yield from _global(entry.spec, local, values)
 
@@ -279,7 +277,9 @@ def assemble(
     parts: Sequence[Sequence[tuple[str, Box, Any]]], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Full tensors from every rank's own parts: each element exactly once."""
-    full = {name: torch.full(t.shape, float("nan"), dtype=torch.float64) for name, t in like.items()}
+    full = {
+        name: torch.full(t.shape, float("nan"), dtype=torch.float64) for name, t in like.items()
+    }
     for name, box, values in itertools.chain.from_iterable(parts):
         here = box.inside(whole(tuple(full[name].shape)))
         assert full[name][here].isnan().all(), f"{name} {box}: two ranks own it"
@@ -354,4 +354,3 @@ def run_cases(world: World, cases: Sequence[Case]) -> list[Outcome]:
             error.add_note(f"case: {case.name}")
             raise
     return results
-

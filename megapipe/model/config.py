@@ -47,7 +47,7 @@ class ModelConfig(Section):
     init_std: float = Field(0.02, gt=0)
     """Standard deviation of the initial weights; residual outputs get it over sqrt(2 layers)."""
     dtype: Dtype = "fp32"
-    """Type of weights and activations; main gradients and optimizer state are fp32 (fp64 for fp64)."""
+    """Type of weights and activations; main gradients and optimizer state: fp32 (fp64)."""
 
     def resolved(self, *, vocab_size: int, sequence_length: int) -> "ModelConfig":
         """The same model with every default filled in."""

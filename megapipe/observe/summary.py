@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.observe.console import duration
 
-_SAMPLE_CHARACTERS = 120
-
 
 class Summary(BaseModel):
     """What the trainer leaves in ``summary.json`` of the run folder. Losses in nats per token."""
@@ -22,7 +20,6 @@ class Summary(BaseModel):
     unigram_entropy: float
     tokens_per_second: float
     run_folder: str
-    sample: str
     steps: int
     seconds: float
 
@@ -41,9 +38,8 @@ def read_summary(run_folder: Path) -> Summary:
 
 
 def format_summary(summary: Summary) -> str:
-    """Five aligned lines of text."""
+    """Four aligned lines of text."""
     ratio = summary.validation_loss / summary.unigram_entropy
-    text = " ".join("".join(c if c.isprintable() else " " for c in summary.sample).split())
     rows = {
         "trained": f"{summary.steps} steps in {duration(summary.seconds)}, "
         f"{summary.tokens_per_second:,.0f} tokens/s",
@@ -51,7 +47,6 @@ def format_summary(summary: Summary) -> str:
         "validation": f"{summary.validation_loss:.4f}, {ratio:.2f} x the corpus' unigram entropy "
         f"of {summary.unigram_entropy:.4f}",
         "run folder": summary.run_folder,
-        "sample": text[:_SAMPLE_CHARACTERS],
     }
     return "\n".join(f"{name:<10}  {value}" for name, value in rows.items())
 

@@ -133,7 +133,7 @@ def make_buckets(
     buckets = []
     shared: list[tuple[nn.Module, str, Parameter]] = []
     for stage, module in sorted(modules.items()):
-        own = []
+        own: list[tuple[nn.Module, str, Parameter]] = []
         for owner in module.modules():
             for name, parameter in owner._parameters.items():
                 if parameter is None:

@@ -14,6 +14,7 @@ from megapipe.engine.weight_grad import WeightGradQueue
 from megapipe.mesh import Axis
 from megapipe.tensor_parallel.rng import draw_normal
 
+
 @dataclass(frozen=True)
 class Sharding:
     """How the layers of one stage are split, and where their weight gradients wait."""

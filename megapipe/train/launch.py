@@ -100,12 +100,12 @@ def first_host(nodelist: str) -> str:
 
 def open_store(place: Place, timeout_s: float) -> Store:
     """Meet at the rendezvous store. Raises :class:`LaunchError` naming host and port."""
-    import torch.distributed as dist
+    from torch.distributed import HashStore, PrefixStore, TCPStore
 
     if place.world == 1:
-        return dist.HashStore()
+        return PrefixStore("megapipe", HashStore())
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             place.address,
             place.port,
             place.world,
@@ -120,7 +120,7 @@ def open_store(place: Place, timeout_s: float) -> Store:
             f"rendezvous at {place.address}:{place.port} failed: {reason.splitlines()[0]}"
         ) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"megapipe/{attempt}", store)
+    return PrefixStore(f"megapipe/{attempt}", store)
 
 
 def compare_ranks(
@@ -142,9 +142,9 @@ def compare_ranks(
         for key in sorted(reference.keys() | own.keys()):
             if reference.get(key) != own.get(key):
                 difference = [key, reference.get(key), own.get(key), place.rank]
-                store.append("differences", json.dumps(difference) + "\n")
+                number = store.add("differences", 1)
+                store.set(f"difference {number}", json.dumps(difference))
         if store.add("compared", 1) == place.world:
-            store.append("differences", "")
             store.set("all compared", "yes")
         store.wait(["all compared"], wait)
     except RuntimeError:
@@ -153,9 +153,9 @@ def compare_ranks(
             f"{arrived} of {place.world} ranks arrived within {timeout_s:.0f} s "
             "(parallel.timeout_s); look for one that failed to start"
         ) from None
-    lines = [json.loads(line) for line in store.get("differences").decode().splitlines()]
-    if lines:
-        raise LaunchError(_describe(lines))
+    numbers = range(1, store.add("differences", 0) + 1)
+    if numbers:
+        raise LaunchError(_describe([json.loads(store.get(f"difference {n}")) for n in numbers]))
 
 
 def _describe(differences: list[tuple[str, object, object, int]]) -> str:

@@ -27,7 +27,9 @@ from megapipe.observe.peaks import peak
 from megapipe.observe.provenance import provenance
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
+from megapipe.optim.zero import MOMENTS
 from megapipe.plan.flops import token_flops
+from megapipe.plan.params import parameter_shapes
 from megapipe.train import state
 from megapipe.train.signals import StopRequest
 from megapipe.train.step import StepResult, TrainStep
@@ -59,14 +61,13 @@ class Trainer:
         self.stop = StopRequest()
         self.folder = Path(config.run.folder) / config.run.name
         self.checkpoints = self.folder / "checkpoints"
-        self.source = self._find_source()
         self.prepared = self._prepare(local_rank)
         self.training, self.validation = build_batches(config, tokenizer, self.prepared)
         self.step = TrainStep(config, layout, mesh)
         self.first_step = 0
         self.run_id = mesh.share(uuid.uuid4().hex)
-        if self.source is not None:
-            self._resume(self.source)
+        self.skipped: list[str] = []
+        self.source = self._resume()
         self.observer = self._open_run_folder() if mesh.rank == 0 else None
         self.validation_loss = float("nan")
 
@@ -96,38 +97,82 @@ class Trainer:
         assert prepared is not None
         return prepared
 
-    def _find_source(self) -> Path | None:
-        """The checkpoint to start from: rank 0 looks and decides for all."""
-        run, found, error = self.config.run, "", None
-        if self.mesh.rank == 0:
-            newest = find_newest(self.checkpoints)
-            if run.resume == "never" and newest.path is not None:
-                error = ConfigError(
-                    f"{self.folder} already has the checkpoint {newest.path.name}, and "
-                    "run.resume is never; choose another run.name"
-                )
-            elif newest.path is not None:
-                found = str(newest.path)
-            elif run.resume == "must":
-                error = CheckpointError(f"{self.checkpoints}: no checkpoint to resume from")
-            elif self.config.checkpoint.load is not None:
-                found = self.config.checkpoint.load
-        self._all_or_none(error)
-        path = self.mesh.share(found)
-        return Path(path) if path else None
+    def _resume(self) -> Path | None:
+        """Load the newest checkpoint of the run that is intact on every rank; returns its folder.
 
-    def _resume(self, path: Path) -> None:
-        error = None
+        Damaged ones are passed over. ``checkpoint.load`` is taken if the run has none of its
+        own, and then it must be intact.
+        """
+        run, load = self.config.run, self.config.checkpoint.load
+        damaged: set[Path] = set()
+        while True:
+            path = self._newest(damaged)
+            if path is None:
+                break
+            if run.resume == "never":
+                raise ConfigError(
+                    f"{self.folder} already has the checkpoint {path.name}, and run.resume is "
+                    "never; choose another run.name"
+                )
+            checkpoint, problem = self._verified(path)
+            if checkpoint is not None:
+                self.run_id = checkpoint.manifest.run_id
+                return self._load(checkpoint)
+            self.skipped.append(problem)
+            damaged.add(path)
+        if damaged or run.resume == "must":
+            reasons = f": {'; '.join(self.skipped)}" if self.skipped else ""
+            raise CheckpointError(f"{self.checkpoints}: no checkpoint to resume from{reasons}")
+        if load is None:
+            return None
+        checkpoint, problem = self._verified(Path(load))
+        if checkpoint is None:
+            raise CheckpointError(f"checkpoint.load: {problem}")
+        return self._load(checkpoint)
+
+    def _newest(self, damaged: set[Path]) -> Path | None:
+        """Rank 0 looks, so that all ranks take the same one."""
+        text, error = "", None
+        if self.mesh.rank == 0:
+            try:
+                found = find_newest(self.checkpoints, skip=damaged)
+                self.skipped += found.skipped if not damaged else []
+                text = str(found.path or "")
+            except MegapipeError as problem:
+                error = problem
+        self._all_or_none(error)
+        text = self.mesh.share(text)
+        return Path(text) if text else None
+
+    def _verified(self, path: Path) -> tuple[Checkpoint | None, str]:
+        """The checkpoint if it is whole, each rank hashing its share of the files; else why not."""
+        checkpoint, error = None, None
         try:
             checkpoint = Checkpoint.open(path)
+            files = sorted(checkpoint.manifest.files)
+            checkpoint.verify(files[self.mesh.rank :: self.mesh.world])
+        except CheckpointError as problem:
+            error = str(problem)
+        first = self.mesh.agree(error)
+        return (checkpoint, "") if first is None else (None, first)
+
+    def _load(self, checkpoint: Checkpoint) -> Path:
+        error = None
+        try:
             self._check_model(checkpoint)
+            checkpoint.match(
+                {
+                    f"{kind}/{name}": shape
+                    for kind in ("model", *(f"optimizer.{m}" for m in MOMENTS))
+                    for name, shape in parameter_shapes(self.config.model).items()
+                }
+            )
             state.load(self.step.optimizer, checkpoint)
-            self.first_step = checkpoint.step
-            if path.parent == self.checkpoints:
-                self.run_id = checkpoint.manifest.run_id
         except MegapipeError as problem:
             error = problem
         self._all_or_none(error)
+        self.first_step = checkpoint.step
+        return checkpoint.path
 
     def _check_model(self, checkpoint: Checkpoint) -> None:
         """Refuse weights of a model that computes something else."""
@@ -156,7 +201,9 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step. Raises :class:`Preempted` after saving if asked to stop."""
         steps = self.config.train.steps
-        if self.first_step:
+        for reason in self.skipped:
+            self._note(f"passed over a damaged checkpoint: {reason}")
+        if self.source is not None:
             self._note(f"resumed from {self.source} at step {self.first_step} of {steps}")
         began = time.perf_counter()
         losses: list[float] = []
@@ -213,7 +260,7 @@ class Trainer:
 
     def _validate(self, step: int) -> None:
         start = time.perf_counter()
-        samples = len(self.validation.dataset)
+        samples = len(self.validation)
         if self.config.train.validation_samples is not None:
             samples = min(samples, self.config.train.validation_samples)
         self.validation_loss, _ = self.step.evaluate(self.validation.rows, samples)
@@ -235,6 +282,7 @@ class Trainer:
             layout=sizes,
             coordinates=coordinates,
             config=flatten(self.config),
+            digests={"corpus": self.prepared.digest},
         )
         path = save(
             self.checkpoints,
@@ -243,8 +291,13 @@ class Trainer:
             meta=meta,
             group=self.mesh,
         )
+        error = None
         if self.mesh.rank == 0:
-            retain(self.checkpoints, self.config.checkpoint.keep)
+            try:
+                retain(self.checkpoints, self.config.checkpoint.keep, path)
+            except MegapipeError as problem:
+                error = problem
+        self._all_or_none(error)
         self._note(f"saved {path}")
 
     def _summarise(self, losses: list[float], seconds: float) -> None:
@@ -256,7 +309,7 @@ class Trainer:
             loss_first=losses[0],
             loss_last=losses[-1],
             validation_loss=self.validation_loss,
-            unigram_entropy=self.prepared.unigram_entropy,
+            unigram_entropy=self.prepared.meta.entropy,
             tokens_per_second=tokens / seconds,
             run_folder=str(self.folder),
             steps=len(losses),

@@ -1,0 +1,33 @@
+"""Checkpoints that any layout can load: safetensors shards and a JSON manifest, no pickle.
+
+An entry is a global tensor named by what it is (``model/layers.0.attention.qkv.weight``,
+``optimizer.exp_avg/layers.0...``), stored as boxes of it in the files of the ranks that held them.
+A checkpoint folder holds nothing but::
+
+    manifest.json                  see megapipe.checkpoint.manifest
+    <rank>-<part>.safetensors      see megapipe.checkpoint.shard
+
+:mod:`~megapipe.checkpoint.writer` has the order of writes that makes a save atomic,
+:mod:`~megapipe.checkpoint.folders` the names around it.
+"""
+
+from megapipe.checkpoint.boxes import Box, flat_boxes, intersect, whole
+from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
+from megapipe.checkpoint.retention import retain
+from megapipe.checkpoint.writer import Alone, Group, Meta, Piece, save
+
+__all__ = [
+    "Alone",
+    "Box",
+    "Checkpoint",
+    "Found",
+    "Group",
+    "Meta",
+    "Piece",
+    "find_newest",
+    "flat_boxes",
+    "intersect",
+    "retain",
+    "save",
+    "whole",
+]

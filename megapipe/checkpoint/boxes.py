@@ -1,0 +1,112 @@
+"""Rectangles of an n-dimensional tensor: what a shard holds, whatever the layout that wrote it.
+
+Tensor parallelism cuts a parameter along one dimension, and ZeRO cuts the flat buffer behind it
+anywhere at all. Both are a few rectangles of the global tensor, so a checkpoint needs no other
+notion, and loading into another layout is the intersection of rectangles.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """Elements `offsets[d] <= index[d] < offsets[d] + sizes[d]` of a tensor, for every dim d."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether the box lies within a tensor of this shape."""
+        return len(self.offsets) == len(self.sizes) == len(shape) and all(
+            o >= 0 and n >= 0 and o + n <= length
+            for o, n, length in zip(self.offsets, self.sizes, shape, strict=True)
+        )
+
+    def inside(self, outer: "Box") -> tuple[slice, ...]:
+        """The index that takes this box out of a tensor that holds `outer`."""
+        starts = (o - base for o, base in zip(self.offsets, outer.offsets, strict=True))
+        return tuple(slice(o, o + n) for o, n in zip(starts, self.sizes, strict=True))
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box of all elements of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[int, Box]]:
+    """Cut elements [start, stop) of a row-major tensor into boxes.
+
+    Returns (position within the range, box) in flat order, without gaps: the box's elements are
+    `range[position : position + box.numel]` reshaped to its sizes. At most 2 n - 1 boxes for n
+    dimensions; none for an empty range. Raises ValueError if the range leaves the tensor.
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise ValueError(f"range [{start}, {stop}) leaves a tensor of {prod(shape)} elements")
+    position, cuts = 0, []
+    for box in _cut(tuple(shape), start, stop):
+        cuts.append((position, box))
+        position += box.numel
+    return cuts
+
+
+def _cut(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Part of a first row, then full rows, then part of a last row, each part cut likewise."""
+    if start == stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    while start < stop:
+        first, begin = divmod(start, row)
+        full = (stop - start) // row
+        if begin or not full:
+            end = min(row, begin + stop - start)
+            for inner in _cut(shape[1:], begin, end):
+                yield Box((first, *inner.offsets), (1, *inner.sizes))
+            start += end - begin
+        else:
+            yield Box((first, *(0,) * (len(shape) - 1)), (full, *shape[1:]))
+            start += full * row
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The elements that both boxes hold; None if there are none."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    ends = (
+        min(i + n, j + m) for i, n, j, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+    sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def miscovered(shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[tuple[int, ...], int] | None:
+    """Prove that the boxes tile the tensor: None if each element is in exactly one box.
+
+    Otherwise returns the first (in row-major order) element that is not, which lies outside the
+    tensor if a box leaves it, and how many boxes hold it.
+
+    The indicator function of a box is the n-fold running sum of signed unit masses on its 2^n
+    corners, and that sum loses nothing: the boxes tile the tensor if and only if their corner
+    masses add up to the tensor's own. The first corner where they differ is the first wrong
+    element, since only the masses before it contribute to its count. k boxes cost O(k 2^n).
+    """
+    signs = [prod(corner) for corner in product((1, -1), repeat=len(shape))]
+    excess: dict[tuple[int, ...], int] = defaultdict(int)
+    for weight, box in ((-1, whole(shape)), *((1, box) for box in boxes)):
+        edges = [(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
+        for corner, sign in zip(product(*edges), signs, strict=True):
+            excess[corner] += weight * sign
+    wrong = min((corner for corner, mass in excess.items() if mass), default=None)
+    if wrong is None:
+        return None
+    is_element = all(i < n for i, n in zip(wrong, shape, strict=True))
+    return wrong, excess[wrong] + is_element

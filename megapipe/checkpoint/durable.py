@@ -1,0 +1,87 @@
+"""Files that survive a power cut, and reads that only ever touch ordinary files.
+
+A file is durable once its bytes and then its folder's entry are fsynced; a rename, once the
+folder around it is.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from megapipe.errors import CheckpointError
+
+
+@contextmanager
+def create(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file for writing; it is on disk when the block ends.
+
+    Raises CheckpointError if the file exists or cannot be written (no space, no permission).
+    """
+    try:
+        with open(path, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make the folder's entries (files created, renamed, removed) durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open an ordinary file for unbuffered reading.
+
+    Symbolic links are not followed, and pipes and devices are refused without waiting for them.
+    Raises CheckpointError if the file is missing, of another kind, or cannot be read.
+    """
+    try:
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link, should be an ordinary file")
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise CheckpointError(f"{path} is not an ordinary file")
+        with open(handle, "rb", buffering=0) as file:
+            yield file
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def file_size(path: Path) -> int:
+    """Bytes of an ordinary file; raises CheckpointError as :func:`open_regular` does."""
+    with open_regular(path) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The bytes of an ordinary file of at most `limit` bytes; CheckpointError otherwise."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise CheckpointError(f"{path} has {size} bytes, at most {limit} are allowed")
+        data = bytearray(size)
+        if not read_into(file, memoryview(data)):
+            raise CheckpointError(f"{path} ends early")
+        return bytes(data)
+
+
+def read_into(file: BinaryIO, buffer: memoryview) -> bool:
+    """Fill the buffer from where the file stands; False if the file ends before."""
+    done = 0
+    while done < len(buffer):
+        count = file.readinto(buffer[done:])  # type: ignore[attr-defined]
+        if not count:
+            return False
+        done += count
+    return True

@@ -1,0 +1,230 @@
+"""What a checkpoint holds: the content of `manifest.json`, checked before anything uses it.
+
+The file is one line of canonical JSON, `{"body":BODY,"sha256":"HEX"}`, where HEX is the SHA-256
+of BODY's bytes. The digest is compared before BODY is parsed, so a damaged manifest is never
+interpreted. It guards against accidents; it is no signature.
+"""
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from megapipe.checkpoint.boxes import Box, miscovered
+from megapipe.checkpoint.durable import read_bounded
+from megapipe.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+MAX_BYTES = 1 << 28
+"""Largest manifest: about two million pieces."""
+MAX_DIMS = 6
+
+Dtype = Literal["fp32", "bf16", "fp64", "int64"]
+Name = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)*$", max_length=256),
+]
+FileName = Annotated[str, StringConstraints(pattern=r"^[0-9]{5}-[0-9]{4}\.safetensors$")]
+RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Key = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**48)]
+Positive = Annotated[int, Field(ge=1, lt=2**48)]
+
+
+class Record(BaseModel):
+    """Base of everything read from JSON: exact types, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class StoredPiece(Record):
+    """A box of an entry in one shard, and the CRC-32 of its bytes."""
+
+    file: FileName
+    offsets: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
+    sizes: Annotated[tuple[Positive, ...], Field(max_length=MAX_DIMS)]
+    crc32: Annotated[int, Field(ge=0, lt=2**32)]
+
+    @property
+    def box(self) -> Box:
+        """Where the piece lies in the entry."""
+        return Box(self.offsets, self.sizes)
+
+
+class Entry(Record):
+    """A global tensor: its type, its shape, and pieces of it (all of them, in a manifest)."""
+
+    dtype: Dtype
+    shape: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
+    pieces: tuple[StoredPiece, ...]
+
+    @model_validator(mode="after")
+    def _same_dims(self) -> "Entry":
+        dims = len(self.shape)
+        if any(len(p.offsets) != dims or len(p.sizes) != dims for p in self.pieces):
+            raise ValueError(f"a piece does not have the entry's {dims} dimensions")
+        return self
+
+
+class FileRecord(Record):
+    """A shard's length and digest."""
+
+    bytes: Positive
+    sha256: Sha256
+
+
+class Receipt(Record):
+    """What one rank wrote: rank 0 merges the receipts of all into the manifest."""
+
+    run_id: RunId
+    step: Count
+    rank: Count
+    entries: dict[Name, Entry]
+    files: dict[FileName, FileRecord]
+
+
+class Manifest(Record):
+    """The whole checkpoint. Valid only if the pieces tile every entry exactly."""
+
+    format: Literal["megapipe-checkpoint"] = "megapipe-checkpoint"
+    version: Literal[1] = 1
+    run_id: RunId
+    step: Count
+    layout: dict[Key, JsonValue]
+    """Mesh sizes and whatever else describes the layout that wrote it; loading needs none of it."""
+    coordinates: dict[Key, JsonValue]
+    """Where the run stands: consumed samples and the like."""
+    config: dict[Key, JsonValue]
+    """The run's configuration by dotted key."""
+    digests: dict[Key, Sha256]
+    """SHA-256 of what the run read: the corpus, the tokenizer."""
+    entries: dict[Name, Entry]
+    files: dict[FileName, FileRecord]
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Manifest":
+        for name, entry in self.entries.items():
+            wrong = miscovered(entry.shape, (piece.box for piece in entry.pieces))
+            if wrong is not None:
+                element, count = wrong
+                raise ValueError(
+                    f"entry {name!r} of shape {list(entry.shape)}: element {list(element)} is in "
+                    f"{count} pieces, not in one"
+                )
+        used = {piece.file for entry in self.entries.values() for piece in entry.pieces}
+        if missing := used - self.files.keys():
+            raise ValueError(f"file {min(missing)} is not listed")
+        if unused := self.files.keys() - used:
+            raise ValueError(f"file {min(unused)} is not used")
+        return self
+
+
+def build_manifest(
+    *,
+    run_id: str,
+    step: int,
+    layout: Mapping[str, JsonValue],
+    coordinates: Mapping[str, JsonValue],
+    config: Mapping[str, JsonValue],
+    digests: Mapping[str, str],
+    receipts: list[Receipt],
+) -> Manifest:
+    """Merge what the ranks wrote; raises CheckpointError if it is not one whole checkpoint."""
+    kinds: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
+    files: dict[str, FileRecord] = {}
+    for receipt in receipts:
+        if (receipt.run_id, receipt.step) != (run_id, step):
+            raise CheckpointError(
+                f"rank {receipt.rank} saves step {receipt.step} of run {receipt.run_id!r}, "
+                f"rank 0 step {step} of {run_id!r}"
+            )
+        files |= receipt.files
+        for name, entry in receipt.entries.items():
+            kind = kinds.setdefault(name, (entry.dtype, entry.shape))
+            if kind != (entry.dtype, entry.shape):
+                raise CheckpointError(
+                    f"entry {name!r} is {entry.dtype} {list(entry.shape)} on rank {receipt.rank}, "
+                    f"{kind[0]} {list(kind[1])} on a lower rank"
+                )
+            pieces.setdefault(name, []).extend(entry.pieces)
+    try:
+        return Manifest(
+            run_id=run_id,
+            step=step,
+            layout=dict(layout),
+            coordinates=dict(coordinates),
+            config=dict(config),
+            digests=dict(digests),
+            entries={
+                name: Entry(dtype=dtype, shape=shape, pieces=tuple(pieces[name]))
+                for name, (dtype, shape) in kinds.items()
+            },
+            files=files,
+        )
+    except ValidationError as error:
+        raise CheckpointError(first_problem(error)) from None
+
+
+def seal(record: Record) -> bytes:
+    """The bytes of a record's file: canonical JSON with its own digest.
+
+    Raises CheckpointError for what JSON lacks (NaN and infinity).
+    """
+    try:
+        body = _canonical(record)
+    except ValueError as error:
+        raise CheckpointError(f"a value cannot be stored as JSON: {error}") from None
+    return b'{"body":' + body + b',"sha256":"' + sha256(body).hexdigest().encode() + b'"}\n'
+
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+def unseal(path: Path, kind: type[RecordT]) -> RecordT:
+    """Read, check and parse a file that holds what :func:`seal` made.
+
+    Raises CheckpointError if it is missing, too long, damaged, or not what `kind` describes.
+    """
+    data = read_bounded(path, MAX_BYTES)
+    head, tail = b'{"body":', len(b',"sha256":""}\n') + 64
+    body = data[len(head) : -tail]
+    digest = sha256(body).hexdigest().encode()
+    if data != head + body + b',"sha256":"' + digest + b'"}\n':
+        raise CheckpointError(f"{path} is damaged: its own checksum does not match")
+    try:
+        record = kind.model_validate_json(body)
+        canonical = _canonical(record)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: {first_problem(error)}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if canonical != body:
+        raise CheckpointError(f"{path} is not canonical JSON (sorted keys, each once, no spaces)")
+    return record
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first complaint of a validation, on one line."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    text = f"{where}: {message}" if where else message
+    return " ".join(text.split())[:400]
+
+
+def _canonical(record: Record) -> bytes:
+    content = record.model_dump()
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -1,0 +1,185 @@
+"""Reading a checkpoint into any layout, and finding the newest one.
+
+Nothing that a checkpoint says is believed unchecked: the manifest's digest, the proof that its
+pieces tile every tensor, the files' kinds and lengths at :meth:`Checkpoint.open`; a shard's
+header and the CRC-32 of every piece at each read, on the very bytes that are handed out.
+"""
+
+from collections.abc import Container, Iterable, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.boxes import Box, intersect, whole
+from megapipe.checkpoint.durable import file_size
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.manifest import MANIFEST, Manifest, unseal
+from megapipe.checkpoint.shard import (
+    TORCH_DTYPES,
+    Slot,
+    check_header,
+    file_digest,
+    header,
+    read_tensor,
+    slots_by_file,
+)
+from megapipe.errors import CheckpointError
+
+_WIDER = {
+    torch.bfloat16: (torch.bfloat16, torch.float32, torch.float64),
+    torch.float32: (torch.float32, torch.float64),
+    torch.float64: (torch.float64,),
+    torch.int64: (torch.int64,),
+}
+
+
+class Checkpoint:
+    """An opened checkpoint folder. Make one with :meth:`open`."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._slots = slots_by_file(manifest)
+        self._starts: dict[str, dict[Slot, int]] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> "Checkpoint":
+        """Check the manifest and the presence and length of every file.
+
+        Raises CheckpointError, naming the file, if anything is missing, extra, of another kind
+        or length, or if the manifest is not valid.
+        """
+        manifest = unseal(path / MANIFEST, Manifest)
+        checkpoint = cls(path, manifest)
+        for name, slots in checkpoint._slots.items():
+            recorded = manifest.files[name].bytes
+            implied = len(checkpoint._header(name)) + sum(slot.nbytes for slot in slots)
+            if implied != recorded:
+                raise CheckpointError(
+                    f"{path / MANIFEST} gives {name} {recorded} bytes, its pieces need {implied}"
+                )
+            found = file_size(path / name)
+            if found != recorded:
+                raise CheckpointError(f"{path / name} has {found} bytes, should have {recorded}")
+        extra = {file.name for file in path.glob("*.safetensors")} - manifest.files.keys()
+        if extra:
+            raise CheckpointError(f"{path / min(extra)} is not in the manifest")
+        return checkpoint
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.manifest.step
+
+    def names(self) -> list[str]:
+        """Names of all entries, sorted."""
+        return sorted(self.manifest.entries)
+
+    def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that exactly these tensors are there, before any of them is read.
+
+        Entries of other kinds than those asked for (the part of a name before its first slash)
+        may be there too. Raises CheckpointError that names the first difference.
+        """
+        kinds = {name.split("/")[0] for name in shapes}
+        stored = {name for name in self.manifest.entries if name.split("/")[0] in kinds}
+        if odd := sorted(stored ^ shapes.keys()):
+            problem = "has an unexpected" if odd[0] in stored else "lacks the"
+            raise CheckpointError(f"{self.path} {problem} entry {odd[0]!r} (of {len(odd)} such)")
+        for name, shape in shapes.items():
+            found = self.manifest.entries[name].shape
+            if found != tuple(shape):
+                raise CheckpointError(
+                    f"{self.path}: entry {name!r} has shape {list(found)}, "
+                    f"the model's has {list(shape)}"
+                )
+
+    def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A box of an entry (default: all of it) as a new host tensor of shape `box.sizes`.
+
+        `dtype` may be the stored type or a wider floating-point type; nothing is ever rounded.
+        Every piece that the box touches is read whole and its checksum compared. Raises
+        CheckpointError for an unknown entry, a box outside it, another dtype, or damage.
+        """
+        entry = self.manifest.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no entry {name!r}")
+        box = whole(entry.shape) if box is None else box
+        if not box.fits(entry.shape):
+            raise CheckpointError(f"{self.path}: {name!r} has shape {list(entry.shape)}, not {box}")
+        stored = TORCH_DTYPES[entry.dtype]
+        if dtype is not None and dtype not in _WIDER[stored]:
+            raise CheckpointError(f"{self.path}: {name!r} is {stored}, cannot be read as {dtype}")
+        out = torch.empty(box.sizes, dtype=stored)
+        for piece in entry.pieces:
+            common = intersect(piece.box, box)
+            if common is None:
+                continue
+            path, start = self.path / piece.file, self._start(piece.file, name, piece.box)
+            target = out[common.inside(box)]
+            if common == piece.box and target.is_contiguous():
+                read_tensor(path, start, target, piece.crc32)
+            else:
+                data = torch.empty(piece.sizes, dtype=stored)
+                read_tensor(path, start, data, piece.crc32)
+                target.copy_(data[common.inside(piece.box)])
+        return out if dtype is None else out.to(dtype)
+
+    def verify(self, files: Iterable[str] | None = None) -> None:
+        """Compare the SHA-256 of these files (default: all) with the manifest.
+
+        Ranks can share the work, ``verify(sorted(manifest.files)[rank::world])``. Raises
+        CheckpointError that names the first damaged file.
+        """
+        for name in self.manifest.files if files is None else files:
+            if file_digest(self.path / name) != self.manifest.files[name].sha256:
+                raise CheckpointError(f"{self.path / name} is damaged: its SHA-256 differs")
+
+    def _header(self, file: str) -> bytes:
+        return header(self._slots[file], run_id=self.manifest.run_id, step=self.manifest.step)
+
+    def _start(self, file: str, name: str, box: Box) -> int:
+        """Where a piece's bytes begin; checks the file's header when it is first asked for."""
+        if file not in self._starts:
+            head, slots = self._header(file), self._slots[file]
+            check_header(self.path / file, head)
+            starts = accumulate((slot.nbytes for slot in slots), initial=len(head))
+            self._starts[file] = dict(zip(slots, starts, strict=False))
+        return self._starts[file][Slot(name, self.manifest.entries[name].dtype, box)]
+
+
+class Found(NamedTuple):
+    """Result of :func:`find_newest`: the folder, and why newer ones were passed over."""
+
+    path: Path | None
+    skipped: list[str]
+
+
+def find_newest(root: Path, *, skip: Container[Path] = ()) -> Found:
+    """The newest checkpoint in `root` that opens, by step number and attempt.
+
+    The scan decides; the pointer file and file times do not count. The files' contents are not
+    hashed here: if :meth:`Checkpoint.verify` or a read fails later, put the folder in `skip` and
+    ask again. Raises CheckpointError if `root` exists but cannot be listed.
+    """
+    skipped: list[str] = []
+    try:
+        keys = committed(root)
+    except OSError as error:
+        raise CheckpointError(f"cannot list {root}: {error.strerror}") from error
+    for key in keys:
+        path = root / key.name
+        if path in skip:
+            continue
+        try:
+            step = Checkpoint.open(path).step
+        except CheckpointError as error:
+            skipped.append(str(error))
+            continue
+        if step == key.step:
+            return Found(path, skipped)
+        skipped.append(f"{path} holds step {step}")
+    return Found(None, skipped)

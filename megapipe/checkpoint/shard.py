@@ -1,0 +1,157 @@
+"""One safetensors file of a checkpoint: written in one pass, read piece by piece.
+
+The file is a plain safetensors file, but its header is a function of the manifest: which pieces
+it holds, in a fixed order. So the reader compares the header's bytes instead of parsing it, and
+a piece's position is known before the file is opened. Together with the pieces' CRC-32 that
+leaves no byte of a shard that a reader of all its pieces has not checked.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.boxes import Box
+from megapipe.checkpoint.durable import create, open_regular, read_into
+from megapipe.checkpoint.manifest import Dtype, FileRecord, Manifest
+from megapipe.errors import CheckpointError
+
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+    "int64": torch.int64,
+}
+_SAFETENSORS_DTYPES: dict[Dtype, str] = {
+    "fp32": "F32",
+    "bf16": "BF16",
+    "fp64": "F64",
+    "int64": "I64",
+}
+_BLOCK = 1 << 24
+
+
+class Slot(NamedTuple):
+    """A box of an entry as a shard's tensor."""
+
+    name: str
+    dtype: Dtype
+    box: Box
+
+    @property
+    def key(self) -> str:
+        """The tensor's name in the file, as in ``model/final_norm.weight@0``."""
+        return f"{self.name}@{','.join(map(str, self.box.offsets))}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.box.numel * TORCH_DTYPES[self.dtype].itemsize
+
+    @property
+    def order(self) -> tuple[int, str, Box]:
+        """Sort key within a shard: wide types first, so that every tensor is aligned."""
+        return -TORCH_DTYPES[self.dtype].itemsize, self.name, self.box
+
+
+def slots_by_file(manifest: Manifest) -> dict[str, list[Slot]]:
+    """Each shard's tensors in the order in which they are stored."""
+    slots: dict[str, list[Slot]] = {file: [] for file in manifest.files}
+    for name, entry in manifest.entries.items():
+        for piece in entry.pieces:
+            slots[piece.file].append(Slot(name, entry.dtype, piece.box))
+    for content in slots.values():
+        content.sort(key=lambda slot: slot.order)
+    return slots
+
+
+def header(slots: Iterable[Slot], *, run_id: str, step: int) -> bytes:
+    """The bytes before the data of a shard that holds `slots`, in this order."""
+    content: dict[str, object] = {
+        "__metadata__": {"format": "pt", "run_id": run_id, "step": str(step)}
+    }
+    start = 0
+    for slot in slots:
+        end = start + slot.nbytes
+        content[slot.key] = {
+            "dtype": _SAFETENSORS_DTYPES[slot.dtype],
+            "shape": slot.box.sizes,
+            "data_offsets": (start, end),
+        }
+        start = end
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_shard(
+    path: Path, contents: Sequence[tuple[Slot, Tensor]], *, run_id: str, step: int
+) -> tuple[FileRecord, list[int]]:
+    """Write tensors, given in `Slot.order`, to a new file and make it durable.
+
+    One tensor at a time is brought to the host. Returns the file's record and the tensors'
+    CRC-32. Raises CheckpointError if the file cannot be written.
+    """
+    digest, size, checksums = sha256(), 0, []
+    with create(path) as file:
+        head = header((slot for slot, _ in contents), run_id=run_id, step=step)
+        file.write(head)
+        digest.update(head)
+        size += len(head)
+        for _, tensor in contents:
+            data, crc = _bytes_of(tensor.detach().cpu()), 0
+            for start in range(0, len(data), _BLOCK):
+                block = data[start : start + _BLOCK]
+                crc = zlib.crc32(block, crc)
+                digest.update(block)
+                file.write(block)
+            checksums.append(crc)
+            size += len(data)
+    return FileRecord(bytes=size, sha256=digest.hexdigest()), checksums
+
+
+def check_header(path: Path, expected: bytes) -> None:
+    """Raise CheckpointError unless the file begins with the header that the manifest implies."""
+    found = bytearray(len(expected))
+    with open_regular(path) as file:
+        if not read_into(file, memoryview(found)) or found != expected:
+            raise CheckpointError(f"{path} is damaged: its header is not what the manifest says")
+
+
+def read_tensor(path: Path, start: int, out: Tensor, crc32: int) -> None:
+    """Fill the contiguous host tensor `out` with the file's bytes from `start` on.
+
+    Raises CheckpointError if the file ends early or the bytes do not have this CRC-32; `out` is
+    then garbage.
+    """
+    data, crc = _bytes_of(out), 0
+    with open_regular(path) as file:
+        file.seek(start)
+        for begin in range(0, len(data), _BLOCK):
+            block = data[begin : begin + _BLOCK]
+            if not read_into(file, block):
+                raise CheckpointError(f"{path} ends early")
+            crc = zlib.crc32(block, crc)
+    if crc != crc32:
+        raise CheckpointError(
+            f"{path} is damaged: bytes {start} to {start + len(data)} do not match their checksum"
+        )
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    digest = sha256()
+    with open_regular(path) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a host tensor, shared with it if it is contiguous."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,278 @@
+"""Saving a checkpoint so that a kill or a power cut at any moment leaves the previous one.
+
+1. Rank 0 makes a staging folder whose name no other attempt shares.
+2. Every rank writes its pieces into shards of bounded size there, then a receipt that lists them
+   with their checksums, all of it fsynced.
+3. Rank 0 merges the receipts, proves that the pieces tile every entry, writes the manifest,
+   fsyncs the folder and opens the result as a reader would.
+4. One rename makes it a checkpoint; after the parent folder's fsync it is durable.
+5. Only then the `latest` pointer is replaced.
+
+A failure on any rank is agreed on after each phase, so all ranks raise and none waits for ever.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from pydantic import JsonValue, ValidationError
+from torch import Tensor
+
+from megapipe.checkpoint.boxes import Box
+from megapipe.checkpoint.durable import create, sync_folder
+from megapipe.checkpoint.folders import POINTER, STAGING_PREFIX, next_name
+from megapipe.checkpoint.manifest import (
+    MANIFEST,
+    Dtype,
+    Entry,
+    FileRecord,
+    Receipt,
+    StoredPiece,
+    build_manifest,
+    first_problem,
+    seal,
+    unseal,
+)
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.shard import TORCH_DTYPES, Slot, write_shard
+from megapipe.errors import CheckpointError
+
+SHARD_BYTES = 2 << 30
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a global tensor `name` of `shape`: the elements of `box`.
+
+    `tensor` has the shape `box.sizes` and any device; its dtype is fp32, bf16, fp64 or int64. An
+    element belongs to exactly one piece of one rank: of replicas, one rank hands in its copy.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What else a checkpoint says about its run; rank 0's is written.
+
+    `digests` are SHA-256 of what the run read (corpus, tokenizer), in hexadecimal.
+    """
+
+    run_id: str
+    layout: Mapping[str, JsonValue]
+    coordinates: Mapping[str, JsonValue]
+    config: Mapping[str, JsonValue]
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+
+class Group(Protocol):
+    """The ranks that save together. Every rank calls the same methods in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This process, 0 <= rank < world."""
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+
+    def share(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+
+    def agree(self, error: str | None) -> str | None:
+        """The lowest failing rank's error on every rank, None if all passed None.
+
+        Returns only after every rank has called it.
+        """
+
+
+class Alone:
+    """The group of a single process."""
+
+    rank = 0
+    world = 1
+
+    def share(self, text: str) -> str:
+        """The text itself."""
+        return text
+
+    def agree(self, error: str | None) -> str | None:
+        """The error itself."""
+        return error
+
+
+def save(
+    root: Path,
+    *,
+    step: int,
+    pieces: Iterable[Piece],
+    meta: Meta,
+    group: Group,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a checkpoint of all ranks' pieces and commit it; returns its folder on every rank.
+
+    `root` must be on a file system that all ranks share. `pieces` may be a generator; at most
+    `shard_bytes` (or one larger piece) of it are held at a time, and it must not communicate. The
+    folder is ``step-<step>``, with a suffix if there is one already: none is ever overwritten.
+
+    Raises CheckpointError on every rank if any rank cannot write, or if the pieces do not tile
+    every entry exactly; staging is then removed and earlier checkpoints are as they were. Any
+    other exception is re-raised on the rank where it arose.
+    """
+    lead = group.rank == 0
+    staged = _together(group, lambda: _stage(root, step) if lead else "")
+    staging = root / group.share(staged)
+    try:
+        _together(group, lambda: _write(staging, step, pieces, meta, group.rank, shard_bytes))
+        name = _together(group, lambda: _commit(staging, step, meta, group.world) if lead else "")
+    except Exception:
+        if lead:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return root / group.share(name)
+
+
+def _together(group: Group, work: Callable[[], T]) -> T:
+    """Do this rank's part of a phase; raise on every rank if it failed on any."""
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    fault = group.agree(None if error is None else f"rank {group.rank}: {_describe(error)}")
+    if error is not None and not isinstance(error, CheckpointError | OSError):
+        raise error
+    if fault is not None:
+        raise CheckpointError(f"checkpoint not saved: {fault}") from error
+    return result
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _stage(root: Path, step: int) -> str:
+    if not root.is_dir():
+        root.mkdir(parents=True)
+        sync_folder(root.parent)
+    staging = root / f"{STAGING_PREFIX}{step:08d}-{secrets.token_hex(8)}"
+    staging.mkdir()
+    return staging.name
+
+
+def _write(
+    staging: Path, step: int, pieces: Iterable[Piece], meta: Meta, rank: int, shard_bytes: int
+) -> None:
+    """One rank's shards and receipt."""
+    if not staging.is_dir():
+        raise CheckpointError(f"{staging} of rank 0 is not there: is the folder on a shared disk?")
+    kinds: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
+    stored: dict[str, list[StoredPiece]] = {}
+    files: dict[str, FileRecord] = {}
+    batch: list[tuple[Slot, Tensor]] = []
+    held = 0
+
+    def flush() -> None:
+        file = f"{rank:05d}-{len(files):04d}.safetensors"
+        batch.sort(key=lambda item: item[0].order)
+        files[file], checksums = write_shard(staging / file, batch, run_id=meta.run_id, step=step)
+        for (slot, _), crc in zip(batch, checksums, strict=True):
+            offsets, sizes = slot.box
+            stored[slot.name].append(
+                StoredPiece(file=file, offsets=offsets, sizes=sizes, crc32=crc)
+            )
+        batch.clear()
+
+    try:
+        for piece in pieces:
+            slot = _slot(piece)
+            kind = (slot.dtype, tuple(piece.shape))
+            if kinds.setdefault(piece.name, kind) != kind:
+                raise CheckpointError(f"entry {piece.name!r} has two shapes or types")
+            stored.setdefault(piece.name, [])
+            if not slot.nbytes:
+                continue
+            if batch and held + slot.nbytes > shard_bytes:
+                flush()
+                held = 0
+            batch.append((slot, piece.tensor))
+            held += slot.nbytes
+        if batch:
+            flush()
+        receipt = Receipt(
+            run_id=meta.run_id,
+            step=step,
+            rank=rank,
+            entries={
+                name: Entry(dtype=dtype, shape=shape, pieces=tuple(stored[name]))
+                for name, (dtype, shape) in kinds.items()
+            },
+            files=files,
+        )
+    except ValidationError as error:
+        raise CheckpointError(first_problem(error)) from None
+    with create(_receipt(staging, rank)) as file:
+        file.write(seal(receipt))
+    sync_folder(staging)
+
+
+def _slot(piece: Piece) -> Slot:
+    dtype = _DTYPE_NAMES.get(piece.tensor.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"entry {piece.name!r} is {piece.tensor.dtype}, not one of {', '.join(TORCH_DTYPES)}"
+        )
+    if tuple(piece.tensor.shape) != piece.box.sizes or not piece.box.fits(piece.shape):
+        raise CheckpointError(
+            f"entry {piece.name!r} of shape {list(piece.shape)}: a tensor of shape "
+            f"{list(piece.tensor.shape)} is no {piece.box}"
+        )
+    return Slot(piece.name, dtype, piece.box)
+
+
+def _commit(staging: Path, step: int, meta: Meta, world: int) -> str:
+    """Rank 0's part: manifest, rename, pointer. Returns the new folder's name."""
+    root = staging.parent
+    manifest = build_manifest(
+        run_id=meta.run_id,
+        step=step,
+        layout=meta.layout,
+        coordinates=meta.coordinates,
+        config=meta.config,
+        digests=meta.digests,
+        receipts=[unseal(_receipt(staging, rank), Receipt) for rank in range(world)],
+    )
+    with create(staging / MANIFEST) as file:
+        file.write(seal(manifest))
+    for rank in range(world):
+        _receipt(staging, rank).unlink()
+    sync_folder(staging)
+    Checkpoint.open(staging)
+    name = next_name(root, step)
+    os.rename(staging, root / name)
+    sync_folder(root)
+
+    pointer = root / f"{STAGING_PREFIX}{POINTER}-{secrets.token_hex(8)}"
+    with create(pointer) as file:
+        file.write(f"{name}\n".encode())
+    os.replace(pointer, root / POINTER)
+    sync_folder(root)
+    return name
+
+
+def _receipt(staging: Path, rank: int) -> Path:
+    return staging / f"receipt-{rank:05d}.json"

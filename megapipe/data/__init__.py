@@ -1,0 +1,1 @@
+"""Corpora, tokenizers, token files and batches; nothing here knows of ranks."""

@@ -1,0 +1,127 @@
+"""Rows of token and label tensors for given sample numbers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megapipe.config import Config
+from megapipe.data.dataset import TokenDataset
+from megapipe.data.order import order
+from megapipe.data.prepare import Prepared
+from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.tokens import TokenFile
+from megapipe.errors import DataError
+
+
+class Batches:
+    """Turns global sample numbers into tensors; holds no position, so a resume needs no state.
+
+    Args:
+        dataset: where the samples come from.
+        seed: of the order of the samples.
+        vocab_size: token ids must be below it.
+        mask_document_ends: leave the prediction of `eod` out of the loss.
+        eod: the id that ends a document; also fills what is masked.
+        shuffle: take the samples in the order of :func:`megapipe.data.order.order`, else in file
+            order.
+        repeat: start over, in another order, after all samples; else numbers beyond the last
+            sample give fully masked rows, which fill up a short last batch.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        seed: int,
+        vocab_size: int,
+        mask_document_ends: bool,
+        eod: int,
+        shuffle: bool,
+        repeat: bool = True,
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.mask_document_ends = mask_document_ends
+        self.eod = eod
+        self.shuffle = shuffle
+        self.repeat = repeat
+
+    def __len__(self) -> int:
+        """Samples in the data set."""
+        return len(self.dataset)
+
+    def rows(
+        self, global_indices: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input tokens, labels and the mask of what counts in the loss, for b sample numbers.
+
+        Returns:
+            tokens [b, s] int64, labels [b, s] int64, mask [b, s] bool.
+
+        Raises:
+            DataError: a token id is outside the vocabulary.
+        """
+        length = self.dataset.sequence_length
+        windows = np.full((len(global_indices), length + 1), self.eod, dtype=np.int64)
+        mask = np.zeros((len(global_indices), length), dtype=np.bool_)
+        for row, global_index in enumerate(global_indices):
+            index = self._sample_index(global_index)
+            if index is None:
+                continue
+            window = self.dataset.sample(index)
+            self._check(window, index)
+            windows[row, : len(window)] = window
+            mask[row, : len(window) - 1] = True
+        tokens, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
+        if self.mask_document_ends:
+            mask &= labels != self.eod
+        return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(mask)
+
+    def _sample_index(self, global_index: int) -> int | None:
+        samples = len(self.dataset)
+        if global_index >= samples and not self.repeat:
+            return None
+        return order(self.seed, samples, global_index) if self.shuffle else global_index % samples
+
+    def _check(self, window: npt.NDArray[np.int64], index: int) -> None:
+        if window.min() >= 0 and window.max() < self.vocab_size:
+            return
+        at = int(np.argmax((window < 0) | (window >= self.vocab_size)))
+        position = index * self.dataset.sequence_length + at
+        raise DataError(
+            f"token id {window[at]} at position {position} of {self.dataset.file.path} is outside "
+            f"the vocabulary (0 to {self.vocab_size - 1})"
+        )
+
+
+def build_batches(
+    config: Config, tokenizer: Tokenizer, prepared: Prepared
+) -> tuple[Batches, Batches]:
+    """Training and validation batches of a prepared corpus.
+
+    Training never ends. Validation has every held-out token as a label once, in an order that is
+    mixed, so that its first samples stand for all, and the same for every `run.seed`.
+
+    Raises:
+        DataError: a split is damaged, or too short for one sample.
+    """
+
+    def batches(split: str, *, seed: int, training: bool) -> Batches:
+        file = TokenFile(prepared.folder / split)
+        return Batches(
+            TokenDataset(file, config.train.sequence_length, keep_last=not training),
+            seed=seed,
+            vocab_size=config.model.vocab_size or tokenizer.vocab_size,
+            mask_document_ends=config.data.mask_document_ends,
+            eod=tokenizer.eod,
+            shuffle=True,
+            repeat=training,
+        )
+
+    return (
+        batches("train", seed=config.run.seed, training=True),
+        batches("validation", seed=0, training=False),
+    )

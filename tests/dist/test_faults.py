@@ -1,0 +1,39 @@
+"""The parity check has teeth: each seeded fault makes it fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from faults import FAULTS, run_faults
+from parity import Case, check_case, run_cases
+
+from megapipe.testing import run_world
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    """Per fault, every rank's outcome."""
+    found: dict[str, list[Any]] = {}
+    for size in sorted({case.world for case in FAULTS.values()}):
+        for rank in run_world(size, run_faults):
+            for name, outcome in rank:
+                found.setdefault(name, []).append(outcome)
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
+    ranks = outcomes[fault.__name__]
+    if any(outcome is None for outcome in ranks):
+        return
+    with pytest.raises(AssertionError, match=r"difference is|abs|own it|padding"):
+        check_case(FAULTS[fault], ranks)
+
+
+def test_the_cases_pass_without_a_fault() -> None:
+    for size in sorted({case.world for case in FAULTS.values()}):
+        cases: list[Case] = [case for case in set(FAULTS.values()) if case.world == size]
+        results = run_world(size, run_cases, cases)
+        for i, case in enumerate(cases):
+            check_case(case, [rank[i] for rank in results])

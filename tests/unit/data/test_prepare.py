@@ -1,0 +1,312 @@
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_cases import TEXTS
+
+from megapipe.config import DataConfig
+from megapipe.data import prepare as module
+from megapipe.data.prepare import Prepared, prepare
+from megapipe.data.tokenizer import ByteTokenizer, TokenIds, load_tokenizer
+from megapipe.data.tokens import TokenFile
+from megapipe.errors import DataError
+
+BYTE = ByteTokenizer()
+
+
+class Barred(ByteTokenizer):
+    """A tokenizer that the cache should make unnecessary."""
+
+    def encode_batch(self, texts: Any) -> list[TokenIds]:
+        raise AssertionError("tokenized again")
+
+
+def texts_of(prepared: Prepared, split: str) -> list[str]:
+    """The documents of a split, taken back from its token file."""
+    tokens = TokenFile(prepared.folder / split).tokens
+    assert tokens[-1] == 256
+    ends = np.flatnonzero(tokens == 256)
+    starts = [0, *(ends[:-1] + 1)]
+    return [
+        BYTE.decode(tokens[start:end].tolist()) for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def single(tmp_path: Path, text: str, fraction: float) -> Prepared:
+    path = tmp_path / "one.txt"
+    path.write_text(text)
+    cache = str(tmp_path / "cache")
+    config = DataConfig(source=str(path), cache=cache, validation_fraction=fraction)
+    return prepare(config, BYTE)
+
+
+def test_every_document_is_on_one_side_in_order(folder_config: DataConfig) -> None:
+    prepared = prepare(folder_config.model_copy(update={"validation_fraction": 0.2}), BYTE)
+    train, validation = texts_of(prepared, "train"), texts_of(prepared, "validation")
+    assert sorted(train + validation) == sorted(TEXTS)
+    assert train == [text for text in TEXTS if text in train]
+    assert validation == [text for text in TEXTS if text in validation]
+    assert 4 <= len(validation) <= 24
+
+
+def test_accounting(folder_config: DataConfig) -> None:
+    prepared = prepare(folder_config, BYTE)
+    meta = prepared.meta
+    for split, sizes in (("train", meta.train), ("validation", meta.validation)):
+        texts = texts_of(prepared, split)
+        file = TokenFile(prepared.folder / split)
+        assert sizes.documents == len(texts) == len(file.documents) - 1
+        assert sizes.text_bytes == sum(len(text.encode()) for text in texts)
+        assert sizes.tokens == len(file.tokens) == sizes.text_bytes + sizes.documents
+    assert meta.train.documents + meta.validation.documents == len(TEXTS)
+    assert (meta.source, meta.tokenizer) == (folder_config.source, "byte")
+    assert (meta.vocab_size, meta.eod, meta.tokenizer_digest) == (257, 256, BYTE.digest)
+    assert meta.files == {
+        path.name: path.stat().st_size
+        for path in prepared.folder.iterdir()
+        if path.name != "meta.json"
+    }
+
+
+def test_entropy(folder_config: DataConfig) -> None:
+    counts = Counter(byte for text in TEXTS for byte in [*text.encode(), 256])
+    total = sum(counts.values())
+    expected = -sum(count / total * math.log(count / total) for count in counts.values())
+    assert prepare(folder_config, BYTE).meta.entropy == pytest.approx(expected, rel=1e-12)
+
+
+def test_batches_of_texts_do_not_change_the_result(
+    folder_config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = prepare(folder_config, BYTE)
+    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 50)
+    other = folder_config.model_copy(update={"cache": str(tmp_path / "other")})
+    many = prepare(other, BYTE)
+    assert one.digest == many.digest
+    for path in one.folder.iterdir():
+        assert path.read_bytes() == (many.folder / path.name).read_bytes()
+
+
+def test_trained_tokenizer(folder_config: DataConfig, bpe_file: Path) -> None:
+    tokenizer = load_tokenizer(str(bpe_file))
+    prepared = prepare(folder_config, tokenizer)
+    tokens = TokenFile(prepared.folder / "train").tokens.tolist()
+    train = texts_of(prepare(folder_config, BYTE), "train")
+    expected = [i for text in train for i in [*tokenizer.encode(text).tolist(), tokenizer.eod]]
+    assert tokens == expected
+    assert prepared.meta.train.text_bytes == sum(len(text.encode()) for text in train)
+
+
+def test_a_share_close_to_the_fraction_is_held_out() -> None:
+    for fraction in (0.01, 0.02, 0.3, 0.9):
+        held = sum(module._side(i, fraction) == "validation" for i in range(20000))
+        assert abs(held - 20000 * fraction) < 5 * (20000 * fraction * (1 - fraction)) ** 0.5
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+@pytest.mark.parametrize("number", [2, 3, 10])
+def test_both_sides_have_a_document(tmp_path: Path, fraction: float, number: int) -> None:
+    folder = tmp_path / "few"
+    folder.mkdir()
+    for i in range(number):
+        (folder / f"{i}.txt").write_text(f"text {i}")
+    cache = str(tmp_path / "cache")
+    meta = prepare(
+        DataConfig(source=str(folder), cache=cache, validation_fraction=fraction), BYTE
+    ).meta
+    small = 1 if fraction < 0.5 else number - 1
+    assert (meta.train.documents, meta.validation.documents) == (number - small, small)
+
+
+@pytest.mark.parametrize(
+    ("text", "fraction", "cut"),
+    [("x" * 90 + "äöüß" + "y" * 6, 0.1, 90), ("ab", 0.02, 1), ("ab", 0.98, 1), ("abc", 0.9, 1)],
+)
+def test_a_single_document_is_divided(tmp_path: Path, text: str, fraction: float, cut: int) -> None:
+    prepared = single(tmp_path, text, fraction)
+    assert texts_of(prepared, "train") == [text[:cut]]
+    assert texts_of(prepared, "validation") == [text[cut:]]
+
+
+def test_a_single_character_cannot_be_divided(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"one\.txt' has a single character"):
+        single(tmp_path, "x", 0.5)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_present_cache_is_used(folder_config: DataConfig) -> None:
+    first = prepare(folder_config, BYTE)
+    assert prepare(folder_config, Barred()) == first
+    masked = folder_config.model_copy(update={"mask_document_ends": True})
+    assert prepare(masked, Barred()) == first  # a matter of the loss, not of the tokens
+
+
+def test_what_changes_the_content_changes_the_folder(
+    folder_config: DataConfig, bpe_file: Path
+) -> None:
+    seen = {prepare(folder_config, BYTE).digest}
+    seen.add(prepare(folder_config, load_tokenizer(str(bpe_file))).digest)
+    seen.add(prepare(folder_config.model_copy(update={"validation_fraction": 0.5}), BYTE).digest)
+    (Path(folder_config.source) / "060.txt").write_text("one more")
+    changed = prepare(folder_config, BYTE)
+    seen.add(changed.digest)
+    assert len(seen) == 4
+    assert "one more" in texts_of(changed, "train") + texts_of(changed, "validation")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.idx", "validation.bin", "validation.idx"])
+def test_damaged_cache(folder_config: DataConfig, name: str) -> None:
+    prepared = prepare(folder_config, BYTE)
+    path = prepared.folder / name
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(DataError, match=rf"{name} has \d+ bytes, not \d+: remove .* to have"):
+        prepare(folder_config, BYTE)
+    path.unlink()
+    with pytest.raises(DataError, match=rf"{name}: No such file or directory: remove "):
+        prepare(folder_config, BYTE)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"train": 3}'])
+def test_damaged_meta(folder_config: DataConfig, content: str) -> None:
+    prepared = prepare(folder_config, BYTE)
+    (prepared.folder / "meta.json").write_text(content)
+    with pytest.raises(DataError, match=r"meta\.json is damaged: remove ") as info:
+        prepare(folder_config, BYTE)
+    assert "\n" not in str(info.value)
+
+
+def test_an_error_leaves_nothing(folder_config: DataConfig) -> None:
+    class Interrupted(ByteTokenizer):
+        def encode_batch(self, texts: Any) -> list[TokenIds]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(folder_config, Interrupted())
+    assert list(Path(folder_config.cache).iterdir()) == []
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(folder_config: DataConfig) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(DataError, match=r"cache .* \(data\.cache\): File too large"):
+            prepare(folder_config, BYTE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(Path(folder_config.cache).iterdir()) == []
+
+
+def test_cache_that_is_no_folder(folder_config: DataConfig) -> None:
+    Path(folder_config.cache).write_text("")
+    with pytest.raises(DataError, match=r"cache .*/cache.* \(data\.cache\): "):
+        prepare(folder_config, BYTE)
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from megapipe.config import DataConfig
+from megapipe.data.prepare import prepare
+from megapipe.data.tokenizer import ByteTokenizer
+
+class Waiting(ByteTokenizer):
+    def encode_batch(self, texts):
+        Path(sys.argv[2] + "." + str(os.getpid())).touch()
+        while len(list(Path(sys.argv[2]).parent.glob("go.*"))) < int(sys.argv[3]):
+            time.sleep(0.01)
+        return super().encode_batch(texts)
+
+prepared = prepare(DataConfig.model_validate_json(sys.argv[1]), Waiting())
+print(prepared.folder, prepared.meta.train.tokens)
+"""
+
+
+def start(config: DataConfig, go: Path, needed: int) -> "subprocess.Popen[str]":
+    """Prepares in another process, which waits in the middle until `needed` processes are there."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, config.model_dump_json(), str(go), str(needed)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_at_once(folder_config: DataConfig, tmp_path: Path) -> None:
+    processes = [start(folder_config, tmp_path / "go", 3) for _ in range(3)]
+    results = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    prepared = prepare(folder_config, Barred())
+    assert results == [f"{prepared.folder} {prepared.meta.train.tokens}\n"] * 3
+    assert list(Path(folder_config.cache).iterdir()) == [prepared.folder]
+    assert sorted(texts_of(prepared, "train") + texts_of(prepared, "validation")) == sorted(TEXTS)
+
+
+def test_a_killed_process_leaves_no_corpus(folder_config: DataConfig, tmp_path: Path) -> None:
+    process = start(folder_config, tmp_path / "go", 2)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("go.*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    (left,) = Path(folder_config.cache).iterdir()
+    assert left.name.startswith(".")
+    assert (left / "train.bin").exists()
+
+    prepared = prepare(folder_config, BYTE)
+    assert left.exists()  # could be a living process' on another machine
+    assert len(texts_of(prepared, "train")) == prepared.meta.train.documents
+
+    for path in (*left.iterdir(), left):
+        os.utime(path, (time.time() - 2 * 24 * 3600,) * 2)
+    (prepared.folder / "meta.json").unlink()
+    prepared.folder.rename(tmp_path / "away")
+    assert prepare(folder_config, BYTE).folder == prepared.folder
+    assert not left.exists()
+
+
+def test_stdlib(tmp_path: Path) -> None:
+    prepared = prepare(DataConfig(cache=str(tmp_path)), BYTE)
+    meta = prepared.meta
+    text = meta.train.text_bytes + meta.validation.text_bytes
+    assert text > 5e6
+    assert meta.train.tokens + meta.validation.tokens == (
+        text + meta.train.documents + meta.validation.documents
+    )
+    assert 0.005 < meta.validation.text_bytes / text < 0.06
+    assert 3.0 < meta.entropy < 3.5
+
+
+def test_command(folder_config: DataConfig, tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "scripts" / "prepare_data.py"
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=60
+        )
+
+    options = ["--source", folder_config.source, "--cache", folder_config.cache]
+    done = run(*options)
+    assert (done.returncode, done.stderr) == (0, "")
+    prepared = prepare(folder_config, Barred())
+    assert done.stdout.startswith(f"{prepared.folder} (")
+    assert f"{prepared.meta.train.tokens:,} tokens" in done.stdout
+    assert json.loads((prepared.folder / "meta.json").read_text())["source"] in options
+
+    assert "--validation-fraction" in run("--help").stdout
+    for wrong, code, says in (
+        (["--source", str(tmp_path / "none.txt")], 3, "no such file or folder"),
+        (["--validation-fraction", "2"], 2, "data.validation_fraction=2.0: "),
+    ):
+        failed = run(*options, *wrong)
+        assert failed.returncode == code
+        assert failed.stderr.count("\n") == 1
+        assert failed.stderr.startswith("megapipe: ")
+        assert says in failed.stderr

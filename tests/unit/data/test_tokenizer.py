@@ -1,0 +1,147 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from data_cases import TEXTS, train_bpe
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from megapipe.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from megapipe.errors import DataError
+
+
+def test_bytes_round_trip() -> None:
+    tokenizer = load_tokenizer("byte")
+    assert isinstance(tokenizer, ByteTokenizer)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    for text in [*TEXTS, "", "\x00\r\n", "日本語 🙂"]:
+        assert tokenizer.encode(text).tolist() == list(text.encode())
+        assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+
+
+def test_bytes_decode_what_a_model_may_say() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([0xC3, 0x28, 256, 65, 300]) == "\ufffd(A"
+    assert tokenizer.decode(tokenizer.encode("a\udcffb").tolist()) == "a?b"
+
+
+def test_file_and_folder_and_folder_without_config(bpe_file: Path, tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(
+        tokenizer_file=str(bpe_file), eos_token="<|endoftext|>"
+    ).save_pretrained(tmp_path / "full")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(bpe_file, tmp_path / "bare" / "tokenizer.json")
+    reference = train_bpe(["<pad>", "<|endoftext|>"])
+    for source in (bpe_file, tmp_path / "full", tmp_path / "bare"):
+        tokenizer = load_tokenizer(str(source))
+        assert tokenizer.vocab_size == reference.get_vocab_size()
+        assert tokenizer.eod == reference.token_to_id("<|endoftext|>") == 1
+        assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == [
+            reference.encode(text, add_special_tokens=False).ids for text in TEXTS
+        ]
+        for text in TEXTS:
+            assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+
+
+def test_a_mark_spelled_out_in_a_text_does_not_end_the_document(bpe_file: Path) -> None:
+    tokenizer = load_tokenizer(str(bpe_file))
+    text = "before <|endoftext|> after"
+    ids = tokenizer.encode(text).tolist()
+    assert tokenizer.eod not in ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.eod]) == text
+
+
+def test_no_marks_are_added_and_nothing_is_cut_or_padded(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = train_bpe(["<s>", "</s>"])
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert loaded.eod == 1
+    for ids, text in zip(loaded.encode_batch(TEXTS), TEXTS, strict=True):
+        assert len(ids) > 4
+        assert loaded.decode(ids.tolist()) == text
+
+
+def test_sep_ends_a_document_where_there_is_no_eos(bpe_file: Path) -> None:
+    loaded = PreTrainedTokenizerFast(tokenizer_file=str(bpe_file), sep_token="<pad>")
+    assert HuggingFaceTokenizer(loaded, "x").eod == 0
+
+
+def test_no_end_of_document(tmp_path: Path) -> None:
+    train_bpe(["<unk>"]).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"no end-of-document token; it needs an eos_token") as info:
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert str(tmp_path) in str(info.value)
+
+
+def test_digest_follows_the_ids_not_the_place(bpe_file: Path, tmp_path: Path) -> None:
+    shutil.copy(bpe_file, tmp_path / "copy.json")
+    train_bpe(["<pad>", "<|endoftext|>"], vocab_size=300).save(str(tmp_path / "smaller.json"))
+    here = load_tokenizer(str(bpe_file)).digest
+    assert load_tokenizer(str(tmp_path / "copy.json")).digest == here
+    assert load_tokenizer(str(tmp_path / "smaller.json")).digest != here
+    assert ByteTokenizer().digest != here
+    other_end = PreTrainedTokenizerFast(tokenizer_file=str(bpe_file), eos_token="<pad>")
+    assert HuggingFaceTokenizer(other_end, "x").digest != here
+
+
+def test_using_a_tokenizer_does_not_change_its_digest(bpe_file: Path) -> None:
+    tokenizer = load_tokenizer(str(bpe_file))
+    tokenizer.encode_batch(TEXTS)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert HuggingFaceTokenizer(tokenizer.tokenizer, "x").digest == tokenizer.digest
+
+
+def test_a_tokenizer_written_in_python() -> None:
+    tokenizer = HuggingFaceTokenizer(ByT5Tokenizer(extra_ids=0), "byt5")
+    text = "äöü </s> x"
+    ids = tokenizer.encode(text).tolist()
+    assert ids == [byte + 3 for byte in text.encode()]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.digest == HuggingFaceTokenizer(ByT5Tokenizer(extra_ids=0), "other").digest
+    assert tokenizer.digest != HuggingFaceTokenizer(ByT5Tokenizer(extra_ids=5), "byt5").digest
+
+
+def test_code_beside_a_tokenizer_is_never_run(bpe_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "canary"
+    folder.mkdir()
+    shutil.copy(bpe_file, folder / "tokenizer.json")
+    (folder / "canary.py").write_text(
+        f"open({str(tmp_path / 'sung')!r}, 'w').close()\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Canary(PreTrainedTokenizerFast): pass\n"
+    )
+    settings = {
+        "tokenizer_class": "Canary",
+        "eos_token": "<|endoftext|>",
+        "auto_map": {"AutoTokenizer": ["canary.Canary", "canary.Canary"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_tokenizer(str(folder))
+    assert not (tmp_path / "sung").exists()
+
+
+@pytest.mark.parametrize("name", ["./missing", "missing/tokenizer.json", "a b", "/no/such/folder"])
+def test_missing_path(name: str) -> None:
+    with pytest.raises(DataError, match=r"no such file or folder \(from ") as info:
+        load_tokenizer(name)
+    assert repr(name) in str(info.value)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "not json", '{"model": {"type": "BPE"}}'])
+def test_damaged_file_is_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    for source in (path, tmp_path):
+        with pytest.raises(DataError, match="cannot be loaded") as info:
+            load_tokenizer(str(source))
+        assert "\n" not in str(info.value)
+        assert str(source) in str(info.value)

@@ -1,0 +1,217 @@
+import os
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_cases import drop_privileges
+
+from megapipe.data import tokens as module
+from megapipe.data.tokens import TokenFile, TokenWriter
+from megapipe.errors import DataError
+
+DOCUMENTS = [np.array([5, 6, 7, 256]), np.array([256]), np.arange(200)]
+
+
+def write(prefix: Path, vocab_size: int = 257, documents: list[np.ndarray] = DOCUMENTS) -> Path:
+    with TokenWriter(prefix, vocab_size) as writer:
+        for document in documents:
+            writer.add(document)
+    return prefix
+
+
+def index_bytes(
+    lengths: list[int],
+    offsets: list[int],
+    documents: list[int],
+    *,
+    magic: bytes = b"MMIDIDX\x00\x00",
+    version: int = 1,
+    code: int = 8,
+    tail: bytes = b"",
+) -> bytes:
+    """An index written by hand from the table of the format."""
+    return (
+        magic
+        + struct.pack("<Q", version)
+        + struct.pack("<B", code)
+        + struct.pack("<Q", len(lengths))
+        + struct.pack("<Q", len(documents))
+        + struct.pack(f"<{len(lengths)}i", *lengths)
+        + struct.pack(f"<{len(offsets)}q", *offsets)
+        + struct.pack(f"<{len(documents)}q", *documents)
+        + tail
+    )
+
+
+def by_hand(folder: Path, index: bytes, content: bytes) -> Path:
+    (folder / "x.idx").write_bytes(index)
+    (folder / "x.bin").write_bytes(content)
+    return folder / "x"
+
+
+def refused(prefix: Path, match: str) -> None:
+    with pytest.raises(DataError, match=match) as info:
+        TokenFile(prefix)
+    assert "\n" not in str(info.value)
+    assert str(prefix) in str(info.value)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    file = TokenFile(write(tmp_path / "x"))
+    assert file.tokens.dtype == np.uint16
+    assert file.tokens.tolist() == np.concatenate(DOCUMENTS).tolist()
+    assert file.lengths.tolist() == [4, 1, 200]
+    assert file.documents.tolist() == [0, 1, 2, 3]
+
+
+def test_writes_the_format_byte_for_byte(tmp_path: Path) -> None:
+    write(tmp_path / "x")
+    expected = index_bytes([4, 1, 200], [0, 8, 10], [0, 1, 2, 3])
+    assert (tmp_path / "x.idx").read_bytes() == expected
+    assert (tmp_path / "x.bin").read_bytes() == np.concatenate(DOCUMENTS).astype("<u2").tobytes()
+
+
+@pytest.mark.parametrize(("vocab_size", "itemsize"), [(65499, 2), (65500, 4), (200000, 4)])
+def test_token_type_follows_the_vocabulary(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
+    ids = np.array([0, vocab_size - 1])
+    file = TokenFile(write(tmp_path / "x", vocab_size, [ids]))
+    assert file.tokens.dtype == np.dtype("<u2" if itemsize == 2 else "<i4")
+    assert file.tokens.tolist() == ids.tolist()
+    assert (tmp_path / "x.idx").read_bytes()[17] == (8 if itemsize == 2 else 4)
+
+
+@pytest.mark.parametrize(
+    ("code", "form"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")]
+)
+def test_reads_every_integer_type(tmp_path: Path, code: int, form: str) -> None:
+    size = struct.calcsize(form)
+    index = index_bytes([2, 3], [0, 2 * size], [0, 1, 2], code=code)
+    file = TokenFile(by_hand(tmp_path, index, struct.pack(f"<5{form}", 1, 2, 3, 4, 5)))
+    assert file.tokens.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_reads_documents_of_several_sequences_and_modes(tmp_path: Path) -> None:
+    index = index_bytes([2, 1, 0], [0, 4, 6], [0, 2, 2, 3], tail=b"\0\1\0")
+    file = TokenFile(by_hand(tmp_path, index, struct.pack("<3H", 1, 2, 3)))
+    assert file.documents.tolist() == [0, 2, 2, 3]
+
+
+def test_a_document_too_long_for_a_sequence_has_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LONGEST_SEQUENCE", 3)
+    file = TokenFile(write(tmp_path / "x", documents=[np.arange(7), np.arange(3)]))
+    assert file.lengths.tolist() == [3, 3, 1, 3]
+    assert file.documents.tolist() == [0, 3, 4]
+    assert file.tokens.tolist() == [*range(7), *range(3)]
+
+
+@pytest.mark.parametrize("wrong", [-1, 257, 2**31, 65536 + 5])
+def test_writer_refuses_ids_that_would_wrap_around(tmp_path: Path, wrong: int) -> None:
+    documents = [np.array([1]), np.array([1, wrong])]
+    with pytest.raises(DataError, match=f"document 1 for .*x.bin: token id {wrong} is outside"):
+        write(tmp_path / "x", 257, documents)
+    assert not (tmp_path / "x.idx").exists()  # nor after any other error
+
+
+@pytest.mark.parametrize("keep", [0, 1, 9, 33, 34, 60, -1])
+def test_cut_index(tmp_path: Path, keep: int) -> None:
+    prefix = write(tmp_path / "x")
+    content = (tmp_path / "x.idx").read_bytes()
+    (tmp_path / "x.idx").write_bytes(content[:keep])
+    refused(prefix, r"x\.idx (is too short|has \d+ bytes, its header declares)")
+
+
+def test_extended_index(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x")
+    with open(tmp_path / "x.idx", "ab") as file:
+        file.write(b"\0")
+    refused(prefix, r"x\.idx has 103 bytes, its header declares 102")
+
+
+@pytest.mark.parametrize("change", [-408, -1, 1, 2])
+def test_cut_or_extended_tokens(tmp_path: Path, change: int) -> None:
+    prefix = write(tmp_path / "x")
+    os.truncate(tmp_path / "x.bin", 410 + change)
+    refused(prefix, rf"x\.bin has {410 + change} bytes, .*x\.idx declares 410")
+
+
+def test_swapped_files(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x")
+    (tmp_path / "x.bin").rename(tmp_path / "y")
+    (tmp_path / "x.idx").rename(tmp_path / "x.bin")
+    (tmp_path / "y").rename(tmp_path / "x.idx")
+    refused(prefix, "no token index: it does not start with MMIDIDX")
+
+
+def test_tokens_of_another_corpus(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x")
+    write(tmp_path / "y", 70000)
+    (tmp_path / "y.bin").rename(tmp_path / "x.bin")
+    refused(prefix, r"x\.bin has 820 bytes, .* declares 410")
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        (index_bytes([1], [0], [0, 1], magic=b"MMIDIDY\0\0"), "does not start with MMIDIDX"),
+        (index_bytes([1], [0], [0, 1], version=2), "has version 2; only version 1"),
+        (index_bytes([1], [0], [0, 1], code=6), "declares token type 6"),
+        (index_bytes([1], [0], [0, 1], code=7), "declares token type 7"),
+        (index_bytes([1], [0], [0, 1], code=0), r"type 0; known .*8 \(uint16\)"),
+        (index_bytes([2, -1], [0, 4], [0, 2]), "sequence 1 has a negative length"),
+        (index_bytes([2, 1], [0, 2], [0, 1, 2]), "sequence 1 does not start where"),
+        (index_bytes([2, 1], [2, 0], [0, 1, 2]), "sequence 0 does not start where"),
+        (index_bytes([1], [0], [0, 2]), "boundaries do not run from 0 to 1"),
+        (index_bytes([1], [0], [1, 1]), "boundaries do not run"),
+        (index_bytes([1, 1, 0], [0, 2, 4], [0, 2, 1, 3]), "boundaries do not run"),
+        (index_bytes([], [], [0]), "boundaries do not run"),
+        (index_bytes([], [], []), "boundaries do not run"),
+    ],
+)
+def test_damaged_index(tmp_path: Path, index: bytes, match: str) -> None:
+    refused(by_hand(tmp_path, index, struct.pack("<H", 1)), match)
+
+
+def test_no_tokens(tmp_path: Path) -> None:
+    refused(by_hand(tmp_path, index_bytes([], [], [0, 0]), b""), r"x\.bin holds no tokens")
+    refused(by_hand(tmp_path, index_bytes([0], [0], [0, 1]), b""), r"x\.bin holds no tokens")
+
+
+def test_a_header_that_claims_more_than_the_file_holds_costs_nothing(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x")
+    content = bytearray((tmp_path / "x.idx").read_bytes())
+    content[18:26] = struct.pack("<Q", 2**60)
+    (tmp_path / "x.idx").write_bytes(content)
+    start = time.perf_counter()
+    refused(prefix, "its header declares")
+    assert time.perf_counter() - start < 1
+
+
+def test_sparse_tokens(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x")
+    os.truncate(tmp_path / "x.bin", 2**40)
+    refused(prefix, f"has {2**40} bytes")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_what_is_no_file(tmp_path: Path, suffix: str) -> None:
+    prefix = write(tmp_path / "x")
+    path = tmp_path / f"x{suffix}"
+    path.unlink()
+    refused(prefix, "No such file")
+    path.mkdir()
+    refused(prefix, "not a regular file")
+    path.rmdir()
+    os.mkfifo(path)
+    refused(prefix, "not a regular file")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_unreadable(open_folder: Path, suffix: str) -> None:
+    prefix = write(open_folder / "x")
+    (open_folder / f"x{suffix}").chmod(0)
+    drop_privileges()
+    refused(prefix, "Permission denied")
