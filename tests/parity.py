@@ -330,8 +330,8 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
         grads = assemble([o.grads[i] for o in outcomes], ref.grads)
         reference.assert_grads_close(grads, ref.grads)
         for outcome in outcomes:
-            assert abs(outcome.losses[i] - ref.loss) <= 1e-12 * max(1.0, abs(ref.loss))
-            assert abs(outcome.norms[i] - ref.grad_norm) <= 1e-10 * ref.grad_norm
+            assert_scalar_close("loss", outcome.losses[i], ref.loss, 1e-12)
+            assert_scalar_close("gradient norm", outcome.norms[i], ref.grad_norm, 1e-10)
             for name, box, values in outcome.copies[i]:
                 full = ref.params[name]
                 here = box.inside(whole(tuple(full.shape)))
@@ -341,7 +341,14 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
         if case.clip is not None:
             assert ref.grad_norm > case.clip, "the clip is not active"
     for outcome in outcomes:
-        assert abs(outcome.validation - validation) <= 1e-12 * max(1.0, abs(validation))
+        assert_scalar_close("validation loss", outcome.validation, validation, 1e-12)
+
+
+def assert_scalar_close(what: str, actual: float, expected: float, tolerance: float) -> None:
+    assert abs(actual - expected) <= tolerance * abs(expected), (
+        f"{what} {actual} is not {expected}: relative difference is "
+        f"{abs(actual / expected - 1):.3g}, above {tolerance:.3g}"
+    )
 
 
 def run_cases(world: World, cases: Sequence[Case]) -> list[Outcome]:

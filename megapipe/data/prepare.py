@@ -80,7 +80,7 @@ class Prepared:
 
     Attributes:
         folder: holds train.bin, train.idx, validation.bin, validation.idx, meta.json.
-        digest: names the content: source, tokenizer and split.
+        digest: SHA-256, in hex, of what decides the content: source, tokenizer and split.
         meta: sizes and entropy.
     """
 

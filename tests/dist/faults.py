@@ -216,7 +216,8 @@ def column_input_gradient_not_reduced() -> Patch:
     return mock.patch.object(linear, "all_reduce", wrong)
 
 
-def row_bias_added_on_every_rank() -> Patch:
+def small_error_in_a_reduction() -> Patch:
+    """1e-6 on top of each sum: far below what a loss curve shows."""
     reduce = linear.all_reduce
 
     def wrong(tensor: Tensor, axis: Axis, *args: Any) -> Tensor:
@@ -259,7 +260,7 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     updated_weights_not_gathered: DATA,
     positions_start_at_zero_on_every_sequence_shard: SEQUENCE,
     column_input_gradient_not_reduced: TENSOR,
-    row_bias_added_on_every_rank: TENSOR,
+    small_error_in_a_reduction: TENSOR,
     last_layer_lost: PIPELINE,
 }
 

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -60,6 +61,8 @@ def test_every_document_is_on_one_side_in_order(folder_config: DataConfig) -> No
 
 def test_accounting(folder_config: DataConfig) -> None:
     prepared = prepare(folder_config, BYTE)
+    assert re.fullmatch("[0-9a-f]{64}", prepared.digest)  # goes into checkpoint manifests
+    assert prepared.folder == Path(folder_config.cache, prepared.digest)
     meta = prepared.meta
     for split, sizes in (("train", meta.train), ("validation", meta.validation)):
         texts = texts_of(prepared, split)
