@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
 from megapipe.errors import CheckpointError, ConfigError
@@ -21,15 +22,22 @@ from megapipe.tensor_parallel.parameter import Sharding, spec_of
 
 def find_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`: its folder, or a run folder, whose newest intact one is taken."""
-    if (path / "manifest.json").exists():
+    if (path / MANIFEST).exists():
         checkpoint = Checkpoint.open(path)
-    else:
-        found = find_newest(path / "checkpoints").path
+        checkpoint.verify()
+        return checkpoint
+    damaged: set[Path] = set()
+    while True:
+        found = find_newest(path / "checkpoints", skip=damaged).path
         if found is None:
-            raise CheckpointError(f"{path}: neither a checkpoint nor a run folder that has one")
+            what = "all its checkpoints are damaged" if damaged else "it has no checkpoint"
+            raise CheckpointError(f"{path}: neither a checkpoint nor a run folder: {what}")
         checkpoint = Checkpoint.open(found)
-    checkpoint.verify()
-    return checkpoint
+        try:
+            checkpoint.verify()
+            return checkpoint
+        except CheckpointError:
+            damaged.add(found)
 
 
 class Generator:

@@ -6,8 +6,9 @@ talk most, sit next to each other, and pipeline neighbours, which talk least, si
     rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index
 
 :class:`Grid` is that arithmetic alone and needs no processes. :class:`ParallelMesh` adds the
-process groups. They are all made at start, axis by axis in the order of the grid; each process
-enters only the groups that it belongs to, so making them costs the same in any world.
+process groups of the axes, in the order of the grid, and makes those that pipeline and optimizer
+ask for; each process enters only the groups that it belongs to, so making them costs the same in
+any world. Tensors go over the groups; ``device_mesh`` offers those of the axes to other libraries.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import datetime
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -122,17 +123,39 @@ class ParallelMesh:
             mesh_dim_names=AXES,
         )
         self.pp, self.dp, self.cp, self.tp = (
-            self._axis(grid.peers(self.rank, axis), axes[axis]) for axis in AXES
+            self.connected(self._axis(grid.peers(self.rank, axis), axes[axis])) for axis in AXES
         )
 
-    def group_of(self, ranks: Sequence[int]) -> Axis:
-        """A new process group of `ranks` (ascending), entered by its members alone."""
-        return self._axis(ranks, self._new_group(ranks))
+    def group_of(self, ranks: Sequence[int], *, channel: bool = False) -> Axis:
+        """A new process group of `ranks` (ascending), entered by its members alone.
 
-    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        NCCL gives a `channel` two of the GPU's multiprocessors at most: a receive that waits for
+        its message keeps them busy.
+
+        NCCL connects a group on first use, and where first uses come in different orders on
+        different ranks they hang. The caller therefore uses it at once, in an order that all its
+        members share (:meth:`connected` does so with an all-reduce).
+        """
+        options = None
+        if channel and self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = 2
+            options._timeout = self.timeout
+        return self._axis(ranks, self._new_group(ranks, options))
+
+    def connected(self, axis: Axis) -> Axis:
+        """`axis`, after its communicator for collectives is up."""
+        if axis.group is not None:
+            dist.all_reduce(torch.zeros(1, device=self.scalar_device), group=axis.group)
+        return axis
+
+    def _new_group(self, ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
         assert list(ranks) == sorted(ranks), f"{ranks}: torch would sort them"
         return dist.new_group(
-            list(ranks), timeout=self.timeout, use_local_synchronization=len(ranks) < self.world
+            list(ranks),
+            timeout=self.timeout,
+            pg_options=options,
+            use_local_synchronization=len(ranks) < self.world,
         )
 
     def _axis(self, ranks: Sequence[int], group: dist.ProcessGroup) -> Axis:

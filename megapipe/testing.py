@@ -59,10 +59,10 @@ class World:
             timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
         )
 
-    def mesh(self, grid: Grid) -> ParallelMesh:
-        """A mesh over all ranks, in fresh process groups."""
+    def mesh(self, grid: Grid, device: str = "cpu") -> ParallelMesh:
+        """A mesh over all ranks, in fresh process groups; several ranks may share a GPU."""
         self.restart()
-        return ParallelMesh(grid, device=torch.device("cpu"), timeout_s=GROUP_TIMEOUT_S)
+        return ParallelMesh(grid, device=torch.device(device), timeout_s=GROUP_TIMEOUT_S)
 
 
 def run_world(

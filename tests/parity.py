@@ -193,7 +193,6 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
     outcome = Outcome()
     rows = Rows(case)
     if validate:
-        # a short last batch: one sample fewer than a step's batch and one micro-batch more
         outcome.validation, _ = step.evaluate(validation_rows(case), validation_samples(case))
     update = step.optimizer.update
 
@@ -211,18 +210,17 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
 
 
 def validation_samples(case: Case) -> int:
+    """One sample fewer than a step's batch: the last micro-batch is short."""
     return case.batch * case.m * case.dp - 1
 
 
 def validation_rows(case: Case) -> Any:
-    """Rows of step 0's batch, masked beyond the validation samples."""
-    samples = validation_samples(case)
+    """Rows of step 0's batch, over and over: the step itself has to stop at the samples."""
     tokens, labels, mask = batch_of(case, 0)
 
     def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        inside = torch.tensor([i < samples for i in indices])
-        index = [min(i, samples - 1) for i in indices]
-        return tokens[index], labels[index], mask[index].bool() & inside[:, None]
+        index = [i % len(tokens) for i in indices]
+        return tokens[index], labels[index], mask[index].bool()
 
     return rows
 

@@ -89,7 +89,7 @@ class Group(Protocol):
         """Rank 0's text, on every rank."""
 
     def agree(self, error: str | None) -> str | None:
-        """The lowest failing rank's error on every rank, None if all passed None.
+        """One failing rank's error, the same on every rank, None if all passed None.
 
         Returns only after every rank has called it.
         """

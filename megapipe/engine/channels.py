@@ -11,6 +11,7 @@ different ranks and hang. At most one receive is posted ahead per channel.
 On gloo a send completes only when the peer posts its receive, and asking whether it has completed
 needs a wait. So sends are never waited for: the lowering knows which of them must have arrived
 when a message comes back (``acks``), and those are let go then; the rest at the end of the step.
+NCCL can be asked, so there a sent tensor is let go as soon as it is out.
 """
 
 from __future__ import annotations
@@ -86,28 +87,57 @@ class InProcessChannels:
 
 
 class _Line:
-    """One direction between this rank and a peer: its process group and what is under way."""
+    """One end of a channel: its process group, and the messages under way, oldest first.
+
+    Tensors are held until their message is complete.
+    """
 
     def __init__(self, ends: Axis) -> None:
         assert ends.group is not None
         self.group = ends.group
         self.peer = 1 - ends.index
-        self.under_way: deque[tuple[Any, list[Tensor]]] = deque()
-
-    def post_send(self, tensors: list[Tensor]) -> None:
-        work = [dist.isend(t, group=self.group, group_dst=self.peer) for t in tensors]
-        self.under_way.append((work, tensors))
-
-    def post_receive(self, tensors: list[Tensor]) -> None:
-        work = [dist.irecv(t, group=self.group, group_src=self.peer) for t in tensors]
-        self.under_way.append((work, tensors))
+        self.under_way: deque[tuple[list[Any], list[Tensor]]] = deque()
 
     def complete(self) -> list[Tensor]:
         """Wait for the oldest message under way."""
-        work, tensors = self.under_way.popleft()
-        for each in work:
-            each.wait()
+        works, tensors = self.under_way.popleft()
+        for work in works:
+            work.wait()
         return tensors
+
+
+class _Incoming(_Line):
+    def post(self, tensors: list[Tensor]) -> None:
+        works = [dist.irecv(t, group=self.group, group_src=self.peer) for t in tensors]
+        self.under_way.append((works, tensors))
+
+
+class _Outgoing(_Line):
+    """With `clobber` what was sent is filled with NaN when it is let go."""
+
+    def __init__(self, ends: Axis, *, clobber: bool) -> None:
+        super().__init__(ends)
+        self.clobber = clobber
+        self.unacknowledged = 0
+        """Messages sent and not known from acknowledgements to be received."""
+
+    def post(self, tensors: list[Tensor]) -> None:
+        while self.under_way and all(work.is_completed() for work in self.under_way[0][0]):
+            self._release()
+        works = [dist.isend(t, group=self.group, group_dst=self.peer) for t in tensors]
+        self.under_way.append((works, tensors))
+        self.unacknowledged += 1
+
+    def acknowledge(self, messages: int) -> None:
+        """The oldest `messages` that were not acknowledged before have been received."""
+        self.unacknowledged -= messages
+        while len(self.under_way) > self.unacknowledged:
+            self._release()
+
+    def _release(self) -> None:
+        for tensor in self.complete():
+            if self.clobber and tensor.is_floating_point():
+                tensor.fill_(float("nan"))
 
 
 _HEADER = 12
@@ -125,7 +155,8 @@ class ProcessGroupChannels:
     """Channels over two-rank process groups.
 
     `shape(microbatch, slice)` gives the shape of every message. With `debug` a header goes with
-    each message, is checked on arrival, and receive buffers are filled with NaN first.
+    each message and is checked on arrival, receive buffers are filled with NaN first, and what is
+    sent is a copy that is filled with NaN when it is let go.
     """
 
     def __init__(
@@ -142,18 +173,25 @@ class ProcessGroupChannels:
         self.shape = shape
         self.dtype = dtype
         self.debug = debug
-        self.host = mesh.backend == "gloo"
-        self.outgoing: dict[int, _Line] = {}
-        self.incoming: dict[int, _Line] = {}
+        self.wire = torch.device("cpu") if mesh.backend == "gloo" else mesh.device
+        """Where messages are sent from and received: gloo's go through host memory."""
+        self.outgoing: dict[int, _Outgoing] = {}
+        self.incoming: dict[int, _Incoming] = {}
         for pair in (pair for level in channel_rounds(pairs) for pair in level):
             if self.rank not in pair:
                 continue
             source, target = pair
-            line = _Line(mesh.group_of([mesh.pp.ranks[i] for i in sorted(pair)]))
+            ends = mesh.group_of([mesh.pp.ranks[i] for i in sorted(pair)], channel=True)
+            # a first message connects the channel now, while all ranks go by the same rounds
+            greeting = [torch.zeros(1, device=self.wire)]
             if source == self.rank:
-                self.outgoing[target] = line
+                self.outgoing[target] = _Outgoing(ends, clobber=debug)
+                self.outgoing[target].post(greeting)
+                self.outgoing[target].acknowledge(1)
             else:
-                self.incoming[source] = line
+                self.incoming[source] = _Incoming(ends)
+                self.incoming[source].post(greeting)
+                self.incoming[source].complete()
         self._expected: dict[int, deque[Action]] = {}
 
     def start(self, actions: Iterable[Action]) -> None:
@@ -168,26 +206,23 @@ class ProcessGroupChannels:
         if not self._expected[peer]:
             return
         action = self._expected[peer].popleft()
-        where = torch.device("cpu") if self.host else self.device
         buffer = torch.empty(
-            self.shape(action.microbatch, action.slice), dtype=self.dtype, device=where
+            self.shape(action.microbatch, action.slice), dtype=self.dtype, device=self.wire
         )
         if self.debug:
             buffer.fill_(float("nan"))
-            header = torch.empty(_HEADER, dtype=torch.int64, device=where)
-            self.incoming[peer].post_receive([header, buffer])
+            header = torch.empty(_HEADER, dtype=torch.int64, device=self.wire)
+            self.incoming[peer].post([header, buffer])
         else:
-            self.incoming[peer].post_receive([buffer])
+            self.incoming[peer].post([buffer])
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        tensor = tensor.contiguous()
-        if self.host:
-            tensor = tensor.cpu()
-        tensors = [tensor]
+        tensor = tensor.contiguous().to(self.wire)
         if self.debug:
-            tensors.insert(0, _header(action, tensor).to(tensor.device))
-        line = self.outgoing[action.peer]
-        line.post_send(tensors)
+            header = _header(action, tensor).to(self.wire)
+            self.outgoing[action.peer].post([header, tensor.clone()])
+        else:
+            self.outgoing[action.peer].post([tensor])
 
     def arrived(self, action: Action) -> bool:
         return True
@@ -201,13 +236,10 @@ class ProcessGroupChannels:
                 f"from rank {action.peer}, got {header[0].tolist()}"
             )
         self._post_next(action.peer)
-        line = self.outgoing.get(action.peer)
-        for _ in range(action.acks):
-            assert line is not None
-            line.complete()
+        if action.acks:
+            self.outgoing[action.peer].acknowledge(action.acks)
         return tensor.to(self.device)
 
     def finish(self) -> None:
         for line in self.outgoing.values():
-            while line.under_way:
-                line.complete()
+            line.acknowledge(line.unacknowledged)

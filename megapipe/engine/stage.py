@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapipe.engine.weight_grad import WeightGradQueue, accumulate_in_main_grad
 from megapipe.model.gpt import GPTStage
 from megapipe.model.microbatch import MicroBatch
+from megapipe.tensor_parallel.parameter import spec_of
 
 
 class _InFlight(NamedTuple):
@@ -46,8 +47,8 @@ class Stage:
 
         To be called once the parameters have their storage.
         """
-        for name, parameter in self.module.named_parameters():
-            if "norm" in name:
+        for parameter in self.module.parameters():
+            if spec_of(parameter).by_autograd:
                 accumulate_in_main_grad(parameter)
 
     def forward(self, microbatch: int, x: Tensor | None, mb: MicroBatch) -> Tensor | None:

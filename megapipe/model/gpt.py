@@ -15,9 +15,9 @@ from megapipe.model.config import ModelConfig
 from megapipe.model.dropout import dropout
 from megapipe.model.microbatch import MicroBatch
 from megapipe.model.partition import StageSpec
-from megapipe.plan.params import padded_vocabulary
+from megapipe.plan.params import WORD_EMBEDDING, padded_vocabulary
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megapipe.tensor_parallel.embedding import WORD_EMBEDDING, PositionEmbedding, WordEmbedding
+from megapipe.tensor_parallel.embedding import PositionEmbedding, WordEmbedding
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.parameter import Sharding
 

@@ -31,11 +31,18 @@ class Norm(nn.Module):
         self.kind = kind
         self.eps = eps
         self.weight = new_parameter(
-            sharding, f"{name}.weight", (hidden,), fill=1.0, sequence_partial=True
+            sharding,
+            f"{name}.weight",
+            (hidden,),
+            fill=1.0,
+            sequence_partial=True,
+            by_autograd=True,
         )
         self.bias: Parameter | None = None
         if bias and kind == "layernorm":
-            self.bias = new_parameter(sharding, f"{name}.bias", (hidden,), sequence_partial=True)
+            self.bias = new_parameter(
+                sharding, f"{name}.bias", (hidden,), sequence_partial=True, by_autograd=True
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "rmsnorm":

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from megapipe.mesh import Axis, ParallelMesh
 from megapipe.model.gpt import GPTStage
-from megapipe.tensor_parallel.embedding import WORD_EMBEDDING
+from megapipe.plan.params import WORD_EMBEDDING
 from megapipe.tensor_parallel.parameter import ParameterSpec, spec_of
 
 
@@ -145,6 +145,7 @@ def make_buckets(
     if shared:
         axis = mesh.dp
         if len(set(holders)) > 1:
-            axis = mesh.group_of(mesh.grid.holders(mesh.rank, sorted(set(holders))))
+            ranks = mesh.grid.holders(mesh.rank, sorted(set(holders)))
+            axis = mesh.connected(mesh.group_of(ranks))
         buckets.append(Bucket(stages, shared, axis, mesh.device))
     return buckets

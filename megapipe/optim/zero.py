@@ -92,8 +92,8 @@ class Shard:
 class Optimizer:
     """Reduces, clips and applies the main gradients of this process' buckets.
 
-    The order of use in a step: :meth:`zero_grad`, the backward passes, :meth:`reduce`, which
-    gives the global gradient norm, :meth:`update`.
+    The order of use in a step: :meth:`zero_grad`, the backward passes, :meth:`reduce`,
+    :func:`total_norm`, :meth:`update`.
     """
 
     def __init__(
@@ -125,7 +125,10 @@ class Optimizer:
             shard.bucket.zero_grad()
 
     def reduce(self) -> Tensor:
-        """Complete the gradients of the step; returns their global norm (fp64 scalar)."""
+        """Complete the gradients of the step.
+
+        Returns their squared norms, fp64, on every rank: one per stage, then the tied bucket's.
+        """
         squares = torch.zeros(self.stages + 1, dtype=torch.float64, device=self.mesh.device)
         for shard in self.shards:
             shard.bucket.add_uses()
@@ -136,11 +139,7 @@ class Optimizer:
                     segment.start - shard.start : segment.stop - shard.start
                 ]
             squares[shard.bucket.index] += self._own_square(shard, grads)
-        squares = self.mesh.ordered_sum(squares, "tp", "cp", "dp", "pp")
-        total = squares[0].clone()
-        for square in squares[1:]:
-            total += square
-        return total.sqrt()
+        return self.mesh.ordered_sum(squares, "tp", "cp", "dp", "pp")
 
     def _sum_sequence_parts(self, bucket: Bucket) -> None:
         """One tp all-reduce for what each tp rank saw a share of the sequence of."""
@@ -200,7 +199,7 @@ class Optimizer:
         for shard in self.shards:
             for segment in shard.segments:
                 self.rule.state[segment.parameter] = {
-                    "step": torch.tensor(float(steps)),
+                    "step": torch.tensor(float(steps), device=self.mesh.device),
                     **{m: torch.zeros_like(segment.parameter) for m in MOMENTS},
                 }
             for moment in MOMENTS:
@@ -236,3 +235,14 @@ class Optimizer:
         values = {"model": segment.parameter.detach()[here]}
         values |= {f"optimizer.{m}": state[m][here] for m in MOMENTS if m in state}
         return OwnSlice(entry.spec, a - entry.start, b - entry.start, values)
+
+
+def total_norm(squares: Tensor) -> Tensor:
+    """The global gradient norm, from the squared norms of :meth:`Optimizer.reduce`.
+
+    Added in stage order, so that no schedule changes a bit of it.
+    """
+    total = squares[0].clone()
+    for square in squares[1:]:
+        total += square
+    return total.sqrt()

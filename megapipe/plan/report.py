@@ -15,9 +15,9 @@ from megapipe.plan.params import (
     parameter_shapes,
     stage_shapes,
 )
-from megapipe.schedule.generators import build, forward_only
+from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.lower import channels
+from megapipe.schedule.lower import channels, pairs
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.validate import validate
 
@@ -107,15 +107,16 @@ def _run_lines(
     ]
     if config.pipeline.channels == "in_process":
         return [*lines, "messages      within the process: no communicators"]
-    ends = _communicators(schedule)
-    return [*lines, f"messages      {_range(ends)} point-to-point communicators per process"]
-
-
-def _communicators(schedule: Schedule) -> list[int]:
-    """Channels per pipeline rank, one per ordered pair that training or validation uses."""
-    programs = (schedule, forward_only(schedule.placement, 1))
-    pairs = {(channel.src, channel.dst) for each in programs for channel in channels(each)}
-    return [sum(rank in pair for pair in pairs) for rank in range(schedule.placement.ranks)]
+    used = pairs(schedule.placement)
+    ends = [sum(rank in pair for pair in used) for rank in range(schedule.placement.ranks)]
+    depth = max((channel.depth for channel in channels(schedule)), default=0)
+    return [
+        *lines,
+        (
+            f"messages      {_range(ends)} point-to-point communicators per process, "
+            f"at most {depth} received ahead in one"
+        ),
+    ]
 
 
 def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str]:

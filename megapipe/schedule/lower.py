@@ -7,8 +7,9 @@ takes that one and all before it. Why this cannot deadlock is in :mod:`megapipe.
 Neighbouring stages on one rank hand over by reference, without an action.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -73,26 +74,32 @@ class _Message(NamedTuple):
     slice: int
 
 
-def lower(schedule: Schedule) -> tuple[Program, ...]:
-    """Programs of all ranks.
+def lower(schedule: Schedule, ranks: Iterable[int] | None = None) -> tuple[Program, ...]:
+    """Programs of `ranks` (default: all), in that order.
+
+    Only these ranks and those that send to them are looked at.
 
     Raises:
         ScheduleError: the schedule is not valid.
     """
     validate(schedule)
-    ranks = range(schedule.placement.ranks)
-    queues = _queues(schedule)
-    steps = [list(_steps(schedule, rank, queues)) for rank in ranks]
+    wanted = list(range(schedule.placement.ranks) if ranks is None else ranks)
+    senders = {src for src, dst in pairs(schedule.placement) if dst in wanted}
+    queues = _queues(schedule, senders.union(wanted))
+    steps: dict[int, list[tuple[Do, _Message, int]]] = {rank: [] for rank in wanted}
     known = {}  # (sender, message): what the sender had received from the receiver by then
-    for rank in ranks:
+    for rank in senders.union(wanted):
         received: dict[int, int] = defaultdict(int)
-        for do, message, peer in steps[rank]:
+        for step in _steps(schedule, rank, queues):
+            do, message, peer = step
             if do == Do.RECV:
                 received[peer] += 1
-            elif do == Do.SEND:
+            elif do == Do.SEND and peer in steps:
                 known[rank, message] = received[peer]
+            if rank in steps:
+                steps[rank].append(step)
     programs = []
-    for rank in ranks:
+    for rank in wanted:
         acked: dict[int, int] = defaultdict(int)
         actions = []
         for do, message, peer in steps[rank]:
@@ -112,7 +119,7 @@ def channels(schedule: Schedule) -> tuple[Channel, ...]:
         ScheduleError: the schedule is not valid.
     """
     validate(schedule)
-    queues = _queues(schedule)
+    queues = _queues(schedule, range(schedule.placement.ranks))
     depths: dict[tuple[int, int], int] = defaultdict(int)
     for rank in range(schedule.placement.ranks):
         pending: dict[int, int] = defaultdict(int)
@@ -129,7 +136,17 @@ def channels(schedule: Schedule) -> tuple[Channel, ...]:
     )
 
 
-def channel_rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def pairs(placement: Placement) -> list[tuple[int, int]]:
+    """The (source, destination) ranks between which training or validation sends messages."""
+    used = set()
+    for homes in placement.table:
+        for a, b in itertools.pairwise(homes):
+            if a != b:
+                used |= {(a, b), (b, a)}
+    return sorted(used)
+
+
+def channel_rounds(used: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Rounds in which channels are created, each rank at most once per round.
 
     Each pair goes into the first round where both its ranks are free, the two directions of a
@@ -137,7 +154,7 @@ def channel_rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int
     """
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []
-    for src, dst in sorted(set(pairs), key=lambda pair: (min(pair), max(pair), pair)):
+    for src, dst in sorted(set(used), key=lambda pair: (min(pair), max(pair), pair)):
         for index in range(len(rounds) + 1):
             if index == len(rounds):
                 rounds.append([])
@@ -174,13 +191,13 @@ def _steps(
             yield Do.SEND, *target
 
 
-def _queues(schedule: Schedule) -> dict[tuple[int, int], list[_Message]]:
-    """The messages of every channel, in the order in which they are sent."""
+def _queues(schedule: Schedule, into: Collection[int]) -> dict[tuple[int, int], list[_Message]]:
+    """The messages of every channel into these ranks, in the order in which they are sent."""
     queues: dict[tuple[int, int], list[_Message]] = defaultdict(list)
-    for rank in range(schedule.placement.ranks):
+    for rank in {src for src, dst in pairs(schedule.placement) if dst in into}:
         for op in schedule.rank_ops(rank):
             target = _output(op, schedule.placement)
-            if target is not None:
+            if target is not None and target[1] in into:
                 queues[rank, target[1]].append(target[0])
     return dict(queues)
 

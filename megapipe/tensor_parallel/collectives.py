@@ -27,8 +27,17 @@ def _staged(tensor: Tensor, axis: Axis) -> bool:
     return tensor.is_cuda and dist.get_backend(axis.group) == "gloo"
 
 
-def all_reduce(tensor: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce in place over the axis; returns `tensor`."""
+def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
+    """Sum in place over the axis; returns `tensor`."""
+    return _reduce(tensor, axis, dist.ReduceOp.SUM)
+
+
+def all_reduce_max(tensor: Tensor, axis: Axis) -> Tensor:
+    """Take the largest in place over the axis; returns `tensor`."""
+    return _reduce(tensor, axis, dist.ReduceOp.MAX)
+
+
+def _reduce(tensor: Tensor, axis: Axis, op: Any) -> Tensor:
     if axis.group is None:
         return tensor
     if _staged(tensor, axis):

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
 from megapipe.mesh import Axis
-from megapipe.tensor_parallel.collectives import all_reduce
+from megapipe.tensor_parallel.collectives import all_reduce, all_reduce_max
 
 
 class _CrossEntropy(Function):
@@ -25,7 +24,7 @@ class _CrossEntropy(Function):
         x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         if first + local > vocab_size:
             x[..., max(0, vocab_size - first) :] = float("-inf")
-        top = all_reduce(x.amax(-1), tp, dist.ReduceOp.MAX)  # [s, b]
+        top = all_reduce_max(x.amax(-1), tp)  # [s, b]
         x -= top.unsqueeze(-1)
         row = labels - first
         elsewhere = (row < 0) | (row >= local)
@@ -43,7 +42,7 @@ class _CrossEntropy(Function):
         softmax, row, elsewhere = ctx.saved_tensors
         own = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
         g = grad.unsqueeze(-1)
-        out = softmax * g
+        out = softmax.mul_(g)  # the graph is walked once, so its largest array is reused
         out.scatter_add_(-1, row, -own * g)
         return out.to(ctx.dtype), None, None, None
 

@@ -10,15 +10,13 @@ from torch.autograd import Function
 from torch.nn import Parameter, functional
 
 from megapipe.engine.weight_grad import main_grad
-from megapipe.plan.params import padded_vocabulary
+from megapipe.plan.params import WORD_EMBEDDING, padded_vocabulary
 from megapipe.tensor_parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megapipe.tensor_parallel.parameter import (
     Sharding,
     new_parameter,
     spec_of,
 )
-
-WORD_EMBEDDING = "embedding.word.weight"
 
 
 @dataclass

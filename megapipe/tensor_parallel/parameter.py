@@ -49,6 +49,8 @@ class ParameterSpec:
     fill: float = 0.0
     sequence_partial: bool = False
     """The gradient covers this rank's share of the sequence only: it is summed over tp."""
+    by_autograd: bool = False
+    """Autograd itself computes the gradient, within ``I``; the others' are queued for ``W``."""
     replica: int = 0
     """Which use of a shared tensor this is: 0 the input embedding, 1 the head."""
 
@@ -74,6 +76,7 @@ def new_parameter(
     std: float | None = None,
     fill: float = 0.0,
     sequence_partial: bool = False,
+    by_autograd: bool = False,
     padded: int | None = None,
     replica: int = 0,
 ) -> Parameter:
@@ -97,6 +100,7 @@ def new_parameter(
         std=std,
         fill=fill,
         sequence_partial=sequence_partial and sharding.sequence_split,
+        by_autograd=by_autograd,
         replica=replica,
     )
     parameter = Parameter(torch.empty(spec.sizes, dtype=sharding.dtype, device="meta"))

@@ -24,19 +24,17 @@ from megapipe.config import Config
 from megapipe.engine.channels import Channels, InProcessChannels, ProcessGroupChannels
 from megapipe.engine.executor import Executor, run_together
 from megapipe.engine.stage import Stage
-from megapipe.errors import NumericError
+from megapipe.errors import NumericError, ScheduleError
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
 from megapipe.model.gpt import TORCH_DTYPES, GPTStage
 from megapipe.model.microbatch import MicroBatch
 from megapipe.optim.buffers import make_buckets
 from megapipe.optim.lr import learning_rate
-from megapipe.optim.zero import Optimizer
+from megapipe.optim.zero import Optimizer, total_norm
 from megapipe.schedule.generators import build, forward_only
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.lower import channels as channels_of
-from megapipe.schedule.lower import lower
-from megapipe.schedule.validate import validate
+from megapipe.schedule.lower import lower, pairs
 from megapipe.tensor_parallel.parameter import Sharding
 
 Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
@@ -90,7 +88,7 @@ class TrainStep:
             for rank in self.pipeline_ranks
             for s in self.placement.stages_of(rank)
         }
-        validate(self.schedule)
+        self._check_schedule()
         channels = self._connect()
         self.optimizer = self._make_optimizer()
         self.stages = {s: Stage(module) for s, module in self.modules.items()}
@@ -103,6 +101,17 @@ class TrainStep:
         seed = config.run.seed
         self.optimizer.set_weights(lambda spec, out: spec.initialise(out, seed))
 
+    def _check_schedule(self) -> None:
+        """Refuse a schedule of another number of ranks, stages or micro-batches."""
+        layout, placement = self.layout, self.placement
+        wanted = (layout.pp, layout.stages, layout.microbatches)
+        if (placement.ranks, placement.stages, self.schedule.microbatches) != wanted:
+            raise ScheduleError(
+                f"schedule {self.schedule.name} has {placement.ranks} ranks, {placement.stages} "
+                f"stages and {self.schedule.microbatches} micro-batches; the layout needs "
+                f"{wanted[0]}, {wanted[1]} and {wanted[2]}"
+            )
+
     def _sharding(self) -> Sharding:
         return Sharding(self.mesh.tp, self.config.parallel.sequence_parallel, self.dtype)
 
@@ -110,15 +119,13 @@ class TrainStep:
         """This process' channel ends, one per pipeline rank that it runs."""
         if self.in_process:
             return list(InProcessChannels.connect(self.layout.pp))
-        forward = forward_only(self.placement, 1)
-        pairs = {(c.src, c.dst) for c in (*channels_of(self.schedule), *channels_of(forward))}
         split = self.layout.tp if self.config.parallel.sequence_parallel else 1
         train = self.config.train
         shape = (train.sequence_length // split, train.microbatch, self.config.model.hidden)
         return [
             ProcessGroupChannels(
                 self.mesh,
-                sorted(pairs),
+                pairs(self.placement),
                 shape=lambda microbatch, slice_: shape,
                 dtype=self.dtype,
                 debug=self.config.pipeline.debug,
@@ -138,15 +145,16 @@ class TrainStep:
         return Optimizer(buckets, self.config.optimizer, self.mesh, stages)
 
     def _make_executors(self, schedule: Schedule, *, train: bool) -> list[Executor]:
-        programs = lower(schedule)
         return [
             Executor(
-                programs[rank],
-                {s: self.stages[s] for s in self.placement.stages_of(rank)},
+                program,
+                {s: self.stages[s] for s in self.placement.stages_of(program.rank)},
                 channels,
                 train=train,
             )
-            for rank, channels in zip(self.pipeline_ranks, self._channels, strict=True)
+            for program, channels in zip(
+                lower(schedule, self.pipeline_ranks), self._channels, strict=True
+            )
         ]
 
     def train(self, step: int, rows: Rows) -> StepResult:
@@ -159,22 +167,38 @@ class TrainStep:
         self.optimizer.zero_grad()
         self._run(self._executors, microbatches)
         loss_sum = self._loss_sum()
-        norm = self.optimizer.reduce()
+        squares = self.optimizer.reduce()
+        norm = total_norm(squares)
         loss = loss_sum / max(count, 1)
         if not (math.isfinite(loss) and math.isfinite(norm.item())):
             raise NumericError(
-                f"step {step + 1}: loss {loss}, gradient norm {norm.item()}: not finite; "
+                f"step {step + 1}: loss {loss}, gradient norm {norm.item()} "
+                f"({self._not_finite(squares)}): not finite; "
                 "lower optimizer.lr or resume from an earlier checkpoint"
             )
         lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
         self.optimizer.update(lr, norm)
         return StepResult(loss=loss, grad_norm=norm.item(), lr=lr, tokens=count)
 
+    def _not_finite(self, squares: Tensor) -> str:
+        """Where in the model the gradients are not finite."""
+        stages = [str(s) for s in range(self.placement.stages) if not squares[s].isfinite()]
+        parts = [f"stages {', '.join(stages)}"] if stages else []
+        if not squares[-1].isfinite():
+            parts.append("the tied embedding")
+        return "gradients of " + (" and ".join(parts) or "no stage")
+
     def evaluate(self, rows: Rows, samples: int) -> tuple[float, int]:
         """Mean loss per unmasked token over samples 0 .. `samples` - 1, and their count.
 
-        `rows` must give masked rows for larger indices: they pad the last batch.
+        The last batch is filled up with rows that are masked here, whatever they hold.
         """
+
+        def masked(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+            tokens, labels, mask = rows(indices)
+            inside = torch.tensor([i < samples for i in indices])
+            return tokens, labels, mask & inside.unsqueeze(1)
+
         per_microbatch = self.config.train.microbatch * self.layout.dp
         left = -(-samples // per_microbatch)
         first, total, tokens = 0, 0.0, 0
@@ -183,7 +207,7 @@ class TrainStep:
             if m not in self._validators:
                 program = forward_only(self.placement, m)
                 self._validators[m] = self._make_executors(program, train=False)
-            microbatches, count = self._fetch(rows, 0, first=first, microbatches=m)
+            microbatches, count = self._fetch(masked, 0, first=first, microbatches=m)
             self._run(self._validators[m], microbatches)
             total += self._loss_sum()
             tokens += count
@@ -224,7 +248,7 @@ class TrainStep:
         return result, total
 
     def _on_device(self, rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else rows.to(self.mesh.device, non_blocking=True)
+        return None if rows is None else rows.to(self.mesh.device)
 
     def _run(self, executors: list[Executor], microbatches: Sequence[MicroBatch]) -> None:
         if self.in_process:

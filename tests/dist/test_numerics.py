@@ -15,6 +15,7 @@ from parity import (
     assemble,
     batch_of,
     configure,
+    expected,
     local_copies,
     plain,
     run_cases,
@@ -176,3 +177,18 @@ def test_initial_weights_do_not_depend_on_the_layout() -> None:
     weight = full["layers.0.mlp.up.weight"]
     assert abs(weight.std() / 0.02 - 1) < 0.1
     assert abs(weight.mean()) < 2e-3
+
+
+def test_a_batch_without_unmasked_tokens() -> None:
+    """Loss and gradients are zero, in the reference as in any layout, and nothing divides by 0."""
+    case = Case(dp=2, pp=2, m=2, masked=1.0, clip=None)
+    (outcomes,) = outcomes_of([case])
+    steps, validation = expected(plain(case))
+    assert validation == 0
+    for outcome in outcomes:
+        assert outcome.losses == [0.0] * STEPS
+        assert outcome.norms == [0.0] * STEPS
+        assert outcome.validation == 0
+        for name, box, values in outcome.copies[-1]:
+            full = steps[-1].params[name]
+            assert np.allclose(values, full[box.inside(whole(tuple(full.shape)))], rtol=1e-12)
