@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
@@ -17,6 +18,7 @@ from megapipe.model.config import ModelConfig
 from megapipe.model.gpt import TORCH_DTYPES, GPTStage
 from megapipe.model.microbatch import MicroBatch
 from megapipe.model.partition import StageSpec
+from megapipe.optim.buffers import owned_parameters
 from megapipe.tensor_parallel.parameter import Sharding, spec_of
 
 
@@ -70,19 +72,14 @@ class Generator:
     def _fill(self, checkpoint: Checkpoint) -> None:
         """Give every parameter its weights; the two uses of a tied embedding share one tensor."""
         tensors: dict[str, Tensor] = {}
-        for owner in self.module.modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is None:
-                    continue
-                spec = spec_of(parameter)
-                if spec.name not in tensors:
-                    values = torch.zeros(spec.sizes, dtype=parameter.dtype, device=self.device)
-                    whole = checkpoint.read(f"model/{spec.name}")
-                    values[tuple(slice(n) for n in spec.shape)] = whole.to(values)
-                    tensors[spec.name] = values
-                new = torch.nn.Parameter(tensors[spec.name], requires_grad=False)
-                new.spec = spec  # type: ignore[attr-defined]
-                owner._parameters[name] = new
+        for owned in owned_parameters(self.module):
+            spec = spec_of(owned.parameter)
+            if spec.name not in tensors:
+                values = torch.zeros(spec.sizes, dtype=owned.parameter.dtype, device=self.device)
+                whole = checkpoint.read(f"model/{spec.name}")
+                values[tuple(slice(n) for n in spec.shape)] = whole.to(values)
+                tensors[spec.name] = values
+            owned.replace(Parameter(tensors[spec.name], requires_grad=False))
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> Tensor:

@@ -26,6 +26,27 @@ from megapipe.plan.params import WORD_EMBEDDING
 from megapipe.tensor_parallel.parameter import ParameterSpec, spec_of
 
 
+class Owned(NamedTuple):
+    """A parameter and where in a model it stands."""
+
+    module: nn.Module
+    name: str
+    parameter: Parameter
+
+    def replace(self, new: Parameter) -> None:
+        """Put `new`, which has the storage that this one lacks, in its place."""
+        cast(Any, new).spec = spec_of(self.parameter)
+        self.module._parameters[self.name] = new
+
+
+def owned_parameters(module: nn.Module) -> Iterator[Owned]:
+    """All parameters of a module, one by one also where two share a name."""
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is not None:
+                yield Owned(owner, name, parameter)
+
+
 class Entry(NamedTuple):
     """A parameter's place [start, stop) in its bucket."""
 
@@ -59,35 +80,34 @@ class Bucket:
     def __init__(
         self,
         index: int,
-        parameters: Sequence[tuple[nn.Module, str, Parameter]],
+        parameters: Sequence[Owned],
         axis: Axis,
         device: torch.device,
     ) -> None:
         self.index = index
         self.axis = axis
         self.entries: list[Entry] = []
-        uses = sorted({spec_of(p).replica for _, _, p in parameters})
-        ordered = sorted(parameters, key=lambda owner: _region_key(spec_of(owner[2])))
+        uses = sorted({spec_of(owned.parameter).replica for owned in parameters})
+        ordered = sorted(parameters, key=lambda owned: _region_key(spec_of(owned.parameter)))
         places: dict[str, Entry] = {}
         stop = 0
-        for _, _, parameter in ordered:
-            spec = spec_of(parameter)
+        for owned in ordered:
+            spec = spec_of(owned.parameter)
             if spec.name not in places:
                 places[spec.name] = Entry(spec, stop, stop + spec.numel)
                 stop += spec.numel
         self.entries = list(places.values())
         self.numel = -(-stop // axis.size) * axis.size
-        dtype = ordered[0][2].dtype
+        dtype = ordered[0].parameter.dtype
         self.weights = torch.zeros(self.numel, dtype=dtype, device=device)
         self.grads = [torch.zeros(self.numel, dtype=main_dtype(dtype), device=device) for _ in uses]
-        for module, name, old in ordered:
-            spec = spec_of(old)
+        for owned in ordered:
+            spec = spec_of(owned.parameter)
             entry = places[spec.name]
             new = Parameter(self.view(self.weights, entry))
             grads = self.grads[uses.index(spec.replica)]
-            cast(Any, new).spec = spec
             cast(Any, new).main_grad = self.view(grads, entry)
-            module._parameters[name] = new
+            owned.replace(new)
 
     @staticmethod
     def view(flat: Tensor, entry: Entry) -> Tensor:
@@ -131,15 +151,12 @@ def make_buckets(
     indices of the first and last stage's processes. Buckets come in stage order, the tied last.
     """
     buckets = []
-    shared: list[tuple[nn.Module, str, Parameter]] = []
+    shared: list[Owned] = []
     for stage, module in sorted(modules.items()):
-        own: list[tuple[nn.Module, str, Parameter]] = []
-        for owner in module.modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is None:
-                    continue
-                is_shared = tied and spec_of(parameter).name == WORD_EMBEDDING
-                (shared if is_shared else own).append((owner, name, parameter))
+        own: list[Owned] = []
+        for owned in owned_parameters(module):
+            is_shared = tied and spec_of(owned.parameter).name == WORD_EMBEDDING
+            (shared if is_shared else own).append(owned)
         if own:
             buckets.append(Bucket(stage, own, mesh.dp, mesh.device))
     if shared:
