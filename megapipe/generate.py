@@ -84,7 +84,7 @@ class Generator:
     @torch.no_grad()
     def logits(self, ids: list[int]) -> Tensor:
         """Logits of the token that follows `ids`, [vocabulary]."""
-        tokens = torch.tensor([ids[-self.context :]], device=self.device)
+        tokens = torch.tensor([ids[-self.context :]], dtype=torch.int64, device=self.device)
         mb = MicroBatch(index=0, step=0, seed=0, tokens=tokens)
         return self.module.logits(None, mb)[-1, 0, : self.tokenizer.vocab_size].float()
 

@@ -179,10 +179,11 @@ class Outcome:
     validation: float = 0.0
 
 
-def run_case(world: World, case: Case, *, validate: bool = True) -> Outcome:
+def run_case(world: World, case: Case, *, validate: bool = True, device: str = "cpu") -> Outcome:
     """Train a case for STEPS steps on this rank of a world of `case.world`."""
     config, layout = configure(case)
-    mesh = world.mesh(Grid(pp=1 if case.in_process else case.pp, dp=case.dp, tp=case.tp))
+    grid = Grid(pp=1 if case.in_process else case.pp, dp=case.dp, tp=case.tp)
+    mesh = world.mesh(grid, device)
     step = TrainStep(config, layout, mesh)
     params = reference.init_random(config.model, seed=3)
     step.optimizer.set_weights(lambda spec, out: take_box(params[spec.name], spec, out))
@@ -242,7 +243,7 @@ def _global(
     padding = values.clone()
     if box is not None:
         inside = box.inside(placed)
-        yield spec.name, box, values[inside].double().numpy().copy()
+        yield spec.name, box, values[inside].double().cpu().numpy().copy()
         padding[inside] = 0
     assert not padding.any(), f"{spec.name}: the padding is not zero"
 
@@ -349,12 +350,12 @@ def assert_scalar_close(what: str, actual: float, expected: float, tolerance: fl
     )
 
 
-def run_cases(world: World, cases: Sequence[Case]) -> list[Outcome]:
+def run_cases(world: World, cases: Sequence[Case], device: str = "cpu") -> list[Outcome]:
     """All cases of one world size, one after the other."""
     results = []
     for case in cases:
         try:
-            results.append(run_case(world, case))
+            results.append(run_case(world, case, device=device))
         except Exception as error:
             error.add_note(f"case: {case.name}")
             raise

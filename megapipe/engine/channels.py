@@ -206,15 +206,14 @@ class ProcessGroupChannels:
         if not self._expected[peer]:
             return
         action = self._expected[peer].popleft()
-        buffer = torch.empty(
-            self.shape(action.microbatch, action.slice), dtype=self.dtype, device=self.wire
-        )
         if self.debug:
-            buffer.fill_(float("nan"))
-            header = torch.empty(_HEADER, dtype=torch.int64, device=self.wire)
-            self.incoming[peer].post([header, buffer])
+            self.incoming[peer].post([torch.empty(_HEADER, dtype=torch.int64, device=self.wire)])
         else:
-            self.incoming[peer].post([buffer])
+            self.incoming[peer].post([self._buffer(action)])
+
+    def _buffer(self, action: Action) -> Tensor:
+        shape = self.shape(action.microbatch, action.slice)
+        return torch.empty(shape, dtype=self.dtype, device=self.wire)
 
     def send(self, action: Action, tensor: Tensor) -> None:
         tensor = tensor.contiguous().to(self.wire)
@@ -228,13 +227,16 @@ class ProcessGroupChannels:
         return True
 
     def receive(self, action: Action) -> Tensor:
-        *header, tensor = self.incoming[action.peer].complete()
-        if header:
-            expected = _header(action, tensor)
-            assert torch.equal(header[0].cpu(), expected), (
+        line = self.incoming[action.peer]
+        (tensor,) = line.complete()
+        if self.debug:
+            header, tensor = tensor, self._buffer(action).fill_(float("nan"))
+            assert torch.equal(header.cpu(), _header(action, tensor)), (
                 f"rank {self.rank} expected {message_of(action)} of shape {tuple(tensor.shape)} "
-                f"from rank {action.peer}, got {header[0].tolist()}"
+                f"from rank {action.peer}, got {header.tolist()}"
             )
+            line.post([tensor])
+            line.complete()
         self._post_next(action.peer)
         if action.acks:
             self.outgoing[action.peer].acknowledge(action.acks)

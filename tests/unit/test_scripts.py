@@ -23,7 +23,8 @@ SHELL_FILES = [
     for path in [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci/run"]
     if path.exists()
 ]
-MODULES = ("ruff", "mypy", "pytest", "torch/distributed/run", "megapipe/observe/summary")
+MODULES = ("ruff", "mypy", "pytest", "torch/distributed/run")
+IN_TREE = ("megapipe/observe/summary", "scripts/generate")
 
 # The pip of a stand-in environment: logs its arguments; installs a module per requirement.
 PIP = """
@@ -82,8 +83,8 @@ def tree(tmp_path, monkeypatch):
     (stand_ins / "pip").mkdir(parents=True)
     (stand_ins / "pip/__init__.py").touch()
     (stand_ins / "pip/__main__.py").write_text(PIP)
-    for module in MODULES:
-        path = (root if module.startswith("megapipe") else stand_ins) / f"{module}.py"
+    for module in (*MODULES, *IN_TREE):
+        path = (root if module in IN_TREE else stand_ins) / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         name = path.stem
         path.write_text(TOOL.format(name=name, variable=name.upper()))
@@ -281,7 +282,7 @@ def test_a_wrong_python_leaves_the_environment_as_it_is(tree):
 
 def test_quickstart_trains_eight_processes_and_sums_up(tree):
     assert run(tree, "quickstart.sh", "train.steps=5", "data.source=a b").returncode == 0
-    *install, torchrun, summary = take_log(tree)
+    *install, torchrun, summary, generate = take_log(tree)
     assert install == INSTALL
     name = torchrun[6].removeprefix("run.name=")
     assert re.fullmatch(r"quickstart-\d{8}-\d{6}", name)
@@ -291,11 +292,12 @@ def test_quickstart_trains_eight_processes_and_sums_up(tree):
         *("train.steps=5", "data.source=a b"),
     ]
     assert summary == ["summary", f"runs/{name}"]
+    assert generate[:2] == ["generate", f"runs/{name}"]
 
 
 def test_quickstart_follows_the_run_folder_of_its_arguments(tree):
     run(tree, "quickstart.sh", "run.name=mine", "run.folder=/data/my runs")
-    assert take_log(tree)[-1] == ["summary", "/data/my runs/mine"]
+    assert take_log(tree)[-2] == ["summary", "/data/my runs/mine"]
 
 
 def test_quickstart_passes_a_failure_on_and_sums_nothing_up(tree):

@@ -1,0 +1,113 @@
+"""What all benchmarks share: their command line, fair timing, and the form of their results.
+
+A benchmark measures a few claims. It prints them as a table, and with ``--json FILE`` writes a list
+of ``{claim, value, target, unit, peer, met}``. A claim that is not met is a result, not an error:
+the exit code is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measured claim."""
+
+    claim: str
+    value: float
+    target: float
+    unit: str
+    peer: str
+    """What it is compared with."""
+    at_least: bool = False
+    """The target is a lower bound; otherwise an upper one."""
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.target if self.at_least else self.value <= self.target
+
+    def as_json(self) -> dict[str, str | float | bool]:
+        return {
+            "claim": self.claim,
+            "value": self.value,
+            "target": self.target,
+            "unit": self.unit,
+            "peer": self.peer,
+            "met": self.met,
+        }
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options of every benchmark."""
+    options = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    options.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    options.add_argument(
+        "--quick", action="store_true", help="toy sizes: shows that it runs, measures nothing"
+    )
+    return options
+
+
+def report(title: str, results: Sequence[Result], file: Path | None) -> None:
+    """Print the table; write the JSON if a file is given."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("claim", "value", "target", "unit", "peer", "met"):
+        table.add_column(heading, justify="right" if heading in ("value", "target") else "left")
+    for result in results:
+        bound = f"{'>=' if result.at_least else '<='} {result.target:g}"
+        met = "yes" if result.met else "no"
+        table.add_row(result.claim, f"{result.value:.4g}", bound, result.unit, result.peer, met)
+    Console().print(table)
+    if file is not None:
+        text = json.dumps([result.as_json() for result in results], indent=2)
+        file.write_text(text + "\n", encoding="utf-8")
+
+
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Time of one call, with all that it starts on the device."""
+    synchronise(device)
+    start = time.perf_counter()
+    function()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds per round of two sides, timed in turn."""
+
+    ours: tuple[float, ...]
+    theirs: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Median over the rounds of ours / theirs: what slows both sides of a round cancels."""
+        return statistics.median(a / b for a, b in zip(self.ours, self.theirs, strict=True))
+
+
+def compare(ours: Callable[[], float], theirs: Callable[[], float], *, rounds: int) -> Comparison:
+    """Time two sides, each of which returns the seconds of one round.
+
+    A first round of each warms up and is dropped; the sides go first by turns.
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(rounds + 1):
+        for side in (0, 1) if i % 2 else (1, 0):
+            times[side].append((ours, theirs)[side]())
+    return Comparison(tuple(times[0][1:]), tuple(times[1][1:]))

@@ -1,0 +1,184 @@
+"""The same numbers on a CUDA device: one process, several that share the GPU, all in one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from parity import (
+    Case,
+    Outcome,
+    Rows,
+    assemble,
+    batch_of,
+    check_case,
+    configure,
+    plain,
+    run_cases,
+    take_box,
+)
+
+from megapipe.engine.weight_grad import add_product, main_grad
+from megapipe.mesh import Axis, Grid
+from megapipe.optim.buffers import Bucket, owned_parameters
+from megapipe.optim.zero import MOMENTS
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.parameter import ParameterSpec, Sharding
+from megapipe.tensor_parallel.rng import draw_normal, seeded
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+DEVICE = "cuda"
+TIMEOUT_S = 300.0
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHARED = Case(
+    dp=2, tp=2, pp=2, m=4, schedule="zb_h1", sequence_parallel=True, masked=0.3, debug=True
+)
+"""Eight gloo processes on one GPU: what they exchange goes through host memory."""
+IN_PROCESS = Case(pp=4, m=6, schedule="zb_h1", in_process=True, masked=0.3)
+EXACT = [
+    [Case(masked=0.3), Case(model="llama", tied=False, kv_heads=2), Case(zero=0, clip=None)],
+    [SHARED, replace(SHARED, model="llama", tied=False, schedule="1f1b", zero=0)],
+    [
+        IN_PROCESS,
+        replace(IN_PROCESS, schedule="1f1b", tied=False),
+        replace(IN_PROCESS, pp=2, chunks=2, schedule="interleaved_1f1b"),
+    ],
+]
+IDS = ["one process", "eight processes", "in process"]
+
+
+def on_gpu(cases: list[Case]) -> list[list[Outcome]]:
+    """Per case, the outcomes of all ranks."""
+    ranks = run_world(cases[0].world, run_cases, cases, DEVICE, timeout_s=TIMEOUT_S)
+    return [[outcomes[i] for outcomes in ranks] for i in range(len(cases))]
+
+
+@pytest.mark.parametrize("cases", EXACT, ids=IDS)
+def test_fp64_is_the_reference_s(cases: list[Case]) -> None:
+    """Loss, gradients, norm, weights and validation loss."""
+    for case, outcomes in zip(cases, on_gpu(cases), strict=True):
+        check_case(case, outcomes)
+
+
+@pytest.mark.parametrize("cases", EXACT, ids=IDS)
+def test_bf16_is_as_close_to_fp32_as_a_single_process(cases: list[Case]) -> None:
+    """Gradients of the first step: at most twice the error of plain single-process bf16."""
+    cases = [replace(case, dtype="bf16") for case in cases]
+    for case, outcomes in zip(cases, on_gpu(cases), strict=True):
+        model = configure(plain(case))[0].model
+        params = reference.init_random(model, seed=3)
+        batch = batch_of(plain(case), 0)
+        exact_model = model.model_copy(update={"dtype": "fp32"})
+        loss, exact = reference.loss_and_grads(params, exact_model, batch)
+        _, baseline = reference.loss_and_grads(params, model, batch)
+        actual = assemble([outcome.grads[0] for outcome in outcomes], exact)
+        reference.assert_error_like(actual, baseline, exact)
+        assert abs(outcomes[0].losses[0] - loss) < 0.02
+
+
+def run_deterministically(world: World, cases: list[Case]) -> list[Outcome]:
+    """Every case twice, in one process, with deterministic kernels only."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    return run_cases(world, [*cases, *cases], DEVICE)
+
+
+def test_deterministic_runs_are_bitwise_equal() -> None:
+    """Enough equal tokens that atomic additions into the embedding would show."""
+    base = Case(in_process=True, pp=2, m=4, batch=8, sequence=64, vocab=5, dropout=0.1)
+    cases = [replace(base, dtype=dtype) for dtype in ("fp32", "bf16")]
+    (outcomes,) = run_world(1, run_deterministically, cases, timeout_s=TIMEOUT_S)
+    for first, second in zip(outcomes[: len(cases)], outcomes[len(cases) :], strict=True):
+        assert first.losses == second.losses
+        assert first.norms == second.norms
+        for a, b in zip(
+            (*first.grads, *first.copies), (*second.grads, *second.copies), strict=True
+        ):
+            assert all(np.array_equal(x[2], y[2]) for x, y in zip(a, b, strict=True))
+
+
+def resume(world: World) -> tuple[Any, Any]:
+    """The third step, in one go and from the state after two: fused AdamW on the device."""
+    case = Case(dtype="fp32", m=2)
+    config, layout = configure(case)
+    rows = Rows(case)
+    step = TrainStep(config, layout, world.mesh(Grid(), DEVICE))
+    for i in range(2):
+        step.train(i, rows)
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for own in step.optimizer.own_slices():
+        for kind, values in own.values.items():
+            assert values.device.type == DEVICE
+            whole = values.cpu().clone().view(own.spec.sizes)
+            state.setdefault(kind, {})[own.spec.name] = whole
+    assert set(state) == {"model", *(f"optimizer.{moment}" for moment in MOMENTS)}
+    again = TrainStep(config, layout, step.mesh)
+
+    def weights(spec: ParameterSpec, out: torch.Tensor) -> None:
+        take_box(state["model"][spec.name][: spec.shape[0]], spec, out)
+
+    def moments(moment: str, spec: ParameterSpec, out: torch.Tensor) -> None:
+        take_box(state[f"optimizer.{moment}"][spec.name][: spec.shape[0]], spec, out)
+
+    again.optimizer.set_weights(weights)
+    again.optimizer.set_moments(2, moments)
+    return step.train(2, rows), again.train(2, rows)
+
+
+def test_resuming_continues() -> None:
+    ((straight, resumed),) = run_world(1, resume, timeout_s=TIMEOUT_S)
+    assert resumed.loss == pytest.approx(straight.loss, rel=1e-5)
+    assert resumed.grad_norm == pytest.approx(straight.grad_norm, rel=1e-4)
+
+
+def test_bf16_products_are_kept_in_fp32() -> None:
+    """The product itself is not rounded to bf16 on the way."""
+    sharding = Sharding(Axis.alone(), False, torch.bfloat16)
+    layer = ColumnParallelLinear(sharding, "a", (64, 32), bias=False, std=0.1)
+    Bucket(0, list(owned_parameters(layer)), Axis.alone(), torch.device(DEVICE))
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(512, n, generator=generator).bfloat16() for n in (64, 32))
+    add_product(layer.weight, left.to(DEVICE), right.to(DEVICE))
+    exact = left.double().t() @ right.double()
+    error = (main_grad(layer.weight).double().cpu() - exact).abs().max() / exact.abs().max()
+    assert error < 1e-5
+
+
+def test_initial_weights_are_the_cpu_s() -> None:
+    tensors = [torch.empty(100, 600, device=device) for device in ("cpu", DEVICE)]
+    for out in tensors:
+        draw_normal(out, 1, "a", (100, 600), (0, 0), 0.02)
+    assert tensors[0].equal(tensors[1].cpu())
+
+
+@pytest.fixture
+def device_generator() -> Iterator[None]:
+    state = torch.cuda.get_rng_state()
+    yield
+    torch.cuda.set_rng_state(state)
+
+
+@pytest.mark.usefixtures("device_generator")
+def test_seeded_draws_on_the_device_and_restores_its_generator() -> None:
+    device = torch.device(DEVICE)
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    draws = []
+    for seed in (9, 9, 10):
+        with seeded(device, seed):
+            draws.append(torch.rand(100, device=device))
+    assert torch.cuda.get_rng_state().equal(before)
+    assert draws[0].equal(draws[1])
+    assert not draws[0].equal(draws[2])

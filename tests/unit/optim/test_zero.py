@@ -1,0 +1,205 @@
+"""ZeRO-0 and ZeRO-1 are the same arithmetic; slices, clipping, weight decay, resuming."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import reference
+import torch
+from parity import Case, Rows, _global, assemble, configure, run_case, take_box
+from torch import Tensor
+
+from megapipe.checkpoint.boxes import flat_boxes
+from megapipe.config import OptimizerConfig
+from megapipe.mesh import Axis, Grid
+from megapipe.model.config import ModelConfig
+from megapipe.model.gpt import GPTStage
+from megapipe.model.partition import StageSpec
+from megapipe.optim.buffers import Bucket, owned_parameters
+from megapipe.optim.zero import MOMENTS, Optimizer, total_norm
+from megapipe.tensor_parallel.parameter import ParameterSpec, Sharding
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+CASE = Case(dp=2, tp=2, m=2, dtype="fp32", layers=1, sequence_parallel=True)
+PARAMS = reference.init_random(configure(CASE)[0].model, seed=3)
+
+
+def both_stages(world: World) -> list[Any]:
+    """Two ranks, dp 2: the same steps without and with sharding."""
+    return [run_case(world, replace(CASE, tp=1, zero=zero), validate=False) for zero in (0, 1)]
+
+
+def test_sharding_changes_no_bit() -> None:
+    for replicated, sharded in run_world(2, both_stages):
+        assert replicated.losses == sharded.losses
+        assert replicated.norms == sharded.norms
+        for mine, theirs in zip(replicated.copies, sharded.copies, strict=True):
+            for (name, _, a), (other, _, b) in zip(mine, theirs, strict=True):
+                assert name == other
+                assert (a == b).all(), name
+
+
+Parts = dict[str, list[tuple[str, Any, Any]]]
+
+
+def slices(step: TrainStep) -> tuple[Parts, bool]:
+    """What this rank answers for, by kind of value; whether a slice ends within a parameter."""
+    parts: Parts = {}
+    cuts = False
+    for own in step.optimizer.own_slices():
+        cuts |= own.start > 0 or own.stop < own.spec.numel
+        for kind, values in own.values.items():
+            assert values.shape == (own.stop - own.start,)
+            for position, local in flat_boxes(own.spec.sizes, own.start, own.stop):
+                box = values[position : position + local.numel].view(local.sizes)
+                parts.setdefault(kind, []).extend(_global(own.spec, local, box))
+    return parts, cuts
+
+
+def resume(world: World, zero: int) -> dict[str, Any]:
+    """Three steps in one go, and the same with the state after two handed to a new optimizer."""
+    case = replace(CASE, zero=zero)
+    config, layout = configure(case)
+    rows = Rows(case)
+    step = TrainStep(config, layout, world.mesh(Grid(dp=2, tp=2)))
+    step.optimizer.set_weights(lambda spec, out: take_box(PARAMS[spec.name], spec, out))
+    before, cuts = slices(step)
+    for i in range(2):
+        step.train(i, rows)
+    after, _ = slices(step)
+    everyone: list[Any] = [None] * world.size
+    torch.distributed.all_gather_object(everyone, after)
+    full = {kind: assemble([parts[kind] for parts in everyone], PARAMS) for kind in sorted(after)}
+    last = step.train(2, rows)
+    end, _ = slices(step)
+
+    again = TrainStep(config, layout, step.mesh)
+    again.optimizer.set_weights(lambda spec, out: take_box(full["model"][spec.name], spec, out))
+
+    def moment(name: str, spec: ParameterSpec, out: Tensor) -> None:
+        take_box(full[f"optimizer.{name}"][spec.name], spec, out)
+
+    again.optimizer.set_moments(2, moment)
+    repeated = again.train(2, rows)
+    assert repeated == last
+    repeated_end, _ = slices(again)
+    for kind, parts in end.items():
+        for (name, box, a), (other, other_box, b) in zip(parts, repeated_end[kind], strict=True):
+            assert (name, box) == (other, other_box)
+            assert (a == b).all(), f"{kind} {name} after resuming"
+    return {
+        "before": before,
+        "after": after,
+        "cuts": cuts,
+        "masters": [shard.master.numel() for shard in step.optimizer.shards],
+        "buckets": [shard.bucket.numel for shard in step.optimizer.shards],
+    }
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_slices_cover_every_element_once_and_resume_bitwise(zero: int) -> None:
+    ranks = run_world(4, resume, zero)
+    assert all(set(rank["before"]) == {"model"} for rank in ranks), "no moments before a step"
+    weights = assemble([rank["before"]["model"] for rank in ranks], PARAMS)
+    for name, tensor in weights.items():
+        assert tensor.equal(PARAMS[name].float().double()), f"{name}: some element is nobody's"
+    for moment in MOMENTS:
+        full = assemble([rank["after"][f"optimizer.{moment}"] for rank in ranks], PARAMS)
+        assert not any(tensor.isnan().any() for tensor in full.values())
+        assert all(tensor.any() for tensor in full.values())
+    assert any(rank["cuts"] for rank in ranks), "slices ignore parameter boundaries"
+    for rank in ranks:
+        share = 2 if zero else 1
+        assert rank["masters"] == [n // share for n in rank["buckets"]]
+
+
+def alone(**settings: Any) -> tuple[Optimizer, Bucket]:
+    """The optimizer of a small bf16 stage in one process, with random weights and gradients."""
+    model = ModelConfig(layers=1, hidden=6, heads=2, vocab_size=11, dtype="bf16").resolved(
+        vocab_size=11, sequence_length=5
+    )
+    spec = StageSpec(embedding=False, layers=range(1), head=False)
+    module = GPTStage(model, spec, Sharding(Axis.alone(), False, torch.bfloat16))
+    bucket = Bucket(0, list(owned_parameters(module)), Axis.alone(), torch.device("cpu"))
+    mesh: Any = SimpleNamespace(
+        device=torch.device("cpu"), tp=Axis.alone(), ordered_sum=lambda vector, *axes: vector
+    )
+    config = OptimizerConfig.model_validate(settings)
+    optimizer = Optimizer([bucket], config, mesh, stages=1)
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(spec: ParameterSpec, out: Tensor) -> None:
+        out.copy_(torch.randn(out.shape, generator=generator))
+
+    optimizer.set_weights(draw)
+    bucket.grads[0].copy_(torch.randn(bucket.numel, generator=generator))
+    return optimizer, bucket
+
+
+@pytest.mark.parametrize(("clip", "active"), [(0.5, True), (1e6, False), (None, False)])
+def test_gradients_are_clipped_by_the_global_norm(clip: float | None, active: bool) -> None:
+    optimizer, bucket = alone(clip=clip)
+    given = bucket.grads[0].clone()
+    norm = total_norm(optimizer.reduce())
+    assert norm.dtype == torch.float64
+    assert norm.item() == pytest.approx(given.double().norm().item(), rel=1e-12)
+    seen: list[Tensor] = []
+    step = optimizer.rule.step
+
+    def spy() -> None:
+        for segment in optimizer.shards[0].segments:
+            assert segment.parameter.grad is not None
+            seen.append(segment.parameter.grad.clone())
+        step()
+
+    optimizer.rule.step = spy  # type: ignore[method-assign]
+    optimizer.update(1e-3, norm)
+    used = torch.cat(seen)
+    if active:
+        assert clip is not None
+        torch.testing.assert_close(used, given[: len(used)] * (clip / norm.item()))
+    else:
+        assert used.equal(given[: len(used)]), "not even rounding"
+
+
+def test_an_update_is_torch_s_adamw_with_decay_for_matrices_alone() -> None:
+    optimizer, bucket = alone(clip=None, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6)
+    master = optimizer.shards[0].master
+    plain = {
+        entry.spec.name: torch.nn.Parameter(bucket.view(master, entry).clone())
+        for entry in bucket.entries
+    }
+    matrices = [p for p in plain.values() if p.dim() == 2]
+    others = [p for p in plain.values() if p.dim() == 1]
+    assert (len(matrices), len(others)) == (4, 8)
+    rule = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}],
+        betas=(0.8, 0.9),
+        eps=1e-6,
+    )
+    for lr in (1e-2, 5e-3):
+        for entry in bucket.entries:
+            plain[entry.spec.name].grad = bucket.view(bucket.grads[0], entry).clone()
+        for group in rule.param_groups:
+            group["lr"] = lr
+        rule.step()
+        optimizer.update(lr, total_norm(optimizer.reduce()))
+    for entry in bucket.entries:
+        values = bucket.view(master, entry)
+        torch.testing.assert_close(values, plain[entry.spec.name].detach())
+        assert bucket.view(bucket.weights, entry).equal(values.bfloat16()), "published"
+
+
+def test_small_updates_are_kept_in_full_precision() -> None:
+    """An update too small for bf16 to show moves the master weights all the same."""
+    optimizer, bucket = alone(clip=None, weight_decay=0.0)
+    bucket.grads[0].fill_(1.0)
+    weights, master = bucket.weights.clone(), optimizer.shards[0].master.clone()
+    optimizer.update(1e-6, total_norm(optimizer.reduce()))
+    moved = master - optimizer.shards[0].master
+    assert moved[: bucket.entries[-1].stop].abs().sum() > 0
+    assert (bucket.weights == weights).double().mean() > 0.9
