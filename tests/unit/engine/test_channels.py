@@ -105,26 +105,30 @@ def sliced_tensors(mesh: ParallelMesh, seen: Seen) -> None:
 def buffers_start_as_nan(mesh: ParallelMesh, seen: Seen) -> None:
     channels = connect(mesh, debug=True, dtype=torch.bfloat16)
     channels.start(FORWARD[:1] if mesh.rank == 0 else ARRIVING[:1])
-    if mesh.rank == 1:
-        _, (_, buffer) = channels.incoming[0].under_way[0]
-        seen.filled.append(bool(buffer.isnan().all()))
-    mesh.barrier()
     if mesh.rank == 0:
         channels.send(FORWARD[0], message(FORWARD[0], torch.bfloat16))
     else:
+        post = channels.incoming[0].post
+
+        def watched(tensors: list[torch.Tensor]) -> None:
+            seen.filled.append(bool(tensors[0].isnan().all()))
+            post(tensors)
+
+        channels.incoming[0].post = watched  # type: ignore[method-assign]
         received = channels.receive(ARRIVING[0])
         seen.filled.append(bool(received.isnan().any()))
     channels.finish()
 
 
 def wrong_messages(mesh: ParallelMesh, seen: Seen) -> None:
-    """Rank 0 sends what rank 1 does not expect, with as many bytes."""
+    """Rank 0 sends what rank 1 does not expect; the payload is left where it is."""
     for sent, shape, dtype in (
         (FORWARD[2], (2, 4), torch.float64),  # another micro-batch
         (FORWARD[1]._replace(stage=4), (2, 4), torch.float64),
         (FORWARD[1]._replace(kind=Kind.I), (2, 4), torch.float64),
         (FORWARD[1], (4, 2), torch.float64),
         (FORWARD[1], (2, 8), torch.float32),
+        (FORWARD[1], (2, 40), torch.float64),  # more than the buffer would hold
         (FORWARD[1], (2, 4), torch.float64),  # right
     ):
         channels = connect(mesh, debug=True)
@@ -138,7 +142,7 @@ def wrong_messages(mesh: ParallelMesh, seen: Seen) -> None:
                 seen.caught.append("")
             except AssertionError as error:
                 seen.caught.append(str(error))
-        channels.finish()
+    channels.finish()
 
 
 def visit(world: World) -> Seen:
@@ -171,7 +175,7 @@ def test_debug_fills_buffers_with_nan(ranks: list[Seen]) -> None:
 def test_debug_catches_a_message_that_is_not_the_expected_one(ranks: list[Seen]) -> None:
     *wrong, right = ranks[1].caught
     assert right == ""
-    assert len(wrong) == 5
+    assert len(wrong) == 6
     for text in wrong:
         assert text.startswith("rank 1 expected 0F1 of shape (2, 4) from rank 0, got [")
-    assert len(set(wrong)) == 5, "and says what came instead"
+    assert len(set(wrong)) == 6, "and says what came instead"
