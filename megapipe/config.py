@@ -22,7 +22,8 @@ class RunConfig(Section):
     seed: int = Field(1234, ge=0, lt=2**63)
     """Seed of initial weights, data order and dropout."""
     deterministic: bool = False
-    """On CUDA: only deterministic kernels, so that equal runs are bitwise equal (CPU always is)."""
+    """On CUDA: only deterministic kernels and a pinned NCCL algorithm, so that equal runs are
+    bitwise equal; slower. On the CPU they always are."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue from the run folder's newest checkpoint if there is one; never: refuse a
     folder that has one; must: fail if there is none."""

@@ -211,6 +211,16 @@ class ParallelMesh:
         value: bytes = store.get(key)
         return value.decode()
 
+    def await_all(self, patience: datetime.timedelta) -> None:
+        """Wait until every rank is here, in the store: for longer than a collective may take."""
+        if self.world == 1:
+            return
+        key = self._next_key()
+        store = dist.distributed_c10d._get_default_store()
+        if store.add(f"{key}/arrived", 1) == self.world:
+            store.set(key, "")
+        store.wait([key], patience)
+
     def agree(self, error: str | None) -> str | None:
         """The error text of any rank, on every rank; None if there is none."""
         if self.world == 1:

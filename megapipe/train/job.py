@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import traceback
 from typing import TYPE_CHECKING
 
 from megapipe.cli import Command, flatten
@@ -16,13 +14,15 @@ from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import package_hash
 from megapipe.plan.report import report as plan_report
 from megapipe.train import launch
+from megapipe.train.ending import Ending
 from megapipe.train.launch import Place
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Hardware queues: work in one queue waits for what is ahead of it, a receive that waits for its
+message included, so every channel and group needs one of its own."""
 
 
 def run(command: Command, place: Place) -> int:
@@ -41,57 +41,54 @@ def run(command: Command, place: Place) -> int:
         if place.rank == 0:
             print(plan_report(config, layout))
         return 0
-    if os.environ.setdefault(CONNECTIONS, "8") == "1":
-        raise LaunchError(
-            f"{CONNECTIONS}=1 makes pipeline messages wait for each other; unset it, or use 8"
-        )
-    # torch is loaded after the configuration is known to be right, and with the setting above
+    set_environment(deterministic=config.run.deterministic)
+    # torch is loaded after the configuration is known to be right, and in that environment
+    import torch
     import torch.distributed as dist
 
     from megapipe.mesh import Grid, ParallelMesh
     from megapipe.train.trainer import Trainer
 
-    store: Store | None = None
+    device, backend = choose_device(config.parallel, place)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+    timeout = config.parallel.timeout_s
+    store = launch.open_store(place, timeout)
+    ending = Ending(place, store)
     try:
-        device, backend = choose_device(config.parallel, place)
-        timeout = config.parallel.timeout_s
-        store = launch.open_store(place, timeout)
         values = {**flatten(config), "megapipe's files": package_hash(), "torch": torch_version()}
         launch.compare_ranks(store, place, values, timeout)
-        launch.start_process_group(store, place, backend, timeout, device)
+        launch.start_process_group(store, place, backend, timeout)
         in_process = config.pipeline.channels == "in_process"
         grid = Grid(pp=1 if in_process else layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
         mesh = ParallelMesh(grid, device=device, timeout_s=timeout)
         trainer = Trainer(config, layout, mesh, tokenizer, local_rank=place.local_rank)
-        try:
-            trainer.run()
-        finally:
-            trainer.close()
+        ending.cleanup = trainer.close
+        trainer.run()
         mesh.barrier()
         dist.destroy_process_group()
+        ending.leave()
         return 0
     except MegapipeError as error:
-        return launch.report(error, place, store)
+        return ending.report(error)
     except Exception as error:
-        return _end_after(error, place, store)
+        return ending.report_unexpected(error)
+    finally:
+        ending.cleanup()  # after the peers know: an upload may take its time
 
 
-def _end_after(error: Exception, place: Place, store: Store | None) -> int:
-    """Exit code after an unexpected exception: a peer's failure, a lost peer, or a bug."""
-    import torch.distributed as dist
-
-    communication = isinstance(error, dist.DistError) or "gloo" in str(error)
-    if communication and store is not None and place.world > 1:
-        code = launch.failure_of_peer(store)
-        if code is not None:
-            return code
-        lost = LaunchError(f"rank {place.rank} lost contact with a peer: {error}")
-        return launch.report(lost, place, store)
-    if store is not None:
-        launch.claim_failure(store, 1)
-    traceback.print_exc()
-    sys.stderr.flush()
-    return 1
+def set_environment(*, deterministic: bool) -> None:
+    """What CUDA's and NCCL's libraries read when they are loaded; what is set already stays."""
+    if os.environ.setdefault(CONNECTIONS, "32") == "1":
+        raise LaunchError(
+            f"{CONNECTIONS}=1 makes pipeline messages wait for each other; unset it, or use 32"
+        )
+    # a kernel loaded on first use waits for all that runs, a posted receive included
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        os.environ.setdefault("NCCL_PROTO", "Simple")
 
 
 def choose_device(parallel: ParallelConfig, place: Place) -> tuple[torch.device, str]:

@@ -1,10 +1,8 @@
-"""How a process finds its place in the job, meets its peers, and leaves.
+"""How a process finds its place in the job and meets its peers.
 
 A job starts under torchrun, under srun (its variables are enough), or as one plain process. The
 processes meet in a key-value store; before any process group exists they compare their
 configuration and code there.
-
-What a user can mend is reported as exactly one line per job, see :func:`report`.
 """
 
 from __future__ import annotations
@@ -13,22 +11,25 @@ import datetime
 import json
 import os
 import re
-import sys
+import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megapipe.errors import LaunchError, MegapipeError
+from megapipe.errors import LaunchError
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import Store
 
-PATIENCE_S = 10.0
-"""How long a process other than rank 0 keeps an early error to itself: rank 0 has the same one as
-a rule, prints it, and the launcher ends the job."""
-FAILED = "megapipe/failed"
+ANSWER_S = 10.0
+"""How long the store may take to answer once its port takes connections."""
+VALUES = "values"
+
+
+class RendezvousError(LaunchError):
+    """The processes cannot meet in the store."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,16 @@ class Place:
     """Started by torchrun or srun."""
     hosted: bool = False
     """The launcher already runs the store at address:port (torchrun does)."""
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this process runs the store."""
+        return self.rank == 0 and self.world > 1 and not self.hosted
+
+    @property
+    def ended_by_launcher(self) -> bool:
+        """Whether the launcher ends all processes when one fails: torchrun does on its node."""
+        return self.hosted and self.local_world == self.world
 
 
 def find_place(environ: Mapping[str, str]) -> Place:
@@ -79,9 +90,10 @@ def find_place(environ: Mapping[str, str]) -> Place:
         if number is None:
             raise LaunchError(f"environment variable {name}={text!r}: expected a number")
         place[key] = int(number.group())
-    port = environ.get("MASTER_PORT") or str(
-        20000 + int(environ.get("SLURM_JOB_ID", "9500")) % 10000
-    )
+    job = environ.get("SLURM_JOB_ID", "9500")
+    if not job.isdigit():
+        raise LaunchError(f"environment variable SLURM_JOB_ID={job!r}: expected a number")
+    port = environ.get("MASTER_PORT") or str(20000 + int(job) % 10000)
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise LaunchError(f"environment variable MASTER_PORT={port!r}: expected a port number")
     if not place["rank"] < place["world"]:
@@ -91,36 +103,80 @@ def find_place(environ: Mapping[str, str]) -> Place:
 
 def first_host(nodelist: str) -> str:
     """First host of SLURM's compressed list: ``gpu[03-05,9],login`` -> ``gpu03``."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodelist)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)  # up to a comma outside of brackets
     if match is None:
         return "127.0.0.1"
-    prefix, ranges = match.groups()
-    return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "")
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", match.group())
 
 
 def open_store(place: Place, timeout_s: float) -> Store:
-    """Meet at the rendezvous store. Raises :class:`LaunchError` naming host and port."""
-    from torch.distributed import HashStore, PrefixStore, TCPStore
+    """Meet at the rendezvous store. Raises :class:`RendezvousError` naming host and port."""
+    from torch.distributed import HashStore, PrefixStore
 
     if place.world == 1:
         return PrefixStore("megapipe", HashStore())
     try:
-        store = TCPStore(
-            place.address,
-            place.port,
-            place.world,
-            is_master=place.rank == 0 and not place.hosted,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except (RuntimeError, ValueError) as error:
-        busy = "EADDRINUSE" in str(error) or "address already in use" in str(error)
+        store = _tcp_store(place, timeout_s)
+    except (RuntimeError, OSError) as error:
+        busy = "EADDRINUSE" in str(error)
         reason = "the port is in use; set MASTER_PORT to a free one" if busy else str(error)
-        raise LaunchError(
+        raise RendezvousError(
             f"rendezvous at {place.address}:{place.port} failed: {reason.splitlines()[0]}"
         ) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"megapipe/{attempt}", store)
+
+
+def _tcp_store(place: Place, timeout_s: float) -> Store:
+    """The store at address:port, hosted here or elsewhere.
+
+    torch's client waits for ever for the answer of a port that something else listens on, so it
+    waits in a thread that may be left behind.
+    """
+    from torch.distributed import TCPStore
+
+    def connect() -> None:
+        try:
+            made.append(
+                TCPStore(
+                    place.address,
+                    place.port,
+                    place.world,
+                    is_master=place.hosts,
+                    timeout=datetime.timedelta(seconds=timeout_s),
+                    wait_for_workers=False,
+                )
+            )
+        except (RuntimeError, ValueError) as error:
+            failed.append(error)
+
+    made: list[Store] = []
+    failed: list[Exception] = []
+    if not place.hosts:
+        _await_port(place, timeout_s)
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)
+    if failed:
+        raise failed[0]
+    if not made:
+        raise TimeoutError("what listens there is no rendezvous store; set MASTER_PORT to another")
+    return made[0]
+
+
+def _await_port(place: Place, timeout_s: float) -> None:
+    """Wait until something listens at address:port; raises OSError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), timeout=timeout_s).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                reason = error.strerror or error
+                raise TimeoutError(f"{reason} for {timeout_s:.0f} s (parallel.timeout_s)") from None
+            time.sleep(0.2)
+        else:
+            return
 
 
 def compare_ranks(
@@ -134,10 +190,10 @@ def compare_ranks(
         return
     wait = datetime.timedelta(seconds=timeout_s)
     if place.rank == 0:
-        store.set("values", json.dumps(dict(values), default=str))
+        store.set(VALUES, json.dumps(dict(values), default=str))
     try:
-        store.wait(["values"], wait)
-        reference = json.loads(store.get("values"))
+        store.wait([VALUES], wait)
+        reference = json.loads(store.get(VALUES))
         own = json.loads(json.dumps(dict(values), default=str))
         for key in sorted(reference.keys() | own.keys()):
             if reference.get(key) != own.get(key):
@@ -184,10 +240,12 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
-def start_process_group(
-    store: Store, place: Place, backend: str, timeout_s: float, device: torch.device
-) -> None:
-    """Make the default process group; with nccl eagerly, bound to this process' device."""
+def start_process_group(store: Store, place: Place, backend: str, timeout_s: float) -> None:
+    """Make the default process group.
+
+    It is not bound to a device: torch would then make every further NCCL group by splitting this
+    one, which all ranks of the world have to enter.
+    """
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -196,45 +254,4 @@ def start_process_group(
         rank=place.rank,
         world_size=place.world,
         timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=device if backend == "nccl" else None,
     )
-
-
-def report(error: MegapipeError, place: Place, store: Store | None) -> int:
-    """Print the error as one line, once per job; returns the exit code.
-
-    Once there is a store, the first rank to claim the error prints it. Before that rank 0 prints
-    at once and the others only if they outlive it.
-    """
-    first = place.rank == 0
-    if store is not None:
-        first = claim_failure(store, error.exit_code)
-    elif not first:
-        time.sleep(PATIENCE_S)
-        first = True
-    if first:
-        text = " ".join(str(error).split())
-        print(f"megapipe: error: {text}", file=sys.stderr, flush=True)
-    if store is not None and place.rank == 0 and not place.hosted and place.world > 1:
-        time.sleep(2.0)  # the peers' last look at the store that dies with this process
-    return error.exit_code
-
-
-def claim_failure(store: Store, exit_code: int) -> bool:
-    """Whether this rank is the first to fail, and so the one to speak."""
-    try:
-        if store.add(FAILED + "/count", 1) == 1:
-            store.set(FAILED, str(exit_code))
-            return True
-    except RuntimeError:  # the store went down with the rank that spoke
-        pass
-    return False
-
-
-def failure_of_peer(store: Store, wait_s: float = 3.0) -> int | None:
-    """The exit code that another rank failed with, if one has said so."""
-    try:
-        store.wait([FAILED], datetime.timedelta(seconds=wait_s))
-        return int(store.get(FAILED))
-    except RuntimeError:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import time
 import uuid
@@ -29,11 +30,13 @@ from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
 from megapipe.optim.zero import MOMENTS
 from megapipe.plan.flops import token_flops
-from megapipe.plan.params import parameter_shapes
+from megapipe.plan.params import count, parameter_shapes
 from megapipe.train import state
 from megapipe.train.signals import StopRequest
 from megapipe.train.step import StepResult, TrainStep
 
+CORPUS_PATIENCE = datetime.timedelta(days=7)
+"""How long the other processes wait for one of their node to tokenize a corpus."""
 SMOOTHING = 0.9
 """Weight of the past in the time per step behind the ETA."""
 
@@ -61,6 +64,7 @@ class Trainer:
         self.stop = StopRequest()
         self.folder = Path(config.run.folder) / config.run.name
         self.checkpoints = self.folder / "checkpoints"
+        self._make_folder()
         self.prepared = self._prepare(local_rank)
         self.training, self.validation = build_batches(config, tokenizer, self.prepared)
         self.step = TrainStep(config, layout, mesh)
@@ -82,6 +86,16 @@ class Trainer:
         kinds = {kind.exit_code: kind for kind in MegapipeError.__subclasses__()}
         raise kinds.get(int(code), MegapipeError)(message)
 
+    def _make_folder(self) -> None:
+        """The run folder, before anything takes time."""
+        error = None
+        if self.mesh.rank == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as problem:
+                error = ConfigError(f"run.folder: cannot make {self.folder}: {problem.strerror}")
+        self._all_or_none(error)
+
     def _prepare(self, local_rank: int) -> Prepared:
         """The tokenized corpus, made by one process of each node."""
         prepared, error = None, None
@@ -93,6 +107,7 @@ class Trainer:
                     )
                 except MegapipeError as problem:
                     error = problem
+            self.mesh.await_all(CORPUS_PATIENCE)
             self._all_or_none(error)
         assert prepared is not None
         return prepared
@@ -186,9 +201,8 @@ class Trainer:
                 )
 
     def _open_run_folder(self) -> Observer:
-        """Create the folder and record what runs: configuration, versions, git state."""
+        """Record what runs: configuration, versions, git state."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.yaml").write_text(dump(self.config))
             origin = provenance(Path(__file__).resolve().parents[2])
             (self.folder / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
@@ -201,6 +215,7 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step. Raises :class:`Preempted` after saving if asked to stop."""
         steps = self.config.train.steps
+        self._note(self._banner())
         for reason in self.skipped:
             self._note(f"passed over a damaged checkpoint: {reason}")
         if self.source is not None:
@@ -225,6 +240,21 @@ class Trainer:
                 raise Preempted(f"stopped by a signal; saved step {step + 1} of {steps}")
         if losses:
             self._summarise(losses, time.perf_counter() - began)
+
+    def _banner(self) -> str:
+        """What runs, where, and whether it could run again bit for bit."""
+        config, layout, mesh = self.config, self.layout, self.mesh
+        tokens = config.train.global_batch * config.train.sequence_length
+        exact = mesh.device.type == "cpu" or config.run.deterministic
+        grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
+        parts = (
+            f"{count(parameter_shapes(config.model)):,} parameters, {config.model.dtype}",
+            f"{grid}, {mesh.world} processes on {mesh.device.type} with {mesh.backend}",
+            f"{self.step.schedule.name} of {layout.microbatches} micro-batches",
+            f"{config.train.steps:,} steps of {tokens:,} tokens",
+            "bitwise reproducible" if exact else "not bitwise reproducible (run.deterministic)",
+        )
+        return " | ".join(parts)
 
     def _note(self, text: str) -> None:
         if self.observer is not None:

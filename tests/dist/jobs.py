@@ -1,0 +1,187 @@
+"""Real jobs for tests: train.py under torchrun, by hand as several ranks, or as one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 60.0
+"""A job that takes longer hangs."""
+MARK = "MEGAPIPE_TEST_JOB"
+LAUNCHERS = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|GROUP_|ROLE_)")
+
+
+def write_corpus(path: Path, words: int = 4000) -> Path:
+    """A text with some structure."""
+    draw = random.Random(7)
+    choice = ["the", "cat", "sat", "on", "a", "mat", "and", "ran", "away"]
+    path.write_text(" ".join(draw.choice(choice) for _ in range(words)))
+    return path
+
+
+def tiny(folder: Path) -> dict[str, str]:
+    """Settings of a run that takes milliseconds a step, with all its files in `folder`."""
+    corpus = folder / "corpus.txt"
+    if not corpus.exists():
+        write_corpus(corpus)
+    return {
+        "run.folder": str(folder / "runs"),
+        "data.source": str(corpus),
+        "data.cache": str(folder / "cache"),
+        "model.layers": "2",
+        "model.hidden": "16",
+        "model.heads": "2",
+        "optimizer.warmup_steps": "1",
+        "train.steps": "3",
+        "train.sequence_length": "16",
+        "train.global_batch": "4",
+        "train.microbatch": "1",
+        "train.validation_samples": "4",
+        "parallel.timeout_s": "20",
+    }
+
+
+def arguments(settings: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Outcome:
+    """What a job left: all output, the exit codes of our processes, how long it took."""
+
+    text: str
+    codes: list[int]
+    seconds: float
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.text.splitlines() if line.startswith("megapipe: error:")]
+
+    def assert_one_line(self, code: int, *needles: str) -> None:
+        """One error line with these words, this exit code of every process, no traceback."""
+        assert len(self.errors) == 1, self.text
+        for needle in needles:
+            assert needle in self.errors[0], self.errors[0]
+        assert set(self.codes) == {code}, (self.codes, self.text)
+        ours = [x for x in self.text.splitlines() if re.search(r'File ".*(train\.py|megapipe/)', x)]
+        assert not ours, self.text
+        assert self.seconds < LIMIT_S
+
+
+class Job:
+    """Processes that belong together; all are gone when the `with` block ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.began = time.monotonic()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str] | None = None, **options: object
+    ) -> subprocess.Popen[bytes]:
+        clean = {key: value for key, value in os.environ.items() if not LAUNCHERS.match(key)}
+        given = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: self.mark}
+        with self.output.open("ab") as out:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env={**clean, **given, **(environ or {})},
+                stdin=subprocess.DEVNULL,
+                **{"stdout": out, "stderr": out, **options},
+            )
+        self.processes.append(process)
+        return process
+
+    @property
+    def output(self) -> Path:
+        return self.folder / f"{self.mark}.txt"
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def torchrun(self, world: int, *args: str) -> None:
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        self.start([*run, "train.py", *args])
+
+    def ranks(self, world: int, args: Mapping[int, Sequence[str]], port: int | None = None) -> None:
+        """Some ranks of a world of `world`, each with arguments of its own, without a launcher."""
+        common = {
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port or free_port()),
+        }
+        for rank, own in args.items():
+            self.start(["train.py", *own], {**common, "RANK": str(rank)})
+
+    def await_text(self, needle: str) -> None:
+        """Wait until the output has `needle`."""
+        while needle not in self.text:
+            assert time.monotonic() < self.began + LIMIT_S, self.text
+            assert any(p.poll() is None for p in self.processes), self.text
+            time.sleep(0.05)
+
+    def end(self) -> Outcome:
+        """Wait for all processes, of which none may be left behind."""
+        codes = []
+        for process in self.processes:
+            try:
+                codes.append(process.wait(max(0.1, self.began + LIMIT_S - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"the job does not end:\n{self.text}") from None
+        seconds = time.monotonic() - self.began
+        for _ in range(50):
+            if not (left := list(self.alive())):
+                break
+            time.sleep(0.1)
+        assert not left, f"processes {left} are left behind"
+        first = re.search(r"Root Cause.*?exitcode\s*: (-?\d+)", self.text, re.DOTALL)
+        return Outcome(self.text, [int(first[1])] if first else codes, seconds)
+
+    def alive(self) -> Iterator[int]:
+        """Processes of this job, by its mark in their environment."""
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"{MARK}={self.mark}".encode() in environ.read_bytes():
+                    yield int(environ.parent.name)
+
+
+def run_torchrun(folder: Path, world: int, *args: str) -> Outcome:
+    with Job(folder) as job:
+        job.torchrun(world, *args)
+        return job.end()
+
+
+def run_plain(folder: Path, *args: str) -> Outcome:
+    with Job(folder) as job:
+        job.start(["train.py", *args])
+        return job.end()

@@ -1,0 +1,332 @@
+"""How processes find their place, compare notes, and leave; in threads and bare processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+
+from megapipe.errors import ConfigError, DataError, LaunchError
+from megapipe.train import ending, launch
+from megapipe.train.ending import Ending
+from megapipe.train.launch import Place, RendezvousError, find_place, first_host
+
+TORCHRUN = {
+    "RANK": "9",
+    "WORLD_SIZE": "16",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "8",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SLURM = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_NODELIST": "gpu[01-08]",
+}
+
+
+def test_the_place_of_a_plain_process() -> None:
+    place = find_place({"PATH": "/bin", "SLURM_JOB_ID": "7"})
+    assert place == Place()
+    assert (place.rank, place.world, place.launched) == (0, 1, False)
+    assert not place.hosts
+
+
+def test_the_place_under_torchrun() -> None:
+    place = find_place(TORCHRUN)
+    assert place == Place(9, 16, 1, 8, "node0", 1234, launched=True, hosted=True)
+    assert not place.ended_by_launcher
+    one_node = find_place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "16"})
+    assert one_node.ended_by_launcher
+    assert not one_node.hosts
+
+
+def test_the_place_by_hand() -> None:
+    place = find_place({"RANK": "0", "WORLD_SIZE": "2"})
+    assert place == Place(0, 2, 0, 2, launched=True)
+    assert place.hosts
+    assert not place.ended_by_launcher
+
+
+def test_the_place_under_srun() -> None:
+    place = find_place(SLURM)
+    assert place == Place(5, 8, 1, 4, "gpu03", 23456, launched=True)
+    given = find_place({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "99"})
+    assert (given.address, given.port) == ("head", 99)
+    under_torchrun = find_place({**SLURM, **TORCHRUN})
+    assert under_torchrun == find_place(TORCHRUN)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"RANK": "16"}, "rank 16 does not exist in a world of 16"),
+        ({"RANK": "x"}, "RANK='x'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT='0'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+    ],
+)
+def test_variables_that_make_no_sense(wrong: dict[str, str], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        find_place({**TORCHRUN, **wrong})
+
+
+def test_a_slurm_job_number_that_is_none() -> None:
+    with pytest.raises(LaunchError, match="SLURM_JOB_ID='seven'"):
+        find_place({**SLURM, "SLURM_JOB_ID": "seven"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu[03-05,9],login", "gpu03"),
+        ("gpu[9,03-05]", "gpu9"),
+        ("login,gpu[03-05]", "login"),
+        ("a-b7", "a-b7"),
+        ("rack1-[001-002]", "rack1-001"),
+        ("n[1-2]-ib", "n1-ib"),
+        ("rack[1-2]n[3-4]", "rack1n3"),
+        ("", "127.0.0.1"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([5], "5"), ([2, 1], "1-2"), ([1, 2, 3, 7], "1-3, 7"), ([1, 3, 5], "1, 3, 5")],
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert launch._ranges(numbers) == text
+
+
+def test_differences_on_one_line() -> None:
+    differences = [("b", 1, 2, rank) for rank in (3, 1, 2)]
+    differences += [("b", 1, None, 7), ("a.x", "one", "two", 5)]
+    assert launch._describe(differences) == (
+        "the ranks disagree: a.x is 'one' on rank 0 but 'two' on rank 5; "
+        "b is 1 on rank 0 but 2 on ranks 1-3, None on rank 7"
+    )
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def at_once(world: int, port: int, work: Callable[[Place, PrefixStore], Any]) -> list[Any]:
+    """What `work` gives on each of the ranks, run as threads: a result or an exception."""
+    results: list[Any] = [None] * world
+
+    def rank_main(rank: int) -> None:
+        place = Place(rank, world, rank, world, port=port, hosted=True)
+        try:
+            results[rank] = work(place, PrefixStore("x", TCPStore("127.0.0.1", port)))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+def test_ranks_that_agree(port: int) -> None:
+    values = {"a": 1, "b": [None, 2.5], "c": "text"}
+    found = at_once(4, port, lambda place, s: launch.compare_ranks(s, place, values, 10))
+    assert found == [None] * 4
+
+
+def test_ranks_that_disagree(port: int) -> None:
+    """Every rank gets the same message: a value that differs, one too many, one that lacks."""
+
+    def compare(place: Place, store: PrefixStore) -> None:
+        values: dict[str, object] = {"same": 1, "lr": 0.1 if place.rank != 2 else 0.2}
+        if place.rank in (1, 2):
+            values["extra"] = True
+        launch.compare_ranks(store, place, values, 10)
+
+    texts = {str(error) for error in at_once(4, port, compare)}
+    (text,) = texts
+    assert text == (
+        "the ranks disagree: extra is None on rank 0 but True on ranks 1-2; "
+        "lr is 0.1 on rank 0 but 0.2 on rank 2"
+    )
+
+
+def test_a_rank_that_is_late(port: int) -> None:
+    def compare(place: Place, store: PrefixStore) -> None:
+        if place.rank != 1:
+            launch.compare_ranks(store, place, {"a": 1}, 1)
+
+    first, _, third = at_once(3, port, compare)
+    assert isinstance(first, LaunchError)
+    assert str(first) == str(third)
+    assert "2 of 3 ranks arrived within 1 s" in str(first)
+
+
+def test_a_port_that_something_else_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own client would wait for an answer for ever."""
+    monkeypatch.setattr(launch, "ANSWER_S", 0.5)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        place = Place(1, 2, 1, 2, port=other.getsockname()[1], launched=True)
+        with pytest.raises(RendezvousError, match="no rendezvous store"):
+            launch.open_store(place, 60)
+        with pytest.raises(RendezvousError, match="the port is in use"):
+            launch.open_store(replace(place, rank=0), 60)
+        assert not ending.speaks_alone(place), "rank 0 reports it"
+    assert ending.speaks_alone(place)
+    assert not ending.speaks_alone(replace(place, rank=2, local_rank=2))
+    assert ending.speaks_alone(replace(place, rank=8, local_rank=0))
+
+
+def captured(work: Callable[[], Any]) -> tuple[Any, str]:
+    """The result and what went to standard error, of all threads."""
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        result = work()
+    return result, text.getvalue()
+
+
+def test_of_all_that_fail_at_once_one_speaks(port: int) -> None:
+    def fail(place: Place, store: PrefixStore) -> int:
+        return Ending(place, store).report(DataError(f"bad\nrank {place.rank}"))
+
+    codes, text = captured(lambda: at_once(6, port, fail))
+    assert codes == [3] * 6
+    assert text.startswith("megapipe: error: bad rank ")
+    assert text.count("\n") == 1
+
+
+def test_of_a_bug_one_traceback_is_shown(port: int) -> None:
+    def fail(place: Place, store: PrefixStore) -> int:
+        end = Ending(place, store)
+        try:
+            raise ZeroDivisionError(f"on rank {place.rank}")
+        except ZeroDivisionError as error:
+            return end.report_unexpected(error)
+
+    codes, text = captured(lambda: at_once(3, port, fail))
+    assert codes == [1] * 3
+    assert text.count("Traceback") == 1
+    assert text.count("ZeroDivisionError: on rank") == 1
+
+
+def test_a_lost_peer_is_news_only_if_it_did_not_say_why(port: int) -> None:
+    broken = RuntimeError("[/x/gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
+    said = threading.Event()
+
+    def fail(place: Place, store: PrefixStore) -> int:
+        end = Ending(place, store)
+        if place.rank == 1:
+            code = end.report(ConfigError("why"))
+            said.set()
+            return code
+        assert said.wait(10)
+        return end.report_unexpected(broken)
+
+    codes, text = captured(lambda: at_once(3, port, fail))
+    assert codes == [2] * 3
+    assert text == "megapipe: error: why\n"
+
+    def lose(place: Place, store: PrefixStore) -> int:
+        end = Ending(place, PrefixStore("another job", store))
+        return end.report_unexpected(broken)
+
+    codes, text = captured(lambda: at_once(3, port, lose))
+    assert codes == [4] * 3
+    assert text.count("\n") == 1
+    assert "lost contact with a peer: Connection closed by peer [127.0.0.1]:1" in text
+
+
+def stuck(port: int, path: str) -> None:
+    """A rank inside something that notices nothing."""
+    place = Place(1, 2, 1, 2, port=port, hosted=True)
+    with open(path, "w") as sys.stderr:
+        end = Ending(place, launch.open_store(place, 10))
+        end.cleanup = lambda: print("cleaned up", file=sys.stderr, flush=True)
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: bool) -> None:
+    """When a peer fails with a word, or when the store goes down."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "megapipe.testing", "megapipe.train.step"])
+    file = tmp_path / "stderr"
+    process = context.Process(target=stuck, args=(port, str(file)), daemon=True)
+    process.start()
+    place = Place(0, 2, 0, 2, port=port, hosted=True)
+    while not file.exists():
+        time.sleep(0.05)
+    time.sleep(1.0)
+    if loss:
+        del server
+    else:
+        _, text = captured(
+            lambda: Ending(place, launch.open_store(place, 10)).report(DataError("why"))
+        )
+        assert text == "megapipe: error: why\n"
+    process.join(20)
+    assert process.exitcode == (4 if loss else 3)
+    lost = "megapipe: error: rank 1 lost the rendezvous store\n" if loss else ""
+    assert file.read_text() == f"{lost}cleaned up\n"
+
+
+def test_the_host_of_the_store_leaves_last() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    left: list[int] = []
+
+    def rank_main(rank: int) -> None:
+        place = Place(rank, 3, rank, 3, port=port, launched=True)
+        end = Ending(place, launch.open_store(place, 10))
+        time.sleep(0.3 * rank)
+        end.leave()
+        left.append(rank)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert left[0] == 1
+    assert sorted(left[1:]) == [0, 2]
+
+
+def test_a_store_that_is_gone_is_a_network_error() -> None:
+    """What :class:`Ending` tells apart from a quiet hour."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port)
+    del server
+    with pytest.raises(DistNetworkError):
+        client.wait(["nothing"])

@@ -1,0 +1,335 @@
+"""A run that stops and goes on is, at the same layout, bitwise the run that did not stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from jobs import Job, arguments, tiny
+from parity import local_copies
+
+from megapipe.checkpoint import Checkpoint
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.data.tokenizer import load_tokenizer
+from megapipe.errors import CheckpointError, ConfigError, MegapipeError
+from megapipe.generate import Generator, find_checkpoint
+from megapipe.layout import resolve
+from megapipe.mesh import Grid
+from megapipe.testing import World, run_world
+from megapipe.train.trainer import Trainer
+
+VOCABULARY = 257
+STEPS, HALF = 8, 4
+BASE = {
+    "model.layers": "4",
+    "train.steps": str(STEPS),
+    "train.global_batch": "8",
+    "train.validate_every": str(HALF),
+    "checkpoint.every": str(HALF),
+    "checkpoint.keep": "9",
+    "optimizer.lr": "1e-2",
+    "optimizer.clip": "0.5",
+}
+DP = {"parallel.dp": "2", "parallel.pp": "2", "model.dropout": "0.1"}
+TP = {"parallel.tp": "2", "parallel.pp": "2", "parallel.sequence_parallel": "true"}
+
+
+class Interrupted(Exception):
+    """Ends a test run where a killed one would."""
+
+
+@dataclass(frozen=True)
+class Play:
+    """A run by the real trainer.
+
+    `stop_after` ends it after the checkpoint of that step as if it were killed; `preempt` sends
+    rank 1 the signal of a scheduler after that step.
+    """
+
+    name: str
+    settings: Mapping[str, str]
+    stop_after: int | None = None
+    preempt: int | None = None
+
+
+def play_all(world: World, base: Mapping[str, str], plays: list[Play]) -> list[dict[str, Any]]:
+    """This rank's part of one run after another."""
+    return [play(world, base, each) for each in plays]
+
+
+def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
+    """All that this rank shows of a run: what it reported, its weights, its optimizer."""
+    config: Config = parse(arguments({**base, **this.settings, "run.name": this.name})).config
+    tokenizer = load_tokenizer("byte")
+    config, layout = resolve(config, world.size, tokenizer.vocab_size)
+    mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
+    outcome: dict[str, Any] = {"error": None}
+    trainer = None
+    try:
+        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank)
+        outcome["loaded"] = list(local_copies(trainer.step)) if trainer.first_step else None
+        train, save = trainer.step.train, trainer._save
+
+        def train_and_note(step: int, rows: Any) -> Any:
+            result = train(step, rows)
+            outcome.setdefault("steps", {})[step + 1] = result
+            if this.preempt == step + 1 and world.rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return result
+
+        def save_and_stop(step: int) -> None:
+            save(step)
+            if step == this.stop_after:
+                raise Interrupted
+
+        trainer.step.train = train_and_note  # type: ignore[method-assign]
+        trainer._save = save_and_stop  # type: ignore[method-assign]
+        trainer.run()
+    except Interrupted:
+        pass
+    except MegapipeError as error:
+        outcome["error"] = (type(error), str(error))
+        if trainer is None:
+            return outcome
+    finally:
+        if trainer is not None:
+            trainer.close()
+    assert trainer is not None
+    outcome["first_step"] = trainer.first_step
+    outcome["run_id"] = trainer.run_id
+    outcome["validation"] = trainer.validation_loss
+    outcome["copies"] = list(local_copies(trainer.step))
+    outcome["state"] = [
+        (owned.spec.name, owned.start, kind, values.clone().numpy())
+        for owned in trainer.step.optimizer.own_slices()
+        for kind, values in owned.values.items()
+    ]
+    return outcome
+
+
+def run(folder: Path, *plays: Play, world: int = 4) -> list[list[dict[str, Any]]]:
+    """Per play, what each rank shows."""
+    ranks = run_world(world, play_all, {**tiny(folder), **BASE}, list(plays))
+    return [list(outcomes) for outcomes in zip(*ranks, strict=True)]
+
+
+def checkpoint(folder: Path, name: str, step: int) -> Path:
+    return folder / "runs" / name / "checkpoints" / f"step-{step:08d}"
+
+
+def assert_same_files(a: Path, b: Path) -> None:
+    """The same global tensors, bit for bit."""
+    first, second = Checkpoint.open(a), Checkpoint.open(b)
+    assert first.names() == second.names()
+    assert {name.split("/")[0] for name in first.names()} == {
+        "model",
+        "optimizer.exp_avg",
+        "optimizer.exp_avg_sq",
+    }
+    for name in first.names():
+        assert torch.equal(first.read(name), second.read(name)), name
+
+
+def assert_continues(parts: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
+    """Ranks of a resumed run against those of the uninterrupted one."""
+    for part, full in zip(parts, whole, strict=True):
+        assert part["error"] is None
+        first = part["first_step"]
+        assert sorted(part["steps"]) == list(range(first + 1, STEPS + 1))
+        for step, result in part["steps"].items():
+            assert result == full["steps"][step], step  # loss, norm, learning rate, tokens
+        assert part["validation"] == full["validation"]
+        for key in ("copies", "state"):
+            for (*mine, x), (*theirs, y) in zip(part[key], full[key], strict=True):
+                assert mine == theirs
+                assert np.array_equal(x, y), mine
+
+
+CASES = {
+    "dp2 pp2 dropout fp32": DP,
+    "dp2 pp2 dropout bf16": {**DP, "model.dtype": "bf16"},
+    "tp2 pp2 tied fp32": TP,
+    "tp2 pp2 tied bf16": {**TP, "model.dtype": "bf16"},
+    "dp2 pp2 zero 0": {**DP, "optimizer.zero": "0", "pipeline.chunks": "2",
+                       "pipeline.schedule": "interleaved_1f1b"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_the_uninterrupted_one_bitwise(case: str, tmp_path: Path) -> None:
+    given = CASES[case]
+    stopped = Play("parts", given, stop_after=HALF)
+    full, _, parts = run(tmp_path, Play("full", given), stopped, Play("parts", given))
+    assert parts[0]["first_step"] == HALF
+    assert parts[0]["run_id"] != full[0]["run_id"]
+    assert_continues(parts, full)
+    for step in (HALF, STEPS):
+        assert_same_files(checkpoint(tmp_path, "parts", step), checkpoint(tmp_path, "full", step))
+    logged = (tmp_path / "runs/parts/log.jsonl").read_text().splitlines()
+    steps = [x for x in map(json.loads, logged) if x["kind"] == "step"]
+    assert [x["step"] for x in steps] == list(range(1, STEPS + 1))
+    assert [x["loss"] for x in steps] == [full[0]["steps"][i].loss for i in range(1, STEPS + 1)]
+
+
+def test_another_layout_loads_the_same_state_and_goes_on(tmp_path: Path) -> None:
+    """dp2 pp2 with ZeRO 0 goes on as tp2 pp2 with ZeRO 1, and back."""
+    first = {**DP, "optimizer.zero": "0", "model.dropout": "0"}
+    second = {**TP, "parallel.dp": "1"}
+    saved = checkpoint(tmp_path, "full", HALF)
+    load = {"checkpoint.load": str(saved)}
+    full, moved = run(tmp_path, Play("full", first), Play("moved", {**second, **load}))
+    assert moved[0]["first_step"] == HALF
+    tensors = Checkpoint.open(saved)
+    for rank in moved:
+        for name, box, values in rank["loaded"]:
+            assert np.array_equal(values, tensors.read(f"model/{name}", box).numpy()), name
+    for step, result in moved[0]["steps"].items():
+        expected = full[0]["steps"][step]
+        assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        assert result.lr == expected.lr
+    assert moved[0]["validation"] == pytest.approx(full[0]["validation"], rel=1e-6)
+    resaved = run_world(
+        4, save_as_loaded, {**tiny(tmp_path), **BASE, **second}, str(saved), str(tmp_path / "again")
+    )
+    assert_same_files(Path(resaved[0]), saved)
+
+
+def save_as_loaded(world: World, settings: Mapping[str, str], source: str, target: str) -> str:
+    """Load a checkpoint into a layout and save it from there."""
+    given = {**settings, "checkpoint.load": source, "run.name": "again"}
+    tokenizer = load_tokenizer("byte")
+    config, layout = resolve(parse(arguments(given)).config, world.size, tokenizer.vocab_size)
+    mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
+    trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank)
+    trainer.checkpoints = Path(target)
+    trainer._save(trainer.first_step)
+    trainer.close()
+    return str(Path(target) / f"step-{trainer.first_step:08d}")
+
+
+def damage(path: Path) -> None:
+    """Flip one bit in the middle of the largest shard."""
+    shard = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path) -> None:
+    one = {"parallel.pp": "2"}
+    (full,) = run(tmp_path, Play("full", one), world=2)
+    damage(checkpoint(tmp_path, "full", STEPS))
+    (parts,) = run(tmp_path, Play("full", one), world=2)
+    assert parts[0]["first_step"] == HALF
+    assert_continues(parts, full)
+    notes = [
+        record["text"]
+        for record in map(json.loads, (tmp_path / "runs/full/log.jsonl").read_text().splitlines())
+        if record["kind"] == "note"
+    ]
+    assert any("passed over a damaged checkpoint" in n and f"{STEPS:08d}/" in n for n in notes)
+    assert any(n.startswith("resumed from") and f"{HALF:08d}" in n for n in notes)
+
+    damage(checkpoint(tmp_path, "full", HALF))
+    load = {"checkpoint.load": str(checkpoint(tmp_path, "full", HALF))}
+    (refused,) = run(tmp_path, Play("loads", {**one, **load}), world=2)
+    for rank in refused:
+        kind, text = rank["error"]
+        assert kind is CheckpointError
+        assert text.startswith("checkpoint.load")
+        assert "SHA-256" in text
+
+
+def test_whether_to_resume_can_be_demanded(tmp_path: Path) -> None:
+    one = {"parallel.pp": "2", "train.steps": "2", "checkpoint.every": "0"}
+    must, never = ({**one, "run.resume": word} for word in ("must", "never"))
+    missing, _, refused, ended = run(
+        tmp_path, *(Play("run", settings) for settings in (must, never, never, must)), world=2
+    )
+    for rank in missing:
+        assert rank["error"][0] is CheckpointError
+        assert "no checkpoint to resume from" in rank["error"][1]
+    for rank in refused:
+        assert rank["error"][0] is ConfigError
+        assert "run.resume" in rank["error"][1]
+    assert ended[0]["error"] is None
+    assert ended[0]["first_step"] == 2
+    assert "steps" not in ended[0]
+
+
+def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
+    signalled = Play("parts", DP, preempt=3)
+    full, stopped, parts = run(tmp_path, Play("full", DP), signalled, Play("parts", DP))
+    for rank in stopped:
+        assert rank["error"][0].exit_code == 75
+        assert "saved step 3 of 8" in rank["error"][1]
+    assert checkpoint(tmp_path, "parts", 3).exists()
+    assert parts[0]["first_step"] == 3
+    assert_continues(parts, full)
+
+
+def test_a_signalled_job_exits_with_75_and_says_so_once(tmp_path: Path) -> None:
+    endless = {"train.steps": "1000000", "optimizer.schedule": "constant", "log.every": "100000"}
+    given = arguments({**tiny(tmp_path), **endless, "parallel.pp": "2"})
+    with Job(tmp_path) as job:
+        job.ranks(2, {0: given, 1: given})
+        job.await_text("loss")
+        job.processes[1].send_signal(signal.SIGTERM)
+        job.end().assert_one_line(75, "stopped by a signal; saved step")
+
+
+@pytest.mark.parametrize("case", ["dp2 pp2 dropout fp32", "tp2 pp2 tied fp32"])
+def test_generation_computes_what_the_reference_does(case: str, tmp_path: Path) -> None:
+    run(tmp_path, Play("run", CASES[case], stop_after=HALF))
+    folder = checkpoint(tmp_path, "run", HALF)
+    generator = Generator(find_checkpoint(tmp_path / "runs/run"), torch.device("cpu"))
+    saved = Checkpoint.open(folder)
+    params = {
+        name.removeprefix("model/"): saved.read(name)
+        for name in saved.names()
+        if name.startswith("model/")
+    }
+    ids = list(b"the cat sat")
+    model = generator.config.model_copy(update={"dropout": 0.0})
+    expected = reference.logits(params, model, torch.tensor([ids]))[0, -1, :VOCABULARY]
+    assert torch.allclose(generator.logits(ids), expected, rtol=0, atol=1e-5)
+    with Job(tmp_path) as job:
+        text = ["--prompt", "the cat", "--tokens", "5", "--temperature", "0"]
+        job.start(["scripts/generate.py", str(folder), *text])
+        outcome = job.end()
+    assert outcome.codes == [0]
+    assert outcome.text.startswith("the cat")
+
+
+def test_the_run_folder_tells_what_ran(tmp_path: Path) -> None:
+    """Reports switched on, no account, no network."""
+    given = {**tiny(tmp_path), "log.tensorboard": "true", "log.wandb": "offline"}
+    with Job(tmp_path) as job:
+        job.start(["train.py", *arguments(given)])
+        outcome = job.end()
+    assert outcome.codes == [0], outcome.text
+    assert "does not take records" not in outcome.text
+    folder = tmp_path / "runs/run"
+    tokenizer = load_tokenizer("byte")
+    resolved, _ = resolve(parse(arguments(given)).config, 1, tokenizer.vocab_size)
+    assert parse([str(folder / "config.yaml")]).config == resolved
+    assert json.loads((folder / "provenance.json").read_text())["versions"]["torch"]
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3]
+    assert [r["step"] for r in records if r["kind"] == "validation"] == [3]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["loss_last"] == [r for r in records if r["kind"] == "step"][-1]["loss"]
+    assert list((folder / "tensorboard").glob("events*"))
+    assert list(folder.glob("wandb/offline-run-*/*.wandb"))
