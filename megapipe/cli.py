@@ -121,6 +121,7 @@ def help_text() -> str:
     for error in _error_kinds():
         meaning = (error.__doc__ or "").strip().rstrip(".")
         lines.append(f"  {error.exit_code:>3}  {meaning}")
+    lines.append("  130  interrupted from the keyboard")
     return "\n".join(lines) + "\n"
 
 

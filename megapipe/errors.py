@@ -14,6 +14,7 @@ code  meaning
 5     checkpoint: missing, damaged, or of another model
 6     numerics: loss or gradient is not finite
 75    stopped by a signal after saving; run again to resume
+130   interrupted from the keyboard
 ====  ==========================================================
 """
 

@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from megapipe.mesh import Grid, ParallelMesh
 
-PRELOAD = ("torch", "megapipe.testing", "megapipe.train.step")
+PRELOAD = ("torch", "megapipe.testing", "megapipe.train.trainer")
 
 
 class WorldError(AssertionError):

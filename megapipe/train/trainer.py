@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.checkpoint.retention import retain
 from megapipe.checkpoint.writer import Meta, save
 from megapipe.cli import dump, flatten
@@ -19,7 +18,7 @@ from megapipe.config import Config
 from megapipe.data.batch import build_batches
 from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.tokenizer import Tokenizer
-from megapipe.errors import CheckpointError, ConfigError, MegapipeError, Preempted
+from megapipe.errors import ConfigError, MegapipeError, Preempted
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
 from megapipe.observe.memory import memory_gib
@@ -28,10 +27,11 @@ from megapipe.observe.peaks import peak
 from megapipe.observe.provenance import provenance
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
-from megapipe.optim.zero import MOMENTS
 from megapipe.plan.flops import token_flops
 from megapipe.plan.params import count, parameter_shapes
 from megapipe.train import state
+from megapipe.train.agreement import all_or_none
+from megapipe.train.resume import choose, load
 from megapipe.train.signals import StopRequest
 from megapipe.train.step import StepResult, TrainStep
 
@@ -70,21 +70,14 @@ class Trainer:
         self.step = TrainStep(config, layout, mesh)
         self.first_step = 0
         self.run_id = mesh.share(uuid.uuid4().hex)
-        self.skipped: list[str] = []
-        self.source = self._resume()
+        self.source = choose(config, self.checkpoints, mesh)
+        if self.source.checkpoint is not None:
+            load(self.source.checkpoint, config, self.step.optimizer, mesh)
+            self.first_step = self.source.checkpoint.step
+            if self.source.is_own:
+                self.run_id = self.source.checkpoint.manifest.run_id
         self.observer = self._open_run_folder() if mesh.rank == 0 else None
         self.validation_loss = float("nan")
-
-    def _all_or_none(self, error: MegapipeError | None) -> None:
-        """Raise the first error of any rank on every rank, as its own kind where it happened."""
-        text = self.mesh.agree(None if error is None else f"{error.exit_code} {error}")
-        if text is None:
-            return
-        if error is not None:
-            raise error
-        code, _, message = text.partition(" ")
-        kinds = {kind.exit_code: kind for kind in MegapipeError.__subclasses__()}
-        raise kinds.get(int(code), MegapipeError)(message)
 
     def _make_folder(self) -> None:
         """The run folder, before anything takes time."""
@@ -94,7 +87,7 @@ class Trainer:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as problem:
                 error = ConfigError(f"run.folder: cannot make {self.folder}: {problem.strerror}")
-        self._all_or_none(error)
+        all_or_none(self.mesh, error)
 
     def _prepare(self, local_rank: int) -> Prepared:
         """The tokenized corpus, made by one process of each node."""
@@ -108,97 +101,9 @@ class Trainer:
                 except MegapipeError as problem:
                     error = problem
             self.mesh.await_all(CORPUS_PATIENCE)
-            self._all_or_none(error)
+            all_or_none(self.mesh, error)
         assert prepared is not None
         return prepared
-
-    def _resume(self) -> Path | None:
-        """Load the newest checkpoint of the run that is intact on every rank; returns its folder.
-
-        Damaged ones are passed over. ``checkpoint.load`` is taken if the run has none of its
-        own, and then it must be intact.
-        """
-        run, load = self.config.run, self.config.checkpoint.load
-        damaged: set[Path] = set()
-        while True:
-            path = self._newest(damaged)
-            if path is None:
-                break
-            if run.resume == "never":
-                raise ConfigError(
-                    f"{self.folder} already has the checkpoint {path.name}, and run.resume is "
-                    "never; choose another run.name"
-                )
-            checkpoint, problem = self._verified(path)
-            if checkpoint is not None:
-                self.run_id = checkpoint.manifest.run_id
-                return self._load(checkpoint)
-            self.skipped.append(problem)
-            damaged.add(path)
-        if damaged or run.resume == "must":
-            reasons = f": {'; '.join(self.skipped)}" if self.skipped else ""
-            raise CheckpointError(f"{self.checkpoints}: no checkpoint to resume from{reasons}")
-        if load is None:
-            return None
-        checkpoint, problem = self._verified(Path(load))
-        if checkpoint is None:
-            raise CheckpointError(f"checkpoint.load: {problem}")
-        return self._load(checkpoint)
-
-    def _newest(self, damaged: set[Path]) -> Path | None:
-        """Rank 0 looks, so that all ranks take the same one."""
-        text, error = "", None
-        if self.mesh.rank == 0:
-            try:
-                found = find_newest(self.checkpoints, skip=damaged)
-                self.skipped += found.skipped if not damaged else []
-                text = str(found.path or "")
-            except MegapipeError as problem:
-                error = problem
-        self._all_or_none(error)
-        text = self.mesh.share(text)
-        return Path(text) if text else None
-
-    def _verified(self, path: Path) -> tuple[Checkpoint | None, str]:
-        """The checkpoint if it is whole, each rank hashing its share of the files; else why not."""
-        checkpoint, error = None, None
-        try:
-            checkpoint = Checkpoint.open(path)
-            files = sorted(checkpoint.manifest.files)
-            checkpoint.verify(files[self.mesh.rank :: self.mesh.world])
-        except CheckpointError as problem:
-            error = str(problem)
-        first = self.mesh.agree(error)
-        return (checkpoint, "") if first is None else (None, first)
-
-    def _load(self, checkpoint: Checkpoint) -> Path:
-        error = None
-        try:
-            self._check_model(checkpoint)
-            checkpoint.match(
-                {
-                    f"{kind}/{name}": shape
-                    for kind in ("model", *(f"optimizer.{m}" for m in MOMENTS))
-                    for name, shape in parameter_shapes(self.config.model).items()
-                }
-            )
-            state.load(self.step.optimizer, checkpoint)
-        except MegapipeError as problem:
-            error = problem
-        self._all_or_none(error)
-        self.first_step = checkpoint.step
-        return checkpoint.path
-
-    def _check_model(self, checkpoint: Checkpoint) -> None:
-        """Refuse weights of a model that computes something else."""
-        stored = checkpoint.manifest.config
-        for key, value in flatten(self.config).items():
-            free = key in ("model.dtype", "model.dropout", "model.init_std")
-            if key.startswith("model.") and not free and stored.get(key) != value:
-                raise CheckpointError(
-                    f"{checkpoint.path}: its {key} is {stored.get(key)}, the configuration has "
-                    f"{value}"
-                )
 
     def _open_run_folder(self) -> Observer:
         """Record what runs: configuration, versions, git state."""
@@ -216,10 +121,11 @@ class Trainer:
         """Train to the last step. Raises :class:`Preempted` after saving if asked to stop."""
         steps = self.config.train.steps
         self._note(self._banner())
-        for reason in self.skipped:
+        for reason in self.source.skipped:
             self._note(f"passed over a damaged checkpoint: {reason}")
-        if self.source is not None:
-            self._note(f"resumed from {self.source} at step {self.first_step} of {steps}")
+        if self.source.checkpoint is not None:
+            path = self.source.checkpoint.path
+            self._note(f"resumed from {path} at step {self.first_step} of {steps}")
         began = time.perf_counter()
         losses: list[float] = []
         pace = None
@@ -327,7 +233,7 @@ class Trainer:
                 retain(self.checkpoints, self.config.checkpoint.keep, path)
             except MegapipeError as problem:
                 error = problem
-        self._all_or_none(error)
+        all_or_none(self.mesh, error)
         self._note(f"saved {path}")
 
     def _summarise(self, losses: list[float], seconds: float) -> None:
