@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -53,6 +53,8 @@ class _ParallelLinear(nn.Module):
 
     weight: Parameter
     bias: Parameter | None
+    rows_split: ClassVar[bool]
+    """Whether tp splits the rows of the weight (the outputs) or its columns (the inputs)."""
 
     def __init__(
         self,
@@ -60,7 +62,6 @@ class _ParallelLinear(nn.Module):
         name: str,
         shape: tuple[int, ...],
         *,
-        split_dim: int,
         bias: bool,
         std: float,
         padded: int | None = None,
@@ -69,6 +70,7 @@ class _ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.sharding = sharding
+        split_dim = len(shape) - (2 if self.rows_split else 1)
         self.weight = new_parameter(
             sharding,
             weight_name or f"{name}.weight",
@@ -79,7 +81,6 @@ class _ParallelLinear(nn.Module):
             padded=padded,
             replica=replica,
         )
-        self.rows_split = split_dim == len(shape) - 2
         self.bias = (
             new_parameter(
                 sharding,
@@ -123,29 +124,7 @@ class _ColumnFunction(Function):
 class ColumnParallelLinear(_ParallelLinear):
     """y = x W^T + b with the rows of W split over tp: [s(/tp), b, in] -> [s, b, k * out/tp]."""
 
-    def __init__(
-        self,
-        sharding: Sharding,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        bias: bool,
-        std: float,
-        padded: int | None = None,
-        replica: int = 0,
-        weight_name: str | None = None,
-    ) -> None:
-        super().__init__(
-            sharding,
-            name,
-            shape,
-            split_dim=len(shape) - 2,
-            bias=bias,
-            std=std,
-            padded=padded,
-            replica=replica,
-            weight_name=weight_name,
-        )
+    rows_split = True
 
     def forward(self, x: Tensor) -> Tensor:
         return _ColumnFunction.apply(x, self.weight, self)
@@ -177,10 +156,7 @@ class _RowFunction(Function):
 class RowParallelLinear(_ParallelLinear):
     """y = x W^T + b with the columns of W split over tp: [s, b, in/tp] -> [s(/tp), b, out]."""
 
-    def __init__(
-        self, sharding: Sharding, name: str, shape: tuple[int, int], *, bias: bool, std: float
-    ) -> None:
-        super().__init__(sharding, name, shape, split_dim=1, bias=bias, std=std)
+    rows_split = False
 
     def forward(self, x: Tensor) -> Tensor:
         return _RowFunction.apply(x, self.weight, self)
