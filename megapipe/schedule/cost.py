@@ -1,39 +1,89 @@
 """What operations and messages cost, in any unit of time."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.ir import Kind
+from megapipe.schedule.placement import Placement
 
 Time = int | float | Fraction
 """Whole numbers and fractions stay exact through the simulator."""
+PerStage = Time | tuple[Time, ...]
+PerLink = Time | Mapping[tuple[int, int], Time]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of one operation at one virtual stage: a number for all stages, or one per stage."""
+    """Time of one operation on a whole micro-batch at one virtual stage: a number for all stages,
+    or one per stage. An operation on a part of a micro-batch costs its share."""
 
-    F: Time | tuple[Time, ...] = 1
-    I: Time | tuple[Time, ...] = 1  # noqa: E741
-    W: Time | tuple[Time, ...] = 1
-    B: Time | tuple[Time, ...] | None = None
+    F: PerStage = 1
+    I: PerStage = 1  # noqa: E741
+    W: PerStage = 1
+    B: PerStage | None = None
     """The fused backward; default: I + W."""
-    latency: Time = 0
-    """From the end of an operation to the arrival of its message on another rank; it keeps
-    neither rank busy, and hand-over within a rank is free."""
+    R: PerStage | None = None
+    """Recomputation; default: F."""
+    overlap_factor: Time = 1
+    """Two joined operations take the sum of both times this; below 1 where one hides what the
+    other waits for."""
+    latency: PerLink = 0
+    """From the end of an operation to the arrival of its message on another rank: for all pairs
+    of ranks or by (source, destination), 0 where a pair is not named. Hand-over within a rank is
+    free."""
+    bandwidth: PerLink | None = None
+    """Share of `message` sent per unit of time, likewise; default: infinite."""
+    message: Time = 0
+    """Size of the message of a whole micro-batch, in the unit of bandwidth."""
+    overlap: bool = True
+    """Messages travel while both ranks compute. If false, the sender waits for the end of each."""
+    slices: tuple[Time, ...] | None = None
+    """Share of an operation's time that each slice of a sequence takes; default: equal ones."""
+    jitter: float = 0.0
+    """Each operation takes up to this share more or less, drawn anew for each."""
+    seed: int = 0
+    """Of the jitter."""
+
+    @classmethod
+    def full_rank(
+        cls,
+        placement: Placement,
+        *,
+        F: Time = 1,
+        I: Time = 1,  # noqa: E741
+        W: Time = 1,
+        B: Time | None = None,
+        R: Time | None = None,
+        latency: PerLink = 0,
+    ) -> "Cost":
+        """From times for all stages of a rank together: each of its stages takes an equal share."""
+        unit = placement.unit
+
+        def share(time: Time) -> Time:
+            return time * float(unit) if isinstance(time, float) else plain(time * unit)
+
+        return cls(
+            F=share(F),
+            I=share(I),
+            W=share(W),
+            B=None if B is None else share(B),
+            R=None if R is None else share(R),
+            latency=latency,
+        )
 
     def table(self, stages: int) -> tuple[tuple[Time, ...], ...]:
-        """Times by kind (F, B, I, W) and stage.
+        """Times by kind (F, B, I, W, R) and stage.
 
         Raises:
             ScheduleError: a tuple that is not of length stages, or a negative time.
         """
-        given = {"F": self.F, "I": self.I, "W": self.W, "latency": self.latency}
-        if self.B is not None:
-            given["B"] = self.B
+        given = {kind.name: getattr(self, kind.name) for kind in Kind}
         rows: dict[str, tuple[Time, ...]] = {}
         for name, value in given.items():
+            if value is None:
+                continue
             rows[name] = value if isinstance(value, tuple) else (value,) * stages
             if len(rows[name]) != stages:
                 raise ScheduleError(
@@ -41,5 +91,42 @@ class Cost:
                 )
             if min(rows[name]) < 0:
                 raise ScheduleError(f"cost {name}: {min(rows[name])} is negative")
-        fused = tuple(i + w for i, w in zip(rows["I"], rows["W"], strict=True))
-        return tuple(rows.get(kind.name, fused) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+        rows.setdefault("B", tuple(i + w for i, w in zip(rows["I"], rows["W"], strict=True)))
+        rows.setdefault("R", rows["F"])
+        return tuple(rows[kind.name] for kind in Kind)
+
+    def link(self, src: int, dst: int, size: Fraction = Fraction(1)) -> Time:
+        """Time that the message of `size` micro-batches takes from one rank to another.
+
+        Raises:
+            ScheduleError: a negative latency, or a bandwidth that is not positive.
+        """
+        if src == dst:
+            return 0
+        time = _of_link(self.latency, src, dst)
+        if time < 0:
+            raise ScheduleError(f"cost latency: {time} is negative")
+        if self.bandwidth is None:
+            return time
+        rate = _of_link(self.bandwidth, src, dst)
+        if rate <= 0:
+            raise ScheduleError(f"cost bandwidth: {rate} from rank {src} to {dst} is not above 0")
+        return plain(time + ratio(self.message * size, rate))
+
+
+def plain(time: Time) -> Time:
+    """The same number, as an int where it is a whole fraction."""
+    if isinstance(time, Fraction) and time.denominator == 1:
+        return time.numerator
+    return time
+
+
+def ratio(part: Time, whole: Time) -> Time:
+    """part / whole, exact for whole numbers and fractions."""
+    if isinstance(part, float) or isinstance(whole, float):
+        return float(part / whole)
+    return Fraction(part) / Fraction(whole)
+
+
+def _of_link(per_link: PerLink, src: int, dst: int) -> Time:
+    return per_link.get((src, dst), 0) if isinstance(per_link, Mapping) else per_link

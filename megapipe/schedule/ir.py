@@ -1,4 +1,4 @@
-"""The form of a schedule: one packed array of operations per rank, and its text.
+"""The form of a schedule: one packed array of operations per rank.
 
 An operation is one signed 64-bit integer, so that a schedule of millions of them stays small
 and fast in plain Python; :class:`Op` is the readable view, made on demand.
@@ -10,17 +10,15 @@ bits   field          note
 4-19   stage          below 2**16
 20-43  micro-batch    below 2**24
 44-59  slice          below 2**16; part of a sequence
-60-62  (free)         for flags such as "runs as one with the next"
+60     joined         runs as one with the next of the list
 ====== ============== ===========================================
 """
 
-import csv
-import io
-import re
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from fractions import Fraction
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
@@ -29,12 +27,11 @@ from megapipe.schedule.placement import Placement
 STAGE_SHIFT = 4
 MICROBATCH_SHIFT = 20
 SLICE_SHIFT = 44
+JOINED = 1 << 60
 KIND_MASK = (1 << STAGE_SHIFT) - 1
 STAGE_MASK = (1 << (MICROBATCH_SHIFT - STAGE_SHIFT)) - 1
 MICROBATCH_MASK = (1 << (SLICE_SHIFT - MICROBATCH_SHIFT)) - 1
 SLICE_MASK = 0xFFFF
-
-_CELL = re.compile(r"(\d+)([FBIWR])(\d+)(?:\.(\d+))?")
 
 
 class Kind(IntEnum):
@@ -59,6 +56,10 @@ class Op(NamedTuple):
     stage: int
     microbatch: int
     slice: int = 0
+    joined: bool = False
+    """It and the next operation of the list run as one: they start when the inputs of both are
+    there, and what they make is there when both have ended (OVERLAP_F_B of
+    torch.distributed.pipelining; the fused pairs of DualPipe)."""
 
     def __str__(self) -> str:
         """The text of torch.distributed.pipelining, as in ``2F5``: stage, kind, micro-batch."""
@@ -66,7 +67,7 @@ class Op(NamedTuple):
         return f"{self.stage}{self.kind.name}{self.microbatch}{part}"
 
 
-def pack(kind: int, stage: int, microbatch: int, slice: int = 0) -> int:
+def pack(kind: int, stage: int, microbatch: int, slice: int = 0, joined: bool = False) -> int:
     """The integer of an operation; ScheduleError where a number does not fit its field."""
     if not (
         0 <= kind <= KIND_MASK
@@ -79,7 +80,8 @@ def pack(kind: int, stage: int, microbatch: int, slice: int = 0) -> int:
             f"does not fit: stages and slices go up to {STAGE_MASK}, micro-batches up to "
             f"{MICROBATCH_MASK}"
         )
-    return kind | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT | slice << SLICE_SHIFT
+    code = kind | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT | slice << SLICE_SHIFT
+    return code | JOINED if joined else code
 
 
 def unpack(code: int) -> Op:
@@ -92,6 +94,7 @@ def unpack(code: int) -> Op:
         code >> STAGE_SHIFT & STAGE_MASK,
         code >> MICROBATCH_SHIFT & MICROBATCH_MASK,
         code >> SLICE_SHIFT & SLICE_MASK,
+        code & JOINED > 0,
     )
 
 
@@ -120,9 +123,20 @@ class Schedule:
     """One ``array('q')`` of packed operations per rank."""
     held_limit: tuple[int, ...] | None = None
     """Promise of the generator: per rank, the most chunk activations alive at once, each counted
-    from its F to its W (or B)."""
+    from its F (or from its R, where the stage recomputes) to its W (or B); that of a slice or of a
+    part of a micro-batch counts as one."""
     forward_only: bool = False
     """The schedule has an F for each stage and micro-batch and nothing else."""
+    replica: tuple[int, ...] | None = None
+    """The replica of the placement that each micro-batch runs through; default: 0 for all."""
+    slices: int = 1
+    """Parts into which every sequence is cut. The F of a slice needs that of the slice before it
+    on the same stage (its keys and values); backwards it is the other way round."""
+    sizes: tuple[Fraction, ...] | None = None
+    """Share of a whole micro-batch's rows that each micro-batch holds; default: 1 for all."""
+    recompute: frozenset[int] = frozenset()
+    """Stages whose F keeps its input alone. The rest is computed again by an R, or, where a
+    micro-batch has none, at the start of its I or B."""
 
     def __post_init__(self) -> None:
         ranks = self.placement.ranks
@@ -131,74 +145,54 @@ class Schedule:
                 f"schedule {self.name}: microbatches must be from 1 to {MICROBATCH_MASK}, "
                 f"not {self.microbatches}"
             )
-        for what, given in (("lists of operations", self.ops), ("limits", self.held_limit)):
-            if given is not None and len(given) != ranks:
+        if not 1 <= self.slices <= SLICE_MASK:
+            raise ScheduleError(
+                f"schedule {self.name}: slices must be from 1 to {SLICE_MASK}, not {self.slices}"
+            )
+        for what, given, wanted, each in (
+            ("lists of operations", self.ops, ranks, "rank"),
+            ("limits", self.held_limit, ranks, "rank"),
+            ("replicas", self.replica, self.microbatches, "micro-batch"),
+            ("sizes", self.sizes, self.microbatches, "micro-batch"),
+        ):
+            if given is not None and len(given) != wanted:
+                plural = "es" if each.endswith("ch") else "s"
                 raise ScheduleError(
-                    f"schedule {self.name}: {len(given)} {what} for {ranks} ranks; "
-                    "one per rank is needed"
+                    f"schedule {self.name}: {len(given)} {what} for {wanted} {each}{plural}; "
+                    f"one per {each} is needed"
                 )
+        replicas = len(self.placement.table)
+        for microbatch, replica in enumerate(self.replica or ()):
+            if not 0 <= replica < replicas:
+                raise ScheduleError(
+                    f"schedule {self.name}: micro-batch {microbatch} runs through replica "
+                    f"{replica}; replicas go from 0 to {replicas - 1}"
+                )
+        for microbatch, size in enumerate(self.sizes or ()):
+            if not 0 < size <= 1:
+                raise ScheduleError(
+                    f"schedule {self.name}: micro-batch {microbatch} is {size} of a whole one; "
+                    "sizes are above 0 and at most 1"
+                )
+
+    def replica_of(self, microbatch: int) -> int:
+        """The replica that a micro-batch runs through."""
+        return self.replica[microbatch] if self.replica else 0
+
+    def size_of(self, microbatch: int) -> Fraction:
+        """The share of a whole micro-batch's rows that a micro-batch holds."""
+        return self.sizes[microbatch] if self.sizes else Fraction(1)
+
+    @property
+    def whole_microbatches(self) -> Fraction:
+        """Micro-batches of a step counted in whole ones; microbatches unless some are parts."""
+        return sum(self.sizes, start=Fraction(0)) if self.sizes else Fraction(self.microbatches)
 
     def rank_ops(self, rank: int) -> list[Op]:
         """The operations of a rank, readable."""
         return [unpack(code) for code in self.ops[rank]]
 
-    def to_csv(self) -> str:
-        """Compute-only CSV of torch.distributed.pipelining: one row per rank, cells like 0F0."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerows([str(op) for op in self.rank_ops(rank)] for rank in range(len(self.ops)))
-        return text.getvalue()
-
-    @classmethod
-    def from_csv(cls, text: str, *, name: str = "csv", forward_only: bool = False) -> "Schedule":
-        """Read what :meth:`to_csv` or torch.distributed.pipelining writes (compute-only).
-
-        The placement and the number of micro-batches are those of the cells; empty cells (idle
-        slots) are skipped.
-
-        Raises:
-            ScheduleError: an unreadable cell, a stage on two ranks, a stage that is missing.
-        """
-        rows = [row for row in csv.reader(io.StringIO(text)) if row]
-        home: dict[int, int] = {}
-        lists = []
-        for rank, row in enumerate(rows):
-            ops = [
-                _parse(cell.strip(), f"schedule {name}: row {rank + 1}, cell {column + 1}")
-                for column, cell in enumerate(row)
-                if cell.strip()
-            ]
-            for op in ops:
-                if home.setdefault(op.stage, rank) != rank:
-                    raise ScheduleError(
-                        f"schedule {name}: {op} is in row {rank + 1} but stage {op.stage} began "
-                        f"in row {home[op.stage] + 1}; a stage lives on one rank"
-                    )
-            lists.append(ops)
-        if not home or max(home) >= len(home):
-            missing = next(stage for stage in range(len(home) + 1) if stage not in home)
-            raise ScheduleError(f"schedule {name}: stage {missing} has no operation")
-        table = tuple(home[stage] for stage in range(len(home)))
-        return cls(
-            name=name,
-            placement=Placement(len(rows), (table,)),
-            microbatches=1 + max(op.microbatch for ops in lists for op in ops),
-            ops=tuple(packed(pack(*op) for op in ops) for ops in lists),
-            forward_only=forward_only,
-        )
-
 
 def packed(codes: Iterable[int]) -> "array[int]":
     """An array of packed operations."""
     return array("q", codes)
-
-
-def _parse(cell: str, where: str) -> Op:
-    match = _CELL.fullmatch(cell)
-    if match is None:
-        raise ScheduleError(
-            f"{where}: {cell!r} is not an operation; write stage, kind (F, B, I, W) and "
-            "micro-batch, as in 2F5"
-        )
-    stage, kind, microbatch, part = match.groups()
-    return Op(Kind[kind], int(stage), int(microbatch), int(part or 0))

@@ -3,8 +3,10 @@
 There is one one-way channel per ordered pair of ranks that have something to tell each other. Its
 messages are FIFO: the sender posts each directly after the operation that makes it, the receiver
 takes them in that order, as late as it can, so directly before the operation that needs one it
-takes that one and all before it. Why this cannot deadlock is in :mod:`megapipe.schedule.validate`.
-Neighbouring stages on one rank hand over by reference, without an action.
+takes that one and all before it. Two joined operations count as one: messages for both are taken
+before, and those of both are posted after them. Why this cannot deadlock is in
+:mod:`megapipe.schedule.validate`. Neighbouring stages on one rank hand over by reference, without
+an action.
 """
 
 import itertools
@@ -55,18 +57,6 @@ class Program:
     actions: tuple[Action, ...]
 
 
-class Channel(NamedTuple):
-    """A one-way channel between two ranks."""
-
-    src: int
-    dst: int
-    messages: int
-    """Messages per step."""
-    depth: int
-    """The most messages received and not yet consumed at once; a message is consumed when the
-    operation that needs it has ended."""
-
-
 class _Message(NamedTuple):
     kind: Kind
     stage: int
@@ -112,30 +102,6 @@ def lower(schedule: Schedule, ranks: Iterable[int] | None = None) -> tuple[Progr
     return tuple(programs)
 
 
-def channels(schedule: Schedule) -> tuple[Channel, ...]:
-    """The channels that a schedule uses, sorted by source and destination.
-
-    Raises:
-        ScheduleError: the schedule is not valid.
-    """
-    validate(schedule)
-    queues = _queues(schedule, range(schedule.placement.ranks))
-    depths: dict[tuple[int, int], int] = defaultdict(int)
-    for rank in range(schedule.placement.ranks):
-        pending: dict[int, int] = defaultdict(int)
-        for do, message, peer in _steps(schedule, rank, queues):
-            if do == Do.RECV:
-                pending[peer] += 1
-                depths[peer, rank] = max(depths[peer, rank], pending[peer])
-            elif do == Do.COMPUTE:
-                source = _input(Op(*message), schedule.placement)
-                if source is not None:
-                    pending[source[1]] -= 1
-    return tuple(
-        Channel(src, dst, len(queues[src, dst]), depths[src, dst]) for src, dst in sorted(queues)
-    )
-
-
 def pairs(placement: Placement) -> list[tuple[int, int]]:
     """The (source, destination) ranks between which training or validation sends messages."""
     used = set()
@@ -170,7 +136,6 @@ def _steps(
     schedule: Schedule, rank: int, queues: dict[tuple[int, int], list[_Message]]
 ) -> Iterator[tuple[Do, _Message, int]]:
     """The actions of a rank without acknowledgements: (do, what, peer or -1)."""
-    placement = schedule.placement
     place = {
         message: index
         for (_, dst), queue in queues.items()
@@ -178,17 +143,30 @@ def _steps(
         for index, message in enumerate(queue)
     }
     taken: dict[int, int] = defaultdict(int)
-    for op in schedule.rank_ops(rank):
-        source = _input(op, placement)
-        if source is not None:
-            message, peer = source
-            for index in range(taken[peer], place[message] + 1):
-                yield Do.RECV, queues[peer, rank][index], peer
-            taken[peer] = max(taken[peer], place[message] + 1)
-        yield Do.COMPUTE, _Message(*op), -1
-        target = _output(op, placement)
-        if target is not None:
-            yield Do.SEND, *target
+    for together in _together(schedule.rank_ops(rank)):
+        for op in together:
+            source = _input(op, schedule)
+            if source is not None:
+                message, peer = source
+                for index in range(taken[peer], place[message] + 1):
+                    yield Do.RECV, queues[peer, rank][index], peer
+                taken[peer] = max(taken[peer], place[message] + 1)
+        for op in together:
+            yield Do.COMPUTE, _message(op), -1
+        for op in together:
+            target = _output(op, schedule)
+            if target is not None:
+                yield Do.SEND, *target
+
+
+def _together(ops: Iterable[Op]) -> Iterator[list[Op]]:
+    """Joined operations in one list, others in lists of their own."""
+    together: list[Op] = []
+    for op in ops:
+        together.append(op)
+        if not op.joined:
+            yield together
+            together = []
 
 
 def _queues(schedule: Schedule, into: Collection[int]) -> dict[tuple[int, int], list[_Message]]:
@@ -196,40 +174,38 @@ def _queues(schedule: Schedule, into: Collection[int]) -> dict[tuple[int, int], 
     queues: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for rank in {src for src, dst in pairs(schedule.placement) if dst in into}:
         for op in schedule.rank_ops(rank):
-            target = _output(op, schedule.placement)
+            target = _output(op, schedule)
             if target is not None and target[1] in into:
                 queues[rank, target[1]].append(target[0])
     return dict(queues)
 
 
-def _input(op: Op, placement: Placement) -> tuple[_Message, int] | None:
+def _input(op: Op, schedule: Schedule) -> tuple[_Message, int] | None:
     """The message that an operation needs and the rank it comes from, if another."""
     if op.kind == Kind.F:
-        kind, stage = Kind.F, op.stage - 1
-    elif op.kind in (Kind.B, Kind.I):
-        kind, stage = Kind.I, op.stage + 1
-    else:
-        return None
-    return _crossing(kind, stage, op, placement, stage)
+        return _crossing(Kind.F, op.stage - 1, op, schedule, op.stage - 1)
+    if op.kind in (Kind.B, Kind.I):
+        return _crossing(Kind.I, op.stage + 1, op, schedule, op.stage + 1)
+    return None
 
 
-def _output(op: Op, placement: Placement) -> tuple[_Message, int] | None:
+def _output(op: Op, schedule: Schedule) -> tuple[_Message, int] | None:
     """The message that an operation makes and the rank it goes to, if another."""
     if op.kind == Kind.F:
-        kind, other = Kind.F, op.stage + 1
-    elif op.kind in (Kind.B, Kind.I):
-        kind, other = Kind.I, op.stage - 1
-    else:
-        return None
-    return _crossing(kind, op.stage, op, placement, other)
+        return _crossing(Kind.F, op.stage, op, schedule, op.stage + 1)
+    if op.kind in (Kind.B, Kind.I):
+        return _crossing(Kind.I, op.stage, op, schedule, op.stage - 1)
+    return None
 
 
 def _crossing(
-    kind: Kind, producer: int, op: Op, placement: Placement, other: int
+    kind: Kind, producer: int, op: Op, schedule: Schedule, other: int
 ) -> tuple[_Message, int] | None:
-    if not 0 <= other < placement.stages:
+    homes = schedule.placement.table[schedule.replica_of(op.microbatch)]
+    if not 0 <= other < len(homes) or homes[other] == homes[op.stage]:
         return None
-    peer = placement.rank_of(other)
-    if peer == placement.rank_of(op.stage):
-        return None
-    return _Message(kind, producer, op.microbatch, op.slice), peer
+    return _Message(kind, producer, op.microbatch, op.slice), homes[other]
+
+
+def _message(op: Op) -> _Message:
+    return _Message(op.kind, op.stage, op.microbatch, op.slice)

@@ -1,6 +1,7 @@
 """Where each virtual stage of the model lives."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megapipe.errors import ScheduleError
 
@@ -47,14 +48,23 @@ class Placement:
         return len(self.table[0])
 
     def rank_of(self, stage: int, replica: int = 0) -> int:
-        """The rank that holds a stage."""
+        """The rank that holds a stage in a replica."""
         return self.table[replica][stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank over all replicas, ascending: its chunks in order."""
         return tuple(
-            sorted(stage for row in self.table for stage, at in enumerate(row) if at == rank)
+            sorted({stage for row in self.table for stage, at in enumerate(row) if at == rank})
         )
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a stage in any replica, ascending."""
+        return tuple(sorted({row[stage] for row in self.table}))
+
+    @property
+    def unit(self) -> Fraction:
+        """One stage's share of a full rank: ranks / stages."""
+        return Fraction(self.ranks, self.stages)
 
 
 def loop(ranks: int, chunks: int = 1) -> Placement:
@@ -67,6 +77,19 @@ def vee(ranks: int) -> Placement:
     """Two chunks per rank, down and back up: rank r has stages r and 2*ranks-1-r (2401.10241)."""
     _at_least_one(ranks=ranks)
     return Placement(ranks, ((*range(ranks), *reversed(range(ranks))),))
+
+
+def wave(ranks: int, waves: int = 1) -> Placement:
+    """Down and up again, `waves` times: 2*waves chunks per rank (Hanayo, 2308.15762)."""
+    _at_least_one(waves=waves)
+    return Placement(ranks, (vee(ranks).table[0] * waves,))
+
+
+def mirrored(placement: Placement) -> Placement:
+    """Every replica a second time, the ranks in opposite order (Chimera, 2107.06925)."""
+    last = placement.ranks - 1
+    opposite = tuple(tuple(last - rank for rank in row) for row in placement.table)
+    return Placement(placement.ranks, placement.table + opposite)
 
 
 def _at_least_one(**counts: int) -> None:

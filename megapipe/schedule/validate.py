@@ -1,10 +1,12 @@
 """The proof that a schedule is complete and can be executed.
 
 Two passes, each linear in the number of operations. The first reads each rank's list alone: every
-(stage, micro-batch) has exactly one F and one B, or one F, one I and one W, in that order, on the
-rank that holds the stage. The second runs all lists against each other: F(s) needs F(s-1), and
-I(s) or B(s) needs I(s+1) or B(s+1). If a rank is left waiting, the operations that wait for each
-other are named.
+(stage, micro-batch, slice) has exactly one F and one B, or one F, one I and one W, in that order,
+on the rank that holds the stage for the micro-batch's replica; slices go forward in order and
+backward in reverse; an R is between F and I (or B), at a stage that recomputes. The second runs
+all lists against each other: F(s) needs F(s-1), and I(s) or B(s) needs I(s+1) or B(s+1). Two
+joined operations are one, that needs both inputs and makes both outputs. If a rank is left
+waiting, the operations that wait for each other are named.
 
 That the second pass ends also proves the communication that :mod:`megapipe.schedule.lower` posts:
 one FIFO channel per ordered pair of ranks, a send that completes only when its receive is posted,
@@ -17,13 +19,16 @@ no wait for a send before the end of the step.
    before its consumer runs (second pass), so all sends have completed at the end of the step.
 """
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edge, Edges
 from megapipe.schedule.ir import (
+    JOINED,
     KIND_MASK,
-    MICROBATCH_SHIFT,
-    STAGE_MASK,
     STAGE_SHIFT,
     Kind,
     Op,
@@ -31,9 +36,24 @@ from megapipe.schedule.ir import (
     unpack,
 )
 
-_BIT = {Kind.F: 1, Kind.I: 2, Kind.W: 4, Kind.B: 8}
+_BIT = {Kind.F: 1, Kind.I: 2, Kind.W: 4, Kind.B: 8, Kind.R: 16}
+_BITS = tuple(_BIT[kind] for kind in Kind)
+_R = _BIT[Kind.R]
+_BACK = _BIT[Kind.I] | _BIT[Kind.B]
 _SPLIT = _BIT[Kind.F] | _BIT[Kind.I] | _BIT[Kind.W]
 _FUSED = _BIT[Kind.F] | _BIT[Kind.B]
+
+
+class Channel(NamedTuple):
+    """A one-way channel between two ranks."""
+
+    src: int
+    dst: int
+    messages: int
+    """Messages per step."""
+    depth: int
+    """The most messages received and not yet consumed at once; a message is consumed when the
+    operation that needs it has ended."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +63,14 @@ class Report:
     ops: int
     """Operations over all ranks."""
     bitwise_order: bool
-    """At each stage both the I and B, and the W and B, run in ascending micro-batch order, so
-    gradients are summed in the order of any other such schedule on the same placement."""
+    """At each stage both the I and B, and the W and B, run in ascending micro-batch order (slices
+    of one in descending order), so gradients are summed in the order of any other such schedule
+    of the same pieces on the same placement."""
     peak_held: tuple[int, ...]
-    """Per rank, the most chunk activations alive at once, each from its F to its W (or B); 0 for
-    a forward-only schedule, which keeps none."""
+    """Per rank, the most chunk activations alive at once, as :attr:`Schedule.held_limit` counts
+    them; 0 for a forward-only schedule, which keeps none."""
+    channels: tuple[Channel, ...]
+    """The channels that the schedule uses, sorted by source and destination."""
 
 
 def validate(schedule: Schedule) -> Report:
@@ -56,165 +79,264 @@ def validate(schedule: Schedule) -> Report:
     Raises:
         ScheduleError: the rank, the place in its list (from 0), the operation, and what is wrong.
     """
-    if len(schedule.placement.table) != 1:
-        raise ScheduleError(
-            f"schedule {schedule.name}: its placement has {len(schedule.placement.table)} "
-            "replicas; only one is supported"
-        )
-    state = bytearray(schedule.placement.stages * schedule.microbatches)
-    scans = [_read_list(schedule, rank, state) for rank in range(schedule.placement.ranks)]
-    _check_complete(schedule, state)
-    _run(schedule)
+    _check_recompute(schedule)
+    edges = Edges(schedule)
+    if not edges.plain:
+        _check_ranges(schedule)
+    tokens = [edges.tokens(rank) for rank in range(schedule.placement.ranks)]
+    state = bytearray(edges.nodes * edges.units)
+    scans = [_read_list(edges, rank, tokens[rank], state) for rank in range(len(tokens))]
+    _check_complete(edges, state)
     return Report(
         ops=sum(len(ops) for ops in schedule.ops),
         bitwise_order=all(ascending for _, ascending in scans),
         peak_held=tuple(peak for peak, _ in scans),
+        channels=_run(edges, tokens),
     )
 
 
-def _read_list(schedule: Schedule, rank: int, state: bytearray) -> tuple[int, bool]:
+def _check_recompute(schedule: Schedule) -> None:
+    stages = schedule.placement.stages
+    wrong = [stage for stage in schedule.recompute if not 0 <= stage < stages]
+    if wrong:
+        raise ScheduleError(
+            f"schedule {schedule.name}: recompute names stage {wrong[0]}; stages go from 0 to "
+            f"{stages - 1}"
+        )
+    if schedule.recompute and schedule.slices > 1:
+        raise ScheduleError(
+            f"schedule {schedule.name}: recomputation together with {schedule.slices} slices is "
+            "not supported; use slices=1 or no recompute"
+        )
+
+
+def _check_ranges(schedule: Schedule) -> None:
+    """Every operation's numbers are in range, so that it has a token."""
+    stages, microbatches, slices = (
+        schedule.placement.stages,
+        schedule.microbatches,
+        schedule.slices,
+    )
+    for rank, ops in enumerate(schedule.ops):
+        for index, code in enumerate(ops):
+            if 0 <= code < 2 * JOINED and code & KIND_MASK <= Kind.R:
+                op = unpack(code)
+                if op.stage < stages and op.microbatch < microbatches and op.slice < slices:
+                    continue
+            raise _misplaced(schedule, rank, index)
+
+
+def _read_list(
+    edges: Edges, rank: int, tokens: Iterable[int], state: bytearray
+) -> tuple[int, bool]:
     """Check one rank's list alone; its peak, and whether its gradients are in order.
 
-    state[stage * microbatches + microbatch] collects the bits of the kinds seen so far.
+    state[node * units + unit] collects the bits of the kinds seen so far; last[row] is the place,
+    in the order of sums, of the stage's last input gradient and last weight gradient.
     """
-    microbatches, stages = schedule.microbatches, schedule.placement.stages
-    table = schedule.placement.table[0]
+    schedule, units, slices = edges.schedule, edges.units, edges.schedule.slices
     limit = None if schedule.held_limit is None else schedule.held_limit[rank]
-    kinds = 1 if schedule.forward_only else 4
-    last_input, last_weight = [-1] * stages, [-1] * stages
+    rows = {  # the row in `state` of every kind of operation that has a place on this rank
+        low: (low >> STAGE_SHIFT) * units
+        for low, kind, lane, stage in edges.by_low()
+        if edges.rank_of(lane, stage) == rank
+        and (kind == Kind.F or not schedule.forward_only)
+        and (kind != Kind.R or stage in schedule.recompute)
+    }
+    recomputed = {
+        (low >> STAGE_SHIFT) * units
+        for low, _, _, stage in edges.by_low()
+        if stage in schedule.recompute
+    }
+    last_of_stage = [[-1, -1] for _ in range(edges.stages)]
+    last = {row: last_of_stage[row // units % edges.stages] for row in rows.values()}
     held = peak = 0
     ascending = True
-    for index, code in enumerate(schedule.ops[rank]):
-        kind = code & KIND_MASK
-        stage = code >> STAGE_SHIFT & STAGE_MASK
-        microbatch = code >> MICROBATCH_SHIFT  # with a slice or a flag it is out of range
-        if not (
-            kind < kinds
-            and stage < stages
-            and 0 <= microbatch < microbatches
-            and table[stage] == rank
-        ):
+    for index, token in enumerate(tokens):
+        row = rows.get(token & LOW, -1)
+        unit = token >> UNIT_SHIFT & UNITS
+        if row < 0 or unit >= units or token < 0:
             raise _misplaced(schedule, rank, index)
-        slot = stage * microbatches + microbatch
+        if token >= JOINED:
+            _check_joined(schedule, rank, index)
+        kind = token & KIND_MASK
+        slot = row + unit
         seen = state[slot]
+        place = unit if slices == 1 else unit + slices - 1 - unit % slices * 2
         if kind == 0:  # F
             if seen:
                 raise _out_of_order(schedule, rank, index, seen)
             state[slot] = 1
-            if kinds == 1:
+            if slices > 1 and unit % slices and not state[slot - 1]:
+                raise _slice_out_of_order(edges, rank, index)
+            if schedule.forward_only or row in recomputed:
                 continue
             held += 1
             if held > peak:
                 peak = held
                 if limit is not None and held > limit:
-                    raise _error(
-                        schedule,
-                        rank,
-                        index,
-                        f"{held} chunk activations are held from here, more than the "
-                        f"{limit} promised for this rank",
-                    )
+                    raise _over(schedule, rank, index, held, limit)
             continue
-        if kind != 2:  # B or W: the activation is free
-            if seen != (1 if kind == 1 else 3):
-                raise _out_of_order(schedule, rank, index, seen)
-            held -= 1
-            if microbatch < last_weight[stage]:
-                ascending = False
-            last_weight[stage] = microbatch
-        if kind != 3:  # B or I: the input gradient is there
+        if kind == 4:  # R
             if seen != 1:
                 raise _out_of_order(schedule, rank, index, seen)
-            if microbatch < last_input[stage]:
+            state[slot] = 1 | _R
+            held += 1
+        elif kind != 3:  # B or I: the input gradient is there
+            if seen | _R != 1 | _R:
+                raise _out_of_order(schedule, rank, index, seen)
+            if slices > 1 and (unit + 1) % slices and not state[slot + 1] & _BACK:
+                raise _slice_out_of_order(edges, rank, index)
+            if place < last[row][0]:
                 ascending = False
-            last_input[stage] = microbatch
-        state[slot] = seen | (0, 8, 2, 4)[kind]
+            last[row][0] = place
+            if seen == 1 and row in recomputed:
+                held += 1
+            state[slot] = seen | (8 if kind == 1 else 2)
+        elif seen & 15 != 3:
+            raise _out_of_order(schedule, rank, index, seen)
+        if held > peak:
+            peak = held
+            if limit is not None and held > limit:
+                raise _over(schedule, rank, index, held, limit)
+        if kind == 3 or kind == 1:  # W or B: the activation is free
+            if kind == 3:
+                state[slot] = seen | 4
+            held -= 1
+            if place < last[row][1]:
+                ascending = False
+            last[row][1] = place
     return peak, ascending
 
 
-def _check_complete(schedule: Schedule, state: bytearray) -> None:
-    whole = (_BIT[Kind.F],) if schedule.forward_only else (_SPLIT, _FUSED)
-    if sum(state.count(value) for value in whole) == len(state):
+def _check_joined(schedule: Schedule, rank: int, index: int) -> None:
+    ops = schedule.ops[rank]
+    if ops[index] >> 61:
+        raise _misplaced(schedule, rank, index)
+    if index + 1 == len(ops):
+        raise _error(schedule, rank, index, "it is joined with the next operation; it is the last")
+    after = unpack(ops[index + 1])
+    if after.joined:
+        raise _error(
+            schedule, rank, index, f"it is joined with {after}, which is joined with another again"
+        )
+    if after.microbatch == unpack(ops[index]).microbatch:
+        raise _error(
+            schedule, rank, index, f"it is joined with {after}, which is of the same micro-batch"
+        )
+
+
+def _check_complete(edges: Edges, state: bytearray) -> None:
+    schedule = edges.schedule
+    whole = (_BIT[Kind.F],) if schedule.forward_only else (_SPLIT, _FUSED, _SPLIT | _R, _FUSED | _R)
+    lanes = edges.lane_of * schedule.microbatches if len(edges.lanes) == 1 else edges.lane_of
+    if len(edges.lanes) == 1 and sum(state.count(value) for value in whole) == len(state):
         return
-    slot = next(slot for slot, value in enumerate(state) if value not in whole)
-    stage, microbatch = divmod(slot, schedule.microbatches)
-    rank = schedule.placement.rank_of(stage)
-    if not state[slot]:
-        missing = str(Op(Kind.F, stage, microbatch))
-    elif state[slot] & _BIT[Kind.I]:
-        missing = str(Op(Kind.W, stage, microbatch))
-    else:
-        missing = f"{Op(Kind.B, stage, microbatch)} (or an I and a W)"
-    raise ScheduleError(
-        f"schedule {schedule.name}: rank {rank}: {missing} is missing from its list of "
-        f"{len(schedule.ops[rank])} operations"
+    for microbatch, lane in enumerate(lanes):
+        for stage in range(edges.stages):
+            for part in range(schedule.slices):
+                node = lane * edges.stages + stage
+                value = state[node * edges.units + microbatch * schedule.slices + part]
+                if value in whole:
+                    continue
+                if not value:
+                    missing = str(Op(Kind.F, stage, microbatch, part))
+                elif value & _BIT[Kind.I]:
+                    missing = str(Op(Kind.W, stage, microbatch, part))
+                else:
+                    missing = f"{Op(Kind.B, stage, microbatch, part)} (or an I and a W)"
+                rank = edges.rank_of(edges.lanes[lane], stage)
+                raise ScheduleError(
+                    f"schedule {schedule.name}: rank {rank}: {missing} is missing from its list "
+                    f"of {len(schedule.ops[rank])} operations"
+                )
+
+
+def _run(edges: Edges, lists: list["array[int]"]) -> tuple[Channel, ...]:
+    """Run every list as far as it goes; a rank that waits is woken by what it waits for.
+
+    number[slot] is 0 until the slot's operation has run; then, if it is sent, its place in its
+    channel, counted from 1.
+    """
+    used = sorted({edge for edge in edges.outgoing if edge is not None})
+    channel: dict[Edge | None, int] = {edge: index for index, edge in enumerate(used)}
+    channel[None] = -1
+    incoming = [channel[edge] for edge in edges.incoming]
+    outgoing = [channel[edge] for edge in edges.outgoing]
+    sent, taken, consumed, depth = ([0] * len(used) for _ in range(4))
+    need_base, make_base = edges.base
+    number = array("i", bytes(4 * edges.slots))
+    number[edges.always : edges.always + edges.units] = array("i", [1]) * edges.units
+    cursor = [0] * len(lists)
+    waiting: dict[int, int] = {}
+    ready = list(range(len(lists)))
+    while ready:
+        rank = ready.pop()
+        tokens = lists[rank]
+        index, end = cursor[rank], len(tokens)
+        while index < end:
+            token = tokens[index]
+            pair = (token, tokens[index + 1]) if token >= JOINED else (token,)
+            blocked = False
+            for token in pair:
+                slot = need_base[token & LOW] + (token >> UNIT_SHIFT & UNITS)
+                if not number[slot]:
+                    waiting[slot] = rank
+                    blocked = True
+                    break
+            if blocked:
+                break
+            for token in pair:
+                low = token & LOW
+                line = incoming[low]
+                if line >= 0:
+                    place = number[need_base[low] + (token >> UNIT_SHIFT & UNITS)]
+                    if place > taken[line]:
+                        taken[line] = place
+                    if taken[line] - consumed[line] > depth[line]:
+                        depth[line] = taken[line] - consumed[line]
+            for token in pair:
+                low = token & LOW
+                line = incoming[low]
+                if line >= 0:
+                    consumed[line] += 1
+                slot = make_base[low] + (token >> UNIT_SHIFT & UNITS)
+                line = outgoing[low]
+                if line >= 0:
+                    sent[line] += 1
+                    number[slot] = sent[line]
+                else:
+                    number[slot] = 1
+                if slot in waiting:
+                    ready.append(waiting.pop(slot))
+            index += len(pair)
+        cursor[rank] = index
+    if waiting:
+        raise _deadlock(edges, cursor, waiting)
+    return tuple(
+        Channel(edge.src, edge.dst, sent[index], depth[index])
+        for index, edge in enumerate(used)
+        if sent[index]
     )
 
 
-def _run(schedule: Schedule) -> None:
-    """Run every list as far as it goes; a rank that waits is woken by what it waits for.
-
-    The flags of finished operations form two tables of (stages + 2) rows of microbatches, one of
-    forwards and one of input gradients; row stage + 1 is the stage's own, and the outer rows,
-    always set, stand before the first and behind the last stage.
-    """
-    microbatches, stages = schedule.microbatches, schedule.placement.stages
-    size = (stages + 2) * microbatches
-    done = bytearray(2 * size)
-    done[:microbatches] = done[-microbatches:] = b"\1" * microbatches
-    cursor = [0] * len(schedule.ops)
-    waiting: dict[int, int] = {}
-    ready = list(range(len(schedule.ops)))
-    while ready:
-        rank = ready.pop()
-        ops = schedule.ops[rank]
-        index = cursor[rank]
-        end = len(ops)
-        while index < end:
-            code = ops[index]
-            kind = code & KIND_MASK
-            if kind != 3:
-                stage = code >> STAGE_SHIFT & STAGE_MASK
-                mine = (stage + 1) * microbatches + (code >> MICROBATCH_SHIFT)
-                if kind == 0:
-                    need = mine - microbatches
-                else:
-                    mine += size
-                    need = mine + microbatches
-                if not done[need]:
-                    waiting[need] = rank
-                    break
-                done[mine] = 1
-                if mine in waiting:
-                    ready.append(waiting.pop(mine))
-            index += 1
-        cursor[rank] = index
-    if waiting:
-        raise _deadlock(schedule, cursor, waiting, size)
-
-
-def _deadlock(
-    schedule: Schedule, cursor: list[int], waiting: dict[int, int], size: int
-) -> ScheduleError:
+def _deadlock(edges: Edges, cursor: list[int], waiting: dict[int, int]) -> ScheduleError:
     """Follow the waits from the first blocked rank until they close, and tell the circle."""
-    wanted = {rank: need for need, rank in waiting.items()}
+    schedule = edges.schedule
+    wanted = {rank: edges.maker(slot) for slot, rank in waiting.items()}
     rank = min(wanted)
     chain: list[int] = []
     while rank not in chain:
         chain.append(rank)
-        stage = wanted[rank] % size // schedule.microbatches - 1
-        rank = schedule.placement.rank_of(stage)
+        rank = wanted[rank][0]
     circle = chain[chain.index(rank) :]
     parts = []
     for rank in circle:
-        table, slot = divmod(wanted[rank], size)
-        stage, microbatch = slot // schedule.microbatches - 1, slot % schedule.microbatches
-        owner = schedule.placement.rank_of(stage)
-        kinds = (Kind.F,) if table == 0 else (Kind.I, Kind.B)
+        owner, makers = wanted[rank]
         index, needed = next(
             (index, op)
             for index, op in enumerate(schedule.rank_ops(owner))
-            if op.kind in kinds and (op.stage, op.microbatch) == (stage, microbatch)
+            if op._replace(joined=False) in makers
         )
         parts.append(
             f"rank {rank} op {cursor[rank]} ({_name(schedule, rank, cursor[rank])}) waits for "
@@ -228,42 +350,72 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> ScheduleError:
     """An operation that no order could make right here."""
     code = schedule.ops[rank][index]
     kind = code & KIND_MASK
-    if code < 0 or kind > Kind.R:
-        return _error(schedule, rank, index, "no such operation; the known kinds are F, B, I and W")
+    if code < 0 or kind > Kind.R or code >> 61:
+        return _error(
+            schedule, rank, index, "no such operation; the known kinds are F, B, I, W and R"
+        )
     op = unpack(code)
     stages, microbatches = schedule.placement.stages, schedule.microbatches
-    if kind == Kind.R:
-        what = "recomputation ahead of the backward is not supported"
-    elif kind != Kind.F and schedule.forward_only:
+    if kind != Kind.F and schedule.forward_only:
         what = "a forward-only schedule has no backward"
     elif op.stage >= stages:
         what = f"out of range: stages go from 0 to {stages - 1}"
     elif op.microbatch >= microbatches:
         what = f"out of range: micro-batches go from 0 to {microbatches - 1}"
-    elif code >> MICROBATCH_SHIFT != op.microbatch:
-        what = "slices and flags are not supported"
+    elif op.slice >= schedule.slices:
+        what = f"out of range: slices go from 0 to {schedule.slices - 1}"
+    elif kind == Kind.R and op.stage not in schedule.recompute:
+        what = f"stage {op.stage} does not recompute; name it in the schedule's recompute"
     else:
-        what = f"stage {op.stage} is on rank {schedule.placement.rank_of(op.stage)}"
+        replica = schedule.replica_of(op.microbatch)
+        of = f" of micro-batch {op.microbatch}" if len(schedule.placement.table) > 1 else ""
+        home = schedule.placement.rank_of(op.stage, replica)
+        what = f"stage {op.stage}{of} is on rank {home}"
     return _error(schedule, rank, index, what)
 
 
 def _out_of_order(schedule: Schedule, rank: int, index: int, seen: int) -> ScheduleError:
     """An operation that is a duplicate, or comes before what it needs on its own rank."""
-    op = unpack(schedule.ops[rank][index])
+    op = unpack(schedule.ops[rank][index])._replace(joined=False)
+    plain = [other._replace(joined=False) for other in schedule.rank_ops(rank)]
     if seen & _BIT[op.kind]:
-        first = schedule.rank_ops(rank).index(op)
-        return _error(schedule, rank, index, f"duplicate of op {first}")
+        return _error(schedule, rank, index, f"duplicate of op {plain.index(op)}")
     if seen & _BIT[Kind.B]:
         fused = op._replace(kind=Kind.B)
-        first = schedule.rank_ops(rank).index(fused)
+        first = plain.index(fused)
         return _error(schedule, rank, index, f"the fused {fused} (op {first}) did this already")
-    if op.kind == Kind.B and seen & _BIT[Kind.I]:
-        first = schedule.rank_ops(rank).index(op._replace(kind=Kind.I))
+    if op.kind in (Kind.B, Kind.R) and seen & _BIT[Kind.I]:
+        first = plain.index(op._replace(kind=Kind.I))
         return _error(schedule, rank, index, f"the split backward began at op {first} already")
     needed = op._replace(kind=Kind.I if op.kind == Kind.W and seen else Kind.F)
-    later = schedule.rank_ops(rank)[index:]
+    return _error(schedule, rank, index, _first(needed, plain, index))
+
+
+def _slice_out_of_order(edges: Edges, rank: int, index: int) -> ScheduleError:
+    schedule = edges.schedule
+    op = unpack(schedule.ops[rank][index])._replace(joined=False)
+    plain = [other._replace(joined=False) for other in schedule.rank_ops(rank)]
+    if op.kind == Kind.F:
+        needed = op._replace(slice=op.slice - 1)
+    else:
+        later = op._replace(slice=op.slice + 1)
+        kinds = (op.kind, Kind.I if op.kind == Kind.B else Kind.B)
+        options = [later._replace(kind=kind) for kind in kinds]
+        needed = next((option for option in options if option in plain), options[0])
+    return _error(schedule, rank, index, _first(needed, plain, index))
+
+
+def _first(needed: Op, ops: list[Op], index: int) -> str:
+    later = ops[index:]
     where = f"is op {index + later.index(needed)}" if needed in later else "is missing"
-    return _error(schedule, rank, index, f"it needs {needed} first, which {where}")
+    return f"it needs {needed} first, which {where}"
+
+
+def _over(schedule: Schedule, rank: int, index: int, held: int, limit: int) -> ScheduleError:
+    what = (
+        f"{held} chunk activations are held from here, more than the {limit} promised for this rank"
+    )
+    return _error(schedule, rank, index, what)
 
 
 def _error(schedule: Schedule, rank: int, index: int, what: str) -> ScheduleError:
@@ -275,4 +427,5 @@ def _error(schedule: Schedule, rank: int, index: int, what: str) -> ScheduleErro
 
 def _name(schedule: Schedule, rank: int, index: int) -> str:
     code = schedule.ops[rank][index]
-    return str(unpack(code)) if code >= 0 and code & KIND_MASK <= Kind.R else f"code {code}"
+    known = code >= 0 and code & KIND_MASK <= Kind.R and not code >> 61
+    return str(unpack(code)) if known else f"code {code}"

@@ -3,18 +3,28 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import all_small, placements, registered
-from token_game import play
+from schedule_cases import all_small, references, registered
+from token_game import gradients_in_order, peaks
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.generators import accepts, build, forward_only, gpipe_on, names, register
+from megapipe.schedule.generators import (
+    accepts,
+    aliases,
+    build,
+    forward_only,
+    gpipe_on,
+    names,
+    register,
+)
+from megapipe.schedule.generators.registry import HINTS, OPTIONS
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.placement import loop, vee
+from megapipe.schedule.placement import loop, mirrored, vee
+from megapipe.schedule.text import to_csv
 from megapipe.schedule.validate import validate
 
 
 def lines(schedule):
-    return schedule.to_csv().replace(",", " ").splitlines()
+    return to_csv(schedule).replace(",", " ").splitlines()
 
 
 def test_gpipe_table():
@@ -61,35 +71,58 @@ def test_forward_only_tables():
     ]
 
 
-def test_all_small_schedules_are_proved_and_keep_their_promises():
-    cases = all_small(ranks=5, microbatches=7)
-    assert {case.name for case in cases} == set(names())
+def test_gpipe_tables_of_everything():
+    both = gpipe_on(mirrored(loop(2)), 3, replica=(0, 1, 0))
+    assert lines(both) == ["0F0 0F2 1F1 1B1 0B0 0B2", "0F1 1F0 1F2 1B0 1B2 0B1"]
+    assert lines(gpipe_on(loop(1), 2, slices=2)) == ["0F0 0F0.1 0F1 0F1.1 0B0.1 0B0 0B1.1 0B1"]
+
+
+def check(schedule):
+    """Proved here and by the referee, gradients in order, and exactly as large as promised."""
+    report = validate(schedule)
+    assert report.peak_held == schedule.held_limit == peaks(schedule)
+    assert report.bitwise_order
+    assert gradients_in_order(schedule)
+    return report
+
+
+@pytest.mark.parametrize("name", names())
+def test_small_schedules(name):
+    cases = list(all_small(name, ranks=4, microbatches=8))
+    assert cases
     for schedule in cases:
-        report = validate(schedule)
-        assert report.bitwise_order
-        assert report.peak_held == schedule.held_limit
-        assert play(schedule) is None
+        assert schedule.name == name
         assert not schedule.forward_only
+        check(schedule)
 
 
 @settings(max_examples=60, deadline=None)
 @given(registered(max_ranks=10, max_microbatches=24))
 def test_any_size(schedule):
-    report = validate(schedule)
-    assert (report.bitwise_order, report.peak_held) == (True, schedule.held_limit)
-    assert play(schedule) is None
+    check(schedule)
 
 
-@settings(deadline=None)
-@given(placements(), st.integers(1, 6))
-def test_gpipe_and_forward_only_on_any_placement(placement, microbatches):
-    for make, per_slot in ((gpipe_on, 2), (forward_only, 1)):
-        schedule = make(placement, microbatches)
-        report = validate(schedule)
-        assert report.ops == per_slot * placement.stages * microbatches
-        assert report.bitwise_order
-        assert report.peak_held == schedule.held_limit
-        assert play(schedule) is None
+@settings(max_examples=200, deadline=None)
+@given(references())
+def test_gpipe_and_forward_only_on_any_placement(schedule):
+    report = check(schedule)
+    units = schedule.placement.stages * schedule.microbatches * schedule.slices
+    assert report.ops == units * (1 if schedule.forward_only else 2)
+
+
+@pytest.mark.parametrize("name", names())
+def test_parameters_of_a_generator(name):
+    """Those that `build` knows, each with a default."""
+    assert accepts(name) >= {"ranks", "microbatches"}
+    assert accepts(name) <= {"ranks", "microbatches", *OPTIONS, *HINTS}
+
+
+def test_aliases():
+    assert aliases()["dapple"] == "1f1b"
+    for alias, name in aliases().items():
+        assert name in names()
+        assert alias not in names()
+        assert build(alias, ranks=4, microbatches=8) == build(name, ranks=4, microbatches=8)
 
 
 @settings(deadline=None)
@@ -118,9 +151,15 @@ def test_a_name_is_registered_once():
     ("arguments", "message"),
     [
         ({"name": "1f1p"}, "schedule '1f1p' is unknown; did you mean '1f1b'?"),
-        ({"name": "xyz"}, "schedule 'xyz' is unknown; the known ones are 1f1b, gpipe"),
-        ({"name": "1f1b", "chunks": 2}, "schedule 1f1b: chunks must be 1, not 2; gpipe or interl"),
-        ({"name": "zb_h1", "group": 2}, "schedule zb_h1: group must not be given, not 2; interl"),
+        ({"name": "ÿ"}, "schedule 'ÿ' is unknown; the known ones are 1f1b, "),
+        ({"name": "1f1b", "chunks": 2}, "schedule 1f1b: chunks must be 1, not 2; .*interleaved_1f"),
+        ({"name": "1f1b", "slices": 2}, "schedule 1f1b: slices must be 1, not 2; .*seq1f1b"),
+        ({"name": "dapple", "slices": 2}, "schedule dapple: slices must be 1, not 2"),
+        ({"name": "zb_h1", "group": 2}, "schedule zb_h1: group must not be given, not 2; .*interl"),
+        (
+            {"name": "zb_h1", "pairs": 1},
+            "schedule zb_h1: pairs must not be given, not 1; .*chimera",
+        ),
         ({"name": "gpipe", "ranks": 0}, "schedule gpipe: ranks must be at least 1, not 0"),
         ({"name": "gpipe", "microbatches": 0}, "microbatches must be at least 1, not 0"),
         ({"name": "gpipe", "chunks": 0}, "chunks must be at least 1, not 0"),
@@ -130,7 +169,7 @@ def test_a_name_is_registered_once():
         ),
         (
             {"name": "interleaved_1f1b", "chunks": 2, "group": 0},
-            "group must be from 1 to microbatches = 4, not 0",
+            "group must be at least 1, not 0",
         ),
     ],
 )
@@ -138,6 +177,14 @@ def test_bad_arguments_are_one_clear_line(arguments, message):
     with pytest.raises(ScheduleError, match=message) as caught:
         build(**{"ranks": 2, "microbatches": 4, **arguments})
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_schedule_does_not_have_may_be_said():
+    plain = build("1f1b", ranks=2, microbatches=4)
+    given = {"chunks": 1, "slices": 1, "group": None, "pairs": None, "memory_limit": 3}
+    assert build("1f1b", ranks=2, microbatches=4, **given) == plain
+    with pytest.raises(TypeError, match="build has no option 'chunk'"):
+        build("1f1b", ranks=2, microbatches=4, chunk=1)
 
 
 def test_kinds_of_each_schedule():

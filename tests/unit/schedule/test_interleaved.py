@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind, Op
+from megapipe.schedule.text import to_csv
 
 
 def interleaved(ranks, microbatches, chunks, group):
@@ -68,7 +69,7 @@ def test_published_warmups(microbatches, group, warmups):
 
 
 def test_literal_table():
-    assert interleaved(2, 2, 2, 2).to_csv() == (
+    assert to_csv(interleaved(2, 2, 2, 2)) == (
         "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1\n1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1\n"
     )
 

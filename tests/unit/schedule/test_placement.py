@@ -1,30 +1,53 @@
 """Maps from stage to rank."""
 
+from fractions import Fraction
+
 import pytest
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.placement import Placement, loop, vee
+from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
 
 
-def test_loop_and_vee():
+def test_loop_vee_and_wave():
     assert loop(3, 2).table == ((0, 1, 2, 0, 1, 2),)
     assert vee(3).table == ((0, 1, 2, 2, 1, 0),)
+    assert wave(3, 2).table == ((0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0),)
+    assert wave(3) == vee(3)
     assert loop(3, 2).stages_of(1) == (1, 4)
     assert vee(3).stages_of(0) == (0, 5)
+    assert wave(3, 2).stages_of(2) == (2, 3, 8, 9)
     assert vee(3).stages == 6
     assert vee(3).rank_of(4) == 1
 
 
 def test_replicas():
-    both = Placement(2, ((0, 1), (1, 0)))
+    both = mirrored(loop(2))
+    assert both == Placement(2, ((0, 1), (1, 0)))
     assert [both.rank_of(0, replica) for replica in (0, 1)] == [0, 1]
     assert both.stages_of(0) == (0, 1)
+    assert both.holders(0) == (0, 1)
+    assert mirrored(vee(2)).table == ((0, 1, 1, 0), (1, 0, 0, 1))
+    assert len(mirrored(both).table) == 4
+
+
+def test_holders():
+    assert loop(3).holders(1) == (1,)
+    assert mirrored(loop(3)).holders(1) == (1,)
+    assert mirrored(loop(3)).holders(0) == (0, 2)
+
+
+def test_a_stage_is_a_share_of_a_full_rank():
+    assert loop(4).unit == 1
+    assert loop(4, 3).unit == Fraction(1, 3)
+    assert vee(4).unit == Fraction(1, 2)
+    assert mirrored(loop(4)).unit == 1
 
 
 @pytest.mark.parametrize(
     ("ranks", "table", "message"),
     [
         (1, (), "it has no stage"),
+        (1, ((),), "it has no stage"),
         (2, ((0, 2),), "stage 1 of replica 0 is on rank 2; ranks go from 0 to 1"),
         (2, ((0, 0),), "rank 1 has no stage"),
         (2, ((0, 1), (1,)), "replica 1 has 1 stages, replica 0 has 2"),
@@ -35,7 +58,9 @@ def test_bad_tables(ranks, table, message):
         Placement(ranks, table)
 
 
-@pytest.mark.parametrize("make", [lambda: loop(0), lambda: loop(2, 0), lambda: vee(0)])
+@pytest.mark.parametrize(
+    "make", [lambda: loop(0), lambda: loop(2, 0), lambda: vee(0), lambda: wave(2, 0)]
+)
 def test_sizes_below_one(make):
     with pytest.raises(ScheduleError, match="must be at least 1, not 0"):
         make()

@@ -5,13 +5,15 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import registered
+from schedule_cases import of, schedules
+from token_game import home_of
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build, forward_only, gpipe_on
-from megapipe.schedule.ir import Kind, Schedule
-from megapipe.schedule.placement import loop, vee
+from megapipe.schedule.idle import Idle, idle
+from megapipe.schedule.ir import Kind
+from megapipe.schedule.placement import loop, mirrored, vee
 from megapipe.schedule.simulate import simulate
 
 times = st.fractions(min_value=Fraction(1, 7), max_value=5, max_denominator=7)
@@ -84,8 +86,8 @@ def test_forward_only_on_a_loop_is_within_a_few_slots_of_the_shortest(p, v, m):
 
 def test_times_of_two_ranks_with_latency():
     timeline = simulate(build("1f1b", ranks=2, microbatches=2), Cost(2, 3, 4, latency=10))
-    assert timeline.starts == ([0, 2, 31, 40], [12, 14, 21, 23])
-    assert timeline.ends[0] == [2, 4, 38, 47]
+    assert list(map(list, timeline.starts)) == [[0, 2, 31, 40], [12, 14, 21, 23]]
+    assert list(timeline.ends[0]) == [2, 4, 38, 47]
 
 
 def test_hand_over_within_a_rank_is_free():
@@ -98,8 +100,8 @@ def test_hand_over_within_a_rank_is_free():
 def test_costs_per_stage():
     cost = Cost(F=(1, 5), I=(1, 2), W=(3, 4))
     timeline = simulate(build("gpipe", ranks=2, microbatches=1), cost)
-    assert timeline.starts == ([0, 12], [1, 6])
-    assert timeline.ends == ([1, 16], [6, 12])
+    assert list(map(list, timeline.starts)) == [[0, 12], [1, 6]]
+    assert list(map(list, timeline.ends)) == [[1, 16], [6, 12]]
     assert timeline.busy == (5, 11)
     assert timeline.spans == (16, 11)
     assert timeline.bubble_makespan == 1 - Fraction(16, 32)
@@ -110,44 +112,236 @@ def test_costs_per_stage():
 def test_a_span_may_be_shorter_than_the_makespan():
     """Two forwards more in the warm-up (ZB-H2): no rank idles within its own span."""
     text = (
-        "0F0,0F1,0F2,0I0,0W0,0F3,0I1,0W1,0I2,0W2,0I3,0W3\n"
-        "1F0,1I0,1F1,1I1,1F2,1I2,1F3,1I3,1W0,1W1,1W2,1W3\n"
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3/"
+        "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3"
     )
-    timeline = simulate(Schedule.from_csv(text))
+    timeline = simulate(of(text, 4))
     assert timeline.makespan == 13
     assert timeline.spans == (12, 12)
     assert timeline.bubble_span == 0
     assert timeline.bubble_makespan == Fraction(1, 13)
 
 
-@settings(max_examples=50, deadline=None)
-@given(registered(), times, times, times, times)
-def test_no_start_before_its_input_and_none_later_than_it_must(schedule, f, i, w, latency):
-    """Every start is the latest of the rank's own last end and the arrival of the input."""
-    timeline = simulate(schedule, Cost(f, i, w, latency=latency))
-    home, last = schedule.placement.table[0], schedule.placement.stages - 1
-    ends = {}
-    for rank in range(schedule.placement.ranks):
-        for op, end in zip(schedule.rank_ops(rank), timeline.ends[rank], strict=True):
-            ends["F" if op.kind == Kind.F else op.kind.name, op.stage, op.microbatch] = end
-    for rank in range(schedule.placement.ranks):
-        before = 0
-        for op, start, end in zip(
-            schedule.rank_ops(rank), timeline.starts[rank], timeline.ends[rank], strict=True
-        ):
-            ready = before
-            other = op.stage - 1 if op.kind == Kind.F else op.stage + 1
-            if op.kind != Kind.W and 0 <= other <= last:
-                kinds = "F" if op.kind == Kind.F else "IB"
-                sent = [
-                    ends[k, other, op.microbatch]
-                    for k in kinds
-                    if (k, other, op.microbatch) in ends
-                ]
-                ready = max(before, sent[0] + (latency if home[other] != rank else 0))
-            assert start == ready
-            assert end - start == {"F": f, "I": i, "W": w, "B": i + w}[op.kind.name]
-            before = end
+def times_of(timeline):
+    return [
+        list(zip(*both, strict=True)) for both in zip(timeline.starts, timeline.ends, strict=True)
+    ]
+
+
+def test_joined_operations_start_together_and_end_together():
+    schedule = of("0F0 0F1 0B0 0B1/1F0 1F1+1B0 1B1", 2)
+    cost = Cost(F=2, B=3, overlap_factor=Fraction(4, 5))
+    timeline = simulate(schedule, cost)
+    assert times_of(timeline) == [
+        [(0, 2), (2, 4), (8, 11), (11, 14)],
+        [(2, 4), (4, 8), (4, 8), (8, 11)],
+    ]
+    assert timeline.busy == (10, 9)
+    assert timeline.makespan == 14
+
+
+def test_slices_take_their_shares():
+    schedule = of("0F0 0F0.1 0B0.1 0B0/1F0 1F0.1 1B0.1 1B0", slices=2)
+    equal = simulate(schedule, Cost(F=2, B=4))
+    assert times_of(equal)[0] == [(0, 1), (1, 2), (5, 7), (7, 9)]
+    shares = simulate(schedule, Cost(F=3, B=6, slices=(Fraction(1, 3), Fraction(2, 3))))
+    assert times_of(shares)[0] == [(0, 1), (1, 3), (9, 13), (13, 15)]
+    assert times_of(shares)[1] == [(1, 2), (3, 5), (5, 9), (9, 11)]
+
+
+def test_parts_take_their_shares():
+    halves = (Fraction(1, 2),) * 2
+    timeline = simulate(of("0F0 0F1 0B0 0B1", 2, sizes=halves), Cost(F=1, B=4))
+    assert times_of(timeline) == [[(0, Fraction(1, 2)), (Fraction(1, 2), 1), (1, 3), (3, 5)]]
+
+
+def test_recomputation_costs_once_ahead_or_late():
+    cost = Cost(F=2, B=3, R=5)
+    zero = frozenset({0})
+    assert times_of(simulate(of("0F0 0F1 0R0 0B0 0B1", 2, recompute=zero), cost)) == [
+        [(0, 2), (2, 4), (4, 9), (9, 12), (12, 20)]
+    ]
+    joined = of("0F0 0R0+0F1 0B0 0B1", 2, recompute=zero)
+    assert times_of(simulate(joined, cost)) == [[(0, 2), (2, 9), (2, 9), (9, 12), (12, 20)]]
+    assert simulate(of("0F0 0I0 0W0", recompute=zero), Cost(2, 3, 4)).makespan == 2 + (3 + 2) + 4
+    assert simulate(of("0F0 0I0 0W0"), Cost(2, 3, 4, R=9)).makespan == 9
+
+
+def test_two_replicas_run_towards_each_other():
+    schedule = of("0F0 1F1 1B1 0B0/0F1 1F0 1B0 0B1", 2, mirrored(loop(2)), replica=(0, 1))
+    assert simulate(schedule, Cost(F=1, B=2)).makespan == 6
+    assert simulate(schedule, Cost(F=(1, 2), B=(3, 5))).makespan == 11
+
+
+def test_links():
+    schedule = build("gpipe", ranks=2, microbatches=1)
+    there = Cost(latency={(0, 1): 5})
+    assert simulate(schedule, there).makespan == 6 + 5
+    wide = Cost(latency=1, bandwidth={(0, 1): 4, (1, 0): 2}, message=8)
+    assert simulate(schedule, wide).makespan == 6 + (1 + 2) + (1 + 4)
+    part = simulate(of("0F0/1F0", sizes=(Fraction(1, 2),), forward_only=True), wide)
+    assert part.makespan == Fraction(1, 2) + (1 + 1) + Fraction(1, 2)
+
+
+def test_messages_that_do_not_overlap_hold_the_sender():
+    schedule = forward_only(loop(2), 2)
+    assert times_of(simulate(schedule, Cost(latency=3))) == [[(0, 1), (1, 2)], [(4, 5), (5, 6)]]
+    assert times_of(simulate(schedule, Cost(latency=3, overlap=False))) == [
+        [(0, 1), (4, 5)],
+        [(4, 5), (8, 9)],
+    ]
+
+
+def test_jitter_is_drawn_for_each_operation_and_repeatable():
+    schedule = build("1f1b", ranks=2, microbatches=8)
+    once, again, other = (simulate(schedule, Cost(jitter=0.3, seed=seed)) for seed in (1, 1, 2))
+    assert times_of(once) == times_of(again) != times_of(other)
+    lengths = [end - start for start, end in times_of(once)[0]]
+    assert len(set(lengths)) == 16
+    for op, length in zip(schedule.rank_ops(0), lengths, strict=True):
+        assert abs(length / (1 if op.kind == Kind.F else 2) - 1) <= 0.3
+
+
+def test_costs_for_a_full_rank_are_shared_by_its_stages():
+    cost = Cost.full_rank(vee(3), F=3, I=4, W=1, R=2, latency=5)
+    assert cost == Cost(F=Fraction(3, 2), I=2, W=Fraction(1, 2), R=1, latency=5)
+    assert type(cost.I) is int
+    assert Cost.full_rank(loop(4), F=3, B=7) == Cost(F=3, B=7)
+    assert Cost.full_rank(vee(2), F=0.5) == Cost(F=0.25, I=Fraction(1, 2), W=Fraction(1, 2))
+
+
+def longest_paths(schedule, cost):
+    """(start, end) of every operation, from the meaning of the lists and costs alone."""
+    stages, slices = schedule.placement.stages, schedule.slices
+
+    def stage_time(kind, stage):
+        value = getattr(cost, kind)
+        if value is None:
+            value = {"B": "IW", "R": "F"}[kind]
+            return sum(stage_time(each, stage) for each in value)
+        return value[stage] if isinstance(value, tuple) else value
+
+    ahead = {
+        (op.stage, op.microbatch)
+        for rank in range(len(schedule.ops))
+        for op in schedule.rank_ops(rank)
+        if op.kind == Kind.R
+    }
+
+    def length(op):
+        time = stage_time(op.kind.name, op.stage)
+        late = op.stage in schedule.recompute and (op.stage, op.microbatch) not in ahead
+        if op.kind in (Kind.I, Kind.B) and late:
+            time += stage_time("R", op.stage)
+        share = cost.slices[op.slice] if cost.slices else Fraction(1, slices)
+        return time * share * schedule.size_of(op.microbatch)
+
+    def link(op, step):
+        """Time from an operation to that of the stage `step` further."""
+        other = op._replace(stage=op.stage + step)
+        if not 0 <= other.stage < stages:
+            return 0
+        pair = home_of(op, schedule), home_of(other, schedule)
+        if pair[0] == pair[1]:
+            return 0
+        latency = cost.latency.get(pair, 0) if isinstance(cost.latency, dict) else cost.latency
+        size = cost.message * schedule.size_of(op.microbatch) / slices
+        return latency + (size / cost.bandwidth if cost.bandwidth else 0)
+
+    def hold(op):
+        if cost.overlap or op.kind in (Kind.W, Kind.R):
+            return 0
+        return link(op, 1 if op.kind == Kind.F else -1)
+
+    sent = {}  # (forward?, stage, micro-batch, slice): when it leaves
+
+    def arrival(op):
+        if op.kind in (Kind.W, Kind.R):
+            return 0
+        forward = op.kind == Kind.F
+        other = op._replace(stage=op.stage + (-1 if forward else 1))
+        if not 0 <= other.stage < stages:
+            return 0
+        left = sent.get((forward, *other[1:4]))
+        if left is None:
+            return None
+        return left + (link(other, 1 if forward else -1) if cost.overlap else 0)
+
+    lists = [schedule.rank_ops(rank) for rank in range(len(schedule.ops))]
+    result, free = [[] for _ in lists], [0] * len(lists)
+    while any(len(done) < len(ops) for done, ops in zip(result, lists, strict=True)):
+        for rank, ops in enumerate(lists):
+            while len(result[rank]) < len(ops):
+                index = len(result[rank])
+                group = ops[index : index + 1 + ops[index].joined]
+                arrivals = [arrival(op) for op in group]
+                if None in arrivals:
+                    break
+                start = max(free[rank], *arrivals)
+                factor = cost.overlap_factor if len(group) > 1 else 1
+                end = start + factor * sum(length(op) for op in group)
+                result[rank] += [(start, end)] * len(group)
+                free[rank] = end + sum(hold(op) for op in group)
+                for op in group:
+                    if op.kind not in (Kind.W, Kind.R):
+                        sent[(op.kind == Kind.F, *op[1:4])] = free[rank]
+    return result
+
+
+@st.composite
+def costs(draw, schedule) -> Cost:
+    """Any cost that a schedule can have."""
+    stages, ranks = schedule.placement.stages, schedule.placement.ranks
+    times = st.integers(0, 5) if draw(st.booleans()) else st.fractions(0, 5, max_denominator=5)
+    per_stage = times | st.tuples(*[times] * stages)
+    pairs = st.tuples(st.integers(0, ranks - 1), st.integers(0, ranks - 1))
+    shares = st.tuples(*[times] * schedule.slices)
+    return Cost(
+        F=draw(per_stage),
+        I=draw(per_stage),
+        W=draw(per_stage),
+        B=draw(st.none() | per_stage),
+        R=draw(st.none() | per_stage),
+        overlap_factor=draw(st.sampled_from([1, Fraction(3, 4)])),
+        latency=draw(times | st.dictionaries(pairs, times)),
+        bandwidth=draw(st.none() | st.sampled_from([1, 2, Fraction(2, 3)])),
+        message=draw(times),
+        overlap=draw(st.booleans()),
+        slices=draw(st.none() | shares),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedules(), st.data())
+def test_every_start_is_the_longest_path_to_it(schedule, data):
+    cost = data.draw(costs(schedule))
+    timeline = simulate(schedule, cost)
+    expected = longest_paths(schedule, cost)
+    assert times_of(timeline) == expected
+    for rank, ops in enumerate(map(schedule.rank_ops, range(len(expected)))):
+        own = [
+            end - start
+            for op, (start, end) in zip(ops, expected[rank], strict=True)
+            if not op.joined
+        ]
+        assert timeline.busy[rank] == sum(own)
+    for rank, each in enumerate(idle(timeline)):
+        assert sum(each) == timeline.makespan - timeline.busy[rank]
+        assert min(each) >= 0
+
+
+def test_idle_time_by_cause():
+    timeline = simulate(build("1f1b", ranks=2, microbatches=2), Cost(2, 3, 4, latency=10))
+    assert timeline.makespan == 47
+    assert idle(timeline) == (
+        Idle(warmup=27, waiting=0, drain=2, imbalance=0),
+        Idle(warmup=12, waiting=0, drain=17, imbalance=0),
+    )
+    timeline = simulate(forward_only(loop(2), 3), Cost(F=(3, 1), latency=1))
+    assert idle(timeline) == (
+        Idle(warmup=0, waiting=0, drain=2, imbalance=0),
+        Idle(warmup=4, waiting=2, drain=0, imbalance=2),
+    )
 
 
 def test_floats_give_floats():
@@ -163,6 +357,12 @@ def test_errors():
         simulate(schedule, Cost(F=(1, -1)))
     with pytest.raises(ScheduleError, match="cost latency: -1 is negative"):
         simulate(schedule, Cost(latency=-1))
-    stuck = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", name="stuck")
-    with pytest.raises(ScheduleError, match="schedule stuck: it deadlocks"):
+    with pytest.raises(ScheduleError, match="cost latency: -1 is negative"):
+        simulate(schedule, Cost(latency={(1, 0): -1}))
+    with pytest.raises(ScheduleError, match="cost bandwidth: 0 from rank 1 to 0 is not above 0"):
+        simulate(schedule, Cost(bandwidth=0))
+    with pytest.raises(ScheduleError, match="cost slices: 2 shares for 1 slices"):
+        simulate(schedule, Cost(slices=(1, 1)))
+    stuck = of("0F0 0B0 0F1 0B1/1F1 1B1 1F0 1B0", 2)
+    with pytest.raises(ScheduleError, match="schedule x: it deadlocks"):
         simulate(stuck)

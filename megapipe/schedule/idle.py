@@ -1,0 +1,80 @@
+"""Why ranks are idle.
+
+Within the makespan a rank's time that is not computation is
+
+- *warm-up*: before the first backward of the rank starts;
+- *drain*: after its last forward has ended;
+- and in between *waiting*, while the message that the next operation needs is on its way (or is
+  being sent, where messages do not overlap with computation), and *imbalance*, while the
+  operation that makes it has not ended yet.
+
+A rank without a backward has warm-up until its first operation and drain after its last.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megapipe.schedule.cost import Time
+from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
+from megapipe.schedule.ir import JOINED, KIND_MASK, Kind
+from megapipe.schedule.simulate import Timeline
+
+
+class Idle(NamedTuple):
+    """Idle time of a rank within the makespan, by cause."""
+
+    warmup: Time
+    waiting: Time
+    drain: Time
+    imbalance: Time
+
+
+def idle(timeline: Timeline) -> tuple[Idle, ...]:
+    """Idle time by cause, per rank; of a simulated or a measured timeline.
+
+    The four add up to makespan less busy time.
+    """
+    edges = Edges(timeline.schedule)
+    lists = [edges.tokens(rank) for rank in range(len(timeline.starts))]
+    need_base, make_base = edges.base
+    made: dict[int, Time] = {}
+    for tokens, ends in zip(lists, timeline.ends, strict=True):
+        for token, end in zip(tokens, ends, strict=True):
+            made[make_base[token & LOW] + (token >> UNIT_SHIFT & UNITS)] = end
+    begin = min(starts[0] for starts in timeline.starts if starts)
+    finish = begin + timeline.makespan
+    result = []
+    for tokens, starts, ends in zip(lists, timeline.starts, timeline.ends, strict=True):
+        if not starts:
+            result.append(Idle(0, 0, timeline.makespan, 0))
+            continue
+        first_back, last_forward = _phases(tokens)
+        warmup = starts[0] - begin
+        drain = finish - ends[-1]
+        waiting: Time = 0
+        imbalance: Time = 0
+        for index in range(1, len(tokens)):
+            gap = starts[index] - ends[index - 1]
+            if gap <= 0:
+                continue
+            if index <= first_back:
+                warmup += gap
+            elif index > last_forward:
+                drain += gap
+            else:
+                ready = ends[index - 1]
+                for token in tokens[index : index + 2 if tokens[index] >= JOINED else index + 1]:
+                    slot = need_base[token & LOW] + (token >> UNIT_SHIFT & UNITS)
+                    ready = max(ready, made.get(slot, begin))
+                under_way = max(starts[index] - ready, 0)
+                waiting += under_way
+                imbalance += gap - under_way
+        result.append(Idle(warmup, waiting, drain, imbalance))
+    return tuple(result)
+
+
+def _phases(tokens: Sequence[int]) -> tuple[int, int]:
+    """Index of the first backward and of the last forward; 0 and the last without a backward."""
+    backwards = [i for i, token in enumerate(tokens) if token & KIND_MASK in (Kind.I, Kind.B)]
+    forwards = [i for i, token in enumerate(tokens) if token & KIND_MASK == Kind.F]
+    return (backwards or [0])[0], (forwards if backwards else [len(tokens)])[-1]

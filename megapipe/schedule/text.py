@@ -1,0 +1,143 @@
+"""The text of a schedule: one row per rank, a cell per operation.
+
+Cells are those of torch.distributed.pipelining's compute-only CSV: ``2F5`` is the forward of
+micro-batch 5 at stage 2, ``(0F4;3B1)OVERLAP_F_B`` two operations that run as one. ``2F5.1`` is
+slice 1 of it. A micro-batch goes to the ranks on which its cells stand, so replicas of the model
+need no word. What cells cannot say stands in lines before the first row::
+
+    # sizes 1/2 1/2 1 1
+    # recompute 0 1 2
+"""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
+from megapipe.schedule.placement import Placement
+
+_CELL = re.compile(r"(\d+)([FBIWR])(\d+)(?:\.(\d+))?")
+_JOINED = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The text of a schedule."""
+    text = io.StringIO()
+    if schedule.sizes:
+        text.write(f"# sizes {' '.join(map(str, schedule.sizes))}\n")
+    if schedule.recompute:
+        text.write(f"# recompute {' '.join(map(str, sorted(schedule.recompute)))}\n")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows(_cells(schedule.rank_ops(rank)) for rank in range(len(schedule.ops)))
+    return text.getvalue()
+
+
+def _cells(ops: Iterable[Op]) -> Iterator[str]:
+    first = None
+    for op in ops:
+        if op.joined:
+            first = op
+        elif first is None:
+            yield str(op)
+        else:
+            yield f"({first};{op})OVERLAP_F_B"
+            first = None
+
+
+def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Schedule:
+    """Read what :func:`to_csv` or torch.distributed.pipelining writes (compute-only).
+
+    Placement, micro-batches and slices are those of the cells; empty cells (idle slots) are
+    skipped.
+
+    Raises:
+        ScheduleError: an unreadable cell, a micro-batch with one stage on two ranks, a stage or
+            micro-batch that is missing.
+    """
+    sizes: tuple[Fraction, ...] | None = None
+    recompute: frozenset[int] = frozenset()
+    lists: list[list[Op]] = []
+    for number, row in enumerate(csv.reader(io.StringIO(text)), start=1):
+        where = f"schedule {name}: line {number}"
+        if row and row[0].startswith("#"):
+            words = row[0].lstrip("# ").split()
+            try:
+                if words[:1] == ["sizes"]:
+                    sizes = tuple(map(Fraction, words[1:]))
+                elif words[:1] == ["recompute"]:
+                    recompute = frozenset(map(int, words[1:]))
+            except (ValueError, ZeroDivisionError):
+                raise ScheduleError(f"{where}: {row[0]!r} is not a list of numbers") from None
+        elif row:
+            lists.append(
+                [
+                    op
+                    for column, cell in enumerate(row, start=1)
+                    if cell.strip()
+                    for op in _parse(cell.strip(), f"{where}, cell {column}")
+                ]
+            )
+    placement, replica = _placement(name, lists)
+    ops = [op for row in lists for op in row]
+    schedule = Schedule(
+        name=name,
+        placement=placement,
+        microbatches=len(replica),
+        ops=tuple(packed(pack(*op) for op in row) for row in lists),
+        forward_only=forward_only,
+        slices=1 + max(op.slice for op in ops),
+        sizes=sizes,
+        recompute=recompute,
+    )
+    return replace(schedule, replica=replica) if any(replica) else schedule
+
+
+def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, ...]]:
+    """The placement that the cells imply, and the replica of each micro-batch.
+
+    The ranks that a micro-batch visits make a replica, numbered by first use.
+    """
+    homes: dict[int, dict[int, int]] = {}
+    for rank, ops in enumerate(lists):
+        for op in ops:
+            home = homes.setdefault(op.microbatch, {}).setdefault(op.stage, rank)
+            if home != rank:
+                raise ScheduleError(
+                    f"schedule {name}: {op} is in row {rank + 1}, but stage {op.stage} of "
+                    f"micro-batch {op.microbatch} began in row {home + 1}; it lives on one rank"
+                )
+    if not homes:
+        raise ScheduleError(f"schedule {name}: it has no operation")
+    stages = 1 + max(max(home) for home in homes.values())
+    paths: dict[tuple[int, ...], int] = {}
+    replica = []
+    for microbatch in range(1 + max(homes)):
+        visits = homes.get(microbatch, {})
+        missing = next((stage for stage in range(stages) if stage not in visits), None)
+        if missing is not None:
+            raise ScheduleError(
+                f"schedule {name}: {Op(Kind.F, missing, microbatch)} is missing: stages go up to "
+                f"{stages - 1}, micro-batches up to {max(homes)}"
+            )
+        path = tuple(visits[stage] for stage in range(stages))
+        replica.append(paths.setdefault(path, len(paths)))
+    return Placement(len(lists), tuple(paths)), tuple(replica)
+
+
+def _parse(cell: str, where: str) -> list[Op]:
+    joined = _JOINED.fullmatch(cell)
+    if joined:
+        (first,), (second,) = (_parse(part, where) for part in joined.groups())
+        return [first._replace(joined=True), second]
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        raise ScheduleError(
+            f"{where}: {cell!r} is not an operation; write stage, kind (F, B, I, W, R) and "
+            "micro-batch, as in 2F5"
+        )
+    stage, kind, microbatch, part = match.groups()
+    return [Op(Kind[kind], int(stage), int(microbatch), int(part or 0))]
