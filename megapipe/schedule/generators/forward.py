@@ -1,13 +1,15 @@
 """Forward passes alone, for validation and inference."""
 
 from array import array
+from collections.abc import Sequence
 
+from megapipe.schedule.generators.slots import by_replica
 from megapipe.schedule.ir import Kind, Schedule, packed, span
 from megapipe.schedule.placement import Placement
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
-    """One forward per stage and micro-batch, on any placement with one replica.
+    """One forward per stage and micro-batch, through replica 0 of any placement.
 
     A micro-batch enters every v slots (v: most chunks on a rank) and moves on by one stage per
     slot; each rank runs its operations in the order of their slots, earlier stages first. As a
@@ -15,21 +17,19 @@ def forward_only(placement: Placement, microbatches: int) -> Schedule:
     One chunk and the V are as fast as can be, a loop of v chunks takes up to (v-1)(p-1) slots
     more, and the number of messages under way does not grow with m. Nothing is held for a backward.
     """
-    period = max(len(placement.stages_of(rank)) for rank in range(placement.ranks))
+    chunks = [by_replica(placement, rank)[0] for rank in range(placement.ranks)]
+    period = max(map(len, chunks))
     return Schedule(
         name="forward_only",
         placement=placement,
         microbatches=microbatches,
-        ops=tuple(
-            rank_ops(placement.stages_of(rank), period, microbatches)
-            for rank in range(placement.ranks)
-        ),
+        ops=tuple(rank_ops(stages, period, microbatches) for stages in chunks),
         held_limit=(0,) * placement.ranks,
         forward_only=True,
     )
 
 
-def rank_ops(stages: tuple[int, ...], period: int, microbatches: int) -> "array[int]":
+def rank_ops(stages: Sequence[int], period: int, microbatches: int) -> "array[int]":
     """The list of a rank that holds the given stages, a micro-batch entering every period slots."""
     slots = [
         (period * microbatch + stage, stage, code)

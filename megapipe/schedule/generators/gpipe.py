@@ -1,9 +1,10 @@
 """GPipe (Huang et al., 1811.06965): all forwards, then all backwards."""
 
 from array import array
+from fractions import Fraction
 
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.ir import Kind, Schedule, span
+from megapipe.schedule.ir import SLICE_SHIFT, Kind, Schedule, span
 from megapipe.schedule.placement import Placement, loop
 
 
@@ -18,31 +19,52 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     return gpipe_on(loop(ranks, chunks), microbatches)
 
 
-def gpipe_on(placement: Placement, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, on any placement with one replica.
+def gpipe_on(
+    placement: Placement,
+    microbatches: int,
+    *,
+    replica: tuple[int, ...] | None = None,
+    slices: int = 1,
+    sizes: tuple[Fraction, ...] | None = None,
+) -> Schedule:
+    """All forwards, then all backwards, on any placement.
 
-    It is the plain reference for every schedule on that placement. Each rank's list is a part of
-    one global order (forwards by stage, then backwards by descending stage, each by micro-batch)
-    in which no operation comes before its inputs, so it can always be executed.
+    It is the plain reference for every schedule on that placement with the same `replica`,
+    `slices` and `sizes` (see :class:`~megapipe.schedule.ir.Schedule`). Each rank's list is a part
+    of one global order (forwards by stage, then backwards by descending stage, each by micro-batch,
+    slices ascending forward and descending backward) in which no operation comes before its inputs,
+    so it can always be executed.
+
+    Raises:
+        ScheduleError: sizes or replicas that the placement cannot have.
     """
+    rows = replica or (0,) * microbatches
+    ops = tuple(rank_ops(rank, placement, rows, slices) for rank in range(placement.ranks))
     return Schedule(
         name="gpipe",
         placement=placement,
         microbatches=microbatches,
-        ops=tuple(
-            rank_ops(placement.stages_of(rank), microbatches) for rank in range(placement.ranks)
-        ),
-        held_limit=tuple(
-            len(placement.stages_of(rank)) * microbatches for rank in range(placement.ranks)
-        ),
+        ops=ops,
+        held_limit=tuple(len(codes) // 2 for codes in ops),
+        replica=replica,
+        slices=slices,
+        sizes=sizes,
     )
 
 
-def rank_ops(stages: tuple[int, ...], microbatches: int) -> "array[int]":
-    """The list of a rank that holds the given stages (ascending)."""
+def rank_ops(
+    rank: int, placement: Placement, replica: tuple[int, ...], slices: int
+) -> "array[int]":
+    """The list of one rank; `replica` has one entry per micro-batch."""
+    stages, parts = placement.stages_of(rank), range(slices)
     ops = array("q")
-    for stage in stages:
-        ops.extend(span(Kind.F, stage, 0, microbatches))
-    for stage in reversed(stages):
-        ops.extend(span(Kind.B, stage, 0, microbatches))
+    for kind, order, within in (
+        (Kind.F, stages, parts),
+        (Kind.B, reversed(stages), reversed(parts)),
+    ):
+        offsets = [part << SLICE_SHIFT for part in within]
+        for stage in order:
+            held = {row for row, at in enumerate(placement.table) if at[stage] == rank}
+            codes = zip(span(kind, stage, 0, len(replica)), replica, strict=True)
+            ops.extend(code + offset for code, row in codes if row in held for offset in offsets)
     return ops

@@ -41,7 +41,7 @@ from megapipe.schedule.placement import loop
 
 @register("interleaved_1f1b")
 def interleaved_1f1b(
-    ranks: int, microbatches: int, chunks: int = 1, group: int | None = None
+    ranks: int, microbatches: int, chunks: int = 2, group: int | None = None
 ) -> Schedule:
     """1F1B over several chunks per rank; group runs from depth-first to breadth-first.
 

@@ -7,24 +7,38 @@ from megapipe.schedule.ir import Kind, Schedule, span
 from megapipe.schedule.placement import loop
 
 
-@register("1f1b")
+@register("1f1b", "dapple", "pipedream_flush")
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Warm up with just enough forwards, then alternate.
 
     Bubble: (p-1)/(m+p-1) of the makespan, as GPipe. Peak on rank r: min(p-r, m) micro-batches.
     """
+    return _warmed_up("1f1b", ranks, microbatches, lead=1)
+
+
+@register("eager_1f1b")
+def eager_1f1b(ranks: int, microbatches: int) -> Schedule:
+    """1F1B with twice the warm-up, so that a message may take a while before anyone waits for it.
+
+    Without latency its makespan is that of 1F1B. Peak on rank r: min(2(p-1-r)+1, m) micro-batches.
+    """
+    return _warmed_up("eager_1f1b", ranks, microbatches, lead=2)
+
+
+def _warmed_up(name: str, ranks: int, microbatches: int, lead: int) -> Schedule:
+    """Forwards ahead of the backwards by `lead` for each rank that comes after."""
+    warmups = [min(lead * (ranks - 1 - rank), microbatches) for rank in range(ranks)]
     return Schedule(
-        name="1f1b",
+        name=name,
         placement=loop(ranks),
         microbatches=microbatches,
-        ops=tuple(rank_ops(rank, ranks, microbatches) for rank in range(ranks)),
-        held_limit=tuple(min(ranks - rank, microbatches) for rank in range(ranks)),
+        ops=tuple(rank_ops(rank, warmup, microbatches) for rank, warmup in enumerate(warmups)),
+        held_limit=tuple(min(warmup + 1, microbatches) for warmup in warmups),
     )
 
 
-def rank_ops(rank: int, ranks: int, microbatches: int) -> "array[int]":
-    """The list of one rank: min(p-1-r, m) forwards, pairs of forward and backward, the rest."""
-    warmup = min(ranks - 1 - rank, microbatches)
+def rank_ops(rank: int, warmup: int, microbatches: int) -> "array[int]":
+    """The list of one rank: `warmup` forwards, pairs of forward and backward, the rest."""
     forwards = array("q", span(Kind.F, rank, 0, microbatches))
     backwards = array("q", span(Kind.B, rank, 0, microbatches))
     ops = forwards[:warmup]

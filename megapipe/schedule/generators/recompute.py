@@ -1,0 +1,121 @@
+"""Recomputation ahead of the backward, so that a gradient that arrives waits for none.
+
+A stage that recomputes keeps the input of its F alone; an R builds the activation from it. Between
+R and B a rank does nothing else here, so it holds one activation at a time, besides the inputs.
+An activation counts from its R on. The last stage, whose backward follows its forward at once,
+does not recompute.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Collection
+from dataclasses import replace
+
+from megapipe.schedule.generators.one_f_one_b import one_f_one_b
+from megapipe.schedule.generators.registry import register
+from megapipe.schedule.ir import (
+    KIND_MASK,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    Kind,
+    Schedule,
+    pack,
+    packed,
+)
+from megapipe.schedule.placement import loop
+
+
+def recompute_ahead(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """The same order, `stages` recomputing, each with an R directly before every I or B.
+
+    On 1F1B this takes (p-1) R off the makespan that recomputing within B has: each stage but the
+    last recomputes its first micro-batch while the gradient is on its way. For schedules without
+    joined operations; it makes no promise of held_limit.
+    """
+
+    def with_recompute(codes: "array[int]") -> "array[int]":
+        ops = array("q")
+        for code in codes:
+            if code & KIND_MASK in (Kind.I, Kind.B) and code >> STAGE_SHIFT & STAGE_MASK in stages:
+                ops.append(code & ~KIND_MASK | Kind.R)
+            ops.append(code)
+        return ops
+
+    return replace(
+        schedule,
+        ops=tuple(map(with_recompute, schedule.ops)),
+        held_limit=None,
+        recompute=frozenset(stages),
+    )
+
+
+@register("merak")
+def merak(ranks: int, microbatches: int) -> Schedule:
+    """Merak's shifted critical path (Lai et al., 2206.04959): 1F1B that recomputes ahead.
+
+    Two changes besides. The last stage does not recompute, so the makespan hangs on the rank
+    before it. That rank has its third forward before its first backward, so that it need not wait
+    for the first gradient. For p >= 2, m >= 3, F <= R and B <= F + R the makespan is
+    (p-2)(F+B) + m(F+R+B), the shortest that recomputing on that rank allows. Peak: one micro-batch,
+    besides the inputs of min(p-r, m), or min(3, m) on the rank before the last.
+    """
+    plain = one_f_one_b(ranks, microbatches)
+    if ranks > 1 and microbatches > 2:
+        critical = plain.ops[-2]  # F0 F1 B0 F2 ..
+        critical[2], critical[3] = critical[3], critical[2]
+    schedule = recompute_ahead(plain, range(ranks - 1))
+    return replace(schedule, name="merak", held_limit=(1,) * ranks)
+
+
+@register("varuna")
+def varuna(ranks: int, microbatches: int) -> Schedule:
+    """Varuna's static schedule (Athlur et al., 2111.04007), the rules of its simulator.
+
+    In slots of F = R = B/2 a rank does what comes first of: a backward, whose gradient is there
+    when its activation is; a recomputation, due when the next rank has begun the backward; a
+    forward. So a recomputation ends as its gradient arrives, and forwards run ahead wherever a
+    rank would wait. Peak: one micro-batch, besides the inputs of up to m. Varuna deviates from its
+    order at run time when a message is late ("opportunistic"); here the order is kept.
+    """
+    return Schedule(
+        name="varuna",
+        placement=loop(ranks),
+        microbatches=microbatches,
+        ops=tuple(packed(ops) for ops in _by_priority(ranks, microbatches)),
+        held_limit=(1,) * ranks,
+        recompute=frozenset(range(ranks - 1)),
+    )
+
+
+def _by_priority(ranks: int, microbatches: int) -> list[list[int]]:
+    """Each rank's list: slot by slot, the first micro-batch of the first queue that has one."""
+    forward, recompute, backward = ([deque[int]() for _ in range(ranks)] for _ in range(3))
+    forward[0].extend(range(microbatches))
+    ops: list[list[int]] = [[] for _ in range(ranks)]
+    in_backward = [False] * ranks  # the first of its two slots is over
+    left = ranks * microbatches
+    while left:
+        due: list[tuple[deque[int], int]] = []  # known in the next slot
+        for rank in range(ranks):
+            if in_backward[rank]:
+                in_backward[rank] = False
+                continue
+            if backward[rank]:
+                kind, microbatch = Kind.B, backward[rank].popleft()
+                in_backward[rank] = True
+                left -= 1
+                if rank > 0:
+                    due.append((recompute[rank - 1], microbatch))
+            elif recompute[rank]:
+                kind, microbatch = Kind.R, recompute[rank].popleft()
+                due.append((backward[rank], microbatch))
+            elif forward[rank]:
+                kind, microbatch = Kind.F, forward[rank].popleft()
+                after = forward[rank + 1] if rank < ranks - 1 else backward[rank]
+                due.append((after, microbatch))
+            else:
+                continue
+            ops[rank].append(pack(kind, rank, microbatch))
+        for queue, microbatch in due:
+            queue.append(microbatch)
+    return ops
