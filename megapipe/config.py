@@ -54,12 +54,22 @@ class PipelineConfig(Section):
     """How the layers become stages, and the order in which the stages work."""
 
     schedule: str = "1f1b"
-    """Name of a registered schedule: gpipe, 1f1b, interleaved_1f1b, zb_h1."""
-    chunks: int = Field(1, ge=1)
-    """Virtual stages (model chunks) per pipeline rank."""
+    """Name of a registered schedule (`scripts/schedule.py list` shows them), a function of your
+    own as `module:function`, or a file of operations that ends in `.csv`."""
+    chunks: int | None = Field(None, ge=1)
+    """Virtual stages (model chunks) per pipeline rank; default: the schedule's own."""
     group: int | None = Field(None, ge=1)
     """interleaved_1f1b: micro-batches per group, from 1 to all; default: as many as pipeline
-    ranks. Small groups are depth-first (less memory), large ones breadth-first."""
+    ranks. Small groups are depth-first (less memory), large ones breadth-first.
+    grouped_interleaved: from half of the ranks to all."""
+    slices: int | None = Field(None, ge=1)
+    """Parts into which each sequence is cut, for the schedules that do (seq1f1b, terapipe, ...);
+    the parts take equal numbers of FLOPs."""
+    pairs: int | None = Field(None, ge=1)
+    """chimera: pairs of pipelines in opposite directions, each with its copies of the weights."""
+    memory_limit: float | None = Field(None, gt=0)
+    """Most activations of a pipeline rank, in micro-batches of all its layers, each held until its
+    weight gradient; for schedules that are searched (zb_1p, zb_2p)."""
     layout: str | list[int] | None = None
     """Which layers each stage holds: a list of layer counts, or a string of stages divided by
     `|` made of E (embedding), L or L*n (layers) and H (head), as in "E L*3 | L*4 | L*3 H";

@@ -5,14 +5,16 @@ before any process group exists. It imports no torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megapipe.config import Config, OptimizerConfig, ParallelConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.model.config import ModelConfig
 from megapipe.model.partition import StageSpec, even, from_counts, parse_layout
 from megapipe.plan.flops import head_flops, layer_flops
-from megapipe.schedule.generators import build
+from megapipe.plan.slices import balanced_slices
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.source import load
 
 BYTE_VOCABULARY = 257
 """Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
@@ -29,17 +31,24 @@ class Layout:
     tp: int
     pp: int
     cp: int
-    chunks: int
     microbatches: int
-    """Micro-batches per step and replica."""
+    """Whole micro-batches per step and data-parallel replica."""
     world: int
     """Processes of the job; with in-process channels the pipeline ranks share one."""
     stage_layers: tuple[StageSpec, ...]
+    slice_lengths: tuple[int, ...]
+    """Positions of each slice of a sequence; one where the schedule does not cut them."""
+    schedule: Schedule = field(repr=False)
 
     @property
     def stages(self) -> int:
-        """Virtual stages, pp x chunks."""
+        """Virtual stages."""
         return len(self.stage_layers)
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages per pipeline rank, rounded up."""
+        return -(-self.stages // self.pp)
 
 
 def resolve(
@@ -72,17 +81,18 @@ def _resolve(config: Config, world: int | None, vocab_size: int | None) -> tuple
     _check_sequence(config)
     _check_optimizer(config.optimizer, config.train.steps)
     microbatches = _microbatches(config, dp)
+    schedule = _schedule(config, microbatches)
     layout = Layout(
         dp=dp,
         tp=parallel.tp,
         pp=parallel.pp,
         cp=parallel.cp,
-        chunks=config.pipeline.chunks,
         microbatches=microbatches,
         world=processes,
-        stage_layers=_partition(config),
+        stage_layers=_partition(config, schedule.placement.stages),
+        slice_lengths=_slice_lengths(config, schedule.slices),
+        schedule=schedule,
     )
-    _check_schedule(config, layout)
     return config, layout
 
 
@@ -198,9 +208,8 @@ def _microbatches(config: Config, dp: int) -> int:
     return train.global_batch // per_round
 
 
-def _partition(config: Config) -> tuple[StageSpec, ...]:
+def _partition(config: Config, stages: int) -> tuple[StageSpec, ...]:
     model, chosen = config.model, config.pipeline.layout
-    stages = config.parallel.pp * config.pipeline.chunks
     if chosen is None:
         text = even(model.layers, stages, embedding_cost=0.0, head_cost=_head_cost(config))
     else:
@@ -208,10 +217,19 @@ def _partition(config: Config) -> tuple[StageSpec, ...]:
     specs = parse_layout(text, model.layers)
     if len(specs) != stages:
         raise ConfigError(
-            f"pipeline.layout={text!r} has {len(specs)} stages: expected "
-            f"{stages}, parallel.pp={config.parallel.pp} x pipeline.chunks={config.pipeline.chunks}"
+            f"pipeline.layout={text!r} has {len(specs)} stages: expected {stages}, as "
+            f"pipeline.schedule={config.pipeline.schedule} has on parallel.pp="
+            f"{config.parallel.pp} ranks"
         )
     return specs
+
+
+def _slice_lengths(config: Config, slices: int) -> tuple[int, ...]:
+    split = config.parallel.tp if config.parallel.sequence_parallel else 1
+    try:
+        return balanced_slices(config.model, config.train.sequence_length, slices, split)
+    except ConfigError as error:
+        raise ConfigError(f"pipeline.slices: {error}; see train.sequence_length") from None
 
 
 def _head_cost(config: Config) -> float:
@@ -221,24 +239,36 @@ def _head_cost(config: Config) -> float:
     return head_flops(config.model) / layer_flops(config.model, config.train.sequence_length)
 
 
-def _check_schedule(config: Config, layout: Layout) -> None:
-    pipeline, passes = config.pipeline, layout.microbatches * layout.stages
+def _schedule(config: Config, microbatches: int) -> Schedule:
+    pipeline, pp = config.pipeline, config.parallel.pp
+    passes = microbatches * pp * (pipeline.chunks or 1)
     if passes > MOST_PASSES:
         raise ConfigError(
-            f"train.global_batch={config.train.global_batch} makes {layout.microbatches} "
-            f"micro-batches through {layout.stages} stages: expected a product of at most "
-            f"{MOST_PASSES}; raise train.microbatch"
+            f"train.global_batch={config.train.global_batch} makes {microbatches} "
+            f"micro-batches through {pp * (pipeline.chunks or 1)} stages: expected a product of at "
+            f"most {MOST_PASSES}; raise train.microbatch"
         )
     try:
-        build(
+        schedule = load(
             pipeline.schedule,
-            ranks=config.parallel.pp,
-            microbatches=layout.microbatches,
+            ranks=pp,
+            microbatches=microbatches,
             chunks=pipeline.chunks,
             group=pipeline.group,
+            slices=pipeline.slices,
+            pairs=pipeline.pairs,
+            memory_limit=pipeline.memory_limit,
         )
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
+    rows = config.train.microbatch
+    for size in schedule.sizes or ():
+        if (rows * size).denominator > 1:
+            raise ConfigError(
+                f"train.microbatch={rows} cannot be cut as pipeline.schedule={pipeline.schedule} "
+                f"cuts it: expected a multiple of {size.denominator}"
+            )
+    return schedule
 
 
 def _choices(name: str, size: int, near: int) -> str:

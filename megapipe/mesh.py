@@ -17,7 +17,7 @@ import datetime
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from megapipe.errors import LaunchError
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
+T = TypeVar("T")
 
 
 class Coordinates(NamedTuple):
@@ -210,6 +211,15 @@ class ParallelMesh:
             return text
         value: bytes = store.get(key)
         return value.decode()
+
+    def gather(self, value: T, name: AxisName) -> list[T]:
+        """The values of an axis by index, on its first rank; nothing on the others."""
+        axis: Axis = getattr(self, name)
+        if axis.group is None:
+            return [value]
+        values: list[Any] | None = [None] * axis.size if axis.index == 0 else None
+        dist.gather_object(value, values, group=axis.group, group_dst=0)
+        return values or []
 
     def await_all(self, patience: datetime.timedelta) -> None:
         """Wait until every rank is here, in the store: for longer than a collective may take."""

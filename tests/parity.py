@@ -19,6 +19,8 @@ from megapipe.layout import Layout, resolve
 from megapipe.mesh import Grid
 from megapipe.optim.lr import learning_rate
 from megapipe.optim.zero import Optimizer
+from megapipe.schedule.generators import build, gpipe_on
+from megapipe.schedule.ir import Schedule
 from megapipe.tensor_parallel.parameter import ParameterSpec, spec_of
 from megapipe.testing import World
 from megapipe.train.step import TrainStep
@@ -37,10 +39,14 @@ class Case:
     dp: int = 1
     tp: int = 1
     pp: int = 1
-    chunks: int = 1
+    chunks: int | None = None
     m: int = 2
     schedule: str = "1f1b"
     group: int | None = None
+    slices: int | None = None
+    pairs: int | None = None
+    swap: bool = False
+    """Run gpipe instead, on the schedule's placement, replicas, slices and parts."""
     in_process: bool = False
     sequence_parallel: bool = False
     zero: int = 1
@@ -87,7 +93,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def configure(case: Case) -> tuple[Config, Layout]:
     """The resolved configuration of a case."""
-    stages = case.pp * case.chunks
+    stages = build(
+        case.schedule, ranks=case.pp, microbatches=case.m, chunks=case.chunks, pairs=case.pairs
+    ).placement.stages
     layout: str | None = None
     if case.uneven and stages > 1:
         # everything that is left on the second stage, one layer on the others
@@ -119,6 +127,8 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "schedule": case.schedule,
                 "chunks": case.chunks,
                 "group": case.group,
+                "slices": case.slices,
+                "pairs": case.pairs,
                 "layout": layout,
                 "channels": "in_process" if case.in_process else "process_group",
                 "debug": case.debug,
@@ -184,10 +194,22 @@ def run_case(world: World, case: Case, *, validate: bool = True, device: str = "
     config, layout = configure(case)
     grid = Grid(pp=1 if case.in_process else case.pp, dp=case.dp, tp=case.tp)
     mesh = world.mesh(grid, device)
-    step = TrainStep(config, layout, mesh)
+    swapped = as_gpipe(layout.schedule) if case.swap else None
+    step = TrainStep(config, layout, mesh, schedule=swapped)
     params = reference.init_random(config.model, seed=3)
     step.optimizer.set_weights(lambda spec, out: take_box(params[spec.name], spec, out))
     return train(step, case, validate=validate)
+
+
+def as_gpipe(like: Schedule) -> Schedule:
+    """All forwards, then all backwards, of the same pieces in the same places."""
+    return gpipe_on(
+        like.placement,
+        like.microbatches,
+        replica=like.replica,
+        slices=like.slices,
+        sizes=like.sizes,
+    )
 
 
 def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
@@ -310,10 +332,12 @@ def plain(case: Case) -> Case:
         dp=1,
         tp=1,
         pp=1,
-        chunks=1,
+        chunks=None,
         m=case.m * case.dp,
         schedule="1f1b",
         group=None,
+        slices=None,
+        pairs=None,
         in_process=False,
         sequence_parallel=False,
         zero=1,

@@ -17,18 +17,21 @@ NCCL can be asked, so there a sent tensor is let go as soon as it is out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.mesh import Axis, ParallelMesh
 from megapipe.schedule.ir import Op
-from megapipe.schedule.lower import Action, Do, channel_rounds
+from megapipe.schedule.lower import Action, channel_rounds
 
 Shape = tuple[int, ...]
+MessageShape = Callable[[int, int], Shape]
+"""Shape of the messages of a (micro-batch, slice)."""
+Expected = Sequence[tuple[Op, Shape]]
+"""The messages of a channel in a step, in order: what each is, and its shape."""
 
 
 def message_of(action: Action) -> Op:
@@ -36,108 +39,176 @@ def message_of(action: Action) -> Op:
     return Op(action.kind, action.stage, action.microbatch, action.slice)
 
 
-class Channels(Protocol):
-    """A pipeline rank's ends of its channels."""
+class Outgoing(Protocol):
+    """The sender's end of a channel."""
 
-    def start(self, actions: Iterable[Action]) -> None:
-        """Begin a program: its receives, in order, are those of `actions`."""
-
-    def send(self, action: Action, tensor: Tensor) -> None:
+    def send(self, message: Op, tensor: Tensor) -> None:
         """Send without blocking; the tensor must not be written afterwards."""
 
-    def arrived(self, action: Action) -> bool:
-        """Whether :meth:`receive` would return without another rank's program going on."""
-
-    def receive(self, action: Action) -> Tensor:
-        """The message, in the order of its channel."""
+    def acknowledge(self, messages: int) -> None:
+        """The oldest `messages` that were not acknowledged before have been received."""
 
     def finish(self) -> None:
-        """End a program: every send has been received."""
+        """End a step: every message has been received."""
+
+
+class Incoming(Protocol):
+    """The receiver's end of a channel."""
+
+    def begin(self, expected: Expected) -> None:
+        """Begin a step with these messages."""
+
+    def arrived(self) -> bool:
+        """Whether :meth:`receive` would return without another rank's program going on."""
+
+    def receive(self) -> Tensor:
+        """The next message."""
+
+
+class Channels(Protocol):
+    """A pipeline rank's ends of its channels, by the rank at the other end."""
+
+    @property
+    def outgoing(self) -> Mapping[int, Outgoing]: ...
+
+    @property
+    def incoming(self) -> Mapping[int, Incoming]: ...
+
+
+class Queue:
+    """Both ends of a channel within a process; tensors are handed over."""
+
+    def __init__(self) -> None:
+        self.messages: deque[tuple[Op, Tensor]] = deque()
+        self.expected: deque[Op] = deque()
+
+    def send(self, message: Op, tensor: Tensor) -> None:
+        self.messages.append((message, tensor))
+
+    def acknowledge(self, messages: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def begin(self, expected: Expected) -> None:
+        self.expected = deque(message for message, _ in expected)
+
+    def arrived(self) -> bool:
+        return bool(self.messages)
+
+    def receive(self) -> Tensor:
+        message, tensor = self.messages.popleft()
+        expected = self.expected.popleft()
+        assert message == expected, f"expected {expected}, got {message}"
+        return tensor
 
 
 class InProcessChannels:
-    """Queues between pipeline ranks that live in one process; tensors are handed over."""
+    """Queues between pipeline ranks that live in one process."""
 
-    def __init__(self, rank: int, queues: dict[tuple[int, int], deque[tuple[Op, Tensor]]]) -> None:
-        self.rank = rank
-        self.queues = queues
+    def __init__(self, outgoing: Mapping[int, Queue], incoming: Mapping[int, Queue]) -> None:
+        self.outgoing = outgoing
+        self.incoming = incoming
 
     @classmethod
     def connect(cls, ranks: int) -> list[InProcessChannels]:
         """One end per pipeline rank, all connected."""
-        queues = {(a, b): deque[tuple[Op, Tensor]]() for a in range(ranks) for b in range(ranks)}
-        return [cls(rank, queues) for rank in range(ranks)]
-
-    def start(self, actions: Iterable[Action]) -> None:
-        pass
-
-    def send(self, action: Action, tensor: Tensor) -> None:
-        self.queues[self.rank, action.peer].append((message_of(action), tensor))
-
-    def arrived(self, action: Action) -> bool:
-        return bool(self.queues[action.peer, self.rank])
-
-    def receive(self, action: Action) -> Tensor:
-        message, tensor = self.queues[action.peer, self.rank].popleft()
-        assert message == message_of(action), f"expected {message_of(action)}, got {message}"
-        return tensor
-
-    def finish(self) -> None:
-        pass
+        queues = [[Queue() for _ in range(ranks)] for _ in range(ranks)]
+        return [
+            cls(dict(enumerate(queues[rank])), {a: queues[a][rank] for a in range(ranks)})
+            for rank in range(ranks)
+        ]
 
 
 class _Line:
-    """One end of a channel: its process group, and the messages under way, oldest first.
+    """One end of a two-rank process group."""
 
-    Tensors are held until their message is complete.
-    """
-
-    def __init__(self, ends: Axis) -> None:
+    def __init__(self, ends: Axis, device: torch.device, wire: torch.device) -> None:
         assert ends.group is not None
-        self.group = ends.group
+        self.group: Any = ends.group
         self.peer = 1 - ends.index
-        self.under_way: deque[tuple[list[Any], list[Tensor]]] = deque()
-
-    def complete(self) -> list[Tensor]:
-        """Wait for the oldest message under way."""
-        works, tensors = self.under_way.popleft()
-        for work in works:
-            work.wait()
-        return tensors
-
-
-class _Incoming(_Line):
-    def post(self, tensors: list[Tensor]) -> None:
-        works = [dist.irecv(t, group=self.group, group_src=self.peer) for t in tensors]
-        self.under_way.append((works, tensors))
+        self.device = device
+        """Where the stages compute."""
+        self.wire = wire
+        """Where messages are sent from and received: gloo's go through host memory."""
+        self.staged = device != wire
 
 
 class _Outgoing(_Line):
-    """With `clobber` what was sent is filled with NaN when it is let go."""
+    """Holds what it sent, oldest first, until it is known to be received."""
 
-    def __init__(self, ends: Axis, *, clobber: bool) -> None:
-        super().__init__(ends)
-        self.clobber = clobber
+    def __init__(self, ends: Axis, device: torch.device, wire: torch.device) -> None:
+        super().__init__(ends, device, wire)
+        self.under_way: deque[tuple[Any, Tensor]] = deque()
         self.unacknowledged = 0
         """Messages sent and not known from acknowledgements to be received."""
 
-    def post(self, tensors: list[Tensor]) -> None:
-        while self.under_way and all(work.is_completed() for work in self.under_way[0][0]):
-            self._release()
-        works = [dist.isend(t, group=self.group, group_dst=self.peer) for t in tensors]
-        self.under_way.append((works, tensors))
+    def send(self, message: Op, tensor: Tensor) -> None:
+        tensor = tensor.contiguous()
+        if self.staged:
+            tensor = tensor.to(self.wire)
+        self.under_way.append((self.group.send([tensor], self.peer, 0), tensor))
         self.unacknowledged += 1
 
     def acknowledge(self, messages: int) -> None:
-        """The oldest `messages` that were not acknowledged before have been received."""
         self.unacknowledged -= messages
         while len(self.under_way) > self.unacknowledged:
-            self._release()
+            self.release()
 
-    def _release(self) -> None:
-        for tensor in self.complete():
-            if self.clobber and tensor.is_floating_point():
-                tensor.fill_(float("nan"))
+    def release(self) -> Tensor:
+        """Let go of the oldest message, once it is complete."""
+        work, tensor = self.under_way.popleft()
+        work.wait()
+        return tensor
+
+    def finish(self) -> None:
+        self.acknowledge(self.unacknowledged)
+
+
+class _PolledOutgoing(_Outgoing):
+    """Where a send can be asked whether it has completed: on NCCL."""
+
+    def send(self, message: Op, tensor: Tensor) -> None:
+        while self.under_way and self.under_way[0][0].is_completed():
+            self.release()
+        super().send(message, tensor)
+
+
+class _Incoming(_Line):
+    """Keeps one receive posted ahead."""
+
+    def __init__(
+        self, ends: Axis, device: torch.device, wire: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(ends, device, wire)
+        self.dtype = dtype
+        self.expected: deque[tuple[Op, Shape]] = deque()
+        self.posted: tuple[Any, Tensor] | None = None
+
+    def begin(self, expected: Expected) -> None:
+        self.expected.extend(expected)
+        if expected:
+            self.post()
+
+    def post(self) -> None:
+        """Post the receive of the next message expected."""
+        buffer = torch.empty(self.expected[0][1], dtype=self.dtype, device=self.wire)
+        self.posted = self.group.recv([buffer], self.peer, 0), buffer
+
+    def arrived(self) -> bool:
+        return True
+
+    def receive(self) -> Tensor:
+        assert self.posted is not None
+        work, buffer = self.posted
+        work.wait()
+        self.expected.popleft()
+        if self.expected:
+            self.post()
+        else:
+            self.posted = None
+        return buffer.to(self.device) if self.staged else buffer
 
 
 _HEADER = 12
@@ -145,103 +216,80 @@ _HEADER = 12
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 
 
-def _header(action: Action, tensor: Tensor) -> Tensor:
-    shape = list(tensor.shape)
-    values = [*message_of(action), _DTYPES.index(tensor.dtype), len(shape), *shape]
+def _header(message: Op, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    values = [*message[:4], _DTYPES.index(dtype), len(shape), *shape]
     return torch.tensor(values + [0] * (_HEADER - len(values)), dtype=torch.int64)
 
 
-class ProcessGroupChannels:
-    """Channels over two-rank process groups.
+class _DebugOutgoing(_Outgoing):
+    """Sends a header before each message, and a copy that is filled with NaN when it is let go."""
 
-    `shape(microbatch, slice)` gives the shape of every message. With `debug` a header goes with
-    each message and is checked on arrival, receive buffers are filled with NaN first, and what is
-    sent is a copy that is filled with NaN when it is let go.
-    """
+    def send(self, message: Op, tensor: Tensor) -> None:
+        header = _header(message, tensor.shape, tensor.dtype).to(self.wire)
+        # the header is of the message: both are received before either is acknowledged
+        self.under_way.append((self.group.send([header], self.peer, 0), header))
+        super().send(message, tensor.clone())
+
+    def release(self) -> Tensor:
+        super().release()
+        tensor = super().release()
+        return tensor.fill_(float("nan"))
+
+    def acknowledge(self, messages: int) -> None:
+        self.unacknowledged -= messages
+        while len(self.under_way) > 2 * self.unacknowledged:
+            self.release()
+
+
+class _DebugIncoming(_Incoming):
+    """Checks each header before it takes the message into a buffer filled with NaN."""
+
+    def post(self) -> None:
+        header = torch.empty(_HEADER, dtype=torch.int64, device=self.wire)
+        self.posted = self.group.recv([header], self.peer, 0), header
+
+    def receive(self) -> Tensor:
+        assert self.posted is not None
+        work, header = self.posted
+        work.wait()
+        message, shape = self.expected.popleft()
+        assert torch.equal(header.cpu(), _header(message, shape, self.dtype)), (
+            f"expected {message} of shape {shape}, got {header.tolist()}"
+        )
+        buffer = torch.full(shape, float("nan"), dtype=self.dtype, device=self.wire)
+        self.group.recv([buffer], self.peer, 0).wait()
+        if self.expected:
+            self.post()
+        return buffer.to(self.device)
+
+
+class ProcessGroupChannels:
+    """Channels over two-rank process groups; `debug` checks every message (see above)."""
 
     def __init__(
         self,
         mesh: ParallelMesh,
         pairs: Sequence[tuple[int, int]],
         *,
-        shape: Callable[[int, int], Shape],
         dtype: torch.dtype,
         debug: bool = False,
     ) -> None:
-        self.rank = mesh.pp.index
-        self.device = mesh.device
-        self.shape = shape
-        self.dtype = dtype
-        self.debug = debug
-        self.wire = torch.device("cpu") if mesh.backend == "gloo" else mesh.device
-        """Where messages are sent from and received: gloo's go through host memory."""
+        wire = torch.device("cpu") if mesh.backend == "gloo" else mesh.device
+        plain = _Outgoing if mesh.backend == "gloo" else _PolledOutgoing
+        outgoing = _DebugOutgoing if debug else plain
+        incoming = _DebugIncoming if debug else _Incoming
         self.outgoing: dict[int, _Outgoing] = {}
         self.incoming: dict[int, _Incoming] = {}
         for pair in (pair for level in channel_rounds(pairs) for pair in level):
-            if self.rank not in pair:
+            if mesh.pp.index not in pair:
                 continue
             source, target = pair
             ends = mesh.group_of([mesh.pp.ranks[i] for i in sorted(pair)], channel=True)
             # a first message connects the channel now, while all ranks go by the same rounds
-            greeting = [torch.zeros(1, device=self.wire)]
-            if source == self.rank:
-                self.outgoing[target] = _Outgoing(ends, clobber=debug)
-                self.outgoing[target].post(greeting)
-                self.outgoing[target].acknowledge(1)
+            greeting = torch.zeros(1, device=wire)
+            if source == mesh.pp.index:
+                self.outgoing[target] = outgoing(ends, mesh.device, wire)
+                self.outgoing[target].group.send([greeting], 1 - ends.index, 0).wait()
             else:
-                self.incoming[source] = _Incoming(ends)
-                self.incoming[source].post(greeting)
-                self.incoming[source].complete()
-        self._expected: dict[int, deque[Action]] = {}
-
-    def start(self, actions: Iterable[Action]) -> None:
-        self._expected = {peer: deque() for peer in self.incoming}
-        for action in actions:
-            if action.do == Do.RECV:
-                self._expected[action.peer].append(action)
-        for peer in self.incoming:
-            self._post_next(peer)
-
-    def _post_next(self, peer: int) -> None:
-        if not self._expected[peer]:
-            return
-        action = self._expected[peer].popleft()
-        if self.debug:
-            self.incoming[peer].post([torch.empty(_HEADER, dtype=torch.int64, device=self.wire)])
-        else:
-            self.incoming[peer].post([self._buffer(action)])
-
-    def _buffer(self, action: Action) -> Tensor:
-        shape = self.shape(action.microbatch, action.slice)
-        return torch.empty(shape, dtype=self.dtype, device=self.wire)
-
-    def send(self, action: Action, tensor: Tensor) -> None:
-        tensor = tensor.contiguous().to(self.wire)
-        if self.debug:
-            header = _header(action, tensor).to(self.wire)
-            self.outgoing[action.peer].post([header, tensor.clone()])
-        else:
-            self.outgoing[action.peer].post([tensor])
-
-    def arrived(self, action: Action) -> bool:
-        return True
-
-    def receive(self, action: Action) -> Tensor:
-        line = self.incoming[action.peer]
-        (tensor,) = line.complete()
-        if self.debug:
-            header, tensor = tensor, self._buffer(action).fill_(float("nan"))
-            assert torch.equal(header.cpu(), _header(action, tensor)), (
-                f"rank {self.rank} expected {message_of(action)} of shape {tuple(tensor.shape)} "
-                f"from rank {action.peer}, got {header.tolist()}"
-            )
-            line.post([tensor])
-            line.complete()
-        self._post_next(action.peer)
-        if action.acks:
-            self.outgoing[action.peer].acknowledge(action.acks)
-        return tensor.to(self.device)
-
-    def finish(self) -> None:
-        for line in self.outgoing.values():
-            line.acknowledge(line.unacknowledged)
+                self.incoming[source] = incoming(ends, mesh.device, wire, dtype)
+                self.incoming[source].group.recv([greeting], 1 - ends.index, 0).wait()

@@ -1,101 +1,194 @@
 """The loop over ops: runs one pipeline rank's lowered program.
 
-Outputs and gradients wait in an inbox, keyed by the op that produced them, until the op that
-needs them runs; neighbours on the same rank find them there without a message. An executor can be
-advanced op by op, so one process can also run the programs of all pipeline ranks in turn.
+Each action is bound once, when the executor is made, to the stage or the channel that it works
+on; a step calls them one after the other. Outputs and gradients wait in an inbox, keyed by the op
+that produced them, until the op that needs them runs; neighbours on the same rank find them there
+without a message. An executor can be advanced action by action, so one process can also run the
+programs of all pipeline ranks in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from megapipe.engine.channels import Channels, message_of
-from megapipe.engine.stage import Stage
+from megapipe.engine.channels import Channels, MessageShape, Shape, message_of
+from megapipe.engine.recorder import Recorder
+from megapipe.engine.stage import Key, Stage
 from megapipe.model.microbatch import MicroBatch
 from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.lower import Action, Do, Program
+
+Call = Callable[[], None]
 
 
 class Executor:
     """Runs `program` with this rank's `stages` (by global stage number) over its `channels`.
 
-    With `train` false the forward ops build no graph (validation).
+    `shape` is that of the messages. With `train` false the forward ops build no graph
+    (validation). With a `recorder` it is told when each op starts and stops.
     """
 
     def __init__(
-        self, program: Program, stages: Mapping[int, Stage], channels: Channels, *, train: bool
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        channels: Channels,
+        *,
+        shape: MessageShape,
+        train: bool,
+        recorder: Recorder | None = None,
     ) -> None:
         self.program = program
         self.stages = stages
         self.channels = channels
         self.train = train
-        self._inbox: dict[Op, Tensor] = {}
-        self._microbatches: Sequence[MicroBatch] = ()
+        self.recorder = recorder
+        self._inbox: dict[Op, Tensor | None] = {}
+        self._microbatches: Mapping[Key, MicroBatch] = {}
+        self._expected: dict[int, list[tuple[Op, Shape]]] = defaultdict(list)
+        for action in program.actions:
+            if action.do == Do.RECV:
+                message = message_of(action)
+                expected = message, shape(action.microbatch, action.slice)
+                self._expected[action.peer].append(expected)
+        self._calls = [self._bind(action) for action in program.actions]
         self._next = 0
 
-    def begin(self, microbatches: Sequence[MicroBatch]) -> None:
+    def begin(self, microbatches: Mapping[Key, MicroBatch]) -> None:
         """Start a step over this replica's micro-batches."""
         for stage in self.stages.values():
-            stage.reset()
+            stage.begin(train=self.train)
         self._microbatches = microbatches
         self._next = 0
-        self.channels.start(self.program.actions)
+        for peer, expected in self._expected.items():
+            self.channels.incoming[peer].begin(expected)
+        if self.recorder is not None:
+            self.recorder.begin()
 
     @property
     def done(self) -> bool:
-        return self._next == len(self.program.actions)
+        return self._next == len(self._calls)
 
     def ready(self) -> bool:
         """Whether the next action can run without waiting for another program."""
         action = self.program.actions[self._next]
-        return action.do != Do.RECV or self.channels.arrived(action)
+        return action.do != Do.RECV or self.channels.incoming[action.peer].arrived()
 
     def advance(self) -> None:
         """Run the next action."""
-        action = self.program.actions[self._next]
+        call = self._calls[self._next]
         self._next += 1
-        if action.do == Do.COMPUTE:
-            self._compute(action)
-        elif action.do == Do.SEND:
-            self.channels.send(action, self._inbox.pop(message_of(action)))
-        else:
-            self._inbox[message_of(action)] = self.channels.receive(action)
+        call()
 
     def finish(self) -> None:
         """End the step: all messages delivered, nothing left over."""
-        self.channels.finish()
+        for channel in self.channels.outgoing.values():
+            channel.finish()
         assert not self._inbox, f"never consumed: {sorted(self._inbox)}"
 
-    def run(self, microbatches: Sequence[MicroBatch]) -> None:
+    def run(self, microbatches: Mapping[Key, MicroBatch]) -> None:
         """A whole step."""
         self.begin(microbatches)
-        while not self.done:
-            self.advance()
+        for call in self._calls:
+            call()
+        self._next = len(self._calls)
         self.finish()
 
-    def _compute(self, action: Action) -> None:
-        kind, s, m = action.kind, action.stage, action.microbatch
-        stage = self.stages[s]
-        if kind == Kind.F:
-            x = None if stage.is_first else self._inbox.pop(Op(Kind.F, s - 1, m, action.slice))
-            forward = stage.forward if self.train else stage.evaluate
-            y = forward(m, x, self._microbatches[m])
+    def _bind(self, action: Action) -> Call:
+        if action.do == Do.SEND:
+            return self._bind_send(action)
+        if action.do == Do.RECV:
+            return self._bind_receive(action)
+        call = {
+            Kind.F: self._bind_forward,
+            Kind.I: self._bind_input_grad,
+            Kind.B: self._bind_backward,
+            Kind.W: self._bind_weight_grad,
+            Kind.R: self._bind_recompute,
+        }[action.kind](action)
+        return call if self.recorder is None else self.recorder.timed(action, call)
+
+    def _bind_send(self, action: Action) -> Call:
+        message, take = message_of(action), self._inbox.pop
+        send = self.channels.outgoing[action.peer].send
+
+        def call() -> None:
+            tensor = take(message)
+            assert tensor is not None
+            send(message, tensor)
+
+        return call
+
+    def _bind_receive(self, action: Action) -> Call:
+        message, inbox, acks = message_of(action), self._inbox, action.acks
+        receive = self.channels.incoming[action.peer].receive
+
+        def call() -> None:
+            inbox[message] = receive()
+
+        if not acks:
+            return call
+        acknowledge = self.channels.outgoing[action.peer].acknowledge
+
+        def call_and_acknowledge() -> None:
+            inbox[message] = receive()
+            acknowledge(acks)
+
+        return call_and_acknowledge
+
+    def _bind_forward(self, action: Action) -> Call:
+        stage, key, inbox = self.stages[action.stage], _key(action), self._inbox
+        run = stage.forward if self.train else stage.evaluate
+        own = message_of(action)
+        source = None if stage.is_first else own._replace(stage=own.stage - 1)
+
+        def call() -> None:
+            x = None if source is None else inbox.pop(source)
+            y = run(key, x, self._microbatches[key])
             if y is not None:
-                self._inbox[Op(Kind.F, s, m, action.slice)] = y
-        elif kind in (Kind.I, Kind.B):
-            grad = None if stage.is_last else self._inbox.pop(Op(Kind.I, s + 1, m, action.slice))
-            grad = stage.input_grad(m, grad)
+                inbox[own] = y
+
+        return call
+
+    def _bind_input_grad(self, action: Action) -> Call:
+        stage, key, inbox = self.stages[action.stage], _key(action), self._inbox
+        run = stage.input_grad
+        own = message_of(action)._replace(kind=Kind.I)
+        source = None if stage.is_last else own._replace(stage=own.stage + 1)
+
+        def call() -> None:
+            grad = run(key, None if source is None else inbox.pop(source))
             if grad is not None:
-                self._inbox[Op(Kind.I, s, m, action.slice)] = grad
-            if kind == Kind.B:
-                stage.weight_grad(m)
-        else:
-            stage.weight_grad(m)
+                inbox[own] = grad
+
+        return call
+
+    def _bind_weight_grad(self, action: Action) -> Call:
+        run, key = self.stages[action.stage].weight_grad, _key(action)
+        return lambda: run(key)
+
+    def _bind_backward(self, action: Action) -> Call:
+        input_grad, weight_grad = self._bind_input_grad(action), self._bind_weight_grad(action)
+
+        def call() -> None:
+            input_grad()
+            weight_grad()
+
+        return call
+
+    def _bind_recompute(self, action: Action) -> Call:
+        run, key = self.stages[action.stage].recompute_ahead, _key(action)
+        return lambda: run(key)
 
 
-def run_together(executors: Sequence[Executor], microbatches: Sequence[MicroBatch]) -> None:
+def _key(action: Action) -> Key:
+    return action.microbatch, action.slice
+
+
+def run_together(executors: Sequence[Executor], microbatches: Mapping[Key, MicroBatch]) -> None:
     """A whole step of all pipeline ranks in one process.
 
     Each rank in turn runs until it must wait: an order that depends on the programs alone, so

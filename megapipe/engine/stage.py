@@ -1,8 +1,9 @@
-"""A model chunk and its four operations: forward, backward, input gradient, weight gradient.
+"""A model chunk and its operations: forward, recomputation, input gradient, weight gradient.
 
-The stage keeps, per micro-batch in flight, the input (whose ``.grad`` the backward fills) and the
-*edge* of the output in the autograd graph, not the output itself: once sent, the output's memory
-is free while its graph waits for the gradient.
+The stage keeps, per (micro-batch, slice) in flight, the input (whose ``.grad`` the backward fills)
+and the *edge* of the output in the autograd graph, not the output itself: once sent, the output's
+memory is free while its graph waits for the gradient. A stage that recomputes keeps the input
+alone, until it builds the graph for the backward (Chen et al., 1604.06174).
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from megapipe.engine.weight_grad import WeightGradQueue, accumulate_in_main_grad
+from megapipe.model.carry import Carry
 from megapipe.model.gpt import GPTStage
 from megapipe.model.microbatch import MicroBatch
 from megapipe.tensor_parallel.parameter import spec_of
+
+Key = tuple[int, int]
+"""(micro-batch, slice) as the schedule numbers them."""
 
 
 class _InFlight(NamedTuple):
@@ -25,22 +30,23 @@ class _InFlight(NamedTuple):
 
 
 class Stage:
-    """Runs the ops of one virtual stage; `loss_sums` collects the last stage's losses."""
+    """Runs the ops of one virtual stage; `loss_sums` collects the last stage's losses.
 
-    def __init__(self, module: GPTStage) -> None:
+    With `recompute` the forward leaves no graph. Random numbers are functions of coordinates, so
+    the graph that is built later has the same values bitwise.
+    """
+
+    def __init__(self, module: GPTStage, *, recompute: bool = False) -> None:
         self.module = module
+        self.is_first = module.spec.embedding
+        self.is_last = module.spec.head
+        self.recompute = recompute
         self.queue: WeightGradQueue = module.sharding.queue
-        self._in_flight: dict[int, _InFlight] = {}
-        self.loss_sums: dict[int, Tensor] = {}
-        """Sum of the masked token losses (nats) per micro-batch, on the last stage."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.module.spec.embedding
-
-    @property
-    def is_last(self) -> bool:
-        return self.module.spec.head
+        self._in_flight: dict[Key, _InFlight] = {}
+        self._inputs: dict[Key, tuple[Tensor | None, MicroBatch]] = {}
+        self._carries: dict[int, Carry] = {}
+        self.loss_sums: dict[Key, Tensor] = {}
+        """Sum of the masked token losses (nats) per (micro-batch, slice), on the last stage."""
 
     def own_autograd_parameters(self) -> None:
         """Route gradients that autograd itself computes into the main gradients.
@@ -51,50 +57,86 @@ class Stage:
             if spec_of(parameter).by_autograd:
                 accumulate_in_main_grad(parameter)
 
-    def forward(self, microbatch: int, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
+    def begin(self, *, train: bool) -> None:
+        """Begin a step, with dropout if it trains; forget everything in flight."""
+        if self.module.training != train:
+            self.module.train(train)
+        self._in_flight.clear()
+        self._inputs.clear()
+        self._carries.clear()
+        self.loss_sums.clear()
+        self.queue.clear()
+
+    def forward(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
         """Run ``F``. Returns the output to pass on, None on the last stage."""
-        self.module.train()
-        if x is not None:
-            x = x.detach().requires_grad_()
-        y = self.module(x, mb)
-        if self.is_last:
-            y = self._masked_sum(microbatch, y, mb) * mb.scale
-        self._in_flight[microbatch] = _InFlight(x, get_gradient_edge(y))
-        return None if self.is_last else y.detach()
+        if not self.recompute:
+            return self._emit(key, self._build(key, x, mb))
+        assert mb.sequence_length is None, "a stage that recomputes takes whole sequences only"
+        self._inputs[key] = x, mb
+        with torch.no_grad():
+            return self._emit(key, self._output(x, mb))
 
     @torch.no_grad()
-    def evaluate(self, microbatch: int, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
-        """Forward without a graph, for validation."""
-        self.module.eval()
-        y = self.module(x, mb)
-        if self.is_last:
-            self._masked_sum(microbatch, y, mb)
-            return None
-        return y
+    def evaluate(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
+        """Forward without a graph, on whole sequences, for validation."""
+        return self._emit(key, self._output(x, mb))
 
-    def _masked_sum(self, microbatch: int, losses: Tensor, mb: MicroBatch) -> Tensor:
-        assert mb.mask is not None
-        total = (losses * mb.mask.t()).sum()
-        self.loss_sums[microbatch] = total.detach()
-        return total
+    def recompute_ahead(self, key: Key) -> None:
+        """Run ``R``: the forward again, with a graph."""
+        self._build(key, *self._inputs.pop(key))
 
-    def input_grad(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """Run ``I``: back-propagate, queue the weight gradients, return the input's gradient."""
-        x, edge = self._in_flight.pop(microbatch)
-        self.queue.open(microbatch)
+    def input_grad(self, key: Key, grad: Tensor | None) -> Tensor | None:
+        """Run ``I``: back-propagate, queue the weight gradients, return the input's gradient.
+
+        Recomputes first where that is due and no ``R`` did it. The slices of a micro-batch come
+        in descending order.
+        """
+        if key in self._inputs:
+            self.recompute_ahead(key)
+        x, edge = self._in_flight.pop(key)
+        self.queue.open(key)
         torch.autograd.backward([edge], [grad])
+        if key[1] == 0 and self._carries:
+            del self._carries[key[0]]
         if x is None:
             return None
         grad, x.grad = x.grad, None
         return grad
 
     @torch.no_grad()
-    def weight_grad(self, microbatch: int) -> None:
-        """Run ``W``: the queued weight gradients of one micro-batch."""
-        self.queue.run(microbatch)
+    def weight_grad(self, key: Key) -> None:
+        """Run ``W``: the queued weight gradients."""
+        self.queue.run(key)
 
-    def reset(self) -> None:
-        """Forget everything in flight."""
-        self._in_flight.clear()
-        self.loss_sums.clear()
-        self.queue.clear()
+    def _build(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor:
+        """Forward with a graph, whose ends are kept for the backward."""
+        if x is not None:
+            x = x.detach().requires_grad_()
+        y = self._output(x, mb, self._carry_of(key, mb))
+        root = y * mb.scale if self.is_last else y
+        assert root.grad_fn is not None
+        self._in_flight[key] = _InFlight(x, GradientEdge(root.grad_fn, root.output_nr))
+        return y.detach()
+
+    def _carry_of(self, key: Key, mb: MicroBatch) -> Carry | None:
+        microbatch, slice_ = key
+        if mb.sequence_length is None:
+            assert slice_ == 0, f"slice {slice_} is of a sequence whose length is not given"
+            return None
+        if slice_ == 0:
+            self._carries[microbatch] = Carry(mb.sequence_length)
+        return self._carries[microbatch]
+
+    def _output(self, x: Tensor | None, mb: MicroBatch, carry: Carry | None = None) -> Tensor:
+        """The hidden states to pass on; on the last stage the sum of the masked token losses."""
+        y = self.module(x, mb, carry)
+        if not self.is_last:
+            return y
+        assert mb.mask is not None
+        return (y * mb.mask.t()).sum()
+
+    def _emit(self, key: Key, y: Tensor) -> Tensor | None:
+        if not self.is_last:
+            return y
+        self.loss_sums[key] = y
+        return None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from megapipe.model.carry import Carry
 from megapipe.model.config import ModelConfig
 from megapipe.model.dropout import dropout_seed
 from megapipe.model.microbatch import MicroBatch
@@ -64,7 +68,14 @@ class Attention(nn.Module):
             std=residual_std(config.init_std, config.layers),
         )
 
-    def forward(self, x: Tensor, mb: MicroBatch, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mb: MicroBatch,
+        rotary: tuple[Tensor, Tensor] | None,
+        carry: Carry | None = None,
+    ) -> Tensor:
+        """`rotary` is for the positions of x; `carry` is there where x is a slice."""
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)
@@ -72,17 +83,26 @@ class Attention(nn.Module):
         k, v = qkv[..., self.queries, :], qkv[..., self.queries + 1, :]  # [s, b, groups, d]
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if carry is not None:
+            k, v = carry.extend(self.layer, mb.start, k, v)
         y = self._attend(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), mb)
         return self.out(y.permute(2, 0, 1, 3).reshape(s, b, -1))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mb: MicroBatch) -> Tensor:
-        """q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d]."""
-        gqa = self.queries > 1
+        """q [b, heads, s, d], k and v [b, groups, t, d] -> [b, heads, s, d].
+
+        The queries are the last s of the t positions.
+        """
+        s, t = q.shape[2], k.shape[2]
         p = self.config.dropout if self.training else 0.0
-        if p == 0.0:
-            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
         seed = dropout_seed(mb, "attention", self.layer, self.sharding.tp.index)
-        with seeded(q.device, seed):
+        with seeded(q.device, seed) if p else nullcontext():
             return scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=gqa, dropout_p=p
+                q,
+                k,
+                v,
+                attn_mask=causal_lower_right(s, t) if s < t else None,
+                is_causal=s == t,
+                enable_gqa=self.queries > 1,
+                dropout_p=p,
             )

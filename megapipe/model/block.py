@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megapipe.model.attention import Attention
+from megapipe.model.carry import Carry
 from megapipe.model.config import ModelConfig
 from megapipe.model.dropout import dropout
 from megapipe.model.microbatch import MicroBatch
@@ -26,9 +27,15 @@ class Block(nn.Module):
         self.mlp_norm = new_norm(sharding, config, f"layers.{layer}.mlp_norm")
         self.mlp = MLP(sharding, config, layer)
 
-    def forward(self, x: Tensor, mb: MicroBatch, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mb: MicroBatch,
+        rotary: tuple[Tensor, Tensor] | None,
+        carry: Carry | None = None,
+    ) -> Tensor:
         p = self.dropout if self.training else 0.0
-        y = self.attention(self.attention_norm(x), mb, rotary)
+        y = self.attention(self.attention_norm(x), mb, rotary, carry)
         x = x + dropout(y, p, mb, "attention_out", self.layer, self.sharding)
         y = self.mlp(self.mlp_norm(x))
         return x + dropout(y, p, mb, "mlp_out", self.layer, self.sharding)

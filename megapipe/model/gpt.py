@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megapipe.model.attention import rotary_tables
 from megapipe.model.block import Block, new_norm
+from megapipe.model.carry import Carry
 from megapipe.model.config import ModelConfig
 from megapipe.model.dropout import dropout
 from megapipe.model.microbatch import MicroBatch
@@ -26,6 +27,9 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.flo
 
 class GPTStage(nn.Module):
     """tokens [b, s] or hidden [s(/tp), b, h] -> hidden [s(/tp), b, h] or token losses [s, b].
+
+    Where sequences are cut, s is the length of a slice, and all slices of a micro-batch are given
+    the same :class:`~megapipe.model.carry.Carry`.
 
     With tied embeddings the head is a second use of ``embedding.word.weight``: a parameter of its
     own whose storage the optimizer's tied buffer provides.
@@ -64,8 +68,8 @@ class GPTStage(nn.Module):
             )
         self._rotary: tuple[int, tuple[Tensor, Tensor]] | None = None
 
-    def forward(self, x: Tensor | None, mb: MicroBatch) -> Tensor:
-        x = self.hidden(x, mb)
+    def forward(self, x: Tensor | None, mb: MicroBatch, carry: Carry | None = None) -> Tensor:
+        x = self.hidden(x, mb, carry)
         if self.head is None:
             return x
         assert mb.labels is not None
@@ -82,28 +86,30 @@ class GPTStage(nn.Module):
         assert self.head is not None
         return self.head(self.final_norm(self.hidden(x, mb)))
 
-    def hidden(self, x: Tensor | None, mb: MicroBatch) -> Tensor:
+    def hidden(self, x: Tensor | None, mb: MicroBatch, carry: Carry | None = None) -> Tensor:
         """Embedding and layers, without the head: [s(/tp), b, h]."""
         if self.embedding is not None:
             assert mb.tokens is not None
             x = self.embedding(mb.tokens)
             if self.position is not None:
-                x = self.position(x)
+                x = self.position(x, mb.start)
             p = self.config.dropout if self.training else 0.0
             x = dropout(x, p, mb, "embedding", 0, self.sharding)
         assert x is not None
-        rotary = self._rotary_for(x) if self.config.positions == "rotary" else None
+        rotary = self._rotary_for(x, mb) if self.config.positions == "rotary" else None
         for layer in self.layers:
-            x = layer(x, mb, rotary)
+            x = layer(x, mb, rotary, carry)
         return x
 
-    def _rotary_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotary_for(self, x: Tensor, mb: MicroBatch) -> tuple[Tensor, Tensor]:
         split = self.sharding.tp.size if self.sharding.sequence_split else 1
-        length = x.shape[0] * split
+        here = x.shape[0] * split
+        length = mb.sequence_length or here
         if self._rotary is None or self._rotary[0] != length:
             assert self.config.head_dim is not None
             tables = rotary_tables(
                 length, self.config.head_dim, self.config.rotary_base, x.device, x.dtype
             )
             self._rotary = length, tables
-        return self._rotary[1]
+        cos, sin = self._rotary[1]
+        return cos[mb.start : mb.start + here], sin[mb.start : mb.start + here]

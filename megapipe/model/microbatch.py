@@ -23,3 +23,9 @@ class MicroBatch:
     mask: Tensor | None = None
     scale: float = 1.0
     """1 / unmasked tokens of the global batch (0 if there are none)."""
+    part: int = 0
+    """First row, where these are a part of the micro-batch's rows."""
+    start: int = 0
+    """First position, where these are a slice of the sequence."""
+    sequence_length: int | None = None
+    """Length of the whole sequence, given where the sequences are cut into slices."""

@@ -5,10 +5,10 @@ fp64), each as one flat array, so that reducing, sharding and gathering are one 
 Parameters are ordered by :class:`Region`: those that decay before those that do not, split ones
 before those that every tp rank holds; weight decay and the norm then act on a few ranges.
 
-A tied embedding is used by the first and the last stage. It has a bucket of its own, shared by
-all its holders: its shard group is dp x holders, so one owner updates a slice and all holders
-gather it, and the copies stay bitwise equal. The two uses accumulate into gradients of their own
-and are added once.
+A stage that several pipeline ranks hold (bidirectional pipelines) has a bucket that they share:
+its shard group is dp x holders, so one owner updates a slice and all holders gather it, and the
+copies stay bitwise equal. So has a tied embedding, which the first and the last stage use; the two
+uses accumulate into gradients of their own and are added once.
 """
 
 from __future__ import annotations
@@ -141,15 +141,25 @@ def make_buckets(
     modules: Mapping[int, GPTStage],
     mesh: ParallelMesh,
     *,
-    stages: int,
     tied: bool,
-    holders: Sequence[int],
+    holders: Sequence[Sequence[int]],
 ) -> list[Bucket]:
     """Give the parameters of this process' stages their storage.
 
-    `stages` is their number over all ranks. With `tied` embeddings `holders` are the pipeline
-    indices of the first and last stage's processes. Buckets come in stage order, the tied last.
+    holders[stage] are the pipeline indices of the processes that hold a stage. A stage with
+    several holders, and `tied` embeddings, which the first and the last stage hold, are reduced
+    over them too. Buckets come in stage order, the tied last.
     """
+    axes: dict[tuple[int, ...], Axis] = {}
+
+    def axis_of(pp_indices: Sequence[int]) -> Axis:
+        key = tuple(sorted(set(pp_indices)))
+        if len(key) == 1:
+            return mesh.dp
+        if key not in axes:
+            axes[key] = mesh.connected(mesh.group_of(mesh.grid.holders(mesh.rank, key)))
+        return axes[key]
+
     buckets = []
     shared: list[Owned] = []
     for stage, module in sorted(modules.items()):
@@ -158,11 +168,8 @@ def make_buckets(
             is_shared = tied and spec_of(owned.parameter).name == WORD_EMBEDDING
             (shared if is_shared else own).append(owned)
         if own:
-            buckets.append(Bucket(stage, own, mesh.dp, mesh.device))
+            buckets.append(Bucket(stage, own, axis_of(holders[stage]), mesh.device))
     if shared:
-        axis = mesh.dp
-        if len(set(holders)) > 1:
-            ranks = mesh.grid.holders(mesh.rank, sorted(set(holders)))
-            axis = mesh.connected(mesh.group_of(ranks))
-        buckets.append(Bucket(stages, shared, axis, mesh.device))
+        axis = axis_of([*holders[0], *holders[-1]])
+        buckets.append(Bucket(len(holders), shared, axis, mesh.device))
     return buckets

@@ -15,9 +15,8 @@ from megapipe.plan.params import (
     parameter_shapes,
     stage_shapes,
 )
-from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.lower import channels, pairs
+from megapipe.schedule.lower import pairs
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.validate import validate
 
@@ -33,13 +32,7 @@ def report(config: Config, layout: Layout) -> str:
             f"model.vocab_size: not known without data.tokenizer={config.data.tokenizer}: "
             "set it for a plan"
         )
-    schedule = build(
-        config.pipeline.schedule,
-        ranks=layout.pp,
-        microbatches=layout.microbatches,
-        chunks=layout.chunks,
-        group=config.pipeline.group,
-    )
+    schedule = layout.schedule
     held = held_by_process(config, layout, schedule)
     parts = [
         [f"plan of {config.run.name}"],
@@ -109,7 +102,7 @@ def _run_lines(
         return [*lines, "messages      within the process: no communicators"]
     used = pairs(schedule.placement)
     ends = [sum(rank in pair for pair in used) for rank in range(schedule.placement.ranks)]
-    depth = max((channel.depth for channel in channels(schedule)), default=0)
+    depth = max((channel.depth for channel in validate(schedule).channels), default=0)
     return [
         *lines,
         (
@@ -128,7 +121,7 @@ def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str
         rows.append(
             (
                 str(stage),
-                str(schedule.placement.rank_of(stage)),
+                "+".join(map(str, schedule.placement.holders(stage))),
                 _contents(spec),
                 f"{count(stage_shapes(model, spec)):,}",
                 f"{flops / total:.1%}",

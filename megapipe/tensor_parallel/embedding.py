@@ -95,12 +95,13 @@ class WordEmbedding(nn.Module):
 @dataclass
 class _PositionTask:
     layer: PositionEmbedding
+    start: int
     grad: Tensor  # [s(/tp), b, h]
 
     def run(self) -> None:
         target = main_grad(self.layer.weight)
-        start, stop = self.layer.rows(self.grad.shape[0])
-        target[start:stop].add_(self.grad.sum(1, dtype=target.dtype))
+        first, stop = self.layer.rows(self.start, self.grad.shape[0])
+        target[first:stop].add_(self.grad.sum(1, dtype=target.dtype))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.grad,)
@@ -108,15 +109,17 @@ class _PositionTask:
 
 class _PositionFunction(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, layer: PositionEmbedding) -> Tensor:
-        ctx.layer = layer
-        start, stop = layer.rows(x.shape[0])
-        return x + weight[start:stop].unsqueeze(1)
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, layer: PositionEmbedding, start: int
+    ) -> Tensor:
+        ctx.layer, ctx.start = layer, start
+        first, stop = layer.rows(start, x.shape[0])
+        return x + weight[first:stop].unsqueeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.layer.sharding.queue.put(_PositionTask(ctx.layer, grad))
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.layer.sharding.queue.put(_PositionTask(ctx.layer, ctx.start, grad))
+        return grad, None, None, None
 
 
 class PositionEmbedding(nn.Module):
@@ -134,10 +137,11 @@ class PositionEmbedding(nn.Module):
             sequence_partial=True,
         )
 
-    def rows(self, length: int) -> tuple[int, int]:
-        """Positions of this rank's part of the sequence, which has `length` of them."""
-        start = length * self.sharding.tp.index if self.sharding.sequence_split else 0
-        return start, start + length
+    def rows(self, start: int, length: int) -> tuple[int, int]:
+        """Positions of this rank's part, `length` of them, of a slice that begins at `start`."""
+        first = start + (length * self.sharding.tp.index if self.sharding.sequence_split else 0)
+        return first, first + length
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _PositionFunction.apply(x, self.weight, self)
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """`start` is the first position of the slice, where x is one."""
+        return _PositionFunction.apply(x, self.weight, self, start)

@@ -14,16 +14,22 @@ micro-batch back-propagates its sum by that global count, so gradients only ever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megapipe.config import Config
-from megapipe.engine.channels import Channels, InProcessChannels, ProcessGroupChannels
+from megapipe.engine.channels import (
+    Channels,
+    InProcessChannels,
+    MessageShape,
+    ProcessGroupChannels,
+)
 from megapipe.engine.executor import Executor, run_together
-from megapipe.engine.stage import Stage
+from megapipe.engine.recorder import Record, Recorder
+from megapipe.engine.stage import Key, Stage
 from megapipe.errors import NumericError, ScheduleError
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
@@ -32,13 +38,11 @@ from megapipe.model.microbatch import MicroBatch
 from megapipe.optim.buffers import make_buckets
 from megapipe.optim.lr import learning_rate
 from megapipe.optim.zero import Optimizer, total_norm
-from megapipe.schedule.generators import build, forward_only
+from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.lower import lower, pairs
 from megapipe.tensor_parallel.parameter import Sharding
-
-Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
-"""Global sample indices -> tokens [b, s], labels [b, s], mask [b, s]."""
+from megapipe.train.feed import Feed, Rows
 
 VALIDATION_MICROBATCHES = 64
 """Most micro-batches of one validation program."""
@@ -71,16 +75,9 @@ class TrainStep:
         self.config = config
         self.layout = layout
         self.mesh = mesh
-        pipeline = config.pipeline
-        self.schedule = schedule or build(
-            pipeline.schedule,
-            ranks=layout.pp,
-            microbatches=layout.microbatches,
-            chunks=layout.chunks,
-            group=pipeline.group,
-        )
+        self.schedule = schedule or layout.schedule
         self.placement = self.schedule.placement
-        self.in_process = pipeline.channels == "in_process"
+        self.in_process = config.pipeline.channels == "in_process"
         self.pipeline_ranks = range(layout.pp) if self.in_process else [mesh.pp.index]
         self.dtype = TORCH_DTYPES[config.model.dtype]
         self.modules = {
@@ -91,12 +88,18 @@ class TrainStep:
         self._check_schedule()
         channels = self._connect()
         self.optimizer = self._make_optimizer()
-        self.stages = {s: Stage(module) for s, module in self.modules.items()}
+        self.stages = {
+            s: Stage(module, recompute=s in self.schedule.recompute)
+            for s, module in self.modules.items()
+        }
         for stage in self.stages.values():
             stage.own_autograd_parameters()
         self._channels = channels
+        self._feed = Feed(config, layout, mesh, self.pipeline_ranks)
         self._executors = self._make_executors(self.schedule, train=True)
         self._validators: dict[int, list[Executor]] = {}
+        self._recorders = [Recorder(mesh.device) for _ in self.pipeline_ranks]
+        self._recording: list[Executor] = []
         self.last = self.stages.get(self.placement.stages - 1)
         seed = config.run.seed
         self.optimizer.set_weights(lambda spec, out: spec.initialise(out, seed))
@@ -104,12 +107,13 @@ class TrainStep:
     def _check_schedule(self) -> None:
         """Refuse a schedule of another number of ranks, stages or micro-batches."""
         layout, placement = self.layout, self.placement
-        wanted = (layout.pp, layout.stages, layout.microbatches)
-        if (placement.ranks, placement.stages, self.schedule.microbatches) != wanted:
+        whole = self.schedule.whole_microbatches
+        sizes = (placement.ranks, placement.stages) == (layout.pp, layout.stages)
+        if not sizes or whole != layout.microbatches:
             raise ScheduleError(
                 f"schedule {self.schedule.name} has {placement.ranks} ranks, {placement.stages} "
-                f"stages and {self.schedule.microbatches} micro-batches; the layout needs "
-                f"{wanted[0]}, {wanted[1]} and {wanted[2]}"
+                f"stages and {whole} micro-batches; the layout needs {layout.pp}, "
+                f"{layout.stages} and {layout.microbatches}"
             )
 
     def _sharding(self) -> Sharding:
@@ -119,53 +123,80 @@ class TrainStep:
         """This process' channel ends, one per pipeline rank that it runs."""
         if self.in_process:
             return list(InProcessChannels.connect(self.layout.pp))
-        split = self.layout.tp if self.config.parallel.sequence_parallel else 1
-        train = self.config.train
-        shape = (train.sequence_length // split, train.microbatch, self.config.model.hidden)
         return [
             ProcessGroupChannels(
                 self.mesh,
                 pairs(self.placement),
-                shape=lambda microbatch, slice_: shape,
                 dtype=self.dtype,
                 debug=self.config.pipeline.debug,
             )
         ]
 
     def _make_optimizer(self) -> Optimizer:
-        stages = self.placement.stages
-        holders = [self.placement.rank_of(s) for s in (0, stages - 1)]
+        placement = self.placement
+        holders = [
+            [0] if self.in_process else placement.holders(stage)
+            for stage in range(placement.stages)
+        ]
         buckets = make_buckets(
-            self.modules,
-            self.mesh,
-            stages=stages,
-            tied=self.config.model.tied_embeddings,
-            holders=[0] if self.in_process else holders,
+            self.modules, self.mesh, tied=self.config.model.tied_embeddings, holders=holders
         )
-        return Optimizer(buckets, self.config.optimizer, self.mesh, stages)
+        return Optimizer(buckets, self.config.optimizer, self.mesh, placement.stages)
 
-    def _make_executors(self, schedule: Schedule, *, train: bool) -> list[Executor]:
+    def use(self, schedule: Schedule) -> None:
+        """Go on with another schedule, on the same placement, from the next step on."""
+        assert schedule.placement == self.placement
+        assert schedule.recompute == self.schedule.recompute
+        self.schedule = schedule
+        self._check_schedule()
+        self._executors = self._make_executors(schedule, train=True)
+        self._recording = []
+
+    def _make_executors(
+        self, schedule: Schedule, *, train: bool, record: bool = False
+    ) -> list[Executor]:
+        recorders = self._recorders if record else [None] * len(self.pipeline_ranks)
         return [
             Executor(
                 program,
                 {s: self.stages[s] for s in self.placement.stages_of(program.rank)},
                 channels,
+                shape=self._message_shape(schedule),
                 train=train,
+                recorder=recorder,
             )
-            for program, channels in zip(
-                lower(schedule, self.pipeline_ranks), self._channels, strict=True
+            for program, channels, recorder in zip(
+                lower(schedule, self.pipeline_ranks), self._channels, recorders, strict=True
             )
         ]
 
-    def train(self, step: int, rows: Rows) -> StepResult:
-        """Optimizer step `step`, counted from 0. Raises :class:`NumericError` before an update
-        with a gradient that is not finite."""
-        batch = self.config.train.global_batch
-        microbatches, count = self._fetch(
-            rows, step, first=step * batch, microbatches=self.layout.microbatches
-        )
+    def _message_shape(self, schedule: Schedule) -> MessageShape:
+        """[slice length (/tp), rows, hidden] of what is sent for a (micro-batch, slice)."""
+        split = self.layout.tp if self.config.parallel.sequence_parallel else 1
+        train, hidden = self.config.train, self.config.model.hidden
+        lengths = self.layout.slice_lengths if schedule.slices > 1 else (train.sequence_length,)
+
+        def shape(microbatch: int, part: int) -> tuple[int, int, int]:
+            rows = int(schedule.size_of(microbatch) * train.microbatch)
+            return lengths[part] // split, rows, hidden
+
+        return shape
+
+    def train(self, step: int, rows: Rows, *, record: bool = False) -> StepResult:
+        """Optimizer step `step`, counted from 0.
+
+        With `record`, :meth:`records` then tells when each op ran. Raises :class:`NumericError`
+        before an update with a gradient that is not finite.
+        """
+        first = step * self.config.train.global_batch
+        microbatches, count = self._feed.fetch(self.schedule, rows, step, first)
         self.optimizer.zero_grad()
-        self._run(self._executors, microbatches)
+        if record:
+            self._recording = self._recording or self._make_executors(
+                self.schedule, train=True, record=True
+            )
+            self.mesh.barrier()
+        self._run(self._recording if record else self._executors, microbatches)
         loss_sum = self._loss_sum()
         squares = self.optimizer.reduce()
         norm = total_norm(squares)
@@ -179,6 +210,11 @@ class TrainStep:
         lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
         self.optimizer.update(lr, norm)
         return StepResult(loss=loss, grad_norm=norm.item(), lr=lr, tokens=count)
+
+    def records(self) -> list[Record]:
+        """The last recorded step of every pipeline rank, on the processes of the first one."""
+        own = [recorder.record() for recorder in self._recorders]
+        return [record for records in self.mesh.gather(own, "pp") for record in records]
 
     def _not_finite(self, squares: Tensor) -> str:
         """Where in the model the gradients are not finite."""
@@ -204,10 +240,10 @@ class TrainStep:
         first, total, tokens = 0, 0.0, 0
         while left:
             m = min(left, VALIDATION_MICROBATCHES)
+            schedule = forward_only(self.placement, m)
             if m not in self._validators:
-                program = forward_only(self.placement, m)
-                self._validators[m] = self._make_executors(program, train=False)
-            microbatches, count = self._fetch(masked, 0, first=first, microbatches=m)
+                self._validators[m] = self._make_executors(schedule, train=False)
+            microbatches, count = self._feed.fetch(schedule, masked, 0, first)
             self._run(self._validators[m], microbatches)
             total += self._loss_sum()
             tokens += count
@@ -215,51 +251,16 @@ class TrainStep:
             left -= m
         return total / max(tokens, 1), tokens
 
-    def _fetch(
-        self, rows: Rows, step: int, *, first: int, microbatches: int
-    ) -> tuple[list[MicroBatch], int]:
-        """This replica's micro-batches of the samples from `first` on, and the number of
-        unmasked tokens over all replicas. Micro-batch i of replica d is number i * dp + d of the
-        global batch, in every layout."""
-        b, dp, d = self.config.train.microbatch, self.layout.dp, self.mesh.dp.index
-        ends = self.last is not None or 0 in self.stages
-        fetched: list[tuple[Tensor, Tensor, Tensor]] = []
-        if ends:
-            for i in range(microbatches):
-                start = first + (i * dp + d) * b
-                fetched.append(rows(range(start, start + b)))
-        own = sum(int(mask.sum()) for _, _, mask in fetched) if self.last is not None else 0
-        count = torch.tensor([own], dtype=torch.float64)
-        total = int(self.mesh.ordered_sum(count, "dp", "pp").item())
-        result = []
-        for i in range(microbatches):
-            tokens, labels, mask = fetched[i] if ends else (None, None, None)
-            result.append(
-                MicroBatch(
-                    index=i * dp + d,
-                    step=step,
-                    seed=self.config.run.seed,
-                    scale=1.0 / total if total else 0.0,
-                    tokens=self._on_device(tokens),
-                    labels=self._on_device(labels),
-                    mask=self._on_device(mask),
-                )
-            )
-        return result, total
-
-    def _on_device(self, rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else rows.to(self.mesh.device)
-
-    def _run(self, executors: list[Executor], microbatches: Sequence[MicroBatch]) -> None:
+    def _run(self, executors: list[Executor], microbatches: Mapping[Key, MicroBatch]) -> None:
         if self.in_process:
             run_together(executors, microbatches)
         else:
             executors[0].run(microbatches)
 
     def _loss_sum(self) -> float:
-        """Sum of all unmasked token losses, micro-batches in order, then replicas in order."""
+        """Sum of all unmasked token losses, micro-batches in order, then ranks in order."""
         total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
         if self.last is not None:
-            for microbatch in sorted(self.last.loss_sums):
-                total += self.last.loss_sums[microbatch]
+            for key in sorted(self.last.loss_sums):
+                total += self.last.loss_sums[key]
         return self.mesh.ordered_sum(total, "dp", "pp").item()

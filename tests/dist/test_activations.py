@@ -7,16 +7,19 @@ stage from its F until the last of them is gone.
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 from unittest import mock
 
 import pytest
+import registry_cases
 import torch
 from parity import Case, Rows, configure
 from torch import Tensor
@@ -25,19 +28,20 @@ from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Stage
 from megapipe.engine.weight_grad import WeightGradQueue
 from megapipe.mesh import Grid
-from megapipe.schedule.ir import Kind, Op
-from megapipe.schedule.lower import Action
+from megapipe.schedule.generators import names
+from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
+from megapipe.schedule.lower import Action, Do
 from megapipe.schedule.validate import validate
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
-Key = tuple[int, int]  # stage, micro-batch
+Key = tuple[int, int, int]  # stage, micro-batch, slice
 SETTLE_S = 0.02
 """gloo's thread lets go of a collective's tensors a moment after the collective is done."""
 
 
 class Ledger:
-    """Live bytes per (stage, micro-batch), by storage."""
+    """Live bytes per (stage, micro-batch, slice), by storage."""
 
     def __init__(self, step: TrainStep) -> None:
         self.live: dict[Key, dict[int, int]] = defaultdict(dict)
@@ -65,46 +69,59 @@ class Ledger:
     def bytes_of(self, key: Key) -> int:
         return sum(self.live[key].values())
 
-    def alive(self, stages: Any) -> list[Key]:
-        return [key for key, storages in self.live.items() if storages and key[0] in stages]
+    def alive(self) -> list[Key]:
+        return [key for key, storages in self.live.items() if storages]
+
+
+def key_of(op: Op | Action) -> Key:
+    return op.stage, op.microbatch, op.slice
 
 
 @contextmanager
-def measured(step: TrainStep, after_op: Any) -> Iterator[Ledger]:
-    """Run the executors of `step` under a ledger; `after_op(ledger, executor, action)`."""
+def measured(step: TrainStep, schedule: Schedule, after_op: Any) -> Iterator[Ledger]:
+    """Have `step` run `schedule` under a ledger; `after_op(ledger, rank, action)`."""
     ledger = Ledger(step)
     is_local = step.mesh.world == 1
-    forward, put, compute = Stage.forward, WeightGradQueue.put, Executor._compute
+    build, put, bind = Stage._build, WeightGradQueue.put, Executor._bind
 
-    def pack(tensor: Tensor) -> Tensor:
+    def note_saved(tensor: Tensor) -> Tensor:
         ledger.watch(tensor)
         return tensor.detach()
 
-    def watched_forward(self: Stage, microbatch: int, x: Any, mb: Any) -> Any:
+    def watched_build(self: Stage, key: Any, x: Any, mb: Any) -> Any:
         ledger.exclude(mb.tokens, mb.labels, mb.mask)
         if x is not None:
             ledger.watch(x)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            return forward(self, microbatch, x, mb)
+        with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor):
+            return build(self, key, x, mb)
 
     def watched_put(self: WeightGradQueue, task: Any) -> None:
         for tensor in task.tensors():
             ledger.watch(tensor)
         put(self, task)
 
-    def watched_compute(self: Executor, action: Action) -> None:
-        ledger.key = action.stage, action.microbatch
-        compute(self, action)
-        ledger.key = None
-        if not is_local:
-            time.sleep(SETTLE_S)
-        after_op(ledger, self, action)
+    def watched_bind(self: Executor, action: Action) -> Any:
+        call = bind(self, action)
+        if action.do != Do.COMPUTE:
+            return call
+
+        def watched() -> None:
+            ledger.key = key_of(action)
+            call()
+            ledger.key = None
+            if not is_local:
+                time.sleep(SETTLE_S)
+            after_op(ledger, self.program.rank, action)
+
+        return watched
 
     with (
-        mock.patch.object(Stage, "forward", watched_forward),
+        mock.patch.object(Stage, "_build", watched_build),
         mock.patch.object(WeightGradQueue, "put", watched_put),
-        mock.patch.object(Executor, "_compute", watched_compute),
+        mock.patch.object(Executor, "_bind", watched_bind),
     ):
+        step.schedule = schedule
+        step._executors = step._make_executors(schedule, train=True)
         yield ledger
 
 
@@ -116,64 +133,96 @@ def make_step(world: World, case: Case) -> TrainStep:
     return step
 
 
-def bytes_after(world: World, case: Case) -> dict[tuple[int, Kind], int]:
-    """Live bytes of one lone micro-batch after each op of each stage."""
-    step = make_step(world, replace(case, m=1))
-    after: dict[tuple[int, Kind], int] = {}
+def lone(like: Schedule) -> Schedule:
+    """One micro-batch on the same placement: all that a stage does, split, one op at a time."""
+    stages, slices = like.placement.stages, range(like.slices)
+    lists: list[list[int]] = [[] for _ in range(like.placement.ranks)]
+    home = like.placement.table[0]
+    for stage, part in itertools.product(range(stages), slices):
+        lists[home[stage]].append(pack(Kind.F, stage, 0, part))
+    for stage, part in itertools.product(reversed(range(stages)), reversed(slices)):
+        kinds = [Kind.R] * (stage in like.recompute) + [Kind.I, Kind.W]
+        lists[home[stage]].extend(pack(kind, stage, 0, part) for kind in kinds)
+    ops = tuple(map(packed, lists))
+    return Schedule("lone", like.placement, 1, ops, slices=like.slices, recompute=like.recompute)
 
-    def note(ledger: Ledger, executor: Executor, action: Action) -> None:
-        after[action.stage, action.kind] = ledger.bytes_of((action.stage, action.microbatch))
 
-    with measured(step, note):
-        step.train(0, Rows(replace(case, m=1)))
+def bytes_after(step: TrainStep, case: Case) -> dict[tuple[int, Kind, int], int]:
+    """Live bytes of one lone whole micro-batch after each op of each (stage, slice)."""
+    after: dict[tuple[int, Kind, int], int] = {}
+
+    def note(ledger: Ledger, rank: int, action: Action) -> None:
+        after[action.stage, action.kind, action.slice] = ledger.bytes_of(key_of(action))
+
+    schedule = step.schedule
+    with measured(step, lone(schedule), note):
+        step.train(0, Rows(case))
+    step.schedule = schedule
+    for (stage, kind, part), size in list(after.items()):
+        if kind == Kind.W:
+            after[stage, Kind.B, part] = size
     return after
 
 
-def measure(world: World, case: Case) -> list[tuple[int, int, int, int]]:
+def measure(world: World, case: Case) -> list[tuple[int, int, int, Fraction]]:
     """Per pipeline rank of this process: peaks of live activations and of their bytes, measured,
     then the promised count, then the bytes that the schedule's ops add up to."""
-    after = bytes_after(world, replace(case, group=None))
     step = make_step(world, case)
+    schedule = step.schedule
+    after = bytes_after(step, case)
+    own = {rank: {key_of(op) for op in schedule.rank_ops(rank)} for rank in step.pipeline_ranks}
     peaks: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
-    def sample(ledger: Ledger, executor: Executor, action: Action) -> None:
-        keys = ledger.alive(executor.stages)
-        rank = executor.program.rank
+    def sample(ledger: Ledger, rank: int, action: Action) -> None:
+        keys = [key for key in ledger.alive() if key in own[rank]]
         count, size = peaks[rank]
         peaks[rank] = (
             max(count, len(keys)),
             max(size, sum(ledger.bytes_of(key) for key in keys)),
         )
 
-    with measured(step, sample) as ledger:
+    with measured(step, schedule, sample) as ledger:
         step.train(0, Rows(case))
-    assert not ledger.alive(step.stages), "something outlived its W"
-    assert any(after[s, Kind.F] for s in step.stages)
-    promise = validate(step.schedule).peak_held
-    if step.schedule.held_limit is not None:
-        assert promise == step.schedule.held_limit
+    assert not ledger.alive(), "something outlived its W"
+    assert any(after[s, Kind.F, 0] for s in step.stages if s not in schedule.recompute) or any(
+        after[s, Kind.R, 0] for s in step.stages if s in schedule.recompute
+    )
+    promise = validate(schedule).peak_held
+    if schedule.held_limit is not None:
+        assert promise == schedule.held_limit
     result = []
     for rank in step.pipeline_ranks:
-        live = predicted = 0
-        held: dict[Key, int] = {}
-        for op in step.schedule.rank_ops(rank):
-            held[op.stage, op.microbatch] = after[op.stage, op.kind]
-            live = sum(held.values())
-            predicted = max(predicted, live)
+        predicted = Fraction(0)
+        held: dict[Key, Fraction] = {}
+        for op in schedule.rank_ops(rank):
+            size = after[op.stage, op.kind, op.slice] * schedule.size_of(op.microbatch)
+            held[key_of(op)] = size
+            predicted = max(predicted, sum(held.values(), start=Fraction(0)))
         result.append((*peaks[rank], promise[rank], predicted))
     return result
 
 
 CASES = [
-    Case(pp=4, m=6, schedule="gpipe", in_process=True),
-    Case(pp=4, m=6, schedule="1f1b", in_process=True),
     Case(pp=4, m=6, schedule="zb_h1", in_process=True, model="llama", tied=False),
-    Case(pp=2, m=6, schedule="interleaved_1f1b", chunks=2, in_process=True),
     Case(pp=2, m=5, schedule="interleaved_1f1b", chunks=2, group=3, in_process=True),
     Case(pp=2, m=4, schedule="zb_h1", dropout=0.1),
     Case(pp=2, tp=2, m=6, schedule="zb_h1", sequence_parallel=True),
     Case(pp=2, tp=2, m=3, schedule="interleaved_1f1b", chunks=2, sequence_parallel=True),
 ]
+
+
+def measure_all(world: World, cases: list[Case]) -> list[list[tuple[int, int, int, Fraction]]]:
+    return [measure(world, case) for case in cases]
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_schedule_keeps_its_promise(name: str) -> None:
+    cases = [replace(case, in_process=True) for case in registry_cases.settings(name)]
+    (results,) = run_world(1, measure_all, cases)
+    for case, ranks in zip(cases, results, strict=True):
+        for count, size, promised, predicted in ranks:
+            assert count == promised, case.name
+            assert size == predicted, case.name
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -186,8 +235,8 @@ def test_peak_of_live_activations_is_the_promise(case: Case) -> None:
 
 def split(world: World, case: Case) -> tuple[int, int, int]:
     """Bytes of a middle stage after F, after I and after W."""
-    after = bytes_after(world, case)
-    return after[1, Kind.F], after[1, Kind.I], after[1, Kind.W]
+    after = bytes_after(make_step(world, case), case)
+    return after[1, Kind.F, 0], after[1, Kind.I, 0], after[1, Kind.W, 0]
 
 
 def test_input_gradient_frees_what_the_weight_gradient_does_not_need() -> None:
@@ -211,26 +260,31 @@ def outputs(world: World, case: Case) -> tuple[int, int]:
     alive = 0
     forward = Stage.forward
 
-    def watched(self: Stage, microbatch: int, x: Any, mb: Any) -> Any:
-        y = forward(self, microbatch, x, mb)
+    def watched(self: Stage, key: Any, x: Any, mb: Any) -> Any:
+        y = forward(self, key, x, mb)
         if self.is_first:
             # the second stage gets a copy, as over a wire
             refs.append(weakref.ref(y.untyped_storage()))
             return y.clone()
         return y
 
-    compute = Executor._compute
+    bind = Executor._bind
 
-    def count(self: Executor, action: Action) -> None:
-        nonlocal alive
-        if Op(action.kind, action.stage, action.microbatch) == Op(Kind.B, 0, 0):
-            alive = sum(ref() is not None for ref in refs)
-        compute(self, action)
+    def counted(self: Executor, action: Action) -> Any:
+        call = bind(self, action)
 
-    with mock.patch.object(Stage, "forward", watched), mock.patch.object(
-        Executor, "_compute", count
+        def count() -> None:
+            nonlocal alive
+            if (action.kind, action.stage, action.microbatch) == (Kind.B, 0, 0):
+                alive = sum(ref() is not None for ref in refs)
+            call()
+
+        return count
+
+    with (
+        mock.patch.object(Stage, "forward", watched),
+        mock.patch.object(Executor, "_bind", counted),
     ):
+        step._executors = step._make_executors(step.schedule, train=True)
         step.train(0, Rows(case))
     return alive, len(refs)
-
-

@@ -50,9 +50,9 @@ def test_logits_and_gradients_equal_transformers(
 
     stage = Stage(module)
     stage.own_autograd_parameters()
-    stage.forward(0, None, mb)
-    stage.input_grad(0, None)
-    stage.weight_grad(0)
+    stage.forward((0, 0), None, mb)
+    stage.input_grad((0, 0), None)
+    stage.weight_grad((0, 0))
     bucket.add_uses()
     grads = {
         entry.spec.name: bucket.view(bucket.grads[0], entry)[

@@ -1,0 +1,59 @@
+"""Stages with given weights in one process, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from parity import take_box
+from torch import Tensor
+
+from megapipe.engine.stage import Stage
+from megapipe.mesh import Axis
+from megapipe.model.config import ModelConfig
+from megapipe.model.gpt import GPTStage
+from megapipe.model.partition import StageSpec
+from megapipe.optim.buffers import Bucket, owned_parameters
+from megapipe.tensor_parallel.parameter import Sharding
+
+
+def new_stage(
+    model: ModelConfig,
+    params: dict[str, Tensor],
+    spec: StageSpec | None = None,
+    *,
+    recompute: bool = False,
+) -> tuple[Stage, Bucket]:
+    """A stage, by default of the whole model, in fp64."""
+    if spec is None:
+        spec = StageSpec(embedding=True, layers=range(model.layers), head=True)
+    module = GPTStage(model, spec, Sharding(Axis.alone(), False, torch.float64))
+    bucket = Bucket(0, list(owned_parameters(module)), Axis.alone(), torch.device("cpu"))
+    for entry in bucket.entries:
+        take_box(params[entry.spec.name], entry.spec, bucket.view(bucket.weights, entry))
+    stage = Stage(module, recompute=recompute)
+    stage.own_autograd_parameters()
+    return stage, bucket
+
+
+def new_pipeline(
+    model: ModelConfig, params: dict[str, Tensor], counts: Sequence[int], *, recompute: bool = False
+) -> tuple[list[Stage], list[Bucket]]:
+    """Stages with that many layers each."""
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    specs = [
+        StageSpec(embedding=end == counts[0], layers=range(end - n, end), head=end == sum(counts))
+        for n, end in zip(counts, ends, strict=True)
+    ]
+    made = [new_stage(model, params, spec, recompute=recompute) for spec in specs]
+    return [stage for stage, _ in made], [bucket for _, bucket in made]
+
+
+def main_grads(buckets: Iterable[Bucket]) -> dict[str, Tensor]:
+    """Main gradients by name, without padding."""
+    result = {}
+    for bucket in buckets:
+        for entry in bucket.entries:
+            rows = tuple(slice(n) for n in entry.spec.shape)
+            result[entry.spec.name] = bucket.view(bucket.grads[0], entry)[rows].clone()
+    return result

@@ -1,0 +1,214 @@
+"""What is measured becomes the timeline and the costs that it was."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megapipe.engine import recorder
+from megapipe.engine.recorder import Event, Record, Recorder, measured_cost, timeline
+from megapipe.errors import ScheduleError
+from megapipe.schedule.cost import Cost
+from megapipe.schedule.generators import build, forward_only, names
+from megapipe.schedule.idle import idle
+from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
+from megapipe.schedule.placement import loop
+from megapipe.schedule.simulate import Timeline, simulate
+
+CPU = torch.device("cpu")
+UNEVEN = Cost(F=(1, 2, 4, 1), I=(2, 2, 3, 5), W=(1, 3, 1, 2))
+
+
+def records_of(predicted: Timeline) -> list[Record]:
+    """What recorders would have seen of a simulated step; every rank began at another time."""
+    schedule = predicted.schedule
+    table = predicted.cost.table(schedule.placement.stages)
+    records = []
+    for rank, (starts, ends) in enumerate(zip(predicted.starts, predicted.ends, strict=True)):
+        began = 1024.0 + rank
+        ops = schedule.rank_ops(rank)
+        events = []
+        for index, (op, start, end) in enumerate(zip(ops, starts, ends, strict=True)):
+            alone = table[op.kind][op.stage] * schedule.size_of(op.microbatch)
+            if op.joined:
+                end = start + alone
+            elif index and ops[index - 1].joined:
+                start = end - alone
+            event = Event(op._replace(joined=False), 2048 + start - began, 2048 + end - began)
+            events.append(event)
+        records.append(Record("here", began, events))
+    return records
+
+
+def schedules() -> list[Schedule]:
+    """One of each that is registered, on four ranks."""
+    result = []
+    for name in names():
+        try:
+            result.append(build(name, ranks=4, microbatches=8))
+        except ScheduleError:
+            continue
+    return result
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the clock of the recorders shows: the last entry."""
+    now = [0.0]
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
+    return now
+
+
+def test_times_count_from_the_beginning_of_the_step(clock: list[float]) -> None:
+    watch = Recorder(CPU)
+    calls = [
+        (watch.timed(Op(Kind.F, 2, 5, 1), lambda: clock.append(clock[-1] + 2.0)), 1.0),
+        (watch.timed(Op(Kind.W, 0, 4), lambda: clock.append(clock[-1] + 0.5)), 3.5),
+    ]
+    for began in (8.0, 64.0):
+        clock.append(began)
+        watch.begin()
+        for call, start in calls:
+            clock.append(began + start)
+            call()
+        wanted = [
+            Event(Op(Kind.F, 2, 5, 1), 1.0, 3.0),
+            Event(Op(Kind.W, 0, 4), 3.5, 4.0),
+        ]
+        assert watch.events() == wanted, "what was recorded before begin is forgotten"
+        record = watch.record()
+        assert (record.began, record.events) == (began, wanted)
+
+
+def test_the_measured_timeline_is_the_one_that_ran() -> None:
+    predicted = simulate(build("zb_h1", ranks=4, microbatches=6), UNEVEN)
+    measured = timeline(predicted.schedule, records_of(predicted))
+    assert [list(starts) for starts in measured.starts] == [list(s) for s in predicted.starts]
+    assert [list(ends) for ends in measured.ends] == [list(ends) for ends in predicted.ends]
+    assert measured.cost == Cost(F=UNEVEN.F, I=UNEVEN.I, W=UNEVEN.W, B=(3, 5, 4, 7), R=UNEVEN.F)
+    assert (measured.spans, measured.busy) == (predicted.spans, predicted.busy)
+    assert idle(measured) == idle(predicted)
+
+
+def test_ranks_of_another_host_are_aligned_by_the_earliest() -> None:
+    schedule = build("gpipe", ranks=3, microbatches=1)
+    ops = [schedule.rank_ops(rank) for rank in range(3)]
+    times = [[(1.0, 2.0), (5.0, 6.0)], [(2.0, 3.0), (4.0, 5.0)], [(0.0, 0.5), (0.5, 1.0)]]
+    events = [
+        [Event(op, *pair) for op, pair in zip(*both, strict=True)]
+        for both in zip(ops, times, strict=True)
+    ]
+    records = [
+        Record("a", 100.0, events[0]),
+        Record("b", 7000.0, events[1]),
+        Record("b", 7003.0, events[2]),
+    ]
+    measured = timeline(schedule, records)
+    assert measured.starts == ([0.0, 4.0], [1.0, 3.0], [2.0, 2.5])
+    assert measured.ends == ([1.0, 5.0], [2.0, 4.0], [2.5, 3.0])
+    assert measured.makespan == 5.0
+
+
+def test_another_order_or_a_missing_operation_is_named() -> None:
+    predicted = simulate(build("1f1b", ranks=2, microbatches=3))
+    records = records_of(predicted)
+    events = records[1].events
+    swapped = [*events[:2], events[3], events[2], *events[4:]]
+    with pytest.raises(
+        ScheduleError, match=r"^schedule 1f1b: rank 1: op 2 of its list is 1F1, but 1B1 ran$"
+    ):
+        timeline(predicted.schedule, [records[0], records[1]._replace(events=swapped)])
+    with pytest.raises(
+        ScheduleError, match=r"^schedule 1f1b: rank 1: 5 operations ran, its list has 6$"
+    ):
+        timeline(predicted.schedule, [records[0], records[1]._replace(events=events[:-1])])
+
+
+@pytest.mark.parametrize("schedule", schedules(), ids=lambda schedule: schedule.name)
+def test_a_simulation_at_measured_costs_is_the_measured_timeline(schedule: Schedule) -> None:
+    stages = schedule.placement.stages
+    cost = Cost(
+        F=tuple(4 + 4 * (stage % 3) for stage in range(stages)),
+        I=tuple(8 + 4 * (stage % 2) for stage in range(stages)),
+        W=tuple(4 + 4 * (stage % 5) for stage in range(stages)),
+        slices=(Fraction(1, 4), Fraction(3, 4)) if schedule.slices == 2 else None,
+    )
+    predicted = simulate(schedule, cost)
+    measured = timeline(schedule, records_of(predicted))
+    assert measured.makespan == predicted.makespan
+    again = simulate(schedule, measured.cost)
+    assert [list(ends) for ends in again.ends] == [list(ends) for ends in measured.ends]
+
+
+def test_costs_are_medians_over_micro_batches_and_steps() -> None:
+    schedule = build("gpipe", ranks=1, microbatches=3)
+    steps = []
+    for forwards in ((1.0, 2.0, 90.0), (3.0, 0.5, 2.5)):
+        events = [Event(Op(Kind.F, 0, m), 100.0 * m, 100.0 * m + t) for m, t in enumerate(forwards)]
+        events += [Event(Op(Kind.B, 0, m), 1000.0 + m, 1000.5 + m) for m in range(3)]
+        steps.append(Record("here", 0.0, events))
+    assert measured_cost(schedule, steps) == Cost(
+        F=(2.25,), I=(0.5,), W=(0.0,), B=(0.5,), R=(2.25,)
+    )
+
+
+def test_an_operation_on_half_a_micro_batch_counts_double() -> None:
+    half = Fraction(1, 2)
+    ops = [pack(kind, 0, m) for kind in (Kind.F, Kind.I, Kind.W) for m in range(3)]
+    schedule = Schedule("s", loop(1), 3, (packed(ops),), sizes=(half, half, Fraction(1)))
+    seconds = {Kind.F: 3.0, Kind.I: 5.0, Kind.W: 1.0}
+    events = [
+        Event(op, 0.0, seconds[op.kind] * float(schedule.size_of(op.microbatch)))
+        for op in schedule.rank_ops(0)
+    ]
+    cost = measured_cost(schedule, [Record("here", 0.0, events)])
+    assert cost == Cost(F=(3.0,), I=(5.0,), W=(1.0,), B=(6.0,), R=(3.0,))
+
+
+def test_what_a_backward_recomputed_is_taken_off() -> None:
+    ops = [Op(Kind.F, 0, 0), Op(Kind.I, 0, 0), Op(Kind.W, 0, 0)]
+    ops += [Op(Kind.F, 0, 1), Op(Kind.R, 0, 1), Op(Kind.I, 0, 1), Op(Kind.W, 0, 1)]
+    schedule = Schedule(
+        "s", loop(1), 2, (packed(pack(*op) for op in ops),), recompute=frozenset({0})
+    )
+    times = [2.0, 3.0 + 4.0, 1.0, 2.0, 3.0, 4.0, 1.0]
+    for dropped in (set(), {5}):
+        events = [
+            Event(op, 0.0, time)
+            for index, (op, time) in enumerate(zip(ops, times, strict=True))
+            if index not in dropped
+        ]
+        cost = measured_cost(schedule, [Record("here", 0.0, events)])
+        assert cost == Cost(F=(2.0,), I=(4.0,), W=(1.0,), B=(5.0,), R=(3.0,))
+
+
+def test_a_stage_without_records_is_named() -> None:
+    predicted = simulate(build("1f1b", ranks=2, microbatches=2))
+    with pytest.raises(
+        ScheduleError,
+        match=r"^schedule 1f1b: no forward of stage 1 was recorded; give the records of all ranks$",
+    ):
+        measured_cost(predicted.schedule, records_of(predicted)[:1])
+
+
+def test_a_validation_program_has_forwards_alone() -> None:
+    predicted = simulate(forward_only(loop(4), 3), UNEVEN)
+    cost = timeline(predicted.schedule, records_of(predicted)).cost
+    assert (cost.F, cost.I, cost.W) == (UNEVEN.F, (0.0,) * 4, (0.0,) * 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_timed_by_its_own_events() -> None:
+    watch = Recorder(torch.device("cuda"))
+    watch.begin()
+    for microbatch in range(3):
+        watch.timed(Op(Kind.F, 0, microbatch), lambda: torch.cuda._sleep(10_000_000))()
+    events = watch.events()
+    assert [event.op.microbatch for event in events] == [0, 1, 2]
+    for before, after in pairwise(events):
+        assert 0 <= before.start < before.end <= after.start < after.end
