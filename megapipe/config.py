@@ -171,6 +171,10 @@ class LogConfig(Section):
     """Weights & Biases; offline needs no account. The key comes from the environment only."""
     wandb_project: str = "megapipe"
     """Project name in Weights & Biases."""
+    timeline: list[int] = Field(default_factory=list)
+    """Steps, counted from 1, of which the time of each pipeline operation is recorded: a trace
+    for ui.perfetto.dev and a picture, each with the simulation next to it, go to
+    `timeline/` in the run folder."""
     peak_tflops: float | None = Field(None, gt=0)
     """Dense peak of one device for the MFU; default: known for common GPUs, else no MFU."""
 

@@ -21,6 +21,9 @@ VARIANTS: list[dict[str, Any]] = [
 """What the rest of a case is, in turn."""
 
 
+OPTIONS = [("chunks", 3), ("chunks", 4), ("slices", 4), ("pairs", 2), ("group", 3)]
+
+
 def schedule_of(case: Case) -> Schedule:
     """The schedule of a case, as the registry makes it."""
     return build(
@@ -36,44 +39,33 @@ def schedule_of(case: Case) -> Schedule:
 
 def settings(name: str) -> Iterator[Case]:
     """The schedule's sizes: few ranks and many, few micro-batches and many, its options."""
-    taken = accepts(name)
-    more: list[dict[str, Any]] = [{}]
-    if "chunks" in taken:
-        more += [{"chunks": 3}, {"chunks": 4}]
-    if "slices" in taken:
-        more += [{"slices": 4}]
-    if "pairs" in taken:
-        more += [{"pairs": 2}]
-    if "group" in taken:
-        more += [{"group": 3}]
-    for p, least in ((2, 1), (4, 5), (4, 9)):
-        for options in more if least == 5 else [{}]:
-            for m in range(least, least + 9):
-                case = Case(pp=p, m=m, schedule=name, **options)
-                try:
-                    stages = schedule_of(case).placement.stages
-                except ScheduleError:
-                    continue
-                yield replace(case, layers=stages)
-                break
+    yield from _legal(name, [(2, 1)], {})
+    yield from _legal(name, [(4, 5)], {})
+    yield from _legal(name, [(4, 9)], {})
+    for option, value in OPTIONS:
+        if option in accepts(name):
+            yield from _legal(name, [(2, 5), (4, 5)], {option: value})
+
+
+def _legal(name: str, sizes: list[tuple[int, int]], options: dict[str, int]) -> Iterator[Case]:
+    """The first case with these ranks and at least these micro-batches that is not refused."""
+    for ranks, least in sizes:
+        for m in range(least, least + 9):
+            case = Case(pp=ranks, m=m, schedule=name, **options)
+            try:
+                stages = schedule_of(case).placement.stages
+            except ScheduleError:
+                continue
+            yield replace(case, layers=stages)
+            return
 
 
 def of(name: str) -> list[Case]:
     """Training cases of one schedule, each on 8 processes at most."""
-    cases = []
-    for index, case in enumerate(settings(name)):
+    cases: list[Case] = []
+    for index, case in enumerate(settings(name), start=names().index(name)):
         variant = VARIANTS[index % len(VARIANTS)]
         if variant.get("uneven"):
             variant = {**variant, "layers": case.layers + 1}
         cases.append(replace(case, **variant))
     return cases
-
-
-def all_cases() -> list[Case]:
-    """Those of every registered schedule; none may be without."""
-    result = []
-    for name in names():
-        cases = of(name)
-        assert cases, f"no small setting of {name} is legal"
-        result += cases
-    return result

@@ -131,17 +131,16 @@ def timeline(schedule: Schedule, records: Sequence[Record]) -> Timeline:
         for offset, record in zip(offsets, records, strict=True)
         if record.events
     )
-    starts, ends = [], []
+    starts: list[list[float]] = []
+    ends: list[list[float]] = []
     for rank, (offset, record) in enumerate(zip(offsets, records, strict=True)):
         shift = offset - zero
-        mine = [event.start + shift for event in record.events]
-        theirs = [event.end + shift for event in record.events]
+        starts.append([event.start + shift for event in record.events])
+        ends.append([event.end + shift for event in record.events])
         for index, op in enumerate(schedule.rank_ops(rank)):
             if op.joined:
-                mine[index + 1] = mine[index]
-                theirs[index] = theirs[index + 1]
-        starts.append(mine)
-        ends.append(theirs)
+                starts[rank][index + 1] = starts[rank][index]
+                ends[rank][index] = ends[rank][index + 1]
     return Timeline(schedule, tuple(starts), tuple(ends), measured_cost(schedule, records))
 
 
@@ -178,9 +177,9 @@ def measured_cost(schedule: Schedule, records: Iterable[Record]) -> Cost:
                 and op.stage in schedule.recompute
                 and (op.stage, op.microbatch) not in ahead
             )
-            time = (end - start) / float(schedule.size_of(op.microbatch))
-            samples[op.kind, op.stage, op.slice, recomputed].append(time)
-    medians = {key: statistics.median(times) for key, times in samples.items()}
+            seconds = (end - start) / float(schedule.size_of(op.microbatch))
+            samples[op.kind, op.stage, op.slice, recomputed].append(seconds)
+    medians = {key: statistics.median(values) for key, values in samples.items()}
     parts = [
         {
             (kind, stage): _median_of(medians, kind, stage, part)
@@ -194,8 +193,8 @@ def measured_cost(schedule: Schedule, records: Iterable[Record]) -> Cost:
         for stage in range(schedule.placement.stages)
     ]
     F, B, I, W, R = (tuple(column) for column in zip(*rows, strict=True))  # noqa: E741
-    sums = [sum(time or 0.0 for time in part.values()) for part in parts]
-    shares = tuple(time / sum(sums) for time in sums) if schedule.slices > 1 else None
+    sums = [sum(seconds or 0.0 for seconds in part.values()) for part in parts]
+    shares = tuple(part / sum(sums) for part in sums) if schedule.slices > 1 else None
     return Cost(F=F, I=I, W=W, B=B, R=R, slices=shares)
 
 
@@ -211,10 +210,10 @@ def _median_of(
     return max(0.0, recomputed - medians.get((Kind.R, stage, part, False), forward))
 
 
-def _filled(schedule: Schedule, stage: int, times: list[list[float | None]]) -> list[float]:
+def _filled(schedule: Schedule, stage: int, seconds: list[list[float | None]]) -> list[float]:
     """Times of a stage by kind, from those by kind and slice."""
     F, B, I, W, R = (  # noqa: E741
-        None if None in by_slice else sum(time or 0.0 for time in by_slice) for by_slice in times
+        None if None in parts else sum(part or 0.0 for part in parts) for parts in seconds
     )
     if F is None:
         raise ScheduleError(

@@ -16,6 +16,7 @@ from megapipe.plan.params import (
     stage_shapes,
 )
 from megapipe.schedule.ir import Schedule
+from megapipe.schedule.ledger import peak_held, weight_copies
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.validate import validate
@@ -148,12 +149,15 @@ def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str
 def _schedule_lines(schedule: Schedule) -> list[str]:
     proof = validate(schedule)
     name = f"schedule {schedule.name}: {proof.ops:,} operations, proved executable"
-    held = ", ".join(map(str, proof.peak_held))
-    return [
+    held = ", ".join(map(str, peak_held(schedule)))
+    lines = [
         f"{name}; drawn with a backward twice as long as a forward",
-        f"activations held at most, in micro-batches x stages per rank: {held}",
-        draw(schedule),
+        f"activations held at most, in micro-batches of a full rank, per rank: {held}",
     ]
+    copies = max(weight_copies(schedule))
+    if copies > 1:
+        lines.append(f"weights held {copies} times")
+    return [*lines, draw(schedule)]
 
 
 def _contents(spec: StageSpec) -> str:

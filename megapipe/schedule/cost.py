@@ -34,7 +34,7 @@ class Cost:
     of ranks or by (source, destination), 0 where a pair is not named. Hand-over within a rank is
     free."""
     bandwidth: PerLink | None = None
-    """Share of `message` sent per unit of time, likewise; default: infinite."""
+    """Size sent per unit of time, likewise; default, also of a pair that is not named: infinite."""
     message: Time = 0
     """Size of the message of a whole micro-batch, in the unit of bandwidth."""
     overlap: bool = True
@@ -77,9 +77,17 @@ class Cost:
         """Times by kind (F, B, I, W, R) and stage.
 
         Raises:
-            ScheduleError: a tuple that is not of length stages, or a negative time.
+            ScheduleError: a tuple that is not of length stages, a negative time or factor, or a
+                jitter above 1.
         """
         given = {kind.name: getattr(self, kind.name) for kind in Kind}
+        for name, factor in (("overlap_factor", self.overlap_factor), ("jitter", self.jitter)):
+            if factor < 0:
+                raise ScheduleError(f"cost {name}: {factor} is negative")
+        if self.jitter > 1:
+            raise ScheduleError(f"cost jitter: {self.jitter} is more than the whole time, 1")
+        if self.slices is not None and min(self.slices) < 0:
+            raise ScheduleError(f"cost slices: {min(self.slices)} is negative")
         rows: dict[str, tuple[Time, ...]] = {}
         for name, value in given.items():
             if value is None:
@@ -103,12 +111,16 @@ class Cost:
         """
         if src == dst:
             return 0
-        time = _of_link(self.latency, src, dst)
+        time = self.latency
+        if isinstance(time, Mapping):
+            time = time.get((src, dst), 0)
         if time < 0:
             raise ScheduleError(f"cost latency: {time} is negative")
-        if self.bandwidth is None:
+        rate = self.bandwidth
+        if isinstance(rate, Mapping):
+            rate = rate.get((src, dst))
+        if rate is None:
             return time
-        rate = _of_link(self.bandwidth, src, dst)
         if rate <= 0:
             raise ScheduleError(f"cost bandwidth: {rate} from rank {src} to {dst} is not above 0")
         return plain(time + ratio(self.message * size, rate))
@@ -126,7 +138,3 @@ def ratio(part: Time, whole: Time) -> Time:
     if isinstance(part, float) or isinstance(whole, float):
         return float(part / whole)
     return Fraction(part) / Fraction(whole)
-
-
-def _of_link(per_link: PerLink, src: int, dst: int) -> Time:
-    return per_link.get((src, dst), 0) if isinstance(per_link, Mapping) else per_link

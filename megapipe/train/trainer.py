@@ -18,6 +18,7 @@ from megapipe.config import Config
 from megapipe.data.batch import build_batches
 from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.tokenizer import Tokenizer
+from megapipe.engine.recorder import timeline
 from megapipe.errors import ConfigError, MegapipeError, Preempted
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
@@ -27,6 +28,7 @@ from megapipe.observe.peaks import peak
 from megapipe.observe.provenance import provenance
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
+from megapipe.observe.timeline import write_timeline
 from megapipe.plan.flops import token_flops
 from megapipe.plan.params import count, parameter_shapes
 from megapipe.train import state
@@ -131,11 +133,14 @@ class Trainer:
         pace = None
         for step in range(self.first_step, steps):
             start = time.perf_counter()
-            result = self.step.train(step, self.training.rows)
+            recorded = step + 1 in self.config.log.timeline
+            result = self.step.train(step, self.training.rows, record=recorded)
             seconds = time.perf_counter() - start
             pace = seconds if pace is None else SMOOTHING * pace + (1 - SMOOTHING) * seconds
             losses.append(result.loss)
             self._report(step + 1, result, seconds, pace)
+            if recorded:
+                self._draw_timeline(step + 1)
             stop = self.mesh.any(bool(self.stop))
             last = step + 1 == steps
             if not stop and (last or _due(self.config.train.validate_every, step + 1)):
@@ -193,6 +198,15 @@ class Trainer:
                 samples=step * train.global_batch,
             )
         )
+
+    def _draw_timeline(self, step: int) -> None:
+        records = self.step.records()
+        if self.observer is None:
+            return
+        try:
+            self._note(write_timeline(self.folder, step, timeline(self.step.schedule, records)))
+        except OSError as error:
+            self._note(f"no timeline of step {step}: {error}")
 
     def _validate(self, step: int) -> None:
         start = time.perf_counter()

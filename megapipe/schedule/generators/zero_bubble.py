@@ -1,9 +1,11 @@
-"""Zero-bubble schedules with a split backward (Qi et al., 2401.10241)."""
+"""Zero-bubble schedules with a split backward (Qi et al., 2401.10241, section 2)."""
 
 from array import array
+from itertools import pairwise
 
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.ir import Kind, Schedule, span
+from megapipe.schedule.generators.weave import weave
+from megapipe.schedule.ir import Kind, Schedule, packed, span
 from megapipe.schedule.placement import loop
 
 
@@ -25,17 +27,40 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     )
 
 
-def rank_ops(rank: int, ranks: int, microbatches: int) -> "array[int]":
-    """The list of one rank: as 1F1B, with W running r micro-batches behind I on rank r."""
-    warmup = min(ranks - 1 - rank, microbatches)
-    forwards = span(Kind.F, rank, 0, microbatches)
-    weights = span(Kind.W, rank, 0, microbatches)
-    ops = array("q", forwards[:warmup])
-    for microbatch, input_gradient in enumerate(span(Kind.I, rank, 0, microbatches)):
-        if warmup + microbatch < microbatches:
-            ops.append(forwards[warmup + microbatch])
-        ops.append(input_gradient)
-        if microbatch >= rank:
-            ops.append(weights[microbatch - rank])
-    ops.extend(weights[max(0, microbatches - rank) :])
+@register("zb_h2")
+def zb_h2(ranks: int, microbatches: int) -> Schedule:
+    """ZB-H2: twice the warm-up of 1F1B, so that the ranks idle at their ends alone.
+
+    Bubble of the longest span, for m >= 2p-1, W <= F, W <= I and latency c: (p-1)(F+I-2W+2c); none
+    at equal times and zero latency. That of the makespan is then p-1 slots, as of zb_h1: the gain
+    is real only if a rank may go on to the next step before the others have ended this one. Peak:
+    min(2p-1, m) micro-batches on every rank, counted from F to W.
+    """
+    return Schedule(
+        name="zb_h2",
+        placement=loop(ranks),
+        microbatches=microbatches,
+        ops=tuple(rank_ops(rank, ranks, microbatches, lead=2) for rank in range(ranks)),
+        held_limit=(min(2 * ranks - 1, microbatches),) * ranks,
+    )
+
+
+def rank_ops(rank: int, ranks: int, microbatches: int, lead: int = 1) -> "array[int]":
+    """The list of one rank: `lead` forwards more in the warm-up than the rank below, and W
+    running lead * r micro-batches behind I on rank r."""
+    warmup = min(lead * (ranks - 1 - rank), microbatches)
+    behind = min(lead * rank, microbatches)
+    forwards, inputs, weights = (
+        span(kind, rank, 0, microbatches) for kind in (Kind.F, Kind.I, Kind.W)
+    )
+    ops = packed(forwards[:warmup])
+    last_forward = microbatches - warmup
+    for start, stop in pairwise(sorted({0, behind, last_forward, microbatches})):
+        columns = [inputs[start:stop]]
+        if stop <= last_forward:
+            columns.insert(0, forwards[warmup + start : warmup + stop])
+        if start >= behind:
+            columns.append(weights[start - behind : stop - behind])
+        ops.extend(weave(*columns))
+    ops.extend(weights[microbatches - behind :])
     return ops

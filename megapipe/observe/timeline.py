@@ -1,0 +1,47 @@
+"""A measured step in pictures: when each operation ran, next to what the simulator expects."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megapipe.schedule.idle import Idle, idle
+from megapipe.schedule.render.picture import picture
+from megapipe.schedule.render.stack import stack
+from megapipe.schedule.render.vector import to_svg
+from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.trace import trace
+
+
+def write_timeline(folder: Path, step: int, measured: Timeline) -> str:
+    """Write ``timeline/step_<step>.json`` and ``.svg``; returns a line about the step.
+
+    The JSON file is for ui.perfetto.dev. Both hold the measured step and its simulation with the
+    measured costs (medians by stage and kind; no latency). Raises OSError.
+    """
+    simulated = simulate(measured.schedule, measured.cost)
+    both = {"measured": measured, "simulated": simulated}
+    place = folder / "timeline"
+    place.mkdir(exist_ok=True)
+    path = place / f"step_{step:06d}"
+    path.with_suffix(".json").write_text(json.dumps(trace(both, unit=1e6)))
+    scenes = [picture(_named(timeline, name)) for name, timeline in both.items()]
+    path.with_suffix(".svg").write_text(to_svg(stack(scenes)))
+    return (
+        f"timeline of step {step}: {measured.makespan:.3g} s, simulated with its own costs "
+        f"{simulated.makespan:.3g} s; idle {measured.bubble_makespan:.1%}: "
+        f"{_by_cause(idle(measured), measured)}; see {path}.svg"
+    )
+
+
+def _named(timeline: Timeline, name: str) -> Timeline:
+    schedule = timeline.schedule
+    return replace(timeline, schedule=replace(schedule, name=f"{name}, {schedule.name}"))
+
+
+def _by_cause(ranks: Sequence[Idle], timeline: Timeline) -> str:
+    whole = len(ranks) * float(timeline.makespan)
+    return ", ".join(
+        f"{cause} {float(sum(getattr(rank, cause) for rank in ranks)) / whole:.1%}"
+        for cause in Idle._fields
+    )

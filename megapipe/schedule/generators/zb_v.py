@@ -1,0 +1,78 @@
+"""ZB-V: zero bubble at the memory of 1F1B, on the V placement (Qi et al., 2401.10241, section 6).
+
+Rank r of p has chunk 0 (stage r) and chunk 1 (stage 2p-1-r). Its list is
+
+1. 2(p-r)-1 times F0;
+2. r times F1 F0;
+3. p-r times F1 I1 W1;
+4. m-p times F0 I0 W0 F1 I1 W1, the last p-r-1 times without F0, as none is left;
+5. r times I0 I1;
+6. p-r times I0 W0;
+7. r times W1, then r times W0.
+"""
+
+from array import array
+from collections import Counter
+
+from megapipe.schedule.cost import Cost
+from megapipe.schedule.generators.registry import register
+from megapipe.schedule.generators.v_family import promised, two_chunks
+from megapipe.schedule.generators.weave import weave
+from megapipe.schedule.ir import MICROBATCH_SHIFT, Kind, Schedule, packed, span
+from megapipe.schedule.placement import vee
+from megapipe.schedule.reorder import refill
+
+
+@register("zb_v")
+def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = None) -> Schedule:
+    """No rank idles within its own span; input and loss are on the same rank.
+
+    At equal times and m >= 2p-1 the bubble of the longest span is 0 and that of the makespan p-1
+    slots, of half a rank's F. Peak: p micro-batches (2p chunk activations) on every rank, from F
+    to W. With fewer micro-batches the list is that of 2p-1, without those that are not there.
+
+    Where a cost is given, and for m < 2p-1, weight gradients may move to where a rank would idle
+    (:func:`~megapipe.schedule.reorder.refill`). Neither the makespan at that cost nor the peak is
+    above that of the list above.
+
+    Raises:
+        ScheduleError: chunks is not 2.
+    """
+    two_chunks("zb_v", chunks)
+    schedule = Schedule(
+        name="zb_v",
+        placement=vee(ranks),
+        microbatches=microbatches,
+        ops=tuple(rank_ops(rank, ranks, microbatches) for rank in range(ranks)),
+        held_limit=(2 * ranks,) * ranks,
+    )
+    few = microbatches < 2 * ranks - 1
+    return promised(refill(schedule, cost)) if few or cost else schedule
+
+
+def rank_ops(rank: int, ranks: int, microbatches: int) -> "array[int]":
+    """The list of one rank."""
+    count = max(microbatches, 2 * ranks - 1)
+    down, up = rank, 2 * ranks - 1 - rank
+    f0, i0, w0 = (span(kind, down, 0, count) for kind in (Kind.F, Kind.I, Kind.W))
+    f1, i1, w1 = (span(kind, up, 0, count) for kind in (Kind.F, Kind.I, Kind.W))
+    above = ranks - rank
+    phases = (
+        (2 * above - 1, (f0,)),
+        (rank, (f1, f0)),
+        (above, (f1, i1, w1)),
+        (count - ranks - above + 1, (f0, i0, w0, f1, i1, w1)),
+        (above - 1, (i0, w0, f1, i1, w1)),
+        (rank, (i0, i1)),
+        (above, (i0, w0)),
+        (rank, (w1,)),
+        (rank, (w0,)),
+    )
+    ops = array("q")
+    done: Counter[range] = Counter()
+    for rounds, columns in phases:
+        ops.extend(weave(*(codes[done[codes] : done[codes] + rounds] for codes in columns)))
+        done.update(dict.fromkeys(columns, rounds))
+    if microbatches < count:
+        ops = packed(code for code in ops if code >> MICROBATCH_SHIFT < microbatches)
+    return ops

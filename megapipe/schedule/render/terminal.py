@@ -1,0 +1,170 @@
+"""Drawings in rows of characters, for a terminal."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from string import ascii_lowercase
+from typing import NamedTuple
+
+from megapipe.schedule.cost import Time
+from megapipe.schedule.ir import Kind, Schedule
+from megapipe.schedule.render.boxes import (
+    NAMES,
+    Box,
+    Part,
+    amount,
+    boxes,
+    most_chunks,
+    usual_length,
+)
+from megapipe.schedule.simulate import Timeline, simulate
+
+
+class Run(NamedTuple):
+    """Characters of a row that belong together, and to which operation, if any."""
+
+    words: str
+    part: Part | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A drawing of one row per rank, ready to be coloured."""
+
+    rows: tuple[tuple[Run, ...], ...]
+    legend: tuple[Run, ...]
+    summary: str
+    chunks: int
+    """The most stages of one replica on one rank."""
+
+    def __str__(self) -> str:
+        drawn = ["".join(run.words for run in row).rstrip() for row in (*self.rows, self.legend)]
+        return "\n".join([*drawn, self.summary])
+
+
+def text(drawn: Schedule | Timeline, *, width: int = 100) -> str:
+    """A drawing as plain text; see :func:`draw_rows`."""
+    return str(draw_rows(drawn, width=width))
+
+
+def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
+    """A drawing of one row per rank for a terminal; a schedule is timed at unit costs first.
+
+    A cell is as wide as its operation is long: kind, micro-batch (and slice), and with several
+    chunks a letter for the chunk, as in ``F3b``; ``&`` joins a pair. What does not fit into width
+    columns is left out in the middle of the time, alike in all rows.
+    """
+    timeline = drawn if isinstance(drawn, Timeline) else simulate(drawn)
+    chunks = most_chunks(timeline.schedule.placement)
+    chunked = chunks > 1
+    rows = [list(boxes(timeline, rank)) for rank in range(len(timeline.starts))]
+    prefix = len(f"rank {len(rows) - 1} ")
+    lengths = [
+        (len(_label(box, chunked)), box.end - box.start)
+        for row in rows
+        for box in row
+        if box.end > box.start
+    ]
+    room = max(width - prefix, 4 * max(label for label, _ in lengths))
+    usual, origin = usual_length(rows), min(row[0].start for row in rows if row)
+    for least, gap in ((0, 1), (usual, 1), (usual, 0)):
+        fitted = [(label + gap) / length for label, length in lengths if length >= least]
+        scale = float(max(fitted))
+        total = round(float(timeline.makespan) * scale)
+        if total <= room:
+            break
+    half = (room - len(_CUT)) // 2
+    windows = [(0, total)] if total <= room else [(0, half), (total - half, total)]
+    placed = [[_place(box, origin, scale, gap, chunked) for box in row] for row in rows]
+    return Rows(
+        rows=tuple(
+            (Run(f"rank {rank}".ljust(prefix), None), *_join(_cut(row, windows)))
+            for rank, row in enumerate(placed)
+        ),
+        legend=tuple(_legend(rows, chunked, timeline.schedule.slices > 1, len(windows) > 1)),
+        summary=_summary(timeline),
+        chunks=chunks,
+    )
+
+
+_CUT = " ... "
+_Cell = tuple[str, Part | None]
+
+
+class _Placed(NamedTuple):
+    """A box on the columns of a row."""
+
+    start: int
+    cells: list[_Cell]
+    short: list[_Cell]
+    """What is shown where a window cuts the box: no label."""
+
+
+def _place(box: Box, origin: Time, scale: float, gap: int, chunked: bool) -> _Placed:
+    start, end = (round(float(time - origin) * scale) for time in (box.start, box.end))
+    room = end - start
+    label = _label(box, chunked)
+    if len(label) > room:
+        label = "&".join(part.op.kind.name for part in box.parts)[:room]
+    body = max(room - gap, len(label))
+    owners = [box.parts[len(box.parts) * column // body] for column in range(body)]
+    blank: list[_Cell] = [(" ", None)] * (room - body)
+    return _Placed(
+        start,
+        [*zip(label.ljust(body, "-"), owners, strict=True), *blank],
+        [*zip("-" * body, owners, strict=True), *blank],
+    )
+
+
+def _cut(row: Iterable[_Placed], windows: list[tuple[int, int]]) -> Iterator[_Cell]:
+    """The columns of a row within the windows, which lie in order and apart."""
+    row = list(row)
+    for number, (first, last) in enumerate(windows):
+        if number:
+            yield from ((character, None) for character in _CUT)
+        cells: list[_Cell] = [(".", None)] * (last - first)
+        for start, whole, short in row:
+            end = start + len(whole)
+            drawn = whole if first <= start and end <= last else short
+            for column in range(max(start, first), min(end, last)):
+                cells[column - first] = drawn[column - start]
+        yield from cells
+
+
+def _join(cells: Iterable[_Cell]) -> Iterator[Run]:
+    for part, group in groupby(cells, key=lambda cell: cell[1]):
+        yield Run("".join(character for character, _ in group), part)
+
+
+def _label(box: Box, chunked: bool) -> str:
+    return "&".join(_part_label(part, chunked) for part in box.parts)
+
+
+def _part_label(part: Part, chunked: bool) -> str:
+    letters = ascii_lowercase
+    chunk = letters[part.chunk] if part.chunk < len(letters) else f".{part.chunk}"
+    return f"{part.op.kind.name}{part.number}{chunk if chunked else ''}"
+
+
+def _legend(rows: list[list[Box]], chunked: bool, sliced: bool, cut: bool) -> Iterator[Run]:
+    example: dict[Kind, Part] = {}
+    for row in rows:
+        for box in row:
+            for part in box.parts:
+                example.setdefault(part.op.kind, part._replace(chunk=0))
+    for kind, part in sorted(example.items()):
+        yield Run(kind.name, part)
+        yield Run(f" {NAMES[kind]}; ", None)
+    words = ["number: micro-batch.slice" if sliced else "number: micro-batch"]
+    words += ["letter: chunk"] if chunked else []
+    words += ["& as one"] if any(len(box.parts) > 1 for row in rows for box in row) else []
+    words += ["... left out"] if cut else []
+    yield Run("; ".join([*words, ". idle"]), None)
+
+
+def _summary(timeline: Timeline) -> str:
+    return (
+        f"time {amount(timeline.makespan)}; idle {float(timeline.bubble_makespan):.1%} of the "
+        f"makespan, {float(timeline.bubble_ideal):.1%} of the ideal time, "
+        f"{float(timeline.bubble_span):.1%} of the longest rank span"
+    )
