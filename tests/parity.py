@@ -229,6 +229,8 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
         outcome.copies.append(list(local_copies(step)))
+    for shard in step.optimizer.shards:
+        assert not any(grad.requires_grad for grad in shard.bucket.grads), "W built a graph"
     return outcome
 
 

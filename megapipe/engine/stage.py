@@ -8,7 +8,7 @@ alone, until it builds the graph for the backward (Chen et al., 1604.06174).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from megapipe.model.gpt import GPTStage
 from megapipe.model.microbatch import MicroBatch
 from megapipe.tensor_parallel.parameter import spec_of
 
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+"""What torch.autograd.backward ends in, without its fifty calls of preparation."""
 Key = tuple[int, int]
 """(micro-batch, slice) as the schedule numbers them."""
 
@@ -45,6 +47,8 @@ class Stage:
         self._in_flight: dict[Key, _InFlight] = {}
         self._inputs: dict[Key, tuple[Tensor | None, MicroBatch]] = {}
         self._carries: dict[int, Carry] = {}
+        self._unit: Tensor | None = None
+        """Gradient of the loss by itself, on the last stage."""
         self.loss_sums: dict[Key, Tensor] = {}
         """Sum of the masked token losses (nats) per (micro-batch, slice), on the last stage."""
 
@@ -95,7 +99,9 @@ class Stage:
             self.recompute_ahead(key)
         x, edge = self._in_flight.pop(key)
         self.queue.open(key)
-        torch.autograd.backward([edge], [grad])
+        _run_backward(
+            (edge,), (self._unit if grad is None else grad,), False, False, (), True, True
+        )
         if key[1] == 0 and self._carries:
             del self._carries[key[0]]
         if x is None:
@@ -103,9 +109,8 @@ class Stage:
         grad, x.grad = x.grad, None
         return grad
 
-    @torch.no_grad()
     def weight_grad(self, key: Key) -> None:
-        """Run ``W``: the queued weight gradients."""
+        """Run ``W``: the queued weight gradients, of tensors without a graph."""
         self.queue.run(key)
 
     def _build(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor:
@@ -113,7 +118,10 @@ class Stage:
         if x is not None:
             x = x.detach().requires_grad_()
         y = self._output(x, mb, self._carry_of(key, mb))
-        root = y * mb.scale if self.is_last else y
+        root = y
+        if self.is_last:
+            root = y * mb.scale
+            self._unit = torch.ones_like(y) if self._unit is None else self._unit
         assert root.grad_fn is not None
         self._in_flight[key] = _InFlight(x, GradientEdge(root.grad_fn, root.output_nr))
         return y.detach()
