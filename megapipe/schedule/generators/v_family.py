@@ -71,7 +71,7 @@ def v_zb(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = Non
 
 @register("1f1b_v")
 def one_f_one_b_v(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B-V: two thirds of 1F1B's activations with a fused backward, of four slots.
+    """1F1B-V: two thirds of 1F1B's activations, with a fused backward of two slots per chunk.
 
     Bubble: 5p-5 slots where p = 1 mod 3 and 5p-7 where p = 2 mod 3 (p = 2: 4); near 5p-8 where 3
     divides p. Peak: 2p div 3 + 1.

@@ -31,10 +31,10 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """ZB-H2: twice the warm-up of 1F1B, so that the ranks idle at their ends alone.
 
-    Bubble of the longest span, for m >= 2p-1, W <= F, W <= I and latency c: (p-1)(F+I-2W+2c); none
-    at equal times and zero latency. That of the makespan is then p-1 slots, as of zb_h1: the gain
-    is real only if a rank may go on to the next step before the others have ended this one. Peak:
-    min(2p-1, m) micro-batches on every rank, counted from F to W.
+    Bubble of the longest span, for m >= 2p-1, W <= F, W <= I and latency c <= W:
+    (p-1)(F+I-2W+2c), which is 0 at equal times and no latency. That of the makespan is then p-1
+    slots, as of zb_h1: the gain is real only if a rank may go on to the next step before the
+    others have ended this one. Peak: min(2p-1, m) micro-batches on every rank, counted from F to W.
     """
     return Schedule(
         name="zb_h2",
