@@ -115,7 +115,8 @@ def help_text() -> str:
     for name, section in SECTIONS.items():
         lines += ["", f"{name}: {(section.__doc__ or '').strip()}"]
         for key, info in section.model_fields.items():
-            lines += ["", f"  {name}.{key} = {_shown(info.default)}    {expected(info)}"]
+            default = _shown(info.get_default(call_default_factory=True))
+            lines += ["", f"  {name}.{key} = {default}    {expected(info)}"]
             lines += _wrapped(" ".join((info.description or "").split()), "      ")
     lines += ["", "exit codes:", "    0  done", "    1  a bug: an unexpected exception"]
     for error in _error_kinds():

@@ -55,7 +55,11 @@ class PipelineConfig(Section):
 
     schedule: str = "1f1b"
     """Name of a registered schedule (`scripts/schedule.py list` shows them), a function of your
-    own as `module:function`, or a file of operations that ends in `.csv`."""
+    own as `module:function`, or a file of operations that ends in `.csv`; auto: measure the first
+    steps, search for what they cost, and go on with what was found."""
+    placement: Literal["loop", "v", "wave"] = "loop"
+    """For schedule auto: stages around the ranks, down and back up (2 chunks), or that twice (4).
+    Other schedules have their own."""
     chunks: int | None = Field(None, ge=1)
     """Virtual stages (model chunks) per pipeline rank; default: the schedule's own."""
     group: int | None = Field(None, ge=1)
@@ -69,7 +73,8 @@ class PipelineConfig(Section):
     """chimera: pairs of pipelines in opposite directions, each with its copies of the weights."""
     memory_limit: float | None = Field(None, gt=0)
     """Most activations of a pipeline rank, in micro-batches of all its layers, each held until its
-    weight gradient; for schedules that are searched (zb_1p, zb_2p)."""
+    weight gradient. Searched schedules (zb_1p, zb_2p, auto) keep to it, others are refused above
+    it. Default of auto: what the schedule that it begins with holds."""
     layout: str | list[int] | None = None
     """Which layers each stage holds: a list of layer counts, or a string of stages divided by
     `|` made of E (embedding), L or L*n (layers) and H (head), as in "E L*3 | L*4 | L*3 H";

@@ -7,13 +7,15 @@ before any process group exists. It imports no torch.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megapipe.config import Config, OptimizerConfig, ParallelConfig
+from megapipe.config import Config, OptimizerConfig, ParallelConfig, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.model.config import ModelConfig
 from megapipe.model.partition import StageSpec, even, from_counts, parse_layout
 from megapipe.plan.flops import head_flops, layer_flops
 from megapipe.plan.slices import balanced_slices
+from megapipe.schedule.generators.split import split_backwards
 from megapipe.schedule.ir import Schedule
+from megapipe.schedule.ledger import peak_held
 from megapipe.schedule.source import load
 
 BYTE_VOCABULARY = 257
@@ -229,7 +231,7 @@ def _slice_lengths(config: Config, slices: int) -> tuple[int, ...]:
     try:
         return balanced_slices(config.model, config.train.sequence_length, slices, split)
     except ConfigError as error:
-        raise ConfigError(f"pipeline.slices: {error}; see train.sequence_length") from None
+        raise ConfigError(f"pipeline.{error}; see train.sequence_length") from None
 
 
 def _head_cost(config: Config) -> float:
@@ -248,12 +250,15 @@ def _schedule(config: Config, microbatches: int) -> Schedule:
             f"micro-batches through {pp * (pipeline.chunks or 1)} stages: expected a product of at "
             f"most {MOST_PASSES}; raise train.microbatch"
         )
+    name, chunks = pipeline.schedule, pipeline.chunks
+    if name == "auto":
+        name, chunks = _begins_auto(pipeline)
     try:
         schedule = load(
-            pipeline.schedule,
+            name,
             ranks=pp,
             microbatches=microbatches,
-            chunks=pipeline.chunks,
+            chunks=chunks,
             group=pipeline.group,
             slices=pipeline.slices,
             pairs=pipeline.pairs,
@@ -261,6 +266,10 @@ def _schedule(config: Config, microbatches: int) -> Schedule:
         )
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
+    if pipeline.schedule == "auto":
+        schedule = split_backwards(schedule)
+    if pipeline.memory_limit is not None:
+        _check_memory(schedule, pipeline.memory_limit)
     rows = config.train.microbatch
     for size in schedule.sizes or ():
         if (rows * size).denominator > 1:
@@ -269,6 +278,25 @@ def _schedule(config: Config, microbatches: int) -> Schedule:
                 f"cuts it: expected a multiple of {size.denominator}"
             )
     return schedule
+
+
+def _check_memory(schedule: Schedule, limit: float) -> None:
+    held = peak_held(schedule)
+    rank = max(range(len(held)), key=held.__getitem__)
+    if held[rank] > limit:
+        raise ConfigError(
+            f"pipeline.memory_limit={limit:g}: schedule {schedule.name} holds the activations of "
+            f"{float(held[rank]):g} micro-batches on rank {rank}: expected a limit of at least that"
+        )
+
+
+def _begins_auto(pipeline: PipelineConfig) -> tuple[str, int | None]:
+    """The schedule, and its chunks, whose costs `pipeline.schedule=auto` measures."""
+    if pipeline.placement == "v":
+        return "zb_v", pipeline.chunks
+    if pipeline.placement == "wave":
+        return "hanayo", pipeline.chunks or 4
+    return ("interleaved_1f1b" if (pipeline.chunks or 1) > 1 else "zb_h1"), pipeline.chunks
 
 
 def _choices(name: str, size: int, near: int) -> str:

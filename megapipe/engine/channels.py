@@ -128,6 +128,7 @@ class _Line:
         assert ends.group is not None
         self.group: Any = ends.group
         self.peer = 1 - ends.index
+        self.ranks = ends.ranks
         self.device = device
         """Where the stages compute."""
         self.wire = wire
@@ -254,7 +255,8 @@ class _DebugIncoming(_Incoming):
         work.wait()
         message, shape = self.expected.popleft()
         assert torch.equal(header.cpu(), _header(message, shape, self.dtype)), (
-            f"expected {message} of shape {shape}, got {header.tolist()}"
+            f"rank {self.ranks[1 - self.peer]} expected {message} of shape {shape} from rank "
+            f"{self.ranks[self.peer]}, got {header.tolist()}"
         )
         buffer = torch.full(shape, float("nan"), dtype=self.dtype, device=self.wire)
         self.group.recv([buffer], self.peer, 0).wait()

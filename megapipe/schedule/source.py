@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,20 @@ def _check(
     for what, (made, asked) in sizes.items():
         if made != asked:
             raise ScheduleError(f"schedule {spec}: it has {made} {what}, not the {asked} asked for")
+
+    _check_parts(spec, schedule)
+
+
+def _check_parts(spec: str, schedule: Schedule) -> None:
+    filled = Fraction(0)
+    for microbatch, size in enumerate(schedule.sizes or ()):
+        filled += size
+        if filled > 1:
+            raise ScheduleError(
+                f"schedule {spec}: with micro-batch {microbatch} there is {filled} of a whole one; "
+                "the parts of a whole are consecutive and add up to 1"
+            )
+        filled %= 1
 
 
 @contextlib.contextmanager

@@ -14,17 +14,21 @@ from unittest import mock
 import torch
 from parity import Case, Outcome, run_case
 from torch import Tensor
+from torch.nn.attention.bias import causal_upper_left
 
-from megapipe.engine import channels as channels_module
+from megapipe.engine import channels
 from megapipe.engine.executor import Executor
-from megapipe.engine.stage import Stage
+from megapipe.engine.stage import Key, Stage
 from megapipe.mesh import Axis
-from megapipe.model import gpt
+from megapipe.model import attention, carry, gpt
+from megapipe.model.microbatch import MicroBatch
 from megapipe.optim import buffers, zero
 from megapipe.optim.zero import Optimizer, Shard
+from megapipe.schedule.ir import Schedule
 from megapipe.tensor_parallel import linear
 from megapipe.tensor_parallel.embedding import PositionEmbedding
 from megapipe.testing import World
+from megapipe.train.feed import Feed
 from megapipe.train.step import TrainStep
 
 Patch = AbstractContextManager[Any]
@@ -32,6 +36,9 @@ TENSOR = Case(tp=2, m=3)
 PIPELINE = Case(pp=2, m=3)
 DATA = Case(dp=2, m=2)
 SEQUENCE = replace(TENSOR, sequence_parallel=True)
+REPLICATED = replace(PIPELINE, schedule="chimera", tied=False)
+SLICED = replace(PIPELINE, schedule="seq1f1b", slices=2)
+Fetched = dict[Key, MicroBatch]
 
 
 def tied_uses_not_added() -> Patch:
@@ -43,7 +50,7 @@ def tied_gradient_not_reduced_over_its_holders() -> Patch:
     make = buffers.make_buckets
     return mock.patch(
         "megapipe.train.step.make_buckets",
-        lambda *args, **kwargs: make(*args, **{**kwargs, "holders": [0]}),
+        lambda *args, holders, **kwargs: make(*args, holders=[[0]] * len(holders), **kwargs),
     )
 
 
@@ -61,11 +68,11 @@ def replicated_parameters_counted_on_every_tp_rank() -> Patch:
 def one_weight_gradient_dropped() -> Patch:
     run = Stage.weight_grad
 
-    def wrong(self: Stage, microbatch: int) -> None:
-        if microbatch == 1:
-            self.queue._tasks.pop(microbatch)
+    def wrong(self: Stage, key: Key) -> None:
+        if key == (1, 0):
+            self.queue._tasks.pop(key)
         else:
-            run(self, microbatch)
+            run(self, key)
 
     return mock.patch.object(Stage, "weight_grad", wrong)
 
@@ -90,11 +97,11 @@ def microbatches_swapped_between_stages() -> Patch:
             stage.all = microbatches  # type: ignore[attr-defined]
         begin(self, microbatches)
 
-    def wrong(self: Stage, microbatch: int, x: Any, mb: Any) -> Any:
+    def wrong(self: Stage, key: Key, x: Any, mb: Any) -> Any:
         if self.is_last:
-            other = self.all[microbatch - 1]  # type: ignore[attr-defined]
-            mb = replace(mb, labels=other.labels)
-        return forward(self, microbatch, x, mb)
+            every = self.all  # type: ignore[attr-defined]
+            mb = replace(mb, labels=every[(key[0] - 1) % len(every), 0].labels)
+        return forward(self, key, x, mb)
 
     stack = ExitStack()
     stack.enter_context(mock.patch.object(Executor, "begin", remember))
@@ -102,44 +109,69 @@ def microbatches_swapped_between_stages() -> Patch:
     return stack
 
 
+def _fetched(change: Callable[[Feed, Fetched], Fetched]) -> Patch:
+    """Every step's micro-batches changed on their way to the stages."""
+    fetch = Feed.fetch
+
+    def wrong(self: Feed, *args: Any) -> tuple[Fetched, int]:
+        microbatches, count = fetch(self, *args)
+        return change(self, microbatches), count
+
+    return mock.patch.object(Feed, "fetch", wrong)
+
+
 def wrong_denominator() -> Patch:
     """Each micro-batch takes the mean over its own tokens, as if all had as many."""
-    fetch = TrainStep._fetch
 
-    def wrong(self: TrainStep, *args: Any, **kwargs: Any) -> Any:
-        microbatches, count = fetch(self, *args, **kwargs)
-        share = len(microbatches) * self.layout.dp
-        return [
-            replace(mb, scale=1.0 / (share * max(1, int(mb.mask.sum()))))
-            for mb in microbatches
+    def change(feed: Feed, microbatches: Fetched) -> Fetched:
+        share = len(microbatches) * feed.layout.dp
+        return {
+            key: replace(mb, scale=1.0 / (share * max(1, int(mb.mask.sum()))))
+            for key, mb in microbatches.items()
             if mb.mask is not None
-        ] or microbatches, count
+        } or microbatches
 
-    return mock.patch.object(TrainStep, "_fetch", wrong)
+    return _fetched(change)
 
 
 def token_count_of_one_replica_only() -> Patch:
     """The denominator is the replica's own count: the gradient grows with dp."""
-    fetch = TrainStep._fetch
 
-    def wrong(self: TrainStep, *args: Any, **kwargs: Any) -> Any:
-        microbatches, count = fetch(self, *args, **kwargs)
-        return [replace(mb, scale=mb.scale * self.layout.dp) for mb in microbatches], count
+    def change(feed: Feed, microbatches: Fetched) -> Fetched:
+        return {
+            key: replace(mb, scale=mb.scale * feed.layout.dp) for key, mb in microbatches.items()
+        }
 
-    return mock.patch.object(TrainStep, "_fetch", wrong)
+    return _fetched(change)
+
+
+def halves_of_a_micro_batch_swapped() -> Patch:
+    """The first stage takes one half for the other, the last one does not."""
+    fetch = Feed.fetch
+
+    def wrong(self: Feed, schedule: Schedule, *args: Any) -> tuple[Fetched, int]:
+        microbatches, count = fetch(self, schedule, *args)
+        if schedule.sizes:
+            microbatches = {
+                (m, part): replace(mb, tokens=microbatches[m ^ 1, part].tokens)
+                for (m, part), mb in microbatches.items()
+            }
+        return microbatches, count
+
+    return mock.patch.object(Feed, "fetch", wrong)
 
 
 def stale_receive_buffer() -> Patch:
     """From the second message on a receive returns the buffer of the one before."""
-    receive = channels_module.ProcessGroupChannels.receive
+    receive = channels._Incoming.receive
 
-    def wrong(self: Any, action: Any) -> Tensor:
-        tensor = receive(self, action)
+    def wrong(self: Any) -> Tensor:
+        tensor = receive(self)
         last = getattr(self, "last", tensor)
         self.last = tensor
         return last
 
-    return mock.patch.object(channels_module.ProcessGroupChannels, "receive", wrong)
+    return mock.patch.object(channels._Incoming, "receive", wrong)
 
 
 def sequence_partial_gradients_not_summed() -> Patch:
@@ -164,6 +196,35 @@ def gradients_not_reduced_over_replicas() -> Patch:
         return self.bucket.grads[0][self.start : self.stop]
 
     return mock.patch.object(Shard, "reduce", wrong)
+
+
+def recomputed_with_other_random_numbers() -> Patch:
+    def wrong(self: Stage, key: Key) -> None:
+        x, mb = self._inputs.pop(key)
+        self._build(key, x, replace(mb, seed=mb.seed + 1))
+
+    return mock.patch.object(Stage, "recompute_ahead", wrong)
+
+
+def replicated_gradients_not_reduced_between_holders() -> Patch:
+    """Each holder of a stage updates its slice with what it has seen itself."""
+    return gradients_not_reduced_over_replicas()
+
+
+def replicated_stage_has_a_bucket_of_each_holder_s_own() -> Patch:
+    """As if one rank held it: all holders reduce over dp only."""
+    return tied_gradient_not_reduced_over_its_holders()
+
+
+def loss_of_one_holder_of_the_last_stage_only() -> Patch:
+    loss_sum = TrainStep._loss_sum
+
+    def wrong(self: TrainStep) -> float:
+        if self.last is not None and self.mesh.pp.index > 0:
+            self.last.loss_sums.clear()
+        return loss_sum(self)
+
+    return mock.patch.object(TrainStep, "_loss_sum", wrong)
 
 
 def clipped_by_the_local_norm() -> Patch:
@@ -201,7 +262,37 @@ def updated_weights_not_gathered() -> Patch:
 
 
 def positions_start_at_zero_on_every_sequence_shard() -> Patch:
-    return mock.patch.object(PositionEmbedding, "rows", lambda self, length: (0, length))
+    return mock.patch.object(
+        PositionEmbedding, "rows", lambda self, start, length: (start, start + length)
+    )
+
+
+def positions_start_at_zero_in_every_slice() -> Patch:
+    rows = PositionEmbedding.rows
+    return mock.patch.object(
+        PositionEmbedding, "rows", lambda self, start, length: rows(self, 0, length)
+    )
+
+
+def a_slice_attends_as_if_it_were_the_first() -> Patch:
+    """The causal mask is put into the upper left corner of the scores."""
+    return mock.patch.object(attention, "causal_lower_right", causal_upper_left)
+
+
+def key_and_value_gradients_of_later_slices_dropped() -> Patch:
+    return mock.patch.object(carry._Rows, "collect", lambda self, start, grad: grad[start:])
+
+
+def recomputed_from_a_stale_input() -> Patch:
+    """From the second recomputation on the input is that of the one before."""
+
+    def wrong(self: Stage, key: Key) -> None:
+        inputs = self._inputs.pop(key)
+        stale = getattr(self, "stale", inputs)
+        self.stale = inputs  # type: ignore[attr-defined]
+        self._build(key, *stale)
+
+    return mock.patch.object(Stage, "recompute_ahead", wrong)
 
 
 def column_input_gradient_not_reduced() -> Patch:
@@ -230,11 +321,11 @@ def last_layer_lost() -> Patch:
     """A stage runs all its layers but the last one."""
     hidden = gpt.GPTStage.hidden
 
-    def wrong(self: gpt.GPTStage, x: Any, mb: Any) -> Tensor:
+    def wrong(self: gpt.GPTStage, *args: Any) -> Tensor:
         layers = self.layers
         self.layers = torch.nn.ModuleList(list(layers)[:-1])
         try:
-            return hidden(self, x, mb)
+            return hidden(self, *args)
         finally:
             self.layers = layers
 
@@ -264,6 +355,14 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     column_input_gradient_not_reduced: TENSOR,
     small_error_in_a_reduction: TENSOR,
     last_layer_lost: PIPELINE,
+    replicated_gradients_not_reduced_between_holders: REPLICATED,
+    replicated_stage_has_a_bucket_of_each_holder_s_own: REPLICATED,
+    loss_of_one_holder_of_the_last_stage_only: REPLICATED,
+    positions_start_at_zero_in_every_slice: SLICED,
+    a_slice_attends_as_if_it_were_the_first: SLICED,
+    key_and_value_gradients_of_later_slices_dropped: SLICED,
+    recomputed_from_a_stale_input: replace(PIPELINE, schedule="varuna"),
+    halves_of_a_micro_batch_swapped: replace(PIPELINE, schedule="chimera_backward_halving"),
 }
 
 
@@ -274,6 +373,15 @@ def run_with(world: World, fault: Callable[[], Patch], case: Case) -> Outcome | 
             return run_case(world, case)
         except AssertionError as error:
             return str(error)
+
+
+def run_with_dropout(world: World) -> list[list[Outcome]]:
+    """Alike but for recomputation: without, with, and with other random numbers."""
+    plain = Case(pp=2, m=3, dropout=0.2, masked=0.3, in_process=True, tied=False)
+    recomputing = replace(plain, schedule="varuna")
+    with recomputed_with_other_random_numbers():
+        wrong = run_case(world, recomputing)
+    return [[run_case(world, plain)], [run_case(world, recomputing)], [wrong]]
 
 
 def run_faults(world: World) -> list[tuple[str, Outcome | str]]:

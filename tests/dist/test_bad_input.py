@@ -86,6 +86,12 @@ EARLY = [
     Bad("key", 2, ("model.hiden", "model.hidden"), settings(model__hiden="16")),
     Bad("type", 2, ("model.hidden=wide", "expected"), settings(model__hidden="wide")),
     Bad("layout", 2, ("model.heads=3", "hidden"), settings(model__heads="3")),
+    Bad(
+        "schedule",
+        2,
+        ("pipeline.schedule=no/own.csv", "No such file"),
+        settings(pipeline__schedule="no/own.csv"),
+    ),
     Bad("world size", 4, ("world size",), settings(parallel__pp="3")),
     Bad("tokenizer", 3, ("tokenizer",), settings(data__tokenizer="./no/such/folder")),
 ]

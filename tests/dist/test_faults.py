@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faults import FAULTS, OUTRIGHT, run_faults
+from faults import FAULTS, OUTRIGHT, run_faults, run_with_dropout
 from parity import Case, check_case, run_cases
+from test_numerics import assert_bitwise
 
 from megapipe.testing import run_world
 
@@ -40,3 +41,12 @@ def test_the_cases_pass_without_a_fault() -> None:
         results = run_world(size, run_cases, cases)
         for i, case in enumerate(cases):
             check_case(case, [rank[i] for rank in results])
+
+
+def test_random_numbers_of_a_recomputation_are_noticed() -> None:
+    """The reference has no dropout: a run without recomputation stands in for it."""
+    ((plain, recomputing, wrong),) = run_world(1, run_with_dropout)
+    assert_bitwise(recomputing, plain)
+    assert wrong[0].losses[0] == plain[0].losses[0], "the forward is right"
+    with pytest.raises(AssertionError):
+        assert_bitwise(wrong, plain)

@@ -81,8 +81,8 @@ def test_in_process_channels_are_bitwise_those_of_process_groups() -> None:
         assert all(a[name].equal(b[name]) for name in shapes)
 
 
-def long_run(world: World, case: Case, steps: int) -> list[Any]:
-    """This rank's copies of the tied embedding after some steps."""
+def long_run(world: World, case: Case, steps: int) -> list[tuple[str, Any]]:
+    """This rank's copies of every weight after some steps, the two uses of a tied one apart."""
     config, layout = configure(case)
     mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
     step = TrainStep(config, layout, mesh)
@@ -92,11 +92,13 @@ def long_run(world: World, case: Case, steps: int) -> list[Any]:
         index = [i % len(tokens) for i in indices]
         return tokens[index], labels[index], mask[index].bool()
 
-    start = [v for name, _, v in local_copies(step) if name == "embedding.word.weight"]
+    start = [values for _, _, values in local_copies(step)]
     for i in range(steps):
         step.train(i, rows)
-    copies = [v for name, _, v in local_copies(step) if name == "embedding.word.weight"]
-    assert not any(np.allclose(a, b) for a, b in zip(start, copies, strict=True)), "not trained"
+    copies = [(name, values) for name, _, values in local_copies(step)]
+    assert not any(np.allclose(a, b) for a, (_, b) in zip(start, copies, strict=True)), (
+        "not trained"
+    )
     return copies
 
 
@@ -104,9 +106,24 @@ def long_run(world: World, case: Case, steps: int) -> list[Any]:
 def test_tied_copies_stay_bitwise_equal(pp: int, zero: int) -> None:
     """50 steps at dp4 in fp32: every copy of the shared embedding is the same."""
     case = Case(dp=4, pp=pp, m=2, dtype="fp32", zero=zero, schedule="1f1b", layers=2)
-    copies = [c for rank in run_world(case.world, long_run, case, 50) for c in rank]
+    ranks = run_world(case.world, long_run, case, 50)
+    copies = [c for rank in ranks for name, c in rank if name == "embedding.word.weight"]
     assert len(copies) == 8, "two holders of four replicas, or two uses on one"
     assert all(np.array_equal(copy, copies[0]) for copy in copies)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_copies_of_replicated_stages_stay_bitwise_equal(zero: int) -> None:
+    """50 steps in fp32: each of two pipelines in opposite directions, twice for dp, has a copy."""
+    case = Case(dp=2, pp=2, m=3, dtype="fp32", zero=zero, schedule="chimera", masked=0.3)
+    copies: dict[str, list[Any]] = {}
+    for rank in run_world(case.world, long_run, case, 50):
+        for name, values in rank:
+            copies.setdefault(name, []).append(values)
+    assert len(copies) == len(reference.shapes(configure(case)[0].model))
+    for name, values in copies.items():
+        assert len(values) == (8 if name == "embedding.word.weight" else 4)
+        assert all(np.array_equal(copy, values[0]) for copy in values), name
 
 
 def test_dropout_is_the_same_in_every_layout_of_one_tp() -> None:
@@ -117,6 +134,8 @@ def test_dropout_is_the_same_in_every_layout_of_one_tp() -> None:
         replace(base, pp=2, schedule="zb_h1"),
         replace(base, dp=2, m=4, pp=2, chunks=2, schedule="interleaved_1f1b"),
         replace(base, pp=4, in_process=True, schedule="gpipe"),
+        replace(base, pp=2, schedule="chimera"),
+        replace(base, pp=4, in_process=True, schedule="varuna"),
     ]
     shapes = reference.init_random(configure(base)[0].model, seed=3)
     for tp, sp in ((1, False), (2, False), (2, True)):
@@ -138,6 +157,8 @@ BF16 = [
     Case(dtype="bf16", tp=2, pp=2, dp=2, sequence_parallel=True, m=4, schedule="zb_h1"),
     Case(dtype="bf16", tp=4, model="llama", tied=False, m=4, dp=2, zero=0),
     Case(dtype="bf16", pp=2, chunks=2, m=4, schedule="interleaved_1f1b", model="mixed", dp=4),
+    Case(dtype="bf16", pp=2, dp=2, m=4, schedule="chimera_backward_halving", debug=True),
+    Case(dtype="bf16", pp=2, tp=2, m=4, schedule="seq1f1b", slices=3, model="llama", kv_heads=2),
 ]
 
 
@@ -147,9 +168,7 @@ def test_bf16_is_as_close_to_fp32_as_a_single_process(case: Case) -> None:
     (outcomes,) = outcomes_of([case])
     config, _ = configure(plain(case))
     params = reference.init_random(config.model, seed=3)
-    settings = reference.Optimizer(
-        lr=[learning_rate(config.optimizer, 0, STEPS)], clip=case.clip
-    )
+    settings = reference.Optimizer(lr=[learning_rate(config.optimizer, 0, STEPS)], clip=case.clip)
     batches = [batch_of(plain(case), 0)]
     exact_model = config.model.model_copy(update={"dtype": "fp32"})
     (exact,) = reference.train(params, exact_model, batches, settings)

@@ -80,8 +80,8 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
         outcome["loaded"] = list(local_copies(trainer.step)) if trainer.first_step else None
         train, save = trainer.step.train, trainer._save
 
-        def train_and_note(step: int, rows: Any) -> Any:
-            result = train(step, rows)
+        def train_and_note(step: int, rows: Any, **options: Any) -> Any:
+            result = train(step, rows, **options)
             outcome.setdefault("steps", {})[step + 1] = result
             if this.preempt == step + 1 and world.rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
@@ -162,6 +162,9 @@ CASES = {
     "tp2 pp2 tied bf16": {**TP, "model.dtype": "bf16"},
     "dp2 pp2 zero 0": {**DP, "optimizer.zero": "0", "pipeline.chunks": "2",
                        "pipeline.schedule": "interleaved_1f1b"},
+    "dp2 pp2 replicated": {**DP, "pipeline.schedule": "chimera"},
+    "dp2 pp2 replicated, zero 0": {**DP, "optimizer.zero": "0", "pipeline.schedule": "dualpipe"},
+    "tp2 pp2 slices": {**TP, "model.dropout": "0.1", "pipeline.schedule": "seq1f1b"},
 }  # fmt: skip
 
 
@@ -181,9 +184,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bitwise(case: str, tmp_path: Pat
     assert [x["loss"] for x in steps] == [full[0]["steps"][i].loss for i in range(1, STEPS + 1)]
 
 
-def test_another_layout_loads_the_same_state_and_goes_on(tmp_path: Path) -> None:
-    """dp2 pp2 with ZeRO 0 goes on as tp2 pp2 with ZeRO 1, and back."""
-    first = {**DP, "optimizer.zero": "0", "model.dropout": "0"}
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_another_layout_loads_the_same_state_and_goes_on(schedule: str, tmp_path: Path) -> None:
+    """dp2 pp2 with ZeRO 0, perhaps replicated, goes on as tp2 pp2 with ZeRO 1, and back."""
+    first = {**DP, "optimizer.zero": "0", "model.dropout": "0", "pipeline.schedule": schedule}
     second = {**TP, "parallel.dp": "1"}
     saved = checkpoint(tmp_path, "full", HALF)
     load = {"checkpoint.load": str(saved)}

@@ -47,13 +47,23 @@ SHARED = Case(
 )
 """Eight gloo processes on one GPU: what they exchange goes through host memory."""
 IN_PROCESS = Case(pp=4, m=6, schedule="zb_h1", in_process=True, masked=0.3)
+SLICED = replace(IN_PROCESS, schedule="seq1f1b", slices=3)
 EXACT = [
     [Case(masked=0.3), Case(model="llama", tied=False, kv_heads=2), Case(zero=0, clip=None)],
-    [SHARED, replace(SHARED, model="llama", tied=False, schedule="1f1b", zero=0)],
+    [
+        SHARED,
+        replace(SHARED, model="llama", tied=False, schedule="1f1b", zero=0),
+        replace(SHARED, schedule="dualpipe"),
+        replace(SHARED, schedule="seq1f1b", slices=2, model="llama", kv_heads=2, debug=False),
+    ],
     [
         IN_PROCESS,
         replace(IN_PROCESS, schedule="1f1b", tied=False),
         replace(IN_PROCESS, pp=2, chunks=2, schedule="interleaved_1f1b"),
+        SLICED,
+        replace(SLICED, model="llama", tied=False, kv_heads=2),
+        replace(IN_PROCESS, schedule="varuna"),
+        replace(IN_PROCESS, schedule="chimera_backward_halving"),
     ],
 ]
 IDS = ["one process", "eight processes", "in process"]
@@ -98,7 +108,8 @@ def run_deterministically(world: World, cases: list[Case]) -> list[Outcome]:
 def test_deterministic_runs_are_bitwise_equal() -> None:
     """Enough equal tokens that atomic additions into the embedding would show."""
     base = Case(in_process=True, pp=2, m=4, batch=8, sequence=64, vocab=5, dropout=0.1)
-    cases = [replace(base, dtype=dtype) for dtype in ("fp32", "bf16")]
+    sliced = replace(base, schedule="seq1f1b", slices=2)
+    cases = [replace(case, dtype=dtype) for case in (base, sliced) for dtype in ("fp32", "bf16")]
     (outcomes,) = run_world(1, run_deterministically, cases, timeout_s=TIMEOUT_S)
     for first, second in zip(outcomes[: len(cases)], outcomes[len(cases) :], strict=True):
         assert first.losses == second.losses

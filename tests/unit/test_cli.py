@@ -94,6 +94,10 @@ def test_help_wins(argv: list[str]) -> None:
         ("optimizer.zero=true", "optimizer.zero=true: expected one of 0, 1"),
         ("optimizer.zero=1.0", "optimizer.zero=1.0: expected one of 0, 1"),
         ("parallel.cp=2", "parallel.cp=2: expected 1"),
+        ("pipeline.chunks=0", "pipeline.chunks=0: expected a whole number >= 1, or null"),
+        ("pipeline.slices=1.5", "pipeline.slices=1.5: expected a whole number >= 1, or null"),
+        ("pipeline.memory_limit=0", "pipeline.memory_limit=0: expected a number > 0, or null"),
+        ("pipeline.pair=2", "did you mean pipeline.pairs?"),
         ("pipeline.layout=3", "expected text, or a list, each item a whole number, or null"),
         ("pipeline.layout=[1, x]", "pipeline.layout=[1, x]: expected text, or a list"),
         # values that are no YAML of ours

@@ -1,5 +1,8 @@
 """What several keys decide together: defaults filled in, and every impossible combination."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from megapipe.cli import dump, parse
@@ -7,6 +10,10 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError, LaunchError, MegapipeError
 from megapipe.layout import resolve
 from megapipe.model.partition import format_layout
+from megapipe.plan.slices import balanced_slices
+from megapipe.schedule.generators import build
+from megapipe.schedule.placement import vee
+from megapipe.schedule.text import to_csv
 
 BASE = ("model.layers=8", "model.heads=8", "model.hidden=64", "train.global_batch=48")
 
@@ -74,6 +81,71 @@ def test_vocabulary() -> None:
 )
 def test_partition(overrides: tuple[str, ...], layout: str) -> None:
     assert format_layout(resolve(configure(*overrides), None, None)[1].stage_layers) == layout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stages", "chunks"),
+    [
+        ((), 2, 1),
+        (("pipeline.schedule=interleaved_1f1b",), 4, 2),
+        (("pipeline.schedule=interleaved_1f1b", "pipeline.chunks=3"), 6, 3),
+        (("pipeline.schedule=hanayo",), 4, 2),
+        (("pipeline.schedule=chimera",), 2, 1),
+    ],
+)
+def test_the_schedule_decides_the_stages(
+    overrides: tuple[str, ...], stages: int, chunks: int
+) -> None:
+    config, layout = resolve(configure("parallel.pp=2", *overrides), None, None)
+    pipeline = config.pipeline
+    assert (layout.stages, layout.chunks) == (stages, chunks)
+    assert layout.schedule == build(
+        pipeline.schedule, ranks=2, microbatches=12, chunks=pipeline.chunks
+    )
+
+
+def test_chunks_are_those_of_the_fullest_rank() -> None:
+    """Five stages on two ranks."""
+    _, layout = resolve(configure("parallel.pp=2"), None, None)
+    five = replace(layout, stage_layers=layout.stage_layers[:1] * 5)
+    assert five.chunks == 3
+
+
+def test_slices_take_equal_flops() -> None:
+    overrides = ["parallel.pp=2", "train.global_batch=8", "pipeline.schedule=seq1f1b"]
+    config, layout = resolve(configure(*overrides, "pipeline.slices=3"), None, None)
+    assert layout.slice_lengths == balanced_slices(config.model, 256, 3)
+    assert sum(layout.slice_lengths) == 256
+    assert (layout.microbatches, layout.schedule.slices) == (2, 3)
+    overrides += ["pipeline.slices=3", "parallel.tp=4", "parallel.sequence_parallel=true"]
+    config, layout = resolve(configure(*overrides), None, None)
+    assert layout.slice_lengths == balanced_slices(config.model, 256, 3, 4)
+    assert not any(length % 4 for length in layout.slice_lengths)
+    assert resolve(configure("parallel.pp=2"), None, None)[1].slice_lengths == (256,)
+
+
+def test_micro_batches_are_counted_whole() -> None:
+    halving = "pipeline.schedule=chimera_backward_halving"
+    _, layout = resolve(configure("parallel.pp=2", halving), None, None)
+    assert (layout.microbatches, layout.schedule.microbatches) == (12, 24)
+
+
+def test_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = build("1f1b", ranks=2, microbatches=12)
+    (tmp_path / "own.csv").write_text(to_csv(ours))
+    (tmp_path / "own_schedules.py").write_text(
+        "from megapipe.schedule.generators import gpipe_on\n"
+        "from megapipe.schedule.placement import vee\n"
+        "def up_and_down(ranks, microbatches):\n"
+        "    return gpipe_on(vee(ranks), microbatches)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    _, layout = resolve(configure("parallel.pp=2", "pipeline.schedule=own.csv"), None, None)
+    assert layout.schedule.ops == ours.ops
+    own = "pipeline.schedule=own_schedules:up_and_down"
+    _, layout = resolve(configure("parallel.pp=2", own), None, None)
+    assert layout.schedule.placement == vee(2)
+    assert (layout.stages, layout.chunks) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +251,8 @@ def test_partition(overrides: tuple[str, ...], layout: str) -> None:
         (
             ["parallel.pp=4", "pipeline.layout=[4, 4]"],
             (
-                "pipeline.layout='E L*4 | L*4 H' has 2 stages: expected 4, parallel.pp=4 x "
-                "pipeline.chunks=1"
+                "pipeline.layout='E L*4 | L*4 H' has 2 stages: expected 4, as "
+                "pipeline.schedule=1f1b has on parallel.pp=4 ranks"
             ),
         ),
         (["pipeline.layout=[7]"], "places 7 layers, but model.layers is 8"),
@@ -193,6 +265,37 @@ def test_partition(overrides: tuple[str, ...], layout: str) -> None:
             "pipeline.schedule=interleaved_1f1b: ",
         ),
         (["pipeline.group=2"], "pipeline.schedule=1f1b: "),
+        (["pipeline.pairs=2"], "pipeline.schedule=1f1b: schedule 1f1b: pairs must not be given"),
+        (["pipeline.slices=2"], "pipeline.schedule=1f1b: schedule 1f1b: slices must be 1, not 2"),
+        (
+            ["pipeline.schedule=chimera", "parallel.pp=3"],
+            (
+                "pipeline.schedule=chimera: schedule chimera: ranks must be a multiple of 2, not "
+                "3; the next is 4"
+            ),
+        ),
+        (
+            ["pipeline.schedule=chimera_backward_halving", "parallel.pp=2", "train.microbatch=3"],
+            (
+                "train.microbatch=3 cannot be cut as pipeline.schedule=chimera_backward_halving "
+                "cuts it: expected a multiple of 2"
+            ),
+        ),
+        (
+            ["pipeline.schedule=seq1f1b", "parallel.pp=2", "pipeline.slices=257"],
+            "257 slices of a sequence of 256 tokens in multiples of 1; there can be 1 to 256",
+        ),
+        (
+            [
+                "pipeline.schedule=seq1f1b",
+                "pipeline.slices=65",
+                "parallel.tp=4",
+                "parallel.sequence_parallel=true",
+            ],
+            "65 slices of a sequence of 256 tokens in multiples of 4; there can be 1 to 64",
+        ),
+        (["pipeline.schedule=gone.csv"], "pipeline.schedule=gone.csv: schedule gone.csv: No such"),
+        (["pipeline.schedule=gone:f"], "schedule gone:f: there is no module 'gone'"),
         (
             ["train.global_batch=4000000000"],
             "train.global_batch=4000000000 makes 1000000000 micro-batches through 1 stages",

@@ -2,39 +2,149 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
-from megapipe.engine.channels import InProcessChannels, ProcessGroupChannels
-from megapipe.mesh import Grid, ParallelMesh
-from megapipe.schedule.ir import Kind
+from megapipe.engine.channels import (
+    InProcessChannels,
+    ProcessGroupChannels,
+    _Outgoing,
+    _PolledOutgoing,
+    message_of,
+)
+from megapipe.mesh import Axis, Grid, ParallelMesh
+from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.lower import Action, Do
 from megapipe.testing import World, run_world
 
-FORWARD = [Action(Do.SEND, Kind.F, 0, i, peer=1) for i in range(4)]
-ARRIVING = [Action(Do.RECV, Kind.F, 0, i, peer=0) for i in range(4)]
+FORWARD = [Op(Kind.F, 0, i) for i in range(4)]
+ANSWERS = [Op(Kind.I, 1, i) for i in range(2)]
+
+
+def shape_of(message: Op) -> tuple[int, ...]:
+    return (2, 3 + message.microbatch)
+
+
+def expected(messages: Sequence[Op]) -> list[tuple[Op, tuple[int, ...]]]:
+    return [(message, shape_of(message)) for message in messages]
+
+
+def tensor_of(message: Op, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.full(shape_of(message), float(message.microbatch + 1), dtype=dtype)
+
+
+def test_a_message_is_named_by_what_made_it() -> None:
+    sent = Action(Do.SEND, Kind.I, 3, 2, 1, peer=1)
+    received = Action(Do.RECV, Kind.I, 3, 2, 1, peer=0, acks=2)
+    assert message_of(sent) == message_of(received) == Op(Kind.I, 3, 2, 1)
 
 
 def test_queues_in_one_process_keep_the_order_and_hand_over_the_tensor() -> None:
-    sender, receiver = InProcessChannels.connect(2)
+    first, second = InProcessChannels.connect(2)
+    there, back = first.outgoing[1], second.outgoing[0]
     tensors = [torch.zeros(i) for i in range(4)]
-    assert not receiver.arrived(ARRIVING[0])
-    for action, tensor in zip(FORWARD, tensors, strict=True):
-        sender.send(action, tensor)
-    assert not sender.arrived(ARRIVING[0]._replace(peer=1)), "one way"
-    for action, tensor in zip(ARRIVING, tensors, strict=True):
-        assert receiver.arrived(action)
-        assert receiver.receive(action) is tensor
-    assert not receiver.arrived(ARRIVING[0])
+    for _ in range(2):
+        second.incoming[0].begin(expected(FORWARD))
+        assert not second.incoming[0].arrived()
+        for message, tensor in zip(FORWARD, tensors, strict=True):
+            there.send(message, tensor)
+        assert not first.incoming[1].arrived(), "one way"
+        for tensor in tensors:
+            assert second.incoming[0].arrived()
+            assert second.incoming[0].receive() is tensor
+        assert not second.incoming[0].arrived()
+        there.finish()
+    first.incoming[1].begin(expected(ANSWERS[:1]))
+    back.send(ANSWERS[0], tensors[0])
+    assert first.incoming[1].receive() is tensors[0]
+
+
+def test_pipeline_ranks_in_one_process_have_a_queue_for_each_pair() -> None:
+    ends = InProcessChannels.connect(3)
+    for a in range(3):
+        for b in range(3):
+            assert ends[a].outgoing[b] is ends[b].incoming[a]
+    assert len({id(queue) for end in ends for queue in end.outgoing.values()}) == 9
 
 
 def test_a_message_out_of_order_is_noticed_in_one_process() -> None:
     sender, receiver = InProcessChannels.connect(2)
-    sender.send(FORWARD[1], torch.zeros(1))
+    receiver.incoming[0].begin(expected(FORWARD))
+    sender.outgoing[1].send(FORWARD[1], torch.zeros(1))
     with pytest.raises(AssertionError, match="expected 0F0, got 0F1"):
-        receiver.receive(ARRIVING[0])
+        receiver.incoming[0].receive()
+
+
+class FakeWork:
+    """A send whose completion is decided by hand."""
+
+    def __init__(self) -> None:
+        self.completed = False
+        self.waits = 0
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+class FakeGroup:
+    """Two ranks, the other of which never answers."""
+
+    def __init__(self) -> None:
+        self.works: list[FakeWork] = []
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> FakeWork:
+        assert (peer, tag) == (1, 0)
+        self.works.append(FakeWork())
+        return self.works[-1]
+
+
+def fake_line(kind: type[_Outgoing]) -> tuple[_Outgoing, list[FakeWork]]:
+    group: Any = FakeGroup()
+    cpu = torch.device("cpu")
+    return kind(Axis(2, 0, (0, 1), group), cpu, cpu), group.works
+
+
+@pytest.mark.parametrize("kind", [_Outgoing, _PolledOutgoing])
+def test_a_send_is_not_waited_for_before_it_is_acknowledged(kind: type[_Outgoing]) -> None:
+    line, works = fake_line(kind)
+    for message in FORWARD:
+        line.send(message, tensor_of(message))
+    assert [work.waits for work in works] == [0, 0, 0, 0]
+    line.acknowledge(1)
+    line.acknowledge(2)
+    assert [work.waits for work in works] == [1, 1, 1, 0]
+    line.finish()
+    assert [work.waits for work in works] == [1, 1, 1, 1]
+    assert not line.under_way
+
+
+def test_where_sends_can_be_asked_they_are_let_go_as_they_complete() -> None:
+    line, works = fake_line(_PolledOutgoing)
+    for message in FORWARD[:3]:
+        line.send(message, tensor_of(message))
+    works[0].completed = works[2].completed = True
+    line.send(FORWARD[3], tensor_of(FORWARD[3]))
+    assert [work.waits for work in works] == [1, 0, 0, 0], "the oldest first, in order"
+    assert len(line.under_way) == 3
+    line.acknowledge(2)
+    assert [work.waits for work in works] == [1, 1, 0, 0], "one of the two was let go before"
+    line.finish()
+    assert [work.waits for work in works] == [1, 1, 1, 1]
+
+
+def test_without_asking_a_completed_send_is_kept() -> None:
+    line, works = fake_line(_Outgoing)
+    line.send(FORWARD[0], tensor_of(FORWARD[0]))
+    works[0].completed = True
+    line.send(FORWARD[1], tensor_of(FORWARD[1]))
+    assert len(line.under_way) == 2
 
 
 @dataclass
@@ -43,81 +153,111 @@ class Seen:
 
     values: list[float] = field(default_factory=list)
     under_way: list[int] = field(default_factory=list)
+    posted: list[int] = field(default_factory=list)
     filled: list[bool] = field(default_factory=list)
+    let_go: list[bool] = field(default_factory=list)
     caught: list[str] = field(default_factory=list)
-
-
-def shape_of(microbatch: int, slice_: int) -> tuple[int, ...]:
-    return (2, 3 + microbatch)
 
 
 def connect(
     mesh: ParallelMesh, *, debug: bool = False, dtype: torch.dtype = torch.float64
 ) -> ProcessGroupChannels:
-    return ProcessGroupChannels(mesh, [(0, 1), (1, 0)], shape=shape_of, dtype=dtype, debug=debug)
+    return ProcessGroupChannels(mesh, [(0, 1), (1, 0)], dtype=dtype, debug=debug)
 
 
-def message(action: Action, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    shape = shape_of(action.microbatch, 0)
-    return torch.full(shape, float(action.microbatch + 1), dtype=dtype)
+class Watched:
+    """A process group; what buffers receives are posted with is noted."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.posted: list[tuple[torch.dtype, bool]] = []
+        """Type of each buffer, and whether it is NaN throughout."""
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        (buffer,) = tensors
+        self.posted.append((buffer.dtype, bool(buffer.isnan().all())))
+        return self.group.recv(tensors, peer, tag)
 
 
 def order(mesh: ParallelMesh, seen: Seen) -> None:
-    """Rank 0 sends all before rank 1 takes any; then answers acknowledge what has arrived."""
-    answers = [Action(Do.RECV, Kind.I, 1, 0, peer=1, acks=3), Action(Do.RECV, Kind.I, 1, 1, peer=1)]
+    """Rank 0 sends all before rank 1 takes any; answers acknowledge. Two steps on one channel."""
     for debug in (False, True):
         channels = connect(mesh, debug=debug)
-        if mesh.rank == 0:
-            channels.start([*FORWARD, *answers])
-            for action in FORWARD:
-                channels.send(action, message(action))
-            mesh.barrier()
-            for action in answers:
-                seen.under_way.append(len(channels.outgoing[1].under_way))
-                seen.values.append(channels.receive(action).unique().item())
-            seen.under_way.append(len(channels.outgoing[1].under_way))
-            channels.finish()
-            seen.under_way.append(len(channels.outgoing[1].under_way))
-        else:
-            channels.start([*ARRIVING, *(Action(Do.SEND, Kind.I, 1, i, peer=0) for i in (0, 1))])
-            mesh.barrier()
-            for action in ARRIVING[:3]:
-                seen.values.append(channels.receive(action).unique().item())
-            for i in range(2):
-                answer = Action(Do.SEND, Kind.I, 1, i, peer=0)
-                channels.send(answer, message(answer))
-            seen.values.append(channels.receive(ARRIVING[3]).unique().item())
-            channels.finish()
+        for _ in range(2):
+            if mesh.rank == 0:
+                there, back = channels.outgoing[1], channels.incoming[1]
+                back.begin(expected(ANSWERS))
+                for message in FORWARD:
+                    there.send(message, tensor_of(message))
+                mesh.barrier()
+                for acks in (3, 0):
+                    seen.under_way.append(len(there.under_way))
+                    seen.values.append(back.receive().unique().item())
+                    there.acknowledge(acks)
+                seen.under_way.append(len(there.under_way))
+                there.finish()
+                seen.under_way.append(len(there.under_way))
+            else:
+                there, back = channels.outgoing[0], channels.incoming[0]
+                back.begin(expected(FORWARD))
+                mesh.barrier()
+                for _ in range(3):
+                    seen.values.append(back.receive().unique().item())
+                for message in ANSWERS:
+                    there.send(message, tensor_of(message))
+                seen.values.append(back.receive().unique().item())
+                there.finish()
 
 
-def sliced_tensors(mesh: ParallelMesh, seen: Seen) -> None:
-    """A tensor with gaps arrives whole."""
+def one_receive_ahead(mesh: ParallelMesh, seen: Seen) -> None:
     channels = connect(mesh)
-    channels.start(FORWARD[:1] if mesh.rank == 0 else ARRIVING[:1])
-    gaps = torch.arange(12, dtype=torch.float64).view(2, 6)[:, ::2]
     if mesh.rank == 0:
-        channels.send(FORWARD[0], gaps)
+        for message in FORWARD:
+            channels.outgoing[1].send(message, tensor_of(message))
+        channels.outgoing[1].finish()
     else:
-        assert channels.receive(ARRIVING[0]).equal(gaps)
-    channels.finish()
+        line = channels.incoming[0]
+        watched = line.group = Watched(line.group)
+        line.begin([])
+        seen.posted.append(len(watched.posted))
+        line.begin(expected(FORWARD))
+        seen.posted.append(len(watched.posted))
+        for _ in FORWARD:
+            line.receive()
+            seen.posted.append(len(watched.posted))
 
 
-def buffers_start_as_nan(mesh: ParallelMesh, seen: Seen) -> None:
+def tensors_with_gaps(mesh: ParallelMesh, seen: Seen) -> None:
+    """They arrive whole."""
+    for debug in (False, True):
+        channels = connect(mesh, debug=debug)
+        gaps = torch.arange(12, dtype=torch.float64).view(2, 6)[:, ::2]
+        if mesh.rank == 0:
+            channels.outgoing[1].send(FORWARD[0], gaps)
+            channels.outgoing[1].finish()
+        else:
+            channels.incoming[0].begin(expected(FORWARD[:1]))
+            assert channels.incoming[0].receive().equal(gaps)
+
+
+def buffers_are_nan(mesh: ParallelMesh, seen: Seen) -> None:
+    """Before a receive in debug mode, and what was sent, once it is let go."""
     channels = connect(mesh, debug=True, dtype=torch.bfloat16)
-    channels.start(FORWARD[:1] if mesh.rank == 0 else ARRIVING[:1])
     if mesh.rank == 0:
-        channels.send(FORWARD[0], message(FORWARD[0], torch.bfloat16))
+        there, own = channels.outgoing[1], tensor_of(FORWARD[0], torch.bfloat16)
+        there.send(FORWARD[0], own)
+        sent = [tensor for _, tensor in there.under_way if tensor.is_floating_point()]
+        mesh.barrier()
+        there.finish()
+        seen.let_go = [bool(tensor.isnan().all()) for tensor in (*sent, own)]
     else:
-        post = channels.incoming[0].post
-
-        def watched(tensors: list[torch.Tensor]) -> None:
-            seen.filled.append(bool(tensors[0].isnan().all()))
-            post(tensors)
-
-        channels.incoming[0].post = watched  # type: ignore[method-assign]
-        received = channels.receive(ARRIVING[0])
+        back = channels.incoming[0]
+        watched = back.group = Watched(back.group)
+        back.begin(expected(FORWARD[:1]))
+        received = back.receive()
+        seen.filled = [nan for dtype, nan in watched.posted if dtype == torch.bfloat16]
         seen.filled.append(bool(received.isnan().any()))
-    channels.finish()
+        mesh.barrier()
 
 
 def wrong_messages(mesh: ParallelMesh, seen: Seen) -> None:
@@ -126,6 +266,7 @@ def wrong_messages(mesh: ParallelMesh, seen: Seen) -> None:
         (FORWARD[2], (2, 4), torch.float64),  # another micro-batch
         (FORWARD[1]._replace(stage=4), (2, 4), torch.float64),
         (FORWARD[1]._replace(kind=Kind.I), (2, 4), torch.float64),
+        (FORWARD[1]._replace(slice=1), (2, 4), torch.float64),
         (FORWARD[1], (4, 2), torch.float64),
         (FORWARD[1], (2, 8), torch.float32),
         (FORWARD[1], (2, 40), torch.float64),  # more than the buffer would hold
@@ -133,23 +274,24 @@ def wrong_messages(mesh: ParallelMesh, seen: Seen) -> None:
     ):
         channels = connect(mesh, debug=True)
         if mesh.rank == 0:
-            channels.start([sent])
-            channels.send(sent, torch.ones(shape, dtype=dtype))
+            channels.outgoing[1].send(sent, torch.ones(shape, dtype=dtype))
         else:
-            channels.start([ARRIVING[1]])
+            channels.incoming[0].begin(expected(FORWARD[1:2]))
             try:
-                channels.receive(ARRIVING[1])
+                channels.incoming[0].receive()
                 seen.caught.append("")
             except AssertionError as error:
                 seen.caught.append(str(error))
-    channels.finish()
+    if mesh.rank == 0:
+        channels.outgoing[1].finish()
 
 
 def visit(world: World) -> Seen:
     mesh, seen = world.mesh(Grid(pp=2)), Seen()
     order(mesh, seen)
-    sliced_tensors(mesh, seen)
-    buffers_start_as_nan(mesh, seen)
+    one_receive_ahead(mesh, seen)
+    tensors_with_gaps(mesh, seen)
+    buffers_are_nan(mesh, seen)
     wrong_messages(mesh, seen)
     return seen
 
@@ -160,22 +302,28 @@ def ranks() -> list[Seen]:
 
 
 def test_messages_arrive_in_the_order_sent(ranks: list[Seen]) -> None:
-    assert ranks[1].values == [1.0, 2.0, 3.0, 4.0] * 2
-    assert ranks[0].values == [1.0, 2.0] * 2, "the other direction has a line of its own"
+    assert ranks[1].values == [1.0, 2.0, 3.0, 4.0] * 4
+    assert ranks[0].values == [1.0, 2.0] * 4, "the other direction has a line of its own"
 
 
 def test_acknowledged_sends_are_let_go_at_once_and_the_rest_at_the_end(ranks: list[Seen]) -> None:
-    assert ranks[0].under_way == [4, 1, 1, 0] * 2
+    plain, with_headers = [4, 1, 1, 0], [8, 2, 2, 0]
+    assert ranks[0].under_way == [*plain, *plain, *with_headers, *with_headers]
+
+
+def test_one_receive_is_posted_ahead_and_none_after_the_last(ranks: list[Seen]) -> None:
+    assert ranks[1].posted == [0, 1, 2, 3, 4, 4]
 
 
 def test_debug_fills_buffers_with_nan(ranks: list[Seen]) -> None:
     assert ranks[1].filled == [True, False]
+    assert ranks[0].let_go == [True, False], "the copy that was sent, not the sender's own"
 
 
 def test_debug_catches_a_message_that_is_not_the_expected_one(ranks: list[Seen]) -> None:
     *wrong, right = ranks[1].caught
     assert right == ""
-    assert len(wrong) == 6
+    assert len(wrong) == 7
     for text in wrong:
         assert text.startswith("rank 1 expected 0F1 of shape (2, 4) from rank 0, got [")
-    assert len(set(wrong)) == 6, "and says what came instead"
+    assert len(set(wrong)) == 7, "and says what came instead"

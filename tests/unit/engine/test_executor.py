@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import reference
 import torch
+from fake_stages import FakeStage, fake_executors, microbatches_of, scalar
 from parity import Case, Outcome, check_case, configure, take_box, train
 
 from megapipe.engine.channels import InProcessChannels
 from megapipe.engine.executor import Executor, run_together
 from megapipe.mesh import Grid
 from megapipe.schedule.generators import forward_only, gpipe_on
-from megapipe.schedule.ir import Kind, Schedule, pack
+from megapipe.schedule.ir import Kind, Op, Schedule, pack
 from megapipe.schedule.lower import Action, Do, Program, lower
 from megapipe.schedule.placement import vee
 from megapipe.testing import World, run_world
@@ -87,75 +88,30 @@ def test_the_crossed_schedule_consumes_out_of_order() -> None:
     assert start == [(Do.RECV, 0), (Do.RECV, 1), (Do.RECV, 2), (Do.COMPUTE, 2)]
 
 
-class FakeStage:
-    """Passes on what it gets, plus one; notes what it did."""
-
-    def __init__(self, stage: int, stages: int, log: list[str]) -> None:
-        self.stage, self.log = stage, log
-        self.is_first, self.is_last = stage == 0, stage == stages - 1
-
-    def reset(self) -> None:
-        self.log.append(f"{self.stage} reset")
-
-    def _forward(self, m: int, x: torch.Tensor | None, mb: Any, name: str) -> torch.Tensor | None:
-        assert (x is None) == self.is_first
-        value = 10.0 * mb if x is None else x.item()
-        self.log.append(f"{self.stage}{name}{m}={value:g}")
-        return None if self.is_last else torch.tensor(value + 1)
-
-    def forward(self, m: int, x: torch.Tensor | None, mb: Any) -> torch.Tensor | None:
-        return self._forward(m, x, mb, "F")
-
-    def evaluate(self, m: int, x: torch.Tensor | None, mb: Any) -> torch.Tensor | None:
-        return self._forward(m, x, mb, "E")
-
-    def input_grad(self, m: int, grad: torch.Tensor | None) -> torch.Tensor | None:
-        assert (grad is None) == self.is_last
-        value = 100.0 * m if grad is None else grad.item()
-        self.log.append(f"{self.stage}I{m}={value:g}")
-        return None if self.is_first else torch.tensor(value + 1)
-
-    def weight_grad(self, m: int) -> None:
-        self.log.append(f"{self.stage}W{m}")
-
-
-def fake_executors(schedule: Schedule, *, train: bool) -> tuple[list[Executor], list[list[str]]]:
-    placement = schedule.placement
-    logs: list[list[str]] = [[] for _ in range(placement.ranks)]
-    executors = [
-        Executor(
-            program,
-            {
-                s: FakeStage(s, placement.stages, logs[program.rank])  # type: ignore[misc]
-                for s in placement.stages_of(program.rank)
-            },
-            channels,
-            train=train,
-        )
-        for program, channels in zip(
-            lower(schedule), InProcessChannels.connect(placement.ranks), strict=True
-        )
-    ]
-    return executors, logs
-
-
 def test_every_op_gets_the_output_of_the_op_that_it_depends_on() -> None:
-    executors, logs = fake_executors(gpipe_on(vee(2), 2), train=True)
-    run_together(executors, [1, 2])  # type: ignore[list-item]
+    schedule = gpipe_on(vee(2), 2)
+    executors, logs = fake_executors(schedule, train=True)
+    run_together(executors, microbatches_of(schedule))
     assert ",".join(logs[0]) == (
-        "0 reset,3 reset,0F0=10,0F1=20,3F0=13,3F1=23,3I0=0,3W0,3I1=100,3W1,0I0=3,0W0,0I1=103,0W1"
+        "0 begins to train,3 begins to train,0F0=1000,0F1=2000,3F0=1003,3F1=2003,"
+        "3I0=0,3W0,3I1=100,3W1,0I0=3,0W0,0I1=103,0W1"
     )
     assert ",".join(logs[1]) == (
-        "1 reset,2 reset,1F0=11,1F1=21,2F0=12,2F1=22,2I0=1,2W0,2I1=101,2W1,1I0=2,1W0,1I1=102,1W1"
+        "1 begins to train,2 begins to train,1F0=1001,1F1=2001,2F0=1002,2F1=2002,"
+        "2I0=1,2W0,2I1=101,2W1,1I0=2,1W0,1I1=102,1W1"
     )
 
 
 def test_without_training_the_forwards_are_evaluations() -> None:
-    executors, logs = fake_executors(forward_only(vee(2), 3), train=False)
+    schedule = forward_only(vee(2), 3)
+    executors, logs = fake_executors(schedule, train=False)
     for _ in range(2):
-        run_together(executors, [1, 2, 3])  # type: ignore[list-item]
-    assert sorted(logs[0])[:3] == ["0 reset", "0 reset", "0E0=10"]
-    assert [line for line in logs[0] if line.startswith("3E")] == ["3E0=13", "3E1=23", "3E2=33"] * 2
+        run_together(executors, microbatches_of(schedule))
+    step = ["0 begins to evaluate", "3 begins to evaluate", "0E0=1000"]
+    assert logs[0][:3] == step
+    assert logs[0].count(step[0]) == 2
+    last = ["3E0=1003", "3E1=2003", "3E2=3003"]
+    assert [line for line in logs[0] if line.startswith("3E")] == last * 2
     assert all(executor.done for executor in executors)
 
 
@@ -163,27 +119,34 @@ def test_what_nobody_consumes_is_noticed() -> None:
     program = Program(0, (Action(Do.COMPUTE, Kind.F, 0, 0),))
     (channels,) = InProcessChannels.connect(1)
     stages: Any = {0: FakeStage(0, 2, [])}
+    microbatches: Any = {(0, 0): 1.0}
+    executor = Executor(program, stages, channels, shape=scalar, train=True)
     with pytest.raises(AssertionError, match=r"never consumed: .*stage=0, microbatch=0"):
-        Executor(program, stages, channels, train=True).run([1])  # type: ignore[list-item]
+        executor.run(microbatches)
 
 
 def test_programs_that_wait_for_each_other_are_noticed() -> None:
-    ends = InProcessChannels.connect(2)
     executors = [
-        Executor(Program(i, (Action(Do.RECV, Kind.F, i, 0, peer=1 - i),)), {}, ends[i], train=True)
-        for i in (0, 1)
+        Executor(
+            Program(i, (Action(Do.RECV, Kind.F, i, 0, peer=1 - i),)),
+            {},
+            channels,
+            shape=scalar,
+            train=True,
+        )
+        for i, channels in enumerate(InProcessChannels.connect(2))
     ]
     with pytest.raises(AssertionError, match="wait for each other"):
-        run_together(executors, [])
+        run_together(executors, {})
 
 
 def test_ready_follows_the_channel() -> None:
     sender, receiver = InProcessChannels.connect(2)
-    action = Action(Do.RECV, Kind.F, 0, 0, peer=0)
-    executor = Executor(Program(1, (action,)), {}, receiver, train=True)
-    executor.begin([])
+    program = Program(1, (Action(Do.RECV, Kind.F, 0, 0, peer=0),))
+    executor = Executor(program, {}, receiver, shape=scalar, train=True)
+    executor.begin({})
     assert not executor.ready()
-    sender.send(action._replace(do=Do.SEND, peer=1), torch.zeros(1))
+    sender.outgoing[1].send(Op(Kind.F, 0, 0), torch.zeros(1))
     assert executor.ready()
     executor.advance()
     assert executor.done
@@ -194,9 +157,10 @@ def test_a_new_step_starts_from_the_beginning() -> None:
     program = Program(0, (Action(Do.COMPUTE, Kind.F, 0, 0), Action(Do.COMPUTE, Kind.B, 0, 0)))
     (channels,) = InProcessChannels.connect(1)
     stages: Any = {0: FakeStage(0, 1, log)}
-    executor = Executor(program, stages, channels, train=True)
-    microbatches: Any = [4]
+    executor = Executor(program, stages, channels, shape=scalar, train=True)
+    microbatches: Any = {(0, 0): 4.0}
     executor.begin(microbatches)
     executor.advance()
     executor.run(microbatches)
-    assert log == ["0 reset", "0F0=40", "0 reset", "0F0=40", "0I0=0", "0W0"]
+    begin = "0 begins to train"
+    assert log == [begin, "0F0=4", begin, "0F0=4", "0I0=0", "0W0"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_stages import fake_executors, microbatches_of
 
 from megapipe.engine import recorder
+from megapipe.engine.executor import run_together
 from megapipe.engine.recorder import Event, Record, Recorder, measured_cost, timeline
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
@@ -92,6 +94,27 @@ def test_the_measured_timeline_is_the_one_that_ran() -> None:
     assert measured.cost == Cost(F=UNEVEN.F, I=UNEVEN.I, W=UNEVEN.W, B=(3, 5, 4, 7), R=UNEVEN.F)
     assert (measured.spans, measured.busy) == (predicted.spans, predicted.busy)
     assert idle(measured) == idle(predicted)
+
+
+def test_an_executor_records_every_operation_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks share a recorder here, and its clock goes on by one whenever it is read."""
+    ticks = itertools.count()
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    schedule = build("zb_v", ranks=2, microbatches=3)
+    watch = Recorder(CPU)
+    executors, _ = fake_executors(schedule, train=True, recorder=watch)
+    for _ in range(2):
+        run_together(executors, microbatches_of(schedule))
+    host, began, events = watch.record()
+    by_rank = [
+        [event for event in events if schedule.placement.rank_of(event.op.stage) == rank]
+        for rank in range(2)
+    ]
+    measured = timeline(schedule, [Record(host, began, mine) for mine in by_rank])
+    assert measured.cost == Cost(
+        F=(1.0,) * 4, I=(1.0,) * 4, W=(1.0,) * 4, B=(2.0,) * 4, R=(1.0,) * 4
+    )
+    assert measured.makespan == 2 * len(events) - 1
 
 
 def test_ranks_of_another_host_are_aligned_by_the_earliest() -> None:
@@ -210,5 +233,5 @@ def test_a_gpu_is_timed_by_its_own_events() -> None:
         watch.timed(Op(Kind.F, 0, microbatch), lambda: torch.cuda._sleep(10_000_000))()
     events = watch.events()
     assert [event.op.microbatch for event in events] == [0, 1, 2]
-    for before, after in pairwise(events):
+    for before, after in itertools.pairwise(events):
         assert 0 <= before.start < before.end <= after.start < after.end

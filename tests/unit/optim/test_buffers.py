@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from megapipe.engine.weight_grad import main_grad
-from megapipe.mesh import Axis
+from megapipe.mesh import Axis, Grid
 from megapipe.model.config import ModelConfig
 from megapipe.model.gpt import GPTStage
 from megapipe.model.partition import StageSpec
@@ -35,9 +35,38 @@ def stage(
     return GPTStage(model, spec, Sharding(group(tp, tp - 1), True, dtype))
 
 
-def buckets_of(modules: dict[int, GPTStage], *, dp: int = 4, tied: bool = True) -> list[Bucket]:
-    mesh: Any = SimpleNamespace(dp=group(dp), device=torch.device("cpu"))
-    return make_buckets(modules, mesh, stages=3, tied=tied, holders=[0])
+class FakeMesh:
+    """Rank 0 of a grid of pipeline ranks and replicas, whose groups never communicate."""
+
+    def __init__(self, dp: int) -> None:
+        self.dp = group(dp)
+        self.device = torch.device("cpu")
+        self.rank = 0
+        self.grid = Grid(pp=4, dp=dp)
+        self.made: list[tuple[int, ...]] = []
+        """Members of the groups that were asked for, in order."""
+
+    def group_of(self, ranks: Sequence[int]) -> Axis:
+        self.made.append(tuple(ranks))
+        return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), None)
+
+    def connected(self, axis: Axis) -> Axis:
+        return axis
+
+
+ONE_HOLDER = ((0,), (0,), (0,))
+
+
+def buckets_of(
+    modules: dict[int, GPTStage],
+    *,
+    dp: int = 4,
+    tied: bool = True,
+    holders: Sequence[Sequence[int]] = ONE_HOLDER,
+    mesh: FakeMesh | None = None,
+) -> list[Bucket]:
+    fake: Any = mesh or FakeMesh(dp)
+    return make_buckets(modules, fake, tied=tied, holders=holders)
 
 
 FIRST = StageSpec(embedding=True, layers=range(1), head=False)
@@ -146,3 +175,44 @@ def test_untied_embedding_and_head_stay_with_their_stages() -> None:
 def test_a_stage_without_parameters_of_its_own_has_no_bucket() -> None:
     module = stage(StageSpec(embedding=False, layers=range(1, 1), head=False))
     assert buckets_of({1: module}) == []
+
+
+def test_where_every_stage_has_one_holder_no_group_is_made() -> None:
+    mesh = FakeMesh(dp=2)
+    buckets = buckets_of({0: stage(FIRST), 2: stage(LAST)}, mesh=mesh)
+    assert all(bucket.axis is mesh.dp for bucket in buckets)
+    assert mesh.made == []
+
+
+def test_a_replicated_stage_shares_its_bucket_with_all_its_holders() -> None:
+    """Two pipelines in opposite directions: this rank holds a stage of each."""
+    mesh = FakeMesh(dp=2)
+    modules = {0: stage(FIRST), 2: stage(LAST)}
+    first, last, tied = buckets_of(modules, mesh=mesh, holders=((0, 3), (1, 2), (3, 0)))
+    assert mesh.made == [(0, 1, 6, 7)], "dp x holders, and one group for the same holders"
+    assert first.axis is last.axis is tied.axis
+    assert first.axis.size == 4
+    assert first.numel % 4 == 0
+
+
+def test_stages_with_other_holders_have_a_group_of_their_own() -> None:
+    mesh = FakeMesh(dp=1)
+    modules = {0: stage(FIRST), 1: stage(MIDDLE), 2: stage(LAST)}
+    first, middle, last, tied = buckets_of(
+        modules, mesh=mesh, holders=((0, 3), (0,), (0, 2)), tied=True
+    )
+    assert mesh.made == [(0, 3), (0, 2), (0, 2, 3)]
+    assert (first.axis.ranks, last.axis.ranks) == ((0, 3), (0, 2))
+    assert middle.axis is mesh.dp
+    assert tied.axis.ranks == (0, 2, 3), "those of the first and of the last stage, once each"
+
+
+@pytest.mark.parametrize(("first", "last"), [((0,), (3,)), ((3,), (0,)), ((0, 3), (3, 0))])
+def test_the_tied_embedding_is_shared_by_the_holders_of_both_ends(
+    first: tuple[int, ...], last: tuple[int, ...]
+) -> None:
+    mesh = FakeMesh(dp=2)
+    module = {0: stage(FIRST)} if 0 in first else {2: stage(LAST)}
+    *_, tied = buckets_of(module, mesh=mesh, holders=(first, (1,), last))
+    assert tied.axis.ranks == (0, 1, 6, 7)
+    assert tied.index == 3

@@ -25,16 +25,19 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
 CASE = Case(dp=2, tp=2, m=2, dtype="fp32", layers=1, sequence_parallel=True)
+REPLICATED = replace(CASE, tp=1, pp=2, schedule="chimera", sequence_parallel=False)
+"""Both pipeline ranks hold both stages: shards are over dp x 2."""
 PARAMS = reference.init_random(configure(CASE)[0].model, seed=3)
 
 
-def both_stages(world: World) -> list[Any]:
-    """Two ranks, dp 2: the same steps without and with sharding."""
-    return [run_case(world, replace(CASE, tp=1, zero=zero), validate=False) for zero in (0, 1)]
+def both_stages(world: World, case: Case) -> list[Any]:
+    """The same steps without and with sharding."""
+    return [run_case(world, replace(case, zero=zero), validate=False) for zero in (0, 1)]
 
 
-def test_sharding_changes_no_bit() -> None:
-    for replicated, sharded in run_world(2, both_stages):
+@pytest.mark.parametrize("case", [replace(CASE, tp=1), REPLICATED], ids=["plain", "replicated"])
+def test_sharding_changes_no_bit(case: Case) -> None:
+    for replicated, sharded in run_world(case.world, both_stages, case):
         assert replicated.losses == sharded.losses
         assert replicated.norms == sharded.norms
         for mine, theirs in zip(replicated.copies, sharded.copies, strict=True):
@@ -60,12 +63,11 @@ def slices(step: TrainStep) -> tuple[Parts, bool]:
     return parts, cuts
 
 
-def resume(world: World, zero: int) -> dict[str, Any]:
+def resume(world: World, case: Case) -> dict[str, Any]:
     """Three steps in one go, and the same with the state after two handed to a new optimizer."""
-    case = replace(CASE, zero=zero)
     config, layout = configure(case)
     rows = Rows(case)
-    step = TrainStep(config, layout, world.mesh(Grid(dp=2, tp=2)))
+    step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
     step.optimizer.set_weights(lambda spec, out: take_box(PARAMS[spec.name], spec, out))
     before, cuts = slices(step)
     for i in range(2):
@@ -101,8 +103,13 @@ def resume(world: World, zero: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_slices_cover_every_element_once_and_resume_bitwise(zero: int) -> None:
-    ranks = run_world(4, resume, zero)
+@pytest.mark.parametrize(
+    ("case", "share"), [(CASE, 2), (REPLICATED, 4)], ids=["plain", "replicated"]
+)
+def test_slices_cover_every_element_once_and_resume_bitwise(
+    case: Case, share: int, zero: int
+) -> None:
+    ranks = run_world(4, resume, replace(case, zero=zero))
     assert all(set(rank["before"]) == {"model"} for rank in ranks), "no moments before a step"
     weights = assemble([rank["before"]["model"] for rank in ranks], PARAMS)
     for name, tensor in weights.items():
@@ -113,8 +120,7 @@ def test_slices_cover_every_element_once_and_resume_bitwise(zero: int) -> None:
         assert all(tensor.any() for tensor in full.values())
     assert any(rank["cuts"] for rank in ranks), "slices ignore parameter boundaries"
     for rank in ranks:
-        share = 2 if zero else 1
-        assert rank["masters"] == [n // share for n in rank["buckets"]]
+        assert rank["masters"] == [n // (share if zero else 1) for n in rank["buckets"]]
 
 
 def alone(**settings: Any) -> tuple[Optimizer, Bucket]:

@@ -10,10 +10,11 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout import Layout, resolve
 from megapipe.plan.flops import token_flops
-from megapipe.plan.params import count, parameter_shapes
+from megapipe.plan.params import count, parameter_shapes, stage_shapes
 from megapipe.plan.report import held_by_process, report
 from megapipe.schedule.generators import build
 from megapipe.schedule.render import text as draw
+from megapipe.schedule.validate import validate
 
 UNEVEN = (
     "model.layers=14",
@@ -73,6 +74,44 @@ def test_one_layer_stages_and_ends_alone() -> None:
     rows = re.findall(r"^ +\d +\d  (.*?)  +[\d,]+ ", text, re.MULTILINE)
     assert rows == ["embedding", "layer 0", "layer 1", "head"]
     assert "2 to 4 point-to-point communicators per process" in text
+
+
+def test_replicated_stages_are_held_by_several_ranks() -> None:
+    config, layout, text = plan(
+        "model.layers=4", "parallel.pp=4", "train.global_batch=16", "pipeline.schedule=chimera"
+    )
+    rows = re.findall(r"^ +(\d) +(\d\+\d)  ", text, re.MULTILINE)
+    assert rows == [("0", "0+3"), ("1", "1+2"), ("2", "1+2"), ("3", "0+3")]
+    sizes = [count(stage_shapes(config.model, spec)) for spec in layout.stage_layers]
+    hidden = config.model.hidden
+    ends = sizes[0] + sizes[3] - 257 * hidden + (264 - 257) * hidden  # tied, once, and padded
+    middle = sizes[1] + sizes[2]
+    assert held_by_process(config, layout, layout.schedule) == [ends, middle, middle, ends]
+    low, high = sorted((ends, middle))
+    assert f"{low:,} to {high:,} parameters" in text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ends", "depth"),
+    [("1f1b", "2", 1), ("chimera_backward_halving", "2", 2), ("interleaved_1f1b", "2", 1)],
+)
+def test_messages_received_ahead(schedule: str, ends: str, depth: int) -> None:
+    _, layout, text = plan(
+        "model.layers=4", "parallel.pp=2", "train.global_batch=16", f"pipeline.schedule={schedule}"
+    )
+    assert max(channel.depth for channel in validate(layout.schedule).channels) == depth
+    assert (
+        f"{ends} point-to-point communicators per process, at most {depth} received ahead in one"
+    ) in text
+
+
+def test_the_plan_draws_the_schedule_of_the_layout() -> None:
+    _, layout, text = plan(
+        "model.layers=4", "parallel.pp=2", "train.global_batch=8", "pipeline.schedule=seq1f1b"
+    )
+    assert layout.schedule == build("seq1f1b", ranks=2, microbatches=2, slices=2)
+    assert f"schedule seq1f1b: {2 * 2 * 2 * 2} operations, proved executable" in text
+    assert draw(layout.schedule) in text
 
 
 def test_in_process() -> None:

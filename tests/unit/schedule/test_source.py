@@ -1,6 +1,7 @@
 """Schedules by name, from a user's function and from a file."""
 
 import sys
+from fractions import Fraction
 
 import pytest
 
@@ -191,3 +192,13 @@ def test_what_cannot_be_loaded_is_one_clear_line(user, spec, options, message):
 def test_a_mistaken_call_is_a_bug():
     with pytest.raises(TypeError, match="load has no option 'chunk'"):
         load("1f1b", ranks=2, microbatches=2, chunk=2)
+
+
+@pytest.mark.parametrize("sizes", ["1/2 1 1/2", "2/3 1/2 5/6", "1 2/3 1/3 1/2 1 1/2"])
+def test_parts_that_run_over_a_whole_micro_batch(tmp_path, sizes):
+    shares = [Fraction(size) for size in sizes.split()]
+    ops = [f"0F{i},0B{i}" for i in range(len(shares))]
+    path = tmp_path / "parts.csv"
+    path.write_text(f"# sizes {sizes}\n{','.join(ops)}\n")
+    with pytest.raises(ScheduleError, match="the parts of a whole are consecutive and add up to 1"):
+        load(str(path), ranks=1, microbatches=int(sum(shares)))

@@ -1,0 +1,213 @@
+"""From rows to micro-batches: parts, slices, replicas, and who fetches what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.engine.stage import Key
+from megapipe.mesh import Axis
+from megapipe.model.microbatch import MicroBatch
+from megapipe.schedule.generators import build, forward_only, gpipe_on
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.placement import Placement, loop
+from megapipe.train.feed import Feed, Piece, pieces
+
+HALF = Fraction(1, 2)
+ROWS, LENGTH, SEED = 4, 6, 11
+
+
+class Source:
+    """Rows whose values say where they come from: 100 x sample + position; odd ones are masked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def __call__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        self.asked.append(list(indices))
+        tokens = 100 * torch.tensor(list(indices)).unsqueeze(1) + torch.arange(LENGTH)
+        return tokens, tokens + 1, tokens % 2 == 0
+
+
+class FakeMesh:
+    """One process of a mesh; the others have counted `elsewhere` tokens."""
+
+    def __init__(self, dp: Axis, elsewhere: int) -> None:
+        self.dp = dp
+        self.device = torch.device("cpu")
+        self.elsewhere = elsewhere
+
+    def ordered_sum(self, vector: Tensor, *axes: str) -> Tensor:
+        assert axes == ("dp", "pp")
+        return vector + self.elsewhere
+
+
+def fetch(
+    schedule: Schedule,
+    ranks: Collection[int],
+    *,
+    slice_lengths: tuple[int, ...] = (LENGTH,),
+    dp: int = 1,
+    index: int = 0,
+    elsewhere: int = 0,
+    first: int = 0,
+) -> tuple[dict[Key, MicroBatch], int, list[list[int]]]:
+    """The micro-batches of a process, the tokens of all, and which samples it has asked for."""
+    config: Any = SimpleNamespace(
+        train=SimpleNamespace(microbatch=ROWS), run=SimpleNamespace(seed=SEED)
+    )
+    layout: Any = SimpleNamespace(dp=dp, slice_lengths=slice_lengths)
+    mesh: Any = FakeMesh(Axis(dp, index, tuple(range(dp)), None), elsewhere)
+    source = Source()
+    result, count = Feed(config, layout, mesh, ranks).fetch(schedule, source, 5, first)
+    return result, count, source.asked
+
+
+def here(microbatch: MicroBatch) -> list[bool]:
+    """Whether tokens, labels and mask are there."""
+    return [
+        tensor is not None for tensor in (microbatch.tokens, microbatch.labels, microbatch.mask)
+    ]
+
+
+def test_pieces_of_whole_micro_batches() -> None:
+    assert list(pieces(gpipe_on(loop(2), 2), ROWS, (LENGTH,))) == [
+        Piece((0, 0), 0, slice(0, 4), slice(0, 6)),
+        Piece((1, 0), 1, slice(0, 4), slice(0, 6)),
+    ]
+
+
+def test_parts_of_a_micro_batch_are_consecutive() -> None:
+    sizes = (Fraction(1), HALF, HALF, Fraction(1, 4), Fraction(3, 4))
+    schedule = gpipe_on(loop(2), 5, sizes=sizes)
+    assert [(piece.key, piece.whole, piece.rows) for piece in pieces(schedule, 8, (LENGTH,))] == [
+        ((0, 0), 0, slice(0, 8)),
+        ((1, 0), 1, slice(0, 4)),
+        ((2, 0), 1, slice(4, 8)),
+        ((3, 0), 2, slice(0, 2)),
+        ((4, 0), 2, slice(2, 8)),
+    ]
+
+
+def test_every_part_is_cut_into_slices() -> None:
+    schedule = gpipe_on(loop(2), 2, sizes=(HALF, HALF), slices=3)
+    assert list(pieces(schedule, 2, (3, 2, 1))) == [
+        Piece((m, part), 0, slice(m, m + 1), positions)
+        for m in (0, 1)
+        for part, positions in enumerate((slice(0, 3), slice(3, 5), slice(5, 6)))
+    ]
+
+
+def test_whole_micro_batches_in_one_process() -> None:
+    result, count, asked = fetch(gpipe_on(loop(2), 2), range(2), first=40)
+    assert asked == [[40, 41, 42, 43], [44, 45, 46, 47]]
+    assert count == 2 * ROWS * LENGTH // 2
+    assert list(result) == [(0, 0), (1, 0)]
+    for i, mb in enumerate(result.values()):
+        assert (mb.index, mb.step, mb.seed, mb.part, mb.start) == (i, 5, SEED, 0, 0)
+        assert mb.sequence_length is None
+        assert mb.scale == 1 / count
+        tokens, labels, mask = Source()(asked[i])
+        assert mb.tokens is not None
+        assert mb.labels is not None
+        assert mb.mask is not None
+        assert mb.tokens.equal(tokens)
+        assert mb.labels.equal(labels)
+        assert mb.mask.equal(mask)
+
+
+def test_replicas_take_micro_batches_in_turn() -> None:
+    result, _, asked = fetch(gpipe_on(loop(1), 3), [0], dp=4, index=2, first=100)
+    assert [mb.index for mb in result.values()] == [2, 6, 10]
+    assert [samples[0] for samples in asked] == [108, 124, 140]
+    assert all(len(samples) == ROWS for samples in asked)
+
+
+def test_parts_and_slices_hold_their_own_rows_and_positions() -> None:
+    schedule = gpipe_on(loop(2), 4, sizes=(HALF,) * 4, slices=2)
+    result, count, asked = fetch(schedule, range(2), slice_lengths=(4, 2), dp=2, index=1)
+    assert asked == [[4, 5, 6, 7], [12, 13, 14, 15]], "each whole micro-batch once"
+    assert count == 2 * ROWS * LENGTH // 2
+    assert {mb.sequence_length for mb in result.values()} == {LENGTH}
+    mb = result[3, 1]
+    assert (mb.index, mb.part, mb.start) == (3, 2, 4)
+    assert mb.tokens is not None
+    assert mb.labels is not None
+    assert mb.tokens.tolist() == [[1404, 1405], [1504, 1505]]
+    assert mb.labels.tolist() == [[1405, 1406], [1505, 1506]]
+    whole = torch.cat(
+        [
+            torch.cat([result[m, part].tokens for part in (0, 1)], dim=1)  # type: ignore[misc]
+            for m in (0, 1)
+        ]
+    )
+    assert whole.equal(Source()([4, 5, 6, 7])[0])
+
+
+def test_validation_takes_whole_sequences_whatever_the_training_does() -> None:
+    result, _, _ = fetch(forward_only(loop(2), 2), range(2), slice_lengths=(4, 2))
+    assert list(result) == [(0, 0), (1, 0)]
+    assert all(mb.sequence_length is None for mb in result.values())
+    assert all(mb.tokens is not None and mb.tokens.shape == (4, 6) for mb in result.values())
+
+
+@pytest.mark.parametrize(
+    ("rank", "fetches", "own"), [(0, True, 0), (1, False, 0), (2, True, 2 * ROWS * LENGTH // 2)]
+)
+def test_the_ends_of_the_pipeline_alone_fetch_and_the_last_one_counts(
+    rank: int, fetches: bool, own: int
+) -> None:
+    result, count, asked = fetch(gpipe_on(loop(3), 2), [rank], elsewhere=5)
+    assert len(asked) == 2 * fetches
+    assert [here(mb) for mb in result.values()] == [[fetches] * 3] * 2
+    assert count == own + 5
+    assert all(mb.scale == 1 / count for mb in result.values()), "that of all processes"
+
+
+CROSSED = Placement(3, ((0, 1, 2), (1, 2, 0)))
+"""Each rank is at an end of another set of pipelines: 0 of both, 1 and 2 of one each."""
+
+
+@pytest.mark.parametrize(
+    ("rank", "samples", "own"), [(0, [0, 4, 8], 1), (1, [4], 0), (2, [0, 8], 2)]
+)
+def test_of_replicated_stages_each_holder_fetches_its_own(
+    rank: int, samples: list[int], own: int
+) -> None:
+    schedule = gpipe_on(CROSSED, 3, replica=(0, 1, 0))
+    result, count, asked = fetch(schedule, [rank])
+    assert [indices[0] for indices in asked] == samples
+    assert [any(here(mb)) for mb in result.values()] == [4 * i in samples for i in range(3)]
+    assert count == own * ROWS * LENGTH // 2, "of those whose last stage is here"
+
+
+def test_halves_in_opposite_directions_are_counted_once() -> None:
+    schedule = build("chimera_backward_halving", ranks=2, microbatches=2)
+    assert {schedule.replica_of(m) for m in range(4)} == {0, 1}
+    counts = [fetch(schedule, [rank])[1] for rank in range(2)]
+    assert sum(counts) == 2 * ROWS * LENGTH // 2
+    assert 0 not in counts
+
+
+def test_without_an_unmasked_token_the_scale_is_zero() -> None:
+    result, count, _ = fetch(gpipe_on(loop(3), 1), [0])
+    assert count == 0
+    assert result[0, 0].scale == 0.0
+
+
+def test_what_a_process_does_not_fetch_has_its_coordinates_all_the_same() -> None:
+    schedule = gpipe_on(loop(3), 4, sizes=(HALF,) * 4, slices=2)
+    (first, *_), (middle, *_) = (
+        fetch(schedule, [rank], slice_lengths=(4, 2), dp=2, index=1, elsewhere=7) for rank in (0, 1)
+    )
+    plain = [f.name for f in fields(MicroBatch) if f.name not in ("tokens", "labels", "mask")]
+    assert first.keys() == middle.keys()
+    for key, mb in first.items():
+        assert all(getattr(mb, name) == getattr(middle[key], name) for name in plain)
