@@ -4,19 +4,21 @@ A stage computes input gradients (``I``) and weight gradients (``W``) apart, so 
 move W into a bubble. The split should cost nothing: I + W of a stage take as long as the backward
 of the same transformer made of ``torch.nn`` layers. Both sides have the same weights and input,
 their gradients are compared first, and gradients accumulate on both. In bf16 megapipe accumulates
-them in fp32, torch in bf16.
+them in fp32, torch in bf16. With recomputation both keep the input alone and run the forward again
+within what is timed; torch by ``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from common import Result, compare, parser, report, seconds
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from megapipe.engine.stage import Stage
 from megapipe.engine.weight_grad import main_grad
@@ -44,6 +46,7 @@ class Size:
     batch: int
     dtype: Dtype
     device: str
+    recompute: bool = False
 
     def model(self) -> ModelConfig:
         config = ModelConfig(
@@ -88,7 +91,8 @@ class Sides:
         spec = StageSpec(embedding=False, layers=range(size.layers), head=False)
         module = GPTStage(size.model(), spec, Sharding(Axis.alone(), False, dtype))
         Bucket(0, list(owned_parameters(module)), Axis.alone(), self.device)
-        self.stage = Stage(module)
+        self.stage = Stage(module, recompute=size.recompute)
+        self.recompute = size.recompute
         self.stage.own_autograd_parameters()
         blocks = [PlainBlock(size.hidden, size.heads) for _ in range(size.layers)]
         self.plain = nn.Sequential(*blocks).to(self.device, dtype)
@@ -115,25 +119,29 @@ class Sides:
 
     def split(self) -> float:
         """Seconds of I and W."""
-        self.stage.forward(0, self.x, self.mb)
+        self.stage.forward((0, 0), self.x, self.mb)
 
         def backward() -> None:
-            self.stage.input_grad(0, self.grad)
-            self.stage.weight_grad(0)
+            self.stage.input_grad((0, 0), self.grad)
+            self.stage.weight_grad((0, 0))
 
         return seconds(backward, self.device)
 
     def autograd(self) -> float:
         """Seconds of the plain backward."""
-        y = self.plain(self.x)
+        y = (
+            checkpoint(self.plain, self.x, use_reentrant=False)
+            if self.recompute
+            else self.plain(self.x)
+        )
         self.x.grad = None
         return seconds(lambda: torch.autograd.backward([y], [self.grad]), self.device)
 
     def check(self, tolerance: float) -> None:
         """Both sides give the same gradients."""
-        self.stage.forward(0, self.x, self.mb)
-        ours = self.stage.input_grad(0, self.grad)
-        self.stage.weight_grad(0)
+        self.stage.forward((0, 0), self.x, self.mb)
+        ours = self.stage.input_grad((0, 0), self.grad)
+        self.stage.weight_grad((0, 0))
         self.autograd()
         grads = [(main_grad(a), b.grad) for a, b in self.pairs()]
         for mine, other in [(ours, self.x.grad), *grads]:
@@ -154,7 +162,8 @@ def measure(size: Size, *, rounds: int, layers_per_round: int) -> Result:
     )
     plural = "s" if size.layers > 1 else ""
     return Result(
-        claim=f"I + W of {size.layers} layer{plural}, {size.dtype} on {size.device}",
+        claim=f"{'R + ' if size.recompute else ''}I + W of {size.layers} layer{plural}, "
+        f"{size.dtype} on {size.device}",
         value=times.ratio,
         target=TARGET,
         unit="x",
@@ -164,11 +173,12 @@ def measure(size: Size, *, rounds: int, layers_per_round: int) -> Result:
 
 def sizes(*, quick: bool) -> list[Size]:
     if quick:
-        return [Size(n, 16, 2, 8, 2, "fp32", "cpu") for n in (1, 4, 16)]
-    chosen = [Size(n, 256, 4, 128, 2, "fp32", "cpu") for n in (1, 4, 16)]
-    if torch.cuda.is_available():
-        chosen += [Size(n, 2048, 16, 2048, 1, "bf16", "cuda") for n in (1, 4, 16)]
-    return chosen
+        chosen = [Size(n, 16, 2, 8, 2, "fp32", "cpu") for n in (1, 4, 16)]
+    else:
+        chosen = [Size(n, 256, 4, 128, 2, "fp32", "cpu") for n in (1, 4, 16)]
+        if torch.cuda.is_available():
+            chosen += [Size(n, 2048, 16, 2048, 1, "bf16", "cuda") for n in (1, 4, 16)]
+    return chosen + [replace(size, recompute=True) for size in chosen]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,6 +33,7 @@ from megapipe.plan.flops import token_flops
 from megapipe.plan.params import count, parameter_shapes
 from megapipe.train import state
 from megapipe.train.agreement import all_or_none
+from megapipe.train.auto import AutoSchedule
 from megapipe.train.resume import choose, load
 from megapipe.train.signals import StopRequest
 from megapipe.train.step import StepResult, TrainStep
@@ -128,19 +129,23 @@ class Trainer:
         if self.source.checkpoint is not None:
             path = self.source.checkpoint.path
             self._note(f"resumed from {path} at step {self.first_step} of {steps}")
+        auto = self._auto_schedule()
         began = time.perf_counter()
         losses: list[float] = []
         pace = None
         for step in range(self.first_step, steps):
             start = time.perf_counter()
-            recorded = step + 1 in self.config.log.timeline
+            drawn = step + 1 in self.config.log.timeline
+            recorded = drawn or (auto is not None and auto.recording)
             result = self.step.train(step, self.training.rows, record=recorded)
             seconds = time.perf_counter() - start
             pace = seconds if pace is None else SMOOTHING * pace + (1 - SMOOTHING) * seconds
             losses.append(result.loss)
             self._report(step + 1, result, seconds, pace)
-            if recorded:
+            if drawn:
                 self._draw_timeline(step + 1)
+            if auto is not None:
+                auto.after(seconds)
             stop = self.mesh.any(bool(self.stop))
             last = step + 1 == steps
             if not stop and (last or _due(self.config.train.validate_every, step + 1)):
@@ -198,6 +203,11 @@ class Trainer:
                 samples=step * train.global_batch,
             )
         )
+
+    def _auto_schedule(self) -> AutoSchedule | None:
+        if self.config.pipeline.schedule != "auto":
+            return None
+        return AutoSchedule(self.config, self.layout, self.step, self.mesh, self.folder, self._note)
 
     def _draw_timeline(self, step: int) -> None:
         records = self.step.records()

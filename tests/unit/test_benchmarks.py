@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megapipe.schedule.ir import Kind
+
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.name != "common.py")
+SHARED = ("common.py", "pipelines.py")
+BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 
 
 def run(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -53,14 +59,18 @@ def test_an_unknown_option_is_refused(path: Path) -> None:
 
 
 @pytest.fixture
-def common(monkeypatch: pytest.MonkeyPatch) -> object:
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Import a file of the benchmarks' folder."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import common
-
-    return common
+    return importlib.import_module
 
 
-def test_met_is_computed_from_value_and_target(common) -> None:  # type: ignore[no-untyped-def]
+@pytest.fixture
+def common(load: Callable[[str], Any]) -> Any:
+    return load("common")
+
+
+def test_met_is_computed_from_value_and_target(common: Any) -> None:
     for value, at_least, met in [
         (1.0, False, True),
         (2.0, False, True),
@@ -74,7 +84,7 @@ def test_met_is_computed_from_value_and_target(common) -> None:  # type: ignore[
         assert result.as_json()["met"] is met
 
 
-def test_sides_are_timed_in_turn_and_the_first_round_dropped(common) -> None:  # type: ignore[no-untyped-def]
+def test_sides_are_timed_in_turn_and_the_first_round_dropped(common: Any) -> None:
     calls = []
 
     def side(name: str, times: list[float]) -> float:
@@ -86,3 +96,44 @@ def test_sides_are_timed_in_turn_and_the_first_round_dropped(common) -> None:  #
     assert "".join(calls) == "baabbaab"
     assert times.ours == (2.0, 3.0, 8.0)
     assert times.ratio == 1.5, "the median of 1, 1.5 and 4"
+
+
+def test_calls_are_counted_by_language(load: Callable[[str], Any]) -> None:
+    def work() -> None:
+        for _ in range(3):
+            nested()
+        len([])
+
+    def nested() -> None:
+        max(abs(-1), 0)
+
+    calls = load("engine_overhead").calls
+    assert calls(work) == (3, 7)
+
+
+def test_growth_is_the_exponent(load: Callable[[str], Any]) -> None:
+    scale = load("schedule_scale")
+    samples = [scale.Sample(ops, 3e-6 * ops**1.5, 0.0) for ops in (100, 400, 1600, 6400)]
+    assert scale.slope(samples) == pytest.approx(1.5, abs=1e-12)
+
+
+def test_a_step_lasts_from_the_first_start_to_the_last_end(load: Callable[[str], Any]) -> None:
+    bubble = load("bubble")
+    first = [bubble.Step(1.0, 5.0), bubble.Step(10.0, 12.5)]
+    second = [bubble.Step(1.5, 6.0), bubble.Step(9.5, 12.0)]
+    assert bubble.fastest([first, second]) == 3.0
+
+
+@pytest.mark.parametrize("times", ["F=I=W", "I=2F", "one slow stage"])
+def test_no_operation_is_shorter_than_asked_for(load: Callable[[str], Any], times: str) -> None:
+    bubble = load("bubble")
+    for name, unit in [("1f1b", 0.02), ("seq1f1b", 0.04), ("chimera_backward_halving", 0.04)]:
+        case = bubble.Case(name, 4, 8, times, 0.02)
+        cost = case.cost(case.schedule())
+        wanted = {
+            "F=I=W": ((unit,) * 4, (unit,) * 4),
+            "I=2F": ((unit,) * 4, (2 * unit,) * 4),
+            "one slow stage": ((unit, unit, 2 * unit, unit),) * 2,
+        }[times]
+        table = cost.table(4)
+        assert (table[Kind.F], table[Kind.I]) == wanted

@@ -1,0 +1,149 @@
+"""How schedules scale: ``python benchmarks/schedule_scale.py``.
+
+A schedule is generated, proved (complete, ordered, within its promise, free of deadlock on its
+channels) and simulated, in a fresh process for each measurement: processor time per operation, its
+growth with the size, and the peak memory of the process. A rank that needs its own list alone
+should not pay for the others.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import resource
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from common import Result, parser, report
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.generators import (
+    build,
+    interleaved,
+    names,
+    one_f_one_b,
+    zb_v,
+    zero_bubble,
+)
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.validate import validate
+
+CLOSED = {"1f1b": None, "interleaved_1f1b": 2, "zb_h1": None, "zb_v": None}
+"""Schedules that are written down directly, and their chunks."""
+OWN_LIST: dict[str, Callable[[int, int], array[int]]] = {
+    "1f1b": lambda ranks, m: one_f_one_b.rank_ops(0, ranks, m),
+    "interleaved_1f1b": lambda ranks, m: interleaved.rank_ops(0, ranks, m, 2, ranks),
+    "zb_h1": lambda ranks, m: zero_bubble.rank_ops(0, ranks, m),
+    "zb_v": lambda ranks, m: zb_v.rank_ops(0, ranks, m),
+}
+"""The list of rank 0 alone, for ranks and micro-batches."""
+MICROSECONDS, OTHERS_MICROSECONDS = 2.5, 50.0
+"""Targets per operation: of those above, and of all others."""
+SLOPE, SECONDS, MEBIBYTES, OWN_RATIO = 1.1, 20.0, 512.0, 1.5
+
+
+class Sample(NamedTuple):
+    ops: int
+    seconds: float
+    mebibytes: float
+    """Peak memory of the process."""
+
+
+def measure(name: str, ranks: int, microbatches: int, chunks: int | None) -> Sample:
+    start = time.process_time()
+    schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    proved = validate(schedule)
+    simulate(schedule)
+    seconds = time.process_time() - start
+    return Sample(proved.ops, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def fastest(
+    rounds: int, name: str, ranks: int, microbatches: int, chunks: int | None = None
+) -> Sample:
+    """The fastest of several fresh processes."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        samples = [pool.apply(measure, (name, ranks, microbatches, chunks)) for _ in range(rounds)]
+    return min(samples, key=lambda sample: sample.seconds)
+
+
+def closed(name: str, sizes: Sequence[tuple[int, int]], rounds: int) -> list[Result]:
+    """The claims on one schedule; `sizes` are (ranks, micro-batches), ascending."""
+    samples = [fastest(rounds, name, *size, CLOSED[name]) for size in sizes]
+    ranks, microbatches = sizes[-1]
+    last = samples[-1]
+    at = f"{name}, p={ranks}, m={microbatches}, {last.ops / 1e6:.1f} M ops"
+    return [
+        Result(f"{at}: per op", 1e6 * last.seconds / last.ops, MICROSECONDS, "us", "none"),
+        Result(f"{name}: growth", slope(samples), SLOPE, "log/log", f"from p={sizes[0][0]}"),
+        Result(f"{at}: time", last.seconds, SECONDS, "s", "none"),
+        Result(f"{at}: memory", last.mebibytes, MEBIBYTES, "MiB", "none"),
+    ]
+
+
+def slope(samples: Sequence[Sample]) -> float:
+    """Least squares of the logarithm of time over that of operations."""
+    xs = [math.log(sample.ops) for sample in samples]
+    ys = [math.log(sample.seconds) for sample in samples]
+    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
+        (a - x) ** 2 for a in xs
+    )
+
+
+def others(ranks: int, microbatches: int, rounds: int) -> list[Result]:
+    """All other registered schedules that this setting allows."""
+    results = []
+    for name in names():
+        if name in CLOSED:
+            continue
+        try:
+            sample = fastest(rounds, name, ranks, microbatches)
+        except ScheduleError:
+            continue
+        value = 1e6 * sample.seconds / sample.ops
+        claim = f"{name}, p={ranks}, m={microbatches}: per op"
+        results.append(Result(claim, value, OTHERS_MICROSECONDS, "us", "none"))
+    return results
+
+
+def own_list(name: str, ranks: tuple[int, int], microbatches: int) -> Result:
+    """Rank 0's list alone is as long for few ranks as for many, and takes as long."""
+
+    def seconds(p: int) -> float:
+        start = time.process_time()
+        OWN_LIST[name](p, microbatches)
+        return time.process_time() - start
+
+    few, many = (min(seconds(p) for _ in range(20)) for p in ranks)
+    claim = f"{name}, p={ranks[1]}, m={microbatches}: one rank's list"
+    return Result(claim, many / few, OWN_RATIO, "x", f"p={ranks[0]}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--rounds", type=int, default=2, help="processes per measurement (2)")
+    given = options.parse_args(argv)
+    if given.rounds < 1:
+        options.error("--rounds must be at least 1")
+    sizes = [(32, 512), (64, 1024), (128, 2048), (256, 4096)]
+    rounds = given.rounds
+    if given.quick:
+        sizes, rounds = [(2, 4), (4, 8)], 1
+    results = []
+    for name in CLOSED:
+        results += closed(name, sizes, rounds)
+    results += [own_list(name, (4, sizes[-1][0]), sizes[-1][1]) for name in OWN_LIST]
+    if not given.quick:
+        results += others(64, 512, rounds)
+    report("Schedules at scale", results, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""``pipeline.schedule: auto``: measure what operations cost, then search a schedule for them.
+
+The first step warms up, the next few are recorded. Rank 0 then searches an order for the medians
+of what was measured, on the placement that the run has, and tells it to all ranks; they go on with
+it from the next step. It is written into the run folder, where a resumed run finds it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from megapipe.config import Config
+from megapipe.engine.recorder import Record, measured_cost, measured_latency, timeline
+from megapipe.errors import ScheduleError
+from megapipe.layout import Layout
+from megapipe.mesh import ParallelMesh
+from megapipe.model.partition import even, parse_layout
+from megapipe.schedule.cost import Cost
+from megapipe.schedule.ledger import peak_held
+from megapipe.schedule.placement import Placement, loop, vee, wave
+from megapipe.schedule.search import Found, search
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.text import from_csv, to_csv
+from megapipe.train.step import TrainStep
+
+WARM_UP = 1
+"""Steps before the first recorded one, and before the first timed one after the switch."""
+MEASURED = 3
+"""Steps that are recorded, and timed after the switch."""
+WORTH = 0.01
+"""Share of the step below which another schedule is not worth a word."""
+FILE = "schedule.csv"
+
+
+class AutoSchedule:
+    """Call :meth:`after` when a step has ended, on every rank; `recording` is for the next step.
+
+    `note` tells the user a line, on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        step: TrainStep,
+        mesh: ParallelMesh,
+        folder: Path,
+        note: Callable[[str], None],
+    ) -> None:
+        self.config, self.layout, self.step, self.mesh = config, layout, step, mesh
+        self.path = folder / FILE
+        self.note = note
+        self.steps = 0
+        self.records: list[Record] = []
+        self.last_step: list[Record] = []
+        self.seconds: list[float] = []
+        self.before: float | None = None
+        """Seconds per step with the first schedule, once there is another."""
+        self.searching = not self._take_up()
+
+    @property
+    def recording(self) -> bool:
+        """Whether the next step is to be recorded."""
+        return self.searching and self.steps >= WARM_UP
+
+    def _take_up(self) -> bool:
+        """Go on with the schedule that an earlier start of the run has found, if it has."""
+        text = ""
+        if self.mesh.rank == 0 and self.path.exists():
+            text = self.path.read_text()
+        text = self.mesh.share(text)
+        if not text:
+            return False
+        try:
+            schedule = from_csv(text, name="auto")
+        except ScheduleError as error:
+            self.note(f"schedule auto: {self.path} is not used: {error}")
+            return False
+        ours = self.step.schedule
+        if (schedule.placement, schedule.microbatches) != (ours.placement, ours.microbatches):
+            self.note(f"schedule auto: {self.path} is of another layout; searching again")
+            return False
+        self.step.use(schedule)
+        self.note(f"schedule auto: as found before, from {self.path}")
+        return True
+
+    def after(self, seconds: float) -> None:
+        """A step has ended, which took `seconds`."""
+        recorded = self.recording
+        self.steps += 1
+        if recorded:
+            self.last_step = self.step.records()
+            self.records += self.last_step
+        if recorded or (self.before is not None and self.steps > WARM_UP):
+            self.seconds.append(seconds)
+        if len(self.seconds) < MEASURED:
+            return
+        typical = statistics.median(self.seconds)
+        if self.searching:
+            self.searching = False
+            self._switch(typical)
+        elif self.before is not None:
+            gain = 1 - typical / self.before
+            self.note(
+                f"schedule auto: measured {typical:.4g} s per step instead of "
+                f"{self.before:.4g} s ({gain:+.1%} faster)"
+            )
+            self.before = None
+        self.seconds, self.steps = [], 0
+
+    def _switch(self, typical: float) -> None:
+        """Search on rank 0, and go on with what it finds."""
+        text = self._search() if self.mesh.rank == 0 else ""
+        text = self.mesh.share(text)
+        if text:
+            self.step.use(from_csv(text, name="auto"))
+            self.before = typical
+
+    def _search(self) -> str:
+        """The text of a better schedule; empty where there is none worth a change."""
+        first = self.step.schedule
+        drawn = timeline(first, self.last_step)
+        cost = replace(measured_cost(first, self.records), latency=measured_latency(drawn))
+        now = float(simulate(first, cost).makespan)
+        limit = self.config.pipeline.memory_limit
+        limit = float(max(peak_held(first))) if limit is None else limit
+        found = self._found(first.placement, cost, limit)
+        gain = 1 - float(found.value) / now
+        better = gain >= WORTH
+        self.note(
+            f"schedule auto: {'searched order' if better else first.name}, predicted "
+            f"{float(found.value) if better else now:.4g} s per pipeline pass"
+            + (f" instead of {now:.4g} s with {first.name} ({gain:+.1%} faster)" if better else "")
+            + f"; at most {limit:g} micro-batches held per rank"
+        )
+        self._advise(cost, limit, min(now, float(found.value)))
+        if not better:
+            return ""
+        text = to_csv(found.schedule)
+        self.path.write_text(text)
+        return text
+
+    def _found(self, placement: Placement, cost: Cost, limit: float) -> Found:
+        return search(
+            placement.ranks,
+            self.step.schedule.microbatches,
+            cost_of=lambda _: cost,
+            placements=(placement,),
+            memory_limit=limit,
+        )
+
+    def _advise(self, cost: Cost, limit: float, now: float) -> None:
+        """Say which other placement would do better, if one would."""
+        best: tuple[float, str] | None = None
+        for name, placement, other_cost in self._others(cost):
+            try:
+                value = float(self._found(placement, other_cost, limit).value)
+            except ScheduleError:
+                continue
+            if best is None or value < best[0]:
+                best = value, name
+        if best is not None and best[0] < (1 - WORTH) * now:
+            self.note(
+                f"schedule auto: {best[1]} would do better: predicted {best[0]:.4g} s "
+                f"({1 - best[0] / now:+.1%} faster)"
+            )
+
+    def _others(self, cost: Cost) -> Iterator[tuple[str, Placement, Cost]]:
+        """Other placements, and what their stages would cost with an even partition."""
+        ranks, layers = self.layout.pp, self.config.model.layers
+        for name, placement in (
+            ("pipeline.placement=loop pipeline.chunks=1", loop(ranks)),
+            ("pipeline.placement=loop pipeline.chunks=2", loop(ranks, 2)),
+            ("pipeline.placement=v", vee(ranks)),
+            ("pipeline.placement=wave", wave(ranks, 2)),
+        ):
+            stages = placement.stages
+            if placement != self.step.placement and stages <= layers + 2:
+                yield name, placement, self._repartitioned(cost, stages)
+
+    def _repartitioned(self, cost: Cost, stages: int) -> Cost:
+        """The measured costs, spread over another number of stages."""
+        table = dict(zip("FBIW", cost.table(self.layout.stages), strict=False))
+        parts = {kind: self._by_part([float(time) for time in table[kind]]) for kind in table}
+        layer, embedding, head = (sum(parts[kind][i] for kind in "FIW") for i in range(3))
+        text = even(self.config.model.layers, stages, embedding / layer, head / layer)
+        specs = parse_layout(text, self.config.model.layers)
+
+        def times(kind: str) -> tuple[float, ...]:
+            layer, embedding, head = parts[kind]
+            return tuple(
+                len(spec.layers) * layer + spec.embedding * embedding + spec.head * head
+                for spec in specs
+            )
+
+        return Cost(times("F"), times("I"), times("W"), times("B"), latency=cost.latency)
+
+    def _by_part(self, times: list[float]) -> tuple[float, float, float]:
+        """Time of a layer, of the embedding and of the head, from those of the stages."""
+        specs = self.layout.stage_layers
+        inner = [
+            time / len(spec.layers)
+            for time, spec in zip(times, specs, strict=True)
+            if spec.layers and not (spec.embedding or spec.head)
+        ]
+        every = [t / len(spec.layers) for t, spec in zip(times, specs, strict=True) if spec.layers]
+        layer = statistics.median(inner) if inner else min(every)
+        first, last = (max(0.0, times[i] - len(specs[i].layers) * layer) for i in (0, -1))
+        return layer, first, last
