@@ -87,7 +87,7 @@ class Stage:
 
     def recompute_ahead(self, key: Key) -> None:
         """Run ``R``: the forward again, with a graph."""
-        self._build(key, *self._inputs.pop(key))
+        self._build(key, *self._inputs.pop(key), graph_only=True)
 
     def input_grad(self, key: Key, grad: Tensor | None) -> Tensor | None:
         """Run ``I``: back-propagate, queue the weight gradients, return the input's gradient.
@@ -113,11 +113,13 @@ class Stage:
         """Run ``W``: the queued weight gradients, of tensors without a graph."""
         self.queue.run(key)
 
-    def _build(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor:
+    def _build(
+        self, key: Key, x: Tensor | None, mb: MicroBatch, *, graph_only: bool = False
+    ) -> Tensor:
         """Forward with a graph, whose ends are kept for the backward."""
         if x is not None:
             x = x.detach().requires_grad_()
-        y = self._output(x, mb, self._carry_of(key, mb))
+        y = self._output(x, mb, self._carry_of(key, mb), graph_only=graph_only)
         root = y
         if self.is_last:
             root = y * mb.scale
@@ -135,9 +137,16 @@ class Stage:
             self._carries[microbatch] = Carry(mb.sequence_length)
         return self._carries[microbatch]
 
-    def _output(self, x: Tensor | None, mb: MicroBatch, carry: Carry | None = None) -> Tensor:
+    def _output(
+        self,
+        x: Tensor | None,
+        mb: MicroBatch,
+        carry: Carry | None = None,
+        *,
+        graph_only: bool = False,
+    ) -> Tensor:
         """The hidden states to pass on; on the last stage the sum of the masked token losses."""
-        y = self.module(x, mb, carry)
+        y = self.module(x, mb, carry, graph_only=graph_only)
         if not self.is_last:
             return y
         assert mb.mask is not None

@@ -15,7 +15,7 @@ from megapipe.tensor_parallel.parameter import Sharding
 
 
 class Block(nn.Module):
-    """[s(/tp), b, h] -> [s(/tp), b, h]."""
+    """[s(/tp), b, h] -> [s(/tp), b, h]; with `graph_only` the output has no value."""
 
     def __init__(self, sharding: Sharding, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -33,11 +33,12 @@ class Block(nn.Module):
         mb: MicroBatch,
         rotary: tuple[Tensor, Tensor] | None,
         carry: Carry | None = None,
+        graph_only: bool = False,
     ) -> Tensor:
         p = self.dropout if self.training else 0.0
         y = self.attention(self.attention_norm(x), mb, rotary, carry)
         x = x + dropout(y, p, mb, "attention_out", self.layer, self.sharding)
-        y = self.mlp(self.mlp_norm(x))
+        y = self.mlp(self.mlp_norm(x), graph_only)
         return x + dropout(y, p, mb, "mlp_out", self.layer, self.sharding)
 
 

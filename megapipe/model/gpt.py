@@ -68,8 +68,17 @@ class GPTStage(nn.Module):
             )
         self._rotary: tuple[int, tuple[Tensor, Tensor]] | None = None
 
-    def forward(self, x: Tensor | None, mb: MicroBatch, carry: Carry | None = None) -> Tensor:
-        x = self.hidden(x, mb, carry)
+    def forward(
+        self,
+        x: Tensor | None,
+        mb: MicroBatch,
+        carry: Carry | None = None,
+        *,
+        graph_only: bool = False,
+    ) -> Tensor:
+        """With `graph_only`, hidden states that are returned may have no value: a recomputed
+        stage needs its graph, and nobody its output."""
+        x = self.hidden(x, mb, carry, graph_only=graph_only and self.head is None)
         if self.head is None:
             return x
         assert mb.labels is not None
@@ -86,7 +95,14 @@ class GPTStage(nn.Module):
         assert self.head is not None
         return self.head(self.final_norm(self.hidden(x, mb)))
 
-    def hidden(self, x: Tensor | None, mb: MicroBatch, carry: Carry | None = None) -> Tensor:
+    def hidden(
+        self,
+        x: Tensor | None,
+        mb: MicroBatch,
+        carry: Carry | None = None,
+        *,
+        graph_only: bool = False,
+    ) -> Tensor:
         """Embedding and layers, without the head: [s(/tp), b, h]."""
         if self.embedding is not None:
             assert mb.tokens is not None
@@ -97,8 +113,9 @@ class GPTStage(nn.Module):
             x = dropout(x, p, mb, "embedding", 0, self.sharding)
         assert x is not None
         rotary = self._rotary_for(x, mb) if self.config.positions == "rotary" else None
-        for layer in self.layers:
-            x = layer(x, mb, rotary, carry)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            x = layer(x, mb, rotary, carry, graph_only and i == last)
         return x
 
     def _rotary_for(self, x: Tensor, mb: MicroBatch) -> tuple[Tensor, Tensor]:

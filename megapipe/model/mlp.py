@@ -13,7 +13,8 @@ from megapipe.tensor_parallel.parameter import Sharding
 class MLP(nn.Module):
     """[s(/tp), b, h] -> [s(/tp), b, h]; the inner width is split over tp.
 
-    With swiglu `up` is one weight [2, f, h], gate first, split along f.
+    With swiglu `up` is one weight [2, f, h], gate first, split along f. With `graph_only` the
+    output has no value.
     """
 
     def __init__(self, sharding: Sharding, config: ModelConfig, layer: int) -> None:
@@ -37,10 +38,10 @@ class MLP(nn.Module):
             std=residual_std(config.init_std, config.layers),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
         y = self.up(x)  # [s, b, f/tp], swiglu: [s, b, 2 f/tp]
         if self.activation == "swiglu":
             gate, up = y.chunk(2, dim=-1)
-            return self.down(functional.silu(gate) * up)
+            return self.down(functional.silu(gate) * up, graph_only)
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-        return self.down(functional.gelu(y, approximate=approximate))
+        return self.down(functional.gelu(y, approximate=approximate), graph_only)

@@ -132,10 +132,15 @@ class ColumnParallelLinear(_ParallelLinear):
 
 class _RowFunction(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, layer: RowParallelLinear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, layer: RowParallelLinear, graph_only: bool
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
         sharding = layer.sharding
+        if graph_only:
+            split = sharding.tp.size if sharding.sequence_split else 1
+            return x.new_empty(x.shape[0] // split, *x.shape[1:-1], layer.weight.shape[0])
         y = functional.linear(x, layer.matrix())  # [s, b, out], a partial sum over tp
         if sharding.sequence_split:
             y = reduce_scatter(y, sharding.tp)
@@ -144,22 +149,26 @@ class _RowFunction(Function):
         return y if layer.bias is None else y.add_(layer.bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         layer: RowParallelLinear = ctx.layer
         sharding = layer.sharding
         whole = all_gather(grad, sharding.tp) if sharding.sequence_split else grad
         sharding.queue.put(_LinearTask(layer, x.detach(), grad))
-        return whole @ layer.matrix(), None, None
+        return whole @ layer.matrix(), None, None, None
 
 
 class RowParallelLinear(_ParallelLinear):
-    """y = x W^T + b with the columns of W split over tp: [s, b, in/tp] -> [s(/tp), b, out]."""
+    """y = x W^T + b with the columns of W split over tp: [s, b, in/tp] -> [s(/tp), b, out].
+
+    With `graph_only` what is returned can be back-propagated through, but has no value: no GEMM
+    and no reduction are done.
+    """
 
     rows_split = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _RowFunction.apply(x, self.weight, self)
+    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
+        return _RowFunction.apply(x, self.weight, self, graph_only)
 
 
 def residual_std(std: float, layers: int) -> float:

@@ -88,12 +88,12 @@ def measured(step: TrainStep, schedule: Schedule, after_op: Any) -> Iterator[Led
         ledger.watch(tensor)
         return tensor.detach()
 
-    def watched_build(self: Stage, key: Any, x: Any, mb: Any) -> Any:
+    def watched_build(self: Stage, key: Any, x: Any, mb: Any, **options: Any) -> Any:
         ledger.exclude(mb.tokens, mb.labels, mb.mask)
         if x is not None:
             ledger.watch(x)
         with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor):
-            return build(self, key, x, mb)
+            return build(self, key, x, mb, **options)
 
     def watched_put(self: WeightGradQueue, task: Any) -> None:
         for tensor in task.tensors():
