@@ -1,6 +1,6 @@
 """Formula = table = event simulation, at zero latency, for every schedule with a closed form.
 
-The table is made slot by slot (a cell per rank and slot), by a few lines that share no code with the
+The table is made slot by slot (a cell per rank and slot), by lines that share no code with the
 simulator: a rank that is free begins the next operation of its list if what it needs has ended.
 """
 
@@ -60,18 +60,18 @@ def needs(op, stages):
 
 
 FORMS = [
-    # name, options, legal ranks, micro-batches per ranks, makespan(p, m, F, I, W), times
-    ("naive", {}, RANKS, 1, lambda p, m, F, I, W: m * p * (F + I + W), TIMES),
-    ("gpipe", {}, RANKS, 2, lambda p, m, F, I, W: (m + p - 1) * (F + I + W), TIMES),
-    ("1f1b", {}, RANKS, 2, lambda p, m, F, I, W: (m + p - 1) * (F + I + W), TIMES),
-    ("eager_1f1b", {}, RANKS, 2, lambda p, m, F, I, W: (m + p - 1) * (F + I + W), TIMES),
+    # name, options, legal ranks, micro-batches per ranks, makespan(p, m, f, i, w), times
+    ("naive", {}, RANKS, 1, lambda p, m, f, i, w: m * p * (f + i + w), TIMES),
+    ("gpipe", {}, RANKS, 2, lambda p, m, f, i, w: (m + p - 1) * (f + i + w), TIMES),
+    ("1f1b", {}, RANKS, 2, lambda p, m, f, i, w: (m + p - 1) * (f + i + w), TIMES),
+    ("eager_1f1b", {}, RANKS, 2, lambda p, m, f, i, w: (m + p - 1) * (f + i + w), TIMES),
     *(
         (
             name,
             {"chunks": v},
             RANKS,
             2,
-            lambda p, m, F, I, W, v=v: m * (F + I + W) + Fraction((p - 1) * (F + I + W), v),
+            lambda p, m, f, i, w, v=v: m * (f + i + w) + Fraction((p - 1) * (f + i + w), v),
             TIMES,
         )
         for name in ("interleaved_1f1b", "breadth_first", "gpipe")
@@ -83,7 +83,7 @@ FORMS = [
             {"slices": k},
             RANKS,
             2,
-            lambda p, m, F, I, W, k=k: m * (F + I + W) + Fraction((p - 1) * (F + I + W), k),
+            lambda p, m, f, i, w, k=k: m * (f + i + w) + Fraction((p - 1) * (f + i + w), k),
             TIMES,
         )
         for name in ("seq1f1b", "terapipe")
@@ -94,7 +94,7 @@ FORMS = [
         {},
         RANKS,
         2,
-        lambda p, m, F, I, W: m * (F + I + W) + (p - 1) * (F + I - W),
+        lambda p, m, f, i, w: m * (f + i + w) + (p - 1) * (f + i - w),
         TIMES,
     ),
     (
@@ -102,44 +102,44 @@ FORMS = [
         {},
         RANKS,
         2,
-        lambda p, m, F, I, W: m * (F + I + W) + Fraction((p - 1) * (F + I), 2),
+        lambda p, m, f, i, w: m * (f + i + w) + Fraction((p - 1) * (f + i), 2),
         TIMES,
     ),
-    ("zb_v", {}, RANKS, 3, lambda p, m, F, I, W: 3 * m * F + Fraction((p - 1) * F, 2), TIMES[:1]),
+    ("zb_v", {}, RANKS, 3, lambda p, m, f, i, w: 3 * m * f + Fraction((p - 1) * f, 2), TIMES[:1]),
     (
         "gems",
         {},
         EVEN,
         1,
-        lambda p, m, F, I, W: m * (F + I + W) + (p - 1) * (F + I + W + (m - 1) * max(F, I + W)),
+        lambda p, m, f, i, w: m * (f + i + w) + (p - 1) * (f + i + w + (m - 1) * max(f, i + w)),
         TIMES,
     ),
     *(
         (
             "hanayo",
-            {"chunks": 2 * w},
+            {"chunks": 2 * n},
             RANKS,
             2,
-            lambda p, m, F, I, W, w=w: m * (F + I + W) + Fraction((p - 1) * max(F, I + W), w),
+            lambda p, m, f, i, w, n=n: m * (f + i + w) + Fraction((p - 1) * max(f, i + w), n),
             TIMES,
         )
-        for w in (1, 2)
+        for n in (1, 2)
     ),
     (
         "bitpipe",
         {},
         EVEN,
         2,
-        lambda p, m, F, I, W: m * (F + I + W) + Fraction((p - 2) * max(F, I + W), 2),
+        lambda p, m, f, i, w: m * (f + i + w) + Fraction((p - 2) * max(f, i + w), 2),
         TIMES,
     ),
-    ("chimera", {}, EVEN, 2, lambda p, m, F, I, W: (2 * m + p - 2) * F, [(2, 1, 1)]),
+    ("chimera", {}, EVEN, 2, lambda p, m, f, i, w: (2 * m + p - 2) * f, [(2, 1, 1)]),
     (
         "chimera_forward_doubling",
         {},
         EVEN,
         2,
-        lambda p, m, F, I, W: 3 * m * F + 2 * (p - 2) * F,
+        lambda p, m, f, i, w: 3 * m * f + 2 * (p - 2) * f,
         [(1, 1, 1)],
     ),
 ]
