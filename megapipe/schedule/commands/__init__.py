@@ -1,0 +1,52 @@
+"""The commands of scripts/schedule.py, one file each."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from megapipe.errors import MegapipeError
+from megapipe.schedule.commands import (
+    compare,
+    draw,
+    export,
+    listing,
+    search,
+    show,
+    simulate,
+    validate,
+)
+from megapipe.schedule.commands.arguments import Parser
+
+COMMANDS = (listing, show, simulate, compare, draw, validate, export, search)
+
+
+def parser() -> Parser:
+    """The parser of all commands; each sets `run`, a function of the parsed arguments."""
+    top = Parser(
+        prog="schedule.py",
+        description="Pipeline schedules: list, draw, prove, time, compare and search them.",
+        epilog="schedule.py COMMAND --help tells what a command takes.",
+    )
+    commands = top.add_subparsers(metavar="COMMAND", required=True, dest="command")
+    for module in COMMANDS:
+        module.add(commands)
+    return top
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; the exit code of the process."""
+    try:
+        given: argparse.Namespace = parser().parse_args(argv)
+        given.run(given)
+        sys.stdout.flush()
+    except MegapipeError as error:
+        print(f"megapipe: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has what it wanted
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,182 @@
+"""Arguments that the commands share, and errors in one line."""
+
+import argparse
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from megapipe.errors import ConfigError
+from megapipe.schedule.cost import plain
+from megapipe.schedule.generators.registry import OPTIONS
+from megapipe.schedule.ir import MICROBATCH_MASK, STAGE_MASK
+
+COSTS = ("F", "I", "W", "B", "R", "comm", "overlap")
+PLACEMENTS = ("single", "loop", "v", "wave")
+NAME_HELP = "a schedule of `list`, module:function of your own, or a file.csv"
+
+Value = TypeVar("Value")
+Commands = argparse._SubParsersAction  # the only name that argparse has for it
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {self.prog} --help shows what is possible")
+
+
+def add_setting(parser: Parser) -> None:
+    """What says at which setting a schedule is built and timed."""
+    add_size(parser)
+    parser.add_argument("--chunks", type=count, metavar="V", help="virtual stages per rank")
+    parser.add_argument("--slices", type=count, metavar="K", help="parts of each sequence")
+    parser.add_argument("--group", type=count, metavar="G", help="micro-batches per group")
+    parser.add_argument("--pairs", type=count, metavar="N", help="pairs of opposite pipelines")
+    add_placement(parser)
+    add_costs(parser)
+
+
+def add_size(parser: Parser) -> None:
+    """Ranks and micro-batches."""
+    parser.add_argument("--ranks", type=count, metavar="P", required=True, help="pipeline ranks")
+    parser.add_argument(
+        "--microbatches",
+        type=microbatches,
+        metavar="M",
+        required=True,
+        help="micro-batches per step",
+    )
+
+
+def add_placement(parser: Parser) -> None:
+    """Where stages may be."""
+    parser.add_argument(
+        "--placement", choices=PLACEMENTS, help="take schedules with this placement only"
+    )
+
+
+def add_costs(parser: Parser) -> None:
+    """Times, memory, and what is better than what."""
+    parser.add_argument(
+        "--cost",
+        type=costs,
+        default={},
+        metavar="F=1,I=1,W=1,comm=0",
+        help="times per micro-batch and full rank (a chunk takes 1/V of it) and of a message; "
+        "B: fused backward (I+W), R: recomputation (F), overlap: share of their sum that two "
+        "joined operations take (1)",
+    )
+    parser.add_argument(
+        "--stage-cost",
+        type=Path,
+        metavar="FILE.json",
+        help='times of each virtual stage instead: a list of {"F": 1, "I": 1, "W": 1}',
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=number,
+        metavar="X",
+        help="messages of a whole micro-batch per unit of time (infinite)",
+    )
+    parser.add_argument(
+        "--jitter", type=share, default=0, metavar="X", help="random share of each time (0)"
+    )
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of what is random (0)")
+    parser.add_argument(
+        "--memory-limit",
+        type=number,
+        metavar="X",
+        help="activations per rank, in micro-batches of a full rank",
+    )
+    parser.add_argument(
+        "--freed-by-input-grad",
+        type=share,
+        default=0,
+        metavar="X",
+        help="share of an activation that the input gradient frees, for `weighted` (0)",
+    )
+    parser.add_argument(
+        "--memory-accounting",
+        choices=("held", "weighted"),
+        default="held",
+        help="what the limit counts: activations held from F to W (held), or weighted",
+    )
+    parser.add_argument(
+        "--objective", choices=("makespan", "span"), default="makespan", help="what is to be short"
+    )
+
+
+def options_of(given: argparse.Namespace) -> dict[str, int | None]:
+    """What was given of a generator's options."""
+    return {what: getattr(given, what, None) for what in OPTIONS}
+
+
+def costs(text: str) -> dict[str, Fraction | int]:
+    """``F=1,I=1/2,comm=0.1`` as exact numbers by name."""
+    result = {}
+    for item in text.split(","):
+        name, _, value = item.partition("=")
+        if name not in COSTS:
+            raise argparse.ArgumentTypeError(
+                f"{item!r} is not one of {', '.join(COSTS)} with a value, as in F=1"
+            )
+        if name in result:
+            raise argparse.ArgumentTypeError(f"{name} is given twice")
+        result[name] = number(value)
+    return result
+
+
+def number(text: str) -> Fraction | int:
+    """An exact number that is not negative: ``3``, ``0.366`` or ``1/3``."""
+    shape = r"(\d{1,15}|\d{0,15}\.\d{1,15}|\d{1,15}\.)([eE][+-]?\d{1,2})?|\d{1,15}/0*[1-9]\d{0,14}"
+    if re.fullmatch(shape, text, re.ASCII) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number >= 0, as in 3, 0.5 or 1/3")
+    exact = plain(Fraction(text))
+    assert not isinstance(exact, float)
+    return exact
+
+
+def share(text: str) -> Fraction | int:
+    """An exact number from 0 to 1."""
+    exact = number(text)
+    if exact > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to 1")
+    return exact
+
+
+def seed(text: str) -> int:
+    """A whole number that is not negative."""
+    return _whole(text, 0, 999_999_999)
+
+
+def count(text: str) -> int:
+    """A number of ranks, or of anything of which a rank has a few."""
+    return _whole(text, 1, STAGE_MASK + 1)
+
+
+def microbatches(text: str) -> int:
+    """A number of micro-batches."""
+    return _whole(text, 1, MICROBATCH_MASK)
+
+
+def _whole(text: str, least: int, most: int) -> int:
+    if re.fullmatch(r"\d{1,9}", text, re.ASCII) is None or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+    return int(text)
+
+
+def write(path: Path, save: Callable[[Path], Value]) -> Value:
+    """Call `save` on a path.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        return save(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,62 @@
+"""``draw``: draw one schedule for a page or a trace viewer."""
+
+import argparse
+import json
+from pathlib import Path
+
+from megapipe.errors import ConfigError
+from megapipe.schedule.commands.arguments import (
+    NAME_HELP,
+    Commands,
+    Parser,
+    add_setting,
+    count,
+    write,
+)
+from megapipe.schedule.commands.setting import Setting
+from megapipe.schedule.render import png, svg
+from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.trace import trace
+from megapipe.schedule.validate import validate
+
+FORMATS = (".svg", ".png", ".json")
+
+
+def add(commands: "Commands[Parser]") -> None:
+    parser = commands.add_parser("draw", help="draw one schedule for a page or a trace viewer")
+    parser.add_argument("name", metavar="NAME", help=NAME_HELP)
+    add_setting(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        help="FILE.svg, FILE.png or FILE.json (a trace for ui.perfetto.dev; 1 is 1 ms)",
+    )
+    parser.add_argument(
+        "--width", type=count, default=1600, metavar="PIXELS", help="of the time line (1600)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> None:
+    path: Path = given.output
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"argument -o: {path} does not end in {', '.join(FORMATS)}")
+    setting = Setting.of(given)
+    schedule, _ = setting.build(given.name)
+    validate(schedule)
+    timeline = setting.time(schedule)
+    write(path, lambda path: draw(timeline, path, given.width))
+    print(path)
+
+
+def draw(timeline: Timeline, path: Path, width: int) -> None:
+    """Write a drawing in the format that the name of the file asks for."""
+    if path.suffix == ".png":
+        png(timeline, path, width=width)
+    elif path.suffix == ".svg":
+        path.write_text(svg(timeline, width=width), encoding="utf-8")
+    else:
+        path.write_text(json.dumps(trace({"predicted": timeline})), encoding="utf-8")

@@ -1,0 +1,38 @@
+"""``export``: write one schedule as text."""
+
+import argparse
+from pathlib import Path
+
+from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting, write
+from megapipe.schedule.commands.setting import Setting
+from megapipe.schedule.exchange import to_torch_csv
+from megapipe.schedule.text import to_csv
+from megapipe.schedule.validate import validate
+
+FORMATS = {"csv": to_csv, "torch": to_torch_csv}
+
+
+def add(commands: "Commands[Parser]") -> None:
+    parser = commands.add_parser("export", help="write one schedule as text")
+    parser.add_argument("name", metavar="NAME", help=NAME_HELP)
+    add_setting(parser)
+    parser.add_argument(
+        "--format",
+        choices=tuple(FORMATS),
+        default="csv",
+        help="csv: a row per rank, a cell per operation (the default); torch: the same, refused "
+        "where torch.distributed.pipelining cannot run it",
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="(standard output)")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> None:
+    schedule, _ = Setting.of(given).build(given.name)
+    validate(schedule)
+    text = FORMATS[given.format](schedule)
+    if given.output is None:
+        print(text, end="")
+    else:
+        write(given.output, lambda path: path.write_text(text, encoding="utf-8"))
+        print(given.output)

@@ -1,0 +1,105 @@
+"""What is told of a schedule at a setting."""
+
+import time
+from typing import Any
+
+from megapipe.schedule.commands.setting import Setting, json_number, placement_names
+from megapipe.schedule.idle import idle
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.ledger import messages, peak_held, peak_weighted, weight_copies
+from megapipe.schedule.render.boxes import most_chunks
+from megapipe.schedule.validate import validate
+
+
+def describe(schedule: Schedule) -> dict[str, Any]:
+    """What is true of a schedule at all costs.
+
+    Raises:
+        ScheduleError: it cannot be executed.
+    """
+    report = validate(schedule)
+    return {
+        "schedule": schedule.name,
+        "ranks": schedule.placement.ranks,
+        "microbatches": json_number(schedule.whole_microbatches),
+        "chunks": most_chunks(schedule.placement),
+        "slices": schedule.slices,
+        "placement": placement_names(schedule.placement)[0],
+        "valid": True,
+        "bitwise_order": report.bitwise_order,
+        "ops": report.ops,
+        "messages": messages(schedule),
+        "peak_held": [json_number(value) for value in peak_held(schedule)],
+        "weight_copies": [json_number(value) for value in weight_copies(schedule)],
+    }
+
+
+def measure(setting: Setting, schedule: Schedule, generate_seconds: float) -> dict[str, Any]:
+    """Prove and time a schedule: the object that --json prints.
+
+    Raises:
+        ScheduleError: it cannot be executed, or the costs do not fit it.
+    """
+    described = describe(schedule)
+    start = time.perf_counter()
+    timeline = setting.time(schedule)
+    seconds = time.perf_counter() - start
+    weighted = peak_weighted(schedule, setting.freed)
+    counted = weighted if setting.accounting == "weighted" else peak_held(schedule)
+    limit = setting.memory_limit
+    return {
+        **described,
+        "makespan": json_number(timeline.makespan),
+        "span": json_number(max(timeline.spans)),
+        "bubble": {
+            "makespan": json_number(timeline.bubble_makespan),
+            "ideal": json_number(timeline.bubble_ideal),
+            "span": json_number(timeline.bubble_span),
+        },
+        "idle": [
+            {cause: json_number(value) for cause, value in causes._asdict().items()}
+            for causes in idle(timeline)
+        ],
+        "peak_weighted": [json_number(value) for value in weighted],
+        "memory_limit": None if limit is None else json_number(limit),
+        "memory_accounting": setting.accounting,
+        "fits": limit is None or max(counted) <= limit,
+        "generate_seconds": generate_seconds,
+        "simulate_seconds": seconds,
+    }
+
+
+def lines(told: dict[str, Any]) -> list[str]:
+    """The same for a reader."""
+    bubble, idle_by, limit = told["bubble"], told["idle"], told["memory_limit"]
+    causes = {cause: sum(rank[cause] for rank in idle_by) for cause in idle_by[0]}
+    order = "" if told["bitwise_order"] else "NOT "
+    rows = {
+        "sizes": f"{told['ranks']} ranks, {told['microbatches']:g} micro-batches, chunks "
+        f"{told['chunks']}, slices {told['slices']}, placement {told['placement']}",
+        "valid": f"{told['ops']:,} operations, {told['messages']:,} messages; gradients {order}in "
+        "micro-batch order",
+        "time": f"makespan {told['makespan']:g}, longest span of a rank {told['span']:g}",
+        "bubble": f"{bubble['makespan']:.2%} of the makespan, {bubble['ideal']:.2%} of the ideal "
+        f"time, {bubble['span']:.2%} of the longest span",
+        "idle": ", ".join(f"{cause} {value:g}" for cause, value in causes.items())
+        + " (summed over ranks)",
+        "held": f"{_per_rank(told['peak_held'])} micro-batches of a full rank, from F to W",
+        "weighted": f"{_per_rank(told['peak_weighted'])}, with what I frees",
+        "weights": f"{_per_rank(told['weight_copies'])} of a full rank",
+        "took": f"{told['generate_seconds']:.3f} s to generate, "
+        f"{told['simulate_seconds']:.3f} s to simulate",
+    }
+    if limit is not None:
+        fits = "fits" if told["fits"] else "EXCEEDED"
+        rows["limit"] = f"{limit:g}, {told['memory_accounting']}: {fits}"
+    return [told["schedule"], *(f"  {what:9} {words}" for what, words in rows.items())]
+
+
+def _per_rank(values: list[int | float]) -> str:
+    """One number where all are equal, all of up to 16, else their range."""
+    if min(values) == max(values):
+        return f"{values[0]:g}"
+    if len(values) <= 16:
+        return " ".join(f"{value:g}" for value in values)
+    return f"{min(values):g} to {max(values):g}"

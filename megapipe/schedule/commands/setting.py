@@ -1,0 +1,186 @@
+"""The setting of a command: what schedules are built for, and what their operations cost."""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.schedule.commands.arguments import number, options_of
+from megapipe.schedule.cost import Cost, Time
+from megapipe.schedule.generators import accepts, aliases, names
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.placement import Placement, loop, vee, wave
+from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.source import load
+
+Number = Fraction | int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all schedules of a command have in common."""
+
+    ranks: int
+    microbatches: int
+    options: Mapping[str, int | None]
+    costs: Mapping[str, Number]
+    stage_costs: Mapping[str, tuple[Number, ...]]
+    bandwidth: Number | None
+    jitter: Number
+    seed: int
+    memory_limit: Number | None
+    freed: Fraction
+    accounting: Literal["held", "weighted"]
+    objective: Literal["makespan", "span"]
+    placement: str | None
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> "Setting":
+        """The setting that was given on the command line.
+
+        Raises:
+            ConfigError: a file of stage costs that cannot be used.
+        """
+        stage_costs = {} if given.stage_cost is None else read_stage_costs(given.stage_cost)
+        both = sorted(set(stage_costs) & set(given.cost))
+        if both:
+            raise ConfigError(f"argument --cost: {both[0]} is in {given.stage_cost} already")
+        return cls(
+            ranks=given.ranks,
+            microbatches=given.microbatches,
+            options=options_of(given),
+            costs=given.cost,
+            stage_costs=stage_costs,
+            bandwidth=given.bandwidth,
+            jitter=given.jitter,
+            seed=given.seed,
+            memory_limit=given.memory_limit,
+            freed=Fraction(given.freed_by_input_grad),
+            accounting=given.memory_accounting,
+            objective=given.objective,
+            placement=given.placement,
+        )
+
+    def cost(self, placement: Placement) -> Cost:
+        """The costs of the stages of a placement, without jitter."""
+        times = {name: self.costs[name] for name in ("F", "I", "W", "B", "R") if name in self.costs}
+        cost = Cost.full_rank(placement, **times, latency=self.costs.get("comm", 0))
+        per_stage: dict[str, Any] = dict(self.stage_costs)
+        return replace(
+            cost,
+            **per_stage,
+            overlap_factor=self.costs.get("overlap", 1),
+            bandwidth=self.bandwidth,
+            message=1,
+        )
+
+    def build(self, name: str, *, lenient: bool = False) -> tuple[Schedule, float]:
+        """A schedule at this setting, and the seconds that it took to make.
+
+        Args:
+            lenient: leave out options that a registered schedule does not have.
+
+        Raises:
+            ScheduleError: a schedule that cannot be had, or has another placement.
+        """
+        limit = self.memory_limit if self.accounting == "held" else None
+        options = dict(self.options)
+        if lenient and _registered(name):
+            options = {what: value for what, value in options.items() if what in accepts(name)}
+        sizes = {"ranks": self.ranks, "microbatches": self.microbatches}
+        hints: dict[str, Any] = {**sizes, **options, "memory_limit": limit}
+        start = time.perf_counter()
+        schedule = load(name, **hints)
+        costs_given = self.costs or self.stage_costs or self.bandwidth
+        if costs_given and _goes_by_cost(name):  # they are those of stages, so of its placement
+            start = time.perf_counter()
+            schedule = load(name, **hints, cost=self.cost(schedule.placement))
+        seconds = time.perf_counter() - start
+        known = placement_names(schedule.placement)
+        if self.placement not in (None, *known):
+            raise ScheduleError(f"schedule {name}: its placement is {known[0]}")
+        return schedule, seconds
+
+    def time(self, schedule: Schedule) -> Timeline:
+        """A schedule in time.
+
+        Raises:
+            ScheduleError: costs that do not fit the schedule, or are all zero.
+        """
+        cost = self.cost(schedule.placement)
+        timeline = simulate(schedule, replace(cost, jitter=float(self.jitter), seed=self.seed))
+        if not any(timeline.busy):
+            raise ScheduleError(
+                f"schedule {schedule.name}: it takes no time; give at least one cost above 0"
+            )
+        return timeline
+
+
+def placement_names(placement: Placement) -> tuple[str, ...]:
+    """What a placement may be called, the usual name first."""
+    if len(placement.table) > 1:
+        return ("bidirectional",)
+    ranks, chunks = placement.ranks, placement.stages // placement.ranks
+    shapes = {"single": loop(ranks), "loop": loop(ranks, chunks) if chunks > 1 else None}
+    shapes |= {"v": vee(ranks), "wave": wave(ranks, chunks // 2) if chunks > 1 else None}
+    return tuple(name for name, shape in shapes.items() if shape == placement) or ("own",)
+
+
+def read_stage_costs(path: Path) -> dict[str, tuple[Number, ...]]:
+    """The times of a JSON list of {"F", "I", "W"} (and "B", "R"), one per virtual stage, by kind.
+
+    Raises:
+        ConfigError: the file cannot be read or is not such a list.
+    """
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"), parse_float=str)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not valid JSON: {error}"
+        raise ConfigError(f"{path}: {reason}") from None
+    if not isinstance(stages, list) or not stages:
+        raise ConfigError(f'{path}: write a list with {{"F": 1, "I": 1, "W": 1}} for each stage')
+    rows = [_times(stage, f"{path}: stage {index}") for index, stage in enumerate(stages)]
+    for index, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise ConfigError(
+                f"{path}: stage {index} has {', '.join(row)}, stage 0 has {', '.join(rows[0])}"
+            )
+    return {kind: tuple(row[kind] for row in rows) for kind in rows[0]}
+
+
+def _times(stage: object, where: str) -> dict[str, Number]:
+    if not isinstance(stage, dict):
+        raise ConfigError(f'{where}: {stage!r} is not {{"F": 1, "I": 1, "W": 1}}')
+    unknown = sorted(set(stage) - set("FIWBR"))
+    missing = [kind for kind in "FIW" if kind not in stage]
+    if unknown or missing:
+        what = f"{unknown[0]!r} is unknown" if unknown else f"{missing[0]} is missing"
+        raise ConfigError(f"{where}: {what}; it has F, I and W, and may have B and R")
+    result = {}
+    for kind in sorted(stage, key="FIWBR".index):
+        try:
+            result[kind] = number(str(stage[kind]))
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{where}: {kind}: {error}") from None
+    return result
+
+
+def _goes_by_cost(name: str) -> bool:
+    """Whether the costs make a difference: a function of the user's may look at them too."""
+    if _registered(name):
+        return "cost" in accepts(name)
+    return ":" in name and not name.endswith(".csv")
+
+
+def _registered(name: str) -> bool:
+    return name in names() or name in aliases()
+
+
+def json_number(value: Time) -> int | float:
+    """A number as JSON has it: whole ones without a point."""
+    return int(value) if value == int(value) else float(value)

@@ -1,0 +1,44 @@
+"""``show``: draw one schedule in the terminal."""
+
+import argparse
+import shutil
+
+from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting, count
+from megapipe.schedule.commands.setting import Setting
+from megapipe.schedule.render.colours import INK, shade
+from megapipe.schedule.render.terminal import Rows, draw_rows
+from megapipe.schedule.validate import validate
+
+
+def add(commands: "Commands[Parser]") -> None:
+    parser = commands.add_parser("show", help="draw one schedule in the terminal")
+    parser.add_argument("name", metavar="NAME", help=NAME_HELP)
+    add_setting(parser)
+    parser.add_argument("--width", type=count, metavar="COLUMNS", help="(that of the terminal)")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> None:
+    setting = Setting.of(given)
+    schedule, _ = setting.build(given.name)
+    validate(schedule)
+    width = given.width or shutil.get_terminal_size((100, 24)).columns
+    paint(draw_rows(setting.time(schedule), width=width))
+
+
+def paint(drawing: Rows) -> None:
+    """Print a drawing, in colour where the terminal has colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for row in (*drawing.rows, drawing.legend):
+        line = Text()
+        for words, part in row:
+            style = ""
+            if part is not None:
+                style = f"{INK} on {shade(part.op.kind, part.chunk, drawing.chunks)}"
+            line.append(words, style)
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+    console.print(drawing.summary, soft_wrap=True, markup=False)

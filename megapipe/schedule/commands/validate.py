@@ -1,0 +1,37 @@
+"""``validate``: prove that the schedule of a file can be executed."""
+
+import argparse
+import json
+from pathlib import Path
+
+from megapipe.errors import ConfigError
+from megapipe.schedule.commands.arguments import Commands, Parser
+from megapipe.schedule.commands.measure import describe
+from megapipe.schedule.text import from_csv
+
+
+def add(commands: "Commands[Parser]") -> None:
+    parser = commands.add_parser("validate", help="prove that the schedule of a file is right")
+    parser.add_argument("file", metavar="FILE", type=Path, help="as `export` writes it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> None:
+    try:
+        text = given.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{given.file}: {reason}") from None
+    schedule = from_csv(text, name=str(given.file))
+    told = describe(schedule)
+    if given.json:
+        print(json.dumps(told))
+        return
+    order = "" if told["bitwise_order"] else "NOT "
+    print(
+        f"{given.file}: valid: {told['ranks']} ranks, {told['microbatches']:g} micro-batches, "
+        f"chunks {told['chunks']}, placement {told['placement']}, {told['ops']:,} operations, "
+        f"{told['messages']:,} messages; at most {max(told['peak_held']):g} micro-batches of a "
+        f"full rank held; gradients {order}in micro-batch order"
+    )

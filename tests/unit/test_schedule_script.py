@@ -1,0 +1,589 @@
+"""scripts/schedule.py: what each command prints, and every mistake in one line."""
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapipe.schedule.commands import COMMANDS, main, parser
+from megapipe.schedule.commands.search import placements
+from megapipe.schedule.commands.setting import Setting, placement_names
+from megapipe.schedule.generators import aliases, build, names
+from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
+from megapipe.schedule.render import svg, text
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.text import from_csv, to_csv
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--ranks", "4", "--microbatches", "8")
+
+
+@pytest.fixture
+def ask(capsys):
+    """What a command prints."""
+
+    def run(*argv: str) -> str:
+        code = main([str(word) for word in argv])
+        out, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        return out
+
+    return run
+
+
+@pytest.fixture
+def refuse(capsys):
+    """The one line of a mistake."""
+
+    def run(*argv: str) -> str:
+        code = main([str(word) for word in argv])
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        assert err.startswith("megapipe: error: ")
+        assert err.count("\n") == 1
+        assert err.endswith("\n")
+        return err.removeprefix("megapipe: error: ").rstrip("\n")
+
+    return run
+
+
+# the script itself
+
+
+def test_the_script_runs_and_loads_nothing_heavy():
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-X",
+            "importtime",
+            ROOT / "scripts/schedule.py",
+            "simulate",
+            "zb_h1",
+            *SMALL,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("zb_h1\n")
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "megapipe.schedule.simulate" in loaded
+    assert not loaded & {"torch", "numpy", "matplotlib", "rich", "pydantic", "ortools"}
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    code = f"{sys.executable} {ROOT}/scripts/schedule.py list --json | head -c 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", code], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"[", b"")
+
+
+@pytest.mark.parametrize("command", [[], *([m.__name__.rpartition(".")[2]] for m in COMMANDS)])
+def test_help(command, capsys):
+    command = ["list"] if command == ["listing"] else command
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(" ".join(["usage: schedule.py", *command]))
+
+
+# list
+
+
+def test_list_names_every_schedule(ask):
+    told = {entry["schedule"]: entry for entry in json.loads(ask("list", "--json"))}
+    assert set(told) == set(names())
+    assert {alias: name for name in told for alias in told[name]["aliases"]} == aliases()
+    assert all(entry["about"] for entry in told.values())
+    assert (told["1f1b"]["placement"], told["1f1b"]["backward"]) == ("single", "fused")
+    assert told["zb_h1"]["backward"] == "split"
+    assert told["zb_h1"]["papers"] == ["2401.10241"]
+    assert told["interleaved_1f1b"]["options"] == ["chunks", "group"]
+    assert told["chimera"]["weights"] == 2
+    shown = ask("list")
+    for name, entry in told.items():
+        assert f"{name}" in shown
+        assert entry["about"] in shown
+
+
+# simulate
+
+
+def test_simulate_json_of_zb_h1(ask):
+    told = json.loads(ask("simulate", "zb_h1", *SMALL, "--json"))
+    seconds = {told.pop("generate_seconds"), told.pop("simulate_seconds")}
+    assert all(0 < each < 10 for each in seconds)
+    assert told == {
+        "schedule": "zb_h1",
+        "ranks": 4,
+        "microbatches": 8,
+        "chunks": 1,
+        "slices": 1,
+        "placement": "single",
+        "valid": True,
+        "bitwise_order": True,
+        "ops": 96,
+        "messages": 48,
+        "makespan": 27,
+        "span": 27,
+        "bubble": {"makespan": 1 / 9, "ideal": 1 / 8, "span": 1 / 9},
+        "idle": [{"warmup": 3, "waiting": 0, "drain": 0, "imbalance": 0}] * 4,
+        "peak_held": [4, 4, 4, 4],
+        "peak_weighted": [4, 4, 4, 4],
+        "weight_copies": [1, 1, 1, 1],
+        "memory_limit": None,
+        "memory_accounting": "held",
+        "fits": True,
+    }
+
+
+def test_costs_are_those_of_a_full_rank(ask):
+    """A chunk takes 1/V of it; latency is not shared."""
+
+    def makespan(*more):
+        told = json.loads(ask("simulate", "interleaved_1f1b", *SMALL, *more, "--json"))
+        return told["makespan"]
+
+    assert makespan("--chunks", 2) == 28.5
+    assert makespan("--chunks", 2, "--cost", "F=2,I=2,W=2") == 57
+    assert makespan("--chunks", 2, "--cost", "F=2/3,I=2/3,W=2/3") == 19
+    assert makespan("--chunks", 1, "--cost", "B=5") == 6 * (8 + 3)
+    one = ("--ranks", "2", "--microbatches", "1", "--chunks", "1")
+    assert makespan(*one, "--cost", "F=0.5,I=0.5,W=0.5,comm=10") == 0.5 + 10 + 1.5 + 10 + 1
+    assert makespan(*one, "--chunks", 2, "--cost", "F=0.5,comm=10") == 1 + 3 * 10 + 4 + 3 * 10
+
+
+def test_costs_of_joined_operations_and_of_the_network(ask):
+    def makespan(name, *more):
+        return json.loads(ask("simulate", name, *SMALL, *more, "--json"))["makespan"]
+
+    assert makespan("dualpipe", "--cost", "overlap=1/2") < makespan("dualpipe")
+    assert makespan("1f1b", "--bandwidth", "4") == makespan("1f1b", "--cost", "comm=1/4")
+    drawn = {makespan("1f1b", "--jitter", "0.1", "--seed", seed) for seed in (0, 0, 1)}
+    assert len(drawn) == 2
+
+
+def test_stage_costs(ask, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps([{"F": "1/2", "I": 1, "W": 0.25}, {"F": 3, "I": 1, "W": 1}]))
+    size = ("--ranks", "2", "--microbatches", "1", "--json")
+    told = json.loads(ask("simulate", "1f1b", *size, "--stage-cost", path, "--cost", "comm=2"))
+    assert told["makespan"] == 0.5 + 2 + 3 + 2 + 2 + 1.25
+
+
+def test_memory_limits_and_accountings(ask):
+    def fits(*more):
+        told = json.loads(ask("simulate", "zb_h1", *SMALL, *more, "--json"))
+        return told["fits"], max(told["peak_held"]), max(told["peak_weighted"])
+
+    assert fits("--memory-limit", "4") == (True, 4, 4)
+    assert fits("--memory-limit", "3.999") == (False, 4, 4)
+    freed = ("--freed-by-input-grad", "1/2", "--memory-limit", "4")
+    assert fits(*freed, "--memory-accounting", "weighted") == (True, 4, 4)
+    freed = ("--freed-by-input-grad", "1", "--memory-limit", "3")
+    assert fits(*freed) == (False, 4, 4)
+    told = json.loads(ask("simulate", "zb_h1", *SMALL, *freed, "--json"))
+    assert told["peak_weighted"] == [4, 3, 2, 1]
+
+
+def test_simulate_for_a_reader(ask):
+    shown = ask("simulate", "zb_h1", *SMALL, "--memory-limit", "3").splitlines()
+    assert shown[:8] == [
+        "zb_h1",
+        "  sizes     4 ranks, 8 micro-batches, chunks 1, slices 1, placement single",
+        "  valid     96 operations, 48 messages; gradients in micro-batch order",
+        "  time      makespan 27, longest span of a rank 27",
+        "  bubble    11.11% of the makespan, 12.50% of the ideal time, 11.11% of the longest span",
+        "  idle      warmup 12, waiting 0, drain 0, imbalance 0 (summed over ranks)",
+        "  held      4 micro-batches of a full rank, from F to W",
+        "  weighted  4, with what I frees",
+    ]
+    assert shown[-1] == "  limit     3, held: EXCEEDED"
+
+
+def test_a_schedule_of_the_user(ask, tmp_path, monkeypatch):
+    (tmp_path / "mine_of_test.py").write_text(
+        "from megapipe.schedule.generators import build\n"
+        "def plain(ranks, microbatches):\n"
+        "    return build('gpipe', ranks=ranks, microbatches=microbatches)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    told = json.loads(ask("simulate", "mine_of_test:plain", *SMALL, "--json"))
+    assert (told["makespan"], told["peak_held"]) == (33, [8, 8, 8, 8])
+    ask("export", "mine_of_test:plain", *SMALL, "-o", "plain.csv")
+    again = json.loads(ask("simulate", "plain.csv", *SMALL, "--json"))
+    assert (again["schedule"], again["makespan"]) == ("plain.csv", 33)
+
+
+def test_costs_that_are_given_are_what_a_schedule_is_made_for(ask, tmp_path, monkeypatch):
+    (tmp_path / "asked_by_test.py").write_text(
+        "from megapipe.schedule.generators import build\n"
+        "def plain(ranks, microbatches, cost=None):\n"
+        "    name = 'gpipe' if cost is None else '1f1b'\n"
+        "    print(cost and (cost.F, cost.jitter))\n"
+        "    return build(name, ranks=ranks, microbatches=microbatches)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    plain = ask("export", "asked_by_test:plain", *SMALL, "--jitter", "0.5")
+    assert plain == "None\n" + to_csv(build("gpipe", ranks=4, microbatches=8))
+    given = ask("export", "asked_by_test:plain", *SMALL, "--cost", "F=7", "--jitter", "0.5")
+    assert given == "None\n(7, 0.0)\n" + to_csv(build("1f1b", ranks=4, microbatches=8))
+
+
+# compare
+
+
+def test_compare_sorts_and_tells_why_not(ask):
+    told = json.loads(
+        ask(
+            "compare",
+            "gpipe",
+            "1f1b",
+            "zb_h1",
+            "chimera",
+            "--json",
+            "--ranks",
+            "3",
+            "--microbatches",
+            "6",
+        )
+    )
+    assert [entry["schedule"] for entry in told] == ["zb_h1", "1f1b", "gpipe", "chimera"]
+    assert told[-1].keys() == {"schedule", "refused"}
+    assert told[-1]["refused"].startswith("ranks must be a multiple of 2, not 3")
+
+
+def test_compare_csv(ask):
+    shown = ask("compare", "1f1b", "gpipe", "zb_h1", *SMALL, "--csv", "--sort", "held")
+    rows = list(csv.DictReader(io.StringIO(shown)))
+    assert [row["schedule"] for row in rows] == ["1f1b", "zb_h1", "gpipe"]
+    assert rows[1] == {
+        "schedule": "zb_h1",
+        "chunks": "1",
+        "makespan": "27",
+        "span": "27",
+        "bubble": str(1 / 9),
+        "bubble_ideal": "0.125",
+        "bubble_span": str(1 / 9),
+        "held": "4",
+        "weighted": "4",
+        "weights": "1",
+        "messages": "48",
+        "fits": "True",
+        "refused": "",
+    }
+
+
+def test_compare_table(ask):
+    shown = ask("compare", "1f1b", "gpipe", *SMALL, "--memory-limit", "4").splitlines()
+    assert [line.split() for line in shown[1:]] == [
+        ["1f1b", "1", "33", "33", "27.3%", "37.5%", "27.3%", "4", "4", "1", "48", "yes"],
+        ["gpipe", "1", "33", "33", "27.3%", "37.5%", "27.3%", "8", "8", "1", "48", "NO"],
+    ]
+    assert shown[0].split()[-1] == "fits"
+    assert "fits" not in ask("compare", "1f1b", *SMALL)
+
+
+def test_compare_has_every_schedule_and_leaves_out_options_it_lacks(ask):
+    told = json.loads(ask("compare", *SMALL, "--chunks", "2", "--json"))
+    assert {entry["schedule"] for entry in told} == set(names())
+    by_name = {entry["schedule"]: entry for entry in told}
+    assert by_name["1f1b"]["chunks"] == 1
+    assert by_name["interleaved_1f1b"]["chunks"] == 2
+
+
+def test_compare_by_placement(ask):
+    told = json.loads(ask("compare", *SMALL, "--placement", "loop", "--json"))
+    placed = {entry["placement"] for entry in told if "placement" in entry}
+    assert placed == {"loop"}
+    refused = {entry["schedule"]: entry.get("refused") for entry in told}
+    assert refused["1f1b"] == "its placement is single"
+
+
+@pytest.mark.parametrize(
+    ("placement", "called"),
+    [
+        (loop(4), ("single",)),
+        (loop(4, 2), ("loop",)),
+        (vee(4), ("v", "wave")),
+        (wave(4, 2), ("wave",)),
+        (loop(1, 2), ("loop", "v", "wave")),
+        (mirrored(loop(4)), ("bidirectional",)),
+        (Placement(2, ((0, 0, 1),)), ("own",)),
+    ],
+)
+def test_placement_names(placement, called):
+    assert placement_names(placement) == called
+
+
+# show, draw
+
+
+def test_show(ask):
+    shown = ask("show", "zb_h1", *SMALL, "--width", "120", "--cost", "W=2")
+    schedule = build("zb_h1", ranks=4, microbatches=8)
+    from megapipe.schedule.cost import Cost
+
+    assert shown.splitlines() == text(simulate(schedule, Cost(W=2)), width=120).splitlines()
+
+
+def test_show_in_colour(ask, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = ask("show", "1f1b", "--ranks", "1", "--microbatches", "1", "--width", "60")
+    assert "48;2;106;153;214mF0" in shown
+
+
+def test_draw(ask, tmp_path):
+    path = tmp_path / "x.svg"
+    assert ask("draw", "zb_h1", *SMALL, "-o", path) == f"{path}\n"
+    assert path.read_text() == svg(build("zb_h1", ranks=4, microbatches=8))
+    ask("draw", "zb_h1", *SMALL, "-o", path, "--width", "300")
+    assert path.read_text() == svg(build("zb_h1", ranks=4, microbatches=8), width=300)
+    ask("draw", "zb_h1", *SMALL, "-o", path.with_suffix(".json"))
+    events = json.loads(path.with_suffix(".json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 96
+    ask("draw", "1f1b", "--ranks", "2", "--microbatches", "2", "-o", path.with_suffix(".png"))
+    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+
+
+# export, validate
+
+
+def test_export_and_validate(ask, tmp_path):
+    schedule = build("zb_h1", ranks=4, microbatches=8)
+    assert ask("export", "zb_h1", *SMALL) == to_csv(schedule)
+    path = tmp_path / "x.csv"
+    assert ask("export", "zb_h1", *SMALL, "-o", path) == f"{path}\n"
+    assert from_csv(path.read_text()).ops == schedule.ops
+    assert ask("validate", path) == (
+        f"{path}: valid: 4 ranks, 8 micro-batches, chunks 1, placement single, 96 operations, "
+        "48 messages; at most 4 micro-batches of a full rank held; gradients in micro-batch order\n"
+    )
+    assert ask("export", "zb_h1", *SMALL, "--format", "torch") == to_csv(schedule)
+    told = json.loads(ask("validate", path, "--json"))
+    assert (told["valid"], told["ops"], told["peak_held"]) == (True, 96, [4] * 4)
+
+
+def test_validate_says_what_is_wrong(refuse, tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("0F0,0B0,0B0\n")
+    assert f"schedule {path}: rank 0, op 2 (0B0)" in refuse("validate", path)
+    path.write_text("0F0,xyz\n")
+    assert "line 1, cell 2: 'xyz' is not an operation" in refuse("validate", path)
+    path.write_bytes(b"\xff")
+    assert refuse("validate", path) == f"{path}: not UTF-8 text"
+    assert refuse("validate", tmp_path / "y.csv") == f"{tmp_path}/y.csv: No such file or directory"
+
+
+# search
+
+UNEVEN = [{"F": 1, "I": 1, "W": 1}, {"F": 2, "I": 1, "W": 2}, {"F": 1, "I": 2, "W": 1}]
+
+
+@pytest.fixture
+def uneven(tmp_path):
+    path = tmp_path / "uneven.json"
+    path.write_text(json.dumps(UNEVEN))
+    return ("--ranks", "3", "--microbatches", "5", "--stage-cost", path, "--evaluations", "300")
+
+
+def test_search(ask, uneven, tmp_path):
+    """What it prints is what `simulate` says of the file that it writes."""
+    path = tmp_path / "found.csv"
+    told = json.loads(ask("search", *uneven, "--memory-limit", "3", "-o", path, "--json"))
+    assert (told["schedule"], told["makespan"], told["value"]) == ("searched", 26, 26)
+    assert told["lower_bound"] == 26
+    assert told["baseline_value"] > 26
+    assert told["baseline"] in names()
+    assert (told["objective"], told["fits"], told["valid"]) == ("makespan", True, True)
+    assert 0 < told["evaluations"] <= 600
+    again = json.loads(ask("simulate", path, *uneven[:6], "--memory-limit", "3", "--json"))
+    changing = {"schedule", "generate_seconds", "simulate_seconds"}
+    assert {key: told[key] for key in again.keys() - changing} == {
+        key: again[key] for key in again.keys() - changing
+    }
+
+
+def test_search_by_span_and_weighted_memory(ask, uneven):
+    limit = ("--memory-limit", "2", "--freed-by-input-grad", "1")
+    held = json.loads(ask("search", *uneven, *limit, "--json"))
+    weighted = json.loads(
+        ask("search", *uneven, *limit, "--memory-accounting", "weighted", "--json")
+    )
+    assert max(held["peak_held"]) == 2
+    assert max(weighted["peak_weighted"]) == 2
+    assert weighted["value"] < held["value"]
+    span = json.loads(ask("search", *uneven, "--objective", "span", "--json"))
+    assert span["value"] == span["span"]
+
+
+def test_search_for_a_reader(ask):
+    size = ("--ranks", "2", "--microbatches", "2", "--placement", "single", "--evaluations", "9")
+    shown = ask("search", *size).splitlines()
+    assert re.fullmatch(
+        r"  found     makespan 7; (\w+), the best of `list`, 7; none is below 7", shown[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ((), [loop(4), loop(4, 2), vee(4), wave(4, 2)]),
+        (("--chunks", "1"), [loop(4)]),
+        (("--chunks", "2"), [loop(4, 2), vee(4)]),
+        (("--chunks", "3"), [loop(4, 3)]),
+        (("--chunks", "4"), [loop(4, 4), wave(4, 2)]),
+        (("--placement", "wave"), [wave(4, 2)]),
+        (("--placement", "wave", "--chunks", "2"), [vee(4)]),
+        (("--placement", "loop", "--chunks", "3"), [loop(4, 3)]),
+    ],
+)
+def test_where_search_looks(more, found):
+    given = parser().parse_args(["search", *SMALL, *more])
+    assert placements(Setting.of(given)) == found
+
+
+def test_stage_costs_say_how_many_chunks(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps([{"F": 1, "I": 1, "W": 1}] * 8))
+    given = parser().parse_args(["search", *SMALL, "--stage-cost", str(path)])
+    assert placements(Setting.of(given)) == [loop(4, 2), vee(4)]
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["simulat"], "invalid choice: 'simulat'"),
+        (["simulate"], "required: NAME, --ranks, --microbatches"),
+        (["simulate", "zb_h2x", *SMALL], "'zb_h2x' is unknown; did you mean "),
+        (["simulate", "1f1b", *SMALL, "--fo\no"], "unrecognized arguments: --fo o"),
+        (
+            ["simulate", "1f1b", *SMALL, "--ranks", "0"],
+            "--ranks: '0' is not a whole number from 1 to 65536",
+        ),
+        (["simulate", "1f1b", *SMALL, "--ranks", "1e2"], "'1e2' is not a whole number from 1 to"),
+        (["simulate", "1f1b", "--ranks", "4", "--microbatches", "16777216"], "from 1 to 16777215"),
+        (["simulate", "1f1b", *SMALL, "--chunks", "2"], "schedule 1f1b: chunks must be 1, not 2"),
+        (["simulate", "1f1b", *SMALL, "--cost", "F"], "--cost: '' is not a number >= 0"),
+        (["simulate", "1f1b", *SMALL, "--cost", "G=1"], "--cost: 'G=1' is not one of F, I, W, B"),
+        (["simulate", "1f1b", *SMALL, "--cost", "F=1,F=2"], "--cost: F is given twice"),
+        (["simulate", "1f1b", *SMALL, "--cost", "F=-1"], "'-1' is not a number >= 0"),
+        (["simulate", "1f1b", *SMALL, "--cost", "F=nan"], "'nan' is not a number >= 0"),
+        (["simulate", "1f1b", *SMALL, "--cost", "F=1e999"], "'1e999' is not a number >= 0"),
+        (["simulate", "1f1b", *SMALL, "--cost", "F=1/0"], "'1/0' is not a number >= 0"),
+        (["simulate", "1f1b", *SMALL, "--cost", "F=0,B=0"], "give at least one cost above 0"),
+        (["simulate", "1f1b", *SMALL, "--freed-by-input-grad", "2"], "'2' is not from 0 to 1"),
+        (["simulate", "1f1b", *SMALL, "--bandwidth", "0"], "bandwidth"),
+        (["simulate", "1f1b", *SMALL, "--objective", "x"], "invalid choice: 'x'"),
+        (["simulate", "1f1b", *SMALL, "--placement", "v"], "1f1b: its placement is single"),
+        (["simulate", "none.csv", *SMALL], "none.csv: No such file or directory"),
+        (["simulate", "none:f", *SMALL], "there is no module 'none'"),
+        (["show", "1f1b", *SMALL, "--width", "-1"], "'-1'"),
+        (["draw", "1f1b", *SMALL], "required: -o/--output"),
+        (["draw", "1f1b", *SMALL, "-o", "x.gif"], "x.gif does not end in .svg, .png, .json"),
+        (["draw", "1f1b", *SMALL, "-o", "/none/x.svg"], "/none/x.svg: cannot be written: No such"),
+        (["draw", "1f1b", *SMALL, "-o", "/none/x.png"], "/none/x.png: cannot be written: No such"),
+        (["export", "1f1b", *SMALL, "--format", "xml"], "invalid choice: 'xml'"),
+        (["export", "chimera", *SMALL, "--format", "torch"], "cannot run replicas of the model"),
+        (["search", *SMALL, "--chunks", "3", "--placement", "v"], "v does not go with 3 chunks"),
+        (["search", *SMALL, "--memory-limit", "1/2"], "memory_limit 1/2 is too small"),
+        (["search", *SMALL, "--slices", "2"], "unrecognized arguments: --slices 2"),
+        (["compare", "--csv", "--json", *SMALL], "not allowed with argument"),
+        (["validate"], "required: FILE"),
+    ],
+)
+def test_mistakes(argv, said, refuse):
+    assert said in refuse(*argv)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "costs.json: not valid JSON: "),
+        ("{}", 'costs.json: write a list with {"F": 1, "I": 1, "W": 1} for each stage'),
+        ("[1]", "stage 0: 1 is not {"),
+        ('[{"F": 1, "I": 1}]', "stage 0: W is missing; it has F, I and W"),
+        ('[{"F": 1, "I": 1, "W": 1, "X": 1}]', "stage 0: 'X' is unknown"),
+        ('[{"F": -1, "I": 1, "W": 1}]', "stage 0: F: '-1' is not a number >= 0"),
+        ('[{"F": true, "I": 1, "W": 1}]', "stage 0: F: 'True' is not a number >= 0"),
+        ('[{"F": 1, "I": 1, "W": 1, "B": 1}, {"F": 1, "I": 1, "W": 1}]', "stage 1 has F, I, W"),
+        ('[{"F": 1, "I": 1, "W": 1}]', "cost F: 1 times for 4 stages; give one per stage"),
+    ],
+)
+def test_mistakes_in_stage_costs(content, said, refuse, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(content)
+    assert said in refuse("simulate", "1f1b", *SMALL, "--stage-cost", path)
+
+
+def test_stage_costs_of_other_ranks(refuse, uneven):
+    assert refuse("search", *uneven, "--ranks", "2") == (
+        "argument --stage-cost: 3 stages are not a whole number of chunks on each of 2 ranks"
+    )
+
+
+def test_one_cost_twice(refuse, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text('[{"F": 1, "I": 1, "W": 1}]')
+    error = refuse("simulate", "1f1b", *SMALL, "--stage-cost", path, "--cost", "F=1")
+    assert error == f"argument --cost: F is in {path} already"
+
+
+# docs/schedules.md
+
+DOC = (ROOT / "docs/schedules.md").read_text(encoding="utf-8")
+PICTURES = {
+    "1f1b": (),
+    "interleaved_1f1b": ("--chunks", "2"),
+    "zb_h1": (),
+    "zb_v": (),
+    "dualpipe": ("--microbatches", "10"),
+    "seq1f1b": (),
+}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", DOC, re.MULTILINE | re.DOTALL)
+
+
+def test_the_doc_names_every_schedule():
+    assert set(names()) <= set(re.findall(r"`(\w+)`", DOC))
+
+
+def test_the_example_is_as_short_as_it_says():
+    (example,) = blocks("python")
+    assert len(example.splitlines()) <= 30
+
+
+@pytest.mark.parametrize("block", blocks("console"))
+def test_commands_of_the_doc_print_what_it_shows(block, ask, tmp_path, monkeypatch):
+    (example,) = blocks("python")
+    (tmp_path / "my_schedules.py").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, _, shown = part.partition("\n")
+        words = command.split()
+        assert words[:2] == ["python", "scripts/schedule.py"]
+        printed = ask(*words[2:])
+        assert shown in ("", printed)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_of_the_doc_are_what_draw_writes(name, ask, tmp_path):
+    assert f"({name}.svg)" in DOC
+    ask("draw", name, *SMALL, *PICTURES[name], "-o", tmp_path / "x.svg")
+    assert (ROOT / f"docs/{name}.svg").read_text() == (tmp_path / "x.svg").read_text()
