@@ -93,11 +93,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def configure(case: Case) -> tuple[Config, Layout]:
     """The resolved configuration of a case."""
-    stages = build(
-        case.schedule, ranks=case.pp, microbatches=case.m, chunks=case.chunks, pairs=case.pairs
-    ).placement.stages
     layout: str | None = None
-    if case.uneven and stages > 1:
+    if case.uneven and (stages := _stages(case)) > 1:
         # everything that is left on the second stage, one layer on the others
         counts = [1] * stages
         counts[1] += case.layers - stages
@@ -149,6 +146,13 @@ def configure(case: Case) -> tuple[Config, Layout]:
         }
     )
     return resolve(config, case.world, case.vocab)
+
+
+def _stages(case: Case) -> int:
+    schedule = build(
+        case.schedule, ranks=case.pp, microbatches=case.m, chunks=case.chunks, pairs=case.pairs
+    )
+    return schedule.placement.stages
 
 
 @functools.lru_cache(maxsize=64)

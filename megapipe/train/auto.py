@@ -32,6 +32,8 @@ MEASURED = 3
 """Steps that are recorded, and timed after the switch."""
 WORTH = 0.01
 """Share of the step below which another schedule is not worth a word."""
+QUICK = 300
+"""Effort on each placement that the run does not have, in timings of an order."""
 FILE = "schedule.csv"
 
 
@@ -103,10 +105,9 @@ class AutoSchedule:
             self.searching = False
             self._switch(typical)
         elif self.before is not None:
-            gain = 1 - typical / self.before
             self.note(
-                f"schedule auto: measured {typical:.4g} s per step instead of "
-                f"{self.before:.4g} s ({gain:+.1%} faster)"
+                f"schedule auto: measured {typical:.4g} s per step instead of {self.before:.4g} s "
+                f"({1 - typical / self.before:.1%} less)"
             )
             self.before = None
         self.seconds, self.steps = [], 0
@@ -127,29 +128,33 @@ class AutoSchedule:
         now = float(simulate(first, cost).makespan)
         limit = self.config.pipeline.memory_limit
         limit = float(max(peak_held(first))) if limit is None else limit
+        self.note(f"schedule auto: searching, for costs measured in {MEASURED} steps")
         found = self._found(first.placement, cost, limit)
         gain = 1 - float(found.value) / now
-        better = gain >= WORTH
-        self.note(
-            f"schedule auto: {'searched order' if better else first.name}, predicted "
-            f"{float(found.value) if better else now:.4g} s per pipeline pass"
-            + (f" instead of {now:.4g} s with {first.name} ({gain:+.1%} faster)" if better else "")
-            + f"; at most {limit:g} micro-batches held per rank"
-        )
-        self._advise(cost, limit, min(now, float(found.value)))
-        if not better:
-            return ""
-        text = to_csv(found.schedule)
+        chosen = found.schedule if gain >= WORTH else first
+        if chosen is first:
+            told = f"{first.name} stays: predicted {now:.4g} s per pass, none found is shorter"
+        else:
+            told = (
+                f"{found.schedule.name} chosen: predicted {float(found.value):.4g} s per pass "
+                f"instead of {now:.4g} s with {first.name} ({gain:.1%} less)"
+            )
+        self.note(f"schedule auto: {told}; at most {limit:g} micro-batches held per rank")
+        self._advise(cost, limit, float(simulate(chosen, cost).makespan))
+        text = to_csv(chosen)
         self.path.write_text(text)
-        return text
+        return "" if chosen is first else text
 
-    def _found(self, placement: Placement, cost: Cost, limit: float) -> Found:
+    def _found(
+        self, placement: Placement, cost: Cost, limit: float, evaluations: int | None = None
+    ) -> Found:
         return search(
             placement.ranks,
             self.step.schedule.microbatches,
             cost_of=lambda _: cost,
             placements=(placement,),
             memory_limit=limit,
+            evaluations=evaluations,
         )
 
     def _advise(self, cost: Cost, limit: float, now: float) -> None:
@@ -157,15 +162,15 @@ class AutoSchedule:
         best: tuple[float, str] | None = None
         for name, placement, other_cost in self._others(cost):
             try:
-                value = float(self._found(placement, other_cost, limit).value)
+                value = float(self._found(placement, other_cost, limit, QUICK).value)
             except ScheduleError:
                 continue
             if best is None or value < best[0]:
                 best = value, name
         if best is not None and best[0] < (1 - WORTH) * now:
             self.note(
-                f"schedule auto: {best[1]} would do better: predicted {best[0]:.4g} s "
-                f"({1 - best[0] / now:+.1%} faster)"
+                f"schedule auto: {best[1]} would do better: predicted {best[0]:.4g} s per pass "
+                f"({1 - best[0] / now:.1%} less)"
             )
 
     def _others(self, cost: Cost) -> Iterator[tuple[str, Placement, Cost]]:

@@ -321,11 +321,11 @@ def last_layer_lost() -> Patch:
     """A stage runs all its layers but the last one."""
     hidden = gpt.GPTStage.hidden
 
-    def wrong(self: gpt.GPTStage, *args: Any) -> Tensor:
+    def wrong(self: gpt.GPTStage, *args: Any, **options: Any) -> Tensor:
         layers = self.layers
         self.layers = torch.nn.ModuleList(list(layers)[:-1])
         try:
-            return hidden(self, *args)
+            return hidden(self, *args, **options)
         finally:
             self.layers = layers
 

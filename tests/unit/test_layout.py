@@ -12,7 +12,8 @@ from megapipe.layout import resolve
 from megapipe.model.partition import format_layout
 from megapipe.plan.slices import balanced_slices
 from megapipe.schedule.generators import build
-from megapipe.schedule.placement import vee
+from megapipe.schedule.ir import Kind
+from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.text import to_csv
 
 BASE = ("model.layers=8", "model.heads=8", "model.hidden=64", "train.global_batch=48")
@@ -344,3 +345,22 @@ def test_every_error_ends_the_process_with_a_documented_code() -> None:
     with pytest.raises(MegapipeError) as caught:
         resolve(configure("pipeline.schedule=none_such"), None, None)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "placement"),
+    [
+        (("pipeline.placement=loop",), loop(2)),
+        (("pipeline.placement=loop", "pipeline.chunks=2"), loop(2, 2)),
+        (("pipeline.placement=v",), vee(2)),
+        (("pipeline.placement=wave",), wave(2, 2)),
+    ],
+)
+def test_auto_begins_with_split_backwards_on_the_placement(
+    settings: tuple[str, ...], placement: Placement
+) -> None:
+    given = ("parallel.pp=2", "pipeline.schedule=auto", "model.layers=8", *settings)
+    _, layout = resolve(configure(*given), None, None)
+    assert layout.schedule.placement == placement
+    kinds = {op.kind for rank in range(2) for op in layout.schedule.rank_ops(rank)}
+    assert kinds == {Kind.F, Kind.I, Kind.W}
