@@ -3,10 +3,11 @@
 from array import array
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.generators.groups import in_groups
 from megapipe.schedule.generators.registry import register
 from megapipe.schedule.generators.slots import most_held
 from megapipe.schedule.generators.weave import weave
-from megapipe.schedule.ir import MICROBATCH_SHIFT, Kind, Schedule, packed, span
+from megapipe.schedule.ir import MICROBATCH_SHIFT, Kind, Schedule, packed
 from megapipe.schedule.placement import loop
 
 
@@ -51,19 +52,15 @@ def grouped_interleaved(
 
 def rank_ops(rank: int, ranks: int, microbatches: int, chunks: int, group: int) -> "array[int]":
     """The list of one rank."""
-    forwards, inputs, weights = array("q"), array("q"), array("q")
-    for first in range(0, microbatches, group):
-        last = first + group
-        for chunk in range(chunks):
-            up, down = chunk * ranks + rank, (chunks - 1 - chunk) * ranks + rank
-            forwards.extend(span(Kind.F, up, first, last))
-            inputs.extend(span(Kind.I, down, first, last))
-            weights.extend(span(Kind.W, down, first, last))
+    stages = range(rank, ranks * chunks, ranks)
+    whole = -(-microbatches // group) * group
+    forwards = in_groups(Kind.F, stages, whole, group)
+    inputs, weights = (in_groups(kind, stages[::-1], whole, group) for kind in (Kind.I, Kind.W))
     ahead = (chunks - 1) * group + ranks - 1 - rank
     steady = max(0, len(forwards) - ahead)
     ops = forwards[:ahead]
     ops.extend(weave(forwards[ahead:], inputs[:steady], weights[:steady]))
     ops.extend(weave(inputs[steady:], weights[steady:]))
-    if microbatches % group:
+    if whole > microbatches:
         ops = packed(code for code in ops if code >> MICROBATCH_SHIFT < microbatches)
     return ops

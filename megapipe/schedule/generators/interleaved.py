@@ -33,9 +33,10 @@ times after all others.
 from array import array
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.generators.groups import in_groups
 from megapipe.schedule.generators.one_f_one_b import one_f_one_b
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.ir import Kind, Schedule, span
+from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.placement import loop
 
 
@@ -83,12 +84,9 @@ def interleaved_1f1b(
 
 def rank_ops(rank: int, ranks: int, microbatches: int, chunks: int, group: int) -> "array[int]":
     """The list of one rank with at least two chunks."""
-    forwards, backwards = array("q"), array("q")
-    for first in range(0, microbatches, group):
-        last = min(first + group, microbatches)
-        for chunk in range(chunks):
-            forwards.extend(span(Kind.F, chunk * ranks + rank, first, last))
-            backwards.extend(span(Kind.B, (chunks - 1 - chunk) * ranks + rank, first, last))
+    stages = range(rank, ranks * chunks, ranks)
+    forwards = in_groups(Kind.F, stages, microbatches, group)
+    backwards = in_groups(Kind.B, stages[::-1], microbatches, group)
     ops = array("q")
     start = done = 0
     for stop, ahead in _phases(rank, ranks, microbatches, chunks, group):
