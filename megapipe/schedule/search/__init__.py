@@ -1,0 +1,20 @@
+"""Schedules found under a cost model and a memory limit.
+
+:func:`search` finds one, :func:`lower_bound` says what cannot be beaten. An order of operations is
+made by rules (:mod:`~megapipe.schedule.search.greedy`), by beam search, from a pattern that repeats
+or by stretching a shorter order, and improved by local search;
+:mod:`~megapipe.schedule.search.portfolio` says how much of each.
+"""
+
+from megapipe.schedule.search.instance import Accounting, MemoryLimit, lower_bound
+from megapipe.schedule.search.search import PLACEMENTS, Found, Progress, search
+
+__all__ = [
+    "PLACEMENTS",
+    "Accounting",
+    "Found",
+    "MemoryLimit",
+    "Progress",
+    "lower_bound",
+    "search",
+]

@@ -1,0 +1,61 @@
+"""A bound that no order can beat."""
+
+from dataclasses import replace
+
+from megapipe.schedule.cost import Cost, Time
+from megapipe.schedule.search.problem import Problem
+
+
+def least(problem: Problem) -> Time:
+    """The work of the most loaded rank with the idle time that it cannot avoid.
+
+    A rank waits for its first forward. Then, until its first input gradient can begin, it has
+    nothing to do but the forwards that it has room for. Under "makespan" the last micro-batch goes
+    back through all lower stages after the rank's last input gradient, and of the rank's weight
+    gradients only those that it has room for can come after it.
+    """
+    return max(_of_rank(problem, rank) for rank in range(len(problem.chunks)))
+
+
+def cheapest(cost: Cost, stages: int) -> Cost:
+    """The costs with each backward the cheaper one of B and of I with W, for a bound."""
+    forward, fused, back, weight = cost.table(stages)[:4]
+    first = tuple(map(min, back, fused))
+    whole = [min(i + w, b) for i, w, b in zip(back, weight, fused, strict=True)]
+    rest = tuple(both - i for both, i in zip(whole, first, strict=True))
+    return replace(cost, F=forward, I=first, W=rest)
+
+
+def _of_rank(problem: Problem, rank: int) -> Time:
+    m, stages, chunks = problem.microbatches, problem.stages, problem.chunks[rank]
+    lowest, highest = chunks[0], chunks[-1]
+    times, lags = problem.duration[::m], problem.lag[::m]
+    forward, back, weight = times[:stages], times[stages : 2 * stages], times[2 * stages :]
+    forward_lag, back_lag = lags[:stages], lags[stages : 2 * stages]
+    arrival = sum(forward[:lowest]) + sum(forward_lag[: lowest + 1])
+    turn = sum(forward[lowest:]) + sum(forward_lag[lowest + 1 :])
+    turn += sum(back[highest + 1 :]) + sum(back_lag[highest:])
+    room = problem.room[rank] // problem.amount[0]
+    idle = max(0, turn - _largest([forward[stage] for stage in chunks], m, room))
+    work = m * sum(forward[stage] + back[stage] for stage in chunks)
+    if weight:
+        work += m * sum(weight[stage] for stage in chunks)
+    if problem.objective == "span":
+        return idle + work
+    ending = sum(back[:lowest]) + sum(back_lag[:lowest]) + (weight[0] if weight else 0)
+    late: Time = 0
+    if weight:
+        waits = -problem.amount[-1]
+        kept = problem.room[rank] // waits if waits else m * len(chunks)
+        late = _largest([weight[stage] for stage in chunks], m, kept)
+    return arrival + idle + work + max(0, ending - late)
+
+
+def _largest(times: list[Time], microbatches: int, count: int) -> Time:
+    """The most time that `count` operations can take, of `microbatches` at each stage."""
+    total: Time = 0
+    for time in sorted(times, reverse=True):
+        taken = min(count, microbatches)
+        total += taken * time
+        count -= taken
+    return total

@@ -1,0 +1,145 @@
+"""From what a caller says to a problem, with every argument checked."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from math import lcm
+from typing import Any, Literal, get_args
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.cost import Cost, Time
+from megapipe.schedule.ir import Kind
+from megapipe.schedule.placement import Placement
+from megapipe.schedule.search.bound import cheapest, least
+from megapipe.schedule.search.problem import Objective, Problem
+
+Accounting = Literal["held", "weighted"]
+MemoryLimit = Time | Sequence[Time] | None
+
+
+def instance(
+    placement: Placement,
+    microbatches: int,
+    cost: Cost,
+    *,
+    memory_limit: MemoryLimit = None,
+    accounting: Accounting = "held",
+    freed: Time = 0,
+    objective: Objective = "makespan",
+    fused: bool = False,
+) -> Problem:
+    """The problem of finding an order; the arguments are those of
+    :func:`~megapipe.schedule.search.search`.
+
+    Raises:
+        ScheduleError: an argument is out of range.
+    """
+    if microbatches < 1:
+        raise ScheduleError(f"search: microbatches must be at least 1, not {microbatches}")
+    _check_choice("accounting", accounting, Accounting)
+    _check_choice("objective", objective, Objective)
+    share = _number("freed", freed)
+    if not 0 <= share <= 1:
+        raise ScheduleError(f"search: freed must be from 0 to 1, not {freed}")
+    return Problem(
+        placement,
+        microbatches,
+        replace(cost, jitter=0.0),
+        limits=_limits(placement.ranks, memory_limit),
+        freed=share if accounting == "weighted" else Fraction(0),
+        objective=objective,
+        fused=fused,
+    )
+
+
+def lower_bound(
+    placement: Placement,
+    microbatches: int,
+    cost: Cost,
+    *,
+    memory_limit: MemoryLimit = None,
+    accounting: Accounting = "held",
+    freed: Time = 0,
+    objective: Objective = "makespan",
+) -> Time:
+    """A time that no schedule on a placement can beat, whether its backwards are fused or split.
+
+    It is cheap, and near the best for many micro-batches and enough memory; see
+    :func:`~megapipe.schedule.search.bound.least`. The arguments are those of
+    :func:`~megapipe.schedule.search.search`.
+
+    Raises:
+        ScheduleError: an argument is out of range.
+    """
+    problem = instance(
+        placement,
+        microbatches,
+        cheapest(cost, placement.stages),
+        memory_limit=memory_limit,
+        accounting=accounting,
+        freed=freed,
+        objective=objective,
+    )
+    return least(problem)
+
+
+def whole(placement: Placement, cost: Cost) -> tuple[Cost, int]:
+    """The costs on a placement in whole numbers, and how many times as large they are.
+
+    Fractions are slow; costs with a float among them stay as they are.
+    """
+    stages, home = placement.stages, placement.table[0]
+    rows = dict(zip((kind.name for kind in Kind), cost.table(stages), strict=True))
+    pairs = [pair for pair in pairwise(home) if pair[0] != pair[1]]
+    links = {pair: cost.link(*pair) for a, b in pairs for pair in ((a, b), (b, a))}
+    every = [time for row in (*rows.values(), links.values()) for time in row]
+    if any(isinstance(time, float) for time in every):
+        return cost, 1
+    scale = lcm(*(Fraction(time).denominator for time in every))
+    times: dict[str, Any] = {
+        name: tuple(int(time * scale) for time in row) for name, row in rows.items()
+    }
+    latency = {pair: int(time * scale) for pair, time in links.items()}
+    return replace(cost, **times, latency=latency, bandwidth=None), scale
+
+
+def least_limit(placement: Placement) -> Fraction:
+    """The smallest memory limit for all ranks with which a step can run: the first micro-batch is
+    forward through all stages before any activation is freed."""
+    return placement.unit * max(len(placement.stages_of(rank)) for rank in range(placement.ranks))
+
+
+def can_run(problem: Problem) -> bool:
+    """Each rank has room for one micro-batch at all its stages."""
+    grain = problem.amount[0]
+    return all(
+        len(chunks) * grain <= room
+        for chunks, room in zip(problem.chunks, problem.room, strict=True)
+    )
+
+
+def _limits(ranks: int, memory_limit: MemoryLimit) -> tuple[Fraction, ...] | None:
+    if memory_limit is None:
+        return None
+    if isinstance(memory_limit, Sequence):
+        if len(memory_limit) != ranks:
+            raise ScheduleError(
+                f"search: {len(memory_limit)} memory limits for {ranks} ranks; give one per rank "
+                "or one for all"
+            )
+        return tuple(_number("memory_limit", limit) for limit in memory_limit)
+    return (_number("memory_limit", memory_limit),) * ranks
+
+
+def _number(name: str, value: Time) -> Fraction:
+    try:
+        return Fraction(value)
+    except (ValueError, OverflowError):
+        raise ScheduleError(f"search: {name} must be a number, not {value}") from None
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        known = " or ".join(get_args(choices))
+        raise ScheduleError(f"search: {name} must be {known}, not {value!r}")

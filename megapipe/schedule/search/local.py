@@ -1,0 +1,240 @@
+"""Local search: tabu search along critical paths, and restarts from a shaken order.
+
+As in job-shop scheduling (Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998): an order gets
+shorter only if operations of a *block* change places, a run of critical operations that one rank
+performs without a gap. A move is judged by the longest path through the operations that it moves,
+heads and tails being those of the order before. The best move that is not forbidden is made, even
+where it makes the order longer, and to undo it is forbidden for a while.
+"""
+
+import random
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from megapipe.schedule.cost import Time
+from megapipe.schedule.search.problem import Order, Problem, Timed
+
+MOVES = 40
+"""Moves judged in one iteration, drawn from those of the critical path."""
+TENURE = (8, 20)
+SHAKES = (10, 40)
+REACH = 6
+"""Places that an operation moves at most when an order is shaken."""
+SLACK = 0.01
+"""Share of the best value by which a restart may be longer and still be gone on from."""
+
+
+class Move(NamedTuple):
+    """The operation at one place of a rank's list goes to another place."""
+
+    rank: int
+    source: int
+    target: int
+
+
+def make(order: Order, move: Move) -> None:
+    """Change an order."""
+    ops = order[move.rank]
+    ops.insert(move.target, ops.pop(move.source))
+
+
+def copy(order: Order) -> Order:
+    """A copy that can be changed."""
+    return [list(ops) for ops in order]
+
+
+class Tabu:
+    """Tabu search from one order."""
+
+    def __init__(self, problem: Problem, order: Order, rng: random.Random) -> None:
+        self.problem, self.order, self.rng = problem, copy(order), rng
+        self.forbidden: dict[tuple[int, int], int] = {}
+        """Until which iteration the first may not be put before the second."""
+        self.iteration = 0
+        self.held: dict[int, list[int]] = {}
+
+    def run(self, iterations: int, target: Time) -> Timed | None:
+        """The best order seen; None if the first one deadlocks."""
+        problem = self.problem
+        best: Timed | None = None
+        move: Move | None = None
+        pairs: list[tuple[int, int]] = []
+        while self.iteration < iterations:
+            self.iteration += 1
+            run = problem.ends(self.order)
+            if run is None:
+                if move is None:
+                    return None
+                self.forbidden.update(dict.fromkeys(pairs, iterations + 1))
+                make(self.order, Move(move.rank, move.target, move.source))
+                continue
+            ends, sequence = run
+            value = problem.value(self.order, ends)
+            if best is None or value < best.value:
+                best = Timed(value, copy(self.order))
+                if value <= target:
+                    return best
+            tails = problem.tails(self.order, ends, sequence)
+            move = self._choose(ends, tails, best.value)
+            if move is None:
+                return best
+            pairs = list(_pairs(move, *self._parts(move)[1:]))
+            until = self.iteration + self.rng.randint(*TENURE)
+            self.forbidden.update({(second, first): until for first, second in pairs})
+            make(self.order, move)
+        return best
+
+    def _parts(self, move: Move) -> tuple[int, int, list[int]]:
+        """The first place that changes, the operation that moves and those that it passes."""
+        rank, source, target = move
+        ops = self.order[rank]
+        if target > source:
+            return source, ops[source], ops[source + 1 : target + 1]
+        return target, ops[source], ops[target:source]
+
+    def _choose(self, ends: list[Time], tails: list[Time], best: Time) -> Move | None:
+        """The best move that is allowed; failing that, the best of the forbidden ones."""
+        self.held.clear()
+        moves = [move for block in self._blocks(ends) for move in _moves(*block)]
+        if len(moves) > MOVES:
+            moves = self.rng.sample(moves, MOVES)
+        choice = None
+        for move in moves:
+            if not self.legal(move):
+                continue
+            length = self._judge(move, ends, tails)
+            _, moved, others = self._parts(move)
+            tabu = length >= best and any(
+                self.forbidden.get(pair, 0) > self.iteration for pair in _pairs(move, moved, others)
+            )
+            rated = (tabu, length, self.rng.random(), move)
+            if choice is None or rated < choice:
+                choice = rated
+        return None if choice is None else choice[3]
+
+    def _blocks(self, ends: list[Time]) -> Iterator[tuple[int, int, int]]:
+        """A critical path from its end, one of several by chance: rank, first and last place."""
+        problem, order, rng = self.problem, self.order, self.rng
+        offsets = problem.offsets(order, ends)
+        lasts = [ends[ops[-1]] - offset for ops, offset in zip(order, offsets, strict=True)]
+        value = max(lasts)
+        rank = rng.choice([rank for rank, last in enumerate(lasts) if last == value])
+        place = stop = len(order[rank]) - 1
+        while True:
+            ops = order[rank]
+            op = ops[place]
+            start = ends[op] - problem.duration[op]
+            need = problem.needs[op]
+            sent = need < problem.size and ends[need] + problem.lag[op] == start
+            gapless = place > 0 and ends[ops[place - 1]] == start
+            if gapless and not (sent and rng.random() < 0.5):
+                place -= 1
+                continue
+            yield rank, place, stop
+            if not sent:
+                return
+            rank = problem.rank[need]
+            place = stop = order[rank].index(need)
+
+    def legal(self, move: Move) -> bool:
+        """No operation comes before its own input on the rank, and all fits."""
+        problem = self.problem
+        first, moved, others = self._parts(move)
+        if any(_depends(problem, before, after) for after, before in _pairs(move, moved, others)):
+            return False
+        amount = problem.amount
+        if amount[moved] <= 0 and max(amount[op] for op in others) <= 0:
+            return True
+        if move.rank not in self.held:
+            ops = self.order[move.rank]
+            self.held[move.rank] = [0, *accumulate(amount[op] for op in ops)]
+        held, room = self.held[move.rank][first], problem.room[move.rank]
+        for op in _segment(move, moved, others):
+            held += amount[op]
+            if held > room:
+                return False
+        return True
+
+    def _judge(self, move: Move, ends: list[Time], tails: list[Time]) -> Time:
+        """The longest path through the operations that the move touches, as estimated."""
+        problem = self.problem
+        first, moved, others = self._parts(move)
+        ops, segment = self.order[move.rank], _segment(move, moved, others)
+        now = ends[ops[first - 1]] if first else 0
+        new_ends: dict[int, Time] = {}
+        for op in segment:
+            need = problem.needs[op]
+            arrived = new_ends.get(need, ends[need]) + problem.lag[op]
+            if arrived > now:
+                now = arrived
+            now += problem.duration[op]
+            new_ends[op] = now
+        after = first + len(segment)
+        if after < len(ops):
+            tail = tails[ops[after]]
+        else:
+            tail = -problem.offsets(self.order, ends)[move.rank]
+        longest: Time = 0
+        new_tails: dict[int, Time] = {}
+        for op in reversed(segment):
+            fed = problem.feeds[op]
+            follows = new_tails.get(fed, tails[fed]) + problem.lag_after[op]
+            if follows > tail:
+                tail = follows
+            longest = max(longest, new_ends[op] + tail)
+            tail += problem.duration[op]
+            new_tails[op] = tail
+        return longest
+
+
+def _moves(rank: int, first: int, last: int) -> Iterator[Move]:
+    """Within a block: neighbours change places, and any operation goes to either end."""
+    for place in range(first, last):
+        yield Move(rank, place, place + 1)
+    for place in range(first, last - 1):
+        yield Move(rank, place, last)
+    for place in range(first + 2, last + 1):
+        yield Move(rank, place, first)
+
+
+def _segment(move: Move, moved: int, others: list[int]) -> list[int]:
+    return [*others, moved] if move.target > move.source else [moved, *others]
+
+
+def _pairs(move: Move, moved: int, others: list[int]) -> Iterator[tuple[int, int]]:
+    """Pairs of operations of which the move puts the first before the second."""
+    if move.target > move.source:
+        return ((other, moved) for other in others)
+    return ((moved, other) for other in others)
+
+
+def _depends(problem: Problem, before: int, after: int) -> bool:
+    """The second of two operations of a rank needs the first one itself."""
+    if before // problem.microbatches == after // problem.microbatches:
+        return True
+    weight = before >= problem.row and after == before + problem.row
+    return weight or problem.needs[after] == before
+
+
+def shaken(problem: Problem, order: Order, rng: random.Random) -> Order:
+    """An order with some operations moved at random; it fits and does not deadlock."""
+    tabu = Tabu(problem, order, rng)
+    left = rng.randint(*SHAKES)
+    for _ in range(4 * left):
+        rank = rng.randrange(len(order))
+        last = len(order[rank]) - 1
+        source = rng.randint(0, last)
+        target = min(last, max(0, source + rng.choice((-1, 1)) * rng.randint(1, REACH)))
+        move = Move(rank, source, target)
+        tabu.held.clear()
+        if left == 0:
+            break
+        if source == target or not tabu.legal(move):
+            continue
+        make(tabu.order, move)
+        if problem.ends(tabu.order) is None:
+            make(tabu.order, Move(rank, target, source))
+        else:
+            left -= 1
+    return tabu.order

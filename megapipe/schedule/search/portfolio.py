@@ -1,0 +1,158 @@
+"""The search for one problem: what is tried, and with how much effort.
+
+1. Orders made by rules, by beam search and from random patterns and, where there are more
+   micro-batches than fill the pipeline, what a search with fewer finds, stretched.
+2. Tabu search from the best of them.
+3. From each of the elite, again and again: shake, a short tabu search, and go on from the better.
+
+Effort is counted in operations timed, so what is found depends on the arguments alone.
+"""
+
+import random
+from collections.abc import Callable
+from itertools import islice
+
+from megapipe.schedule.cost import Time
+from megapipe.schedule.search.beam import beam
+from megapipe.schedule.search.bound import least
+from megapipe.schedule.search.greedy import greedy, rules
+from megapipe.schedule.search.local import Tabu, shaken
+from megapipe.schedule.search.pattern import Patterns
+from megapipe.schedule.search.problem import Order, Problem, Timed
+from megapipe.schedule.search.stretch import stretched
+
+RULE, STATE, ITERATION, SHAKE = 13, 60, 5, 25
+"""Prices in timings of a whole order: a greedy pass, a state of the beam's width, an iteration of
+tabu search, and shaking an order."""
+STRETCHED = 12
+"""Shorter orders that are made longer."""
+ELITE = 4
+POLISHED = 6
+WIDTH, SAMPLES, CLIMBS, CHANGES = 300, 200, 3, 300
+"""At most: states of the beam, random patterns, how many of them are improved, and how long."""
+POLISH, RESTART = 300, 60
+"""Iterations of tabu search from an order as made, and from a shaken one."""
+SLACK = 0.01
+"""Share of the best value by which an order may be longer and still be gone on from."""
+
+
+class Portfolio:
+    """A search with a limited effort.
+
+    Args:
+        effort: operations that may be timed.
+        starts: gives orders of a problem to start from.
+        told: is given the best value now and then.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        effort: int,
+        rng: random.Random,
+        starts: Callable[[Problem], list[Order]] = lambda problem: [],
+        told: Callable[[Time], None] = lambda value: None,
+    ) -> None:
+        self.problem, self.effort, self.left, self.rng = problem, effort, effort, rng
+        self.starts, self.told = starts, told
+        self.target = least(problem)
+        self.pool: list[Timed] = []
+
+    def run(self) -> Timed:
+        """The best order found."""
+        for order in self.starts(self.problem):
+            self._add(self.problem.timed(order))
+        for make in (self._rules, self._shorter, self._beam, self._patterns):
+            if not self._done():
+                make()
+                self.told(self.pool[0].value)
+        self._polish()
+        self._restarts()
+        return self.pool[0]
+
+    def _done(self) -> bool:
+        return bool(self.pool) and self.pool[0].value <= self.target
+
+    def _add(self, timed: Timed | None) -> None:
+        if timed is not None and timed not in self.pool:
+            self.pool.append(timed)
+            self.pool.sort(key=lambda each: each.value)
+
+    def _spend(self, timings: int) -> None:
+        self.left -= timings * self.problem.size
+
+    def _affords(self, share: float, price: int) -> int:
+        """How many things at a price, in timings, a share of the effort buys."""
+        return int(min(share * self.effort, self.left) / (price * self.problem.size))
+
+    def _rules(self) -> None:
+        count = max(1, self._affords(0.1, RULE))
+        for rule in islice(rules(self.problem), count):
+            self._spend(RULE)
+            self._add(self.problem.timed(greedy(self.problem, rule)))
+
+    def _shorter(self) -> None:
+        filling = self.problem.placement.ranks + 2
+        if filling >= self.problem.microbatches:
+            return
+        short = self.problem.of_size(filling)
+        share = 0.7 if self.problem.microbatches > 4 * filling else 0.3
+        effort = int(min(self.left, share * self.effort))
+        search = Portfolio(short, effort, self.rng, self.starts)
+        search.run()
+        self.left -= search.effort - search.left
+        several = search.pool[:STRETCHED]
+        count = max(1, self._affords(0.15, len(several)))
+        for timed in several:
+            self._spend(count)
+            for longer in stretched(short, timed.order, self.problem, count):
+                self._add(longer)
+
+    def _beam(self) -> None:
+        width = min(WIDTH, self._affords(0.2, STATE))
+        if width > 0:
+            self._spend(width * STATE)
+            order = beam(self.problem, width)
+            self._add(None if order is None else self.problem.timed(order))
+
+    def _patterns(self) -> None:
+        samples = min(SAMPLES, self._affords(0.05, 2))
+        self._spend(2 * samples)
+        patterns = Patterns(self.problem, self.rng)
+        found = [sampled for _ in range(samples) if (sampled := patterns.sample()) is not None]
+        found.sort(key=lambda sampled: sampled[1].value)
+        changes = min(CHANGES, self._affords(0.1, 2 * CLIMBS))
+        for pattern, timed in found[:CLIMBS]:
+            self._spend(2 * changes)
+            self._add(patterns.climb(pattern, timed, changes))
+
+    def _polish(self) -> None:
+        iterations = min(POLISH, self._affords(0.3, POLISHED * ITERATION))
+        for timed in self.pool[:POLISHED]:
+            if iterations and not self._done():
+                self._add(self._tabu(timed.order, iterations))
+                self.told(self.pool[0].value)
+
+    def _tabu(self, order: Order, iterations: int) -> Timed | None:
+        self._spend(ITERATION * iterations)
+        return Tabu(self.problem, order, self.rng).run(iterations, self.target)
+
+    def _restarts(self) -> None:
+        price = (SHAKE + ITERATION * RESTART) * self.problem.size
+        elite = self.pool[:ELITE]
+        share = self.left // len(elite)
+        for number, timed in enumerate(elite, start=1):
+            best = current = timed
+            while not self._done() and self.left - price >= (len(elite) - number) * share:
+                self._spend(SHAKE)
+                shaken_order = shaken(self.problem, current.order, self.rng)
+                new = self._tabu(shaken_order, RESTART)
+                if new is None:
+                    continue
+                longest = float(best.value) * (1 + SLACK * self.rng.random())
+                if new.value <= current.value or new.value <= longest:
+                    current = new
+                if new.value < best.value:
+                    best = new
+                    self._add(best)
+                    self.told(self.pool[0].value)

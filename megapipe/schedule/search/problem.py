@@ -1,0 +1,264 @@
+"""A search instance as plain tables, and the exact times of an order of operations.
+
+Micro-batches cost the same, so by an exchange argument each kind of operation at each stage may
+run in micro-batch order without loss. What is left to decide is how a rank interleaves its
+*streams*: F, I and W of each of its stages.
+
+Operations are numbered ``stream * microbatches + microbatch``. The streams are F of every stage,
+I of every stage, W of every stage. A *fused* problem has B in the place of I and no W. An *order*
+is one list of such numbers per rank.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from math import floor
+from typing import Literal, NamedTuple, TypeVar
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.cost import Cost, Time
+from megapipe.schedule.ir import (
+    KIND_MASK,
+    MICROBATCH_SHIFT,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    Kind,
+    Schedule,
+    packed,
+    span,
+)
+from megapipe.schedule.placement import Placement
+
+Objective = Literal["makespan", "span"]
+Order = list[list[int]]
+NEVER = -(1 << 60)
+"""Before all times: the end of what has not run, the tail of what nothing waits for."""
+Value = TypeVar("Value")
+
+
+class Timed(NamedTuple):
+    """An order and its objective."""
+
+    value: Time
+    order: Order
+
+
+class Problem:
+    """The tables of one instance.
+
+    Args:
+        placement: one replica.
+        cost: without jitter; quick where it has no fractions, see :func:`whole`.
+        limits: per rank, the most micro-batches of a full rank alive at once; None: no limit.
+        freed: share of an activation that I frees; W frees the rest.
+        objective: "makespan" is the longest time from the first start of all to a rank's last
+            end, "span" that from the rank's own first start.
+        fused: B in the place of I and W.
+
+    Raises:
+        ScheduleError: a cost that does not fit the stages, or a placement with more replicas.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        microbatches: int,
+        cost: Cost,
+        *,
+        limits: Sequence[Fraction] | None = None,
+        freed: Fraction = Fraction(0),
+        objective: Objective = "makespan",
+        fused: bool = False,
+    ) -> None:
+        if len(placement.table) > 1:
+            raise ScheduleError(
+                f"search: its placement has {len(placement.table)} replicas; it searches with one"
+            )
+        self.placement, self.microbatches, self.cost = placement, microbatches, cost
+        self.limits, self.freed, self.objective, self.fused = limits, freed, objective, fused
+        self.stages = placement.stages
+        self.chunks = [placement.stages_of(rank) for rank in range(placement.ranks)]
+        self.kinds = (Kind.F, Kind.B) if fused else (Kind.F, Kind.I, Kind.W)
+        self.row = self.stages * microbatches
+        """Operations of one kind."""
+        self.size = len(self.kinds) * self.row
+        times, lags = self._times()
+        amounts, self.room = self._amounts()
+        self.rank = self._each(placement.table[0] * len(self.kinds))
+        self.duration = self._each(times)
+        self.lag = self._each(lags)
+        """Of the message that an operation waits for."""
+        self.amount = self._each(amounts)
+        """What an operation adds to the activations alive on its rank."""
+        self.needs = [self.size] * self.size
+        """The operation whose message an operation waits for; size if there is none. (A W needs
+        its I, which is earlier in the list of the same rank.)"""
+        self.feeds = [self.size] * self.size
+        self.lag_after: list[Time] = [0] * self.size
+        for stream, source in self.sources():
+            for op in range(stream * microbatches, (stream + 1) * microbatches):
+                need = op + (source - stream) * microbatches
+                self.needs[op], self.feeds[need] = need, op
+                self.lag_after[need] = self.lag[op]
+
+    def of_size(self, microbatches: int) -> "Problem":
+        """The same problem with another number of micro-batches."""
+        return Problem(
+            self.placement,
+            microbatches,
+            self.cost,
+            limits=self.limits,
+            freed=self.freed,
+            objective=self.objective,
+            fused=self.fused,
+        )
+
+    def _each(self, of_streams: Iterable[Value]) -> list[Value]:
+        return [value for value in of_streams for _ in range(self.microbatches)]
+
+    def sources(self) -> Iterator[tuple[int, int]]:
+        """Streams that wait for a message, each with the stream that sends it."""
+        last = self.stages - 1
+        for stage in range(self.stages):
+            if stage > 0:
+                yield stage, stage - 1
+            back = self.stages + stage
+            yield back, back + 1 if stage < last else last
+
+    def _times(self) -> tuple[list[Time], list[Time]]:
+        """By stream the time of an operation and of the message it waits for."""
+        cost, home = self.cost, self.placement.table[0]
+        table = cost.table(self.stages)
+        times = [table[kind][stage] for kind in self.kinds for stage in range(self.stages)]
+        lags: list[Time] = [0] * len(times)
+        for stream, source in self.sources():
+            link = cost.link(home[source % self.stages], home[stream % self.stages])
+            if cost.overlap:
+                lags[stream] = link
+            else:  # the sender waits for the end of each message
+                times[source] += link
+        return times, lags
+
+    def _amounts(self) -> tuple[list[int], list[int]]:
+        """By stream what an operation adds, and by rank what there is room for."""
+        grain = self.freed.denominator
+        changes = {Kind.F: grain, Kind.B: -grain}
+        changes[Kind.I] = -int(self.freed * grain)
+        changes[Kind.W] = -grain - changes[Kind.I]
+        amounts = [changes[kind] for kind in self.kinds for _ in range(self.stages)]
+        if self.limits is None:
+            return amounts, [grain * self.row] * self.placement.ranks
+        return amounts, [floor(limit * grain / self.placement.unit) for limit in self.limits]
+
+    def fits(self, order: Order) -> bool:
+        """No rank holds more than it has room for."""
+        amount = self.amount
+        for room, ops in zip(self.room, order, strict=True):
+            held = 0
+            for op in ops:
+                held += amount[op]
+                if held > room:
+                    return False
+        return True
+
+    def ends(self, order: Order) -> tuple[list[Time], list[int]] | None:
+        """When each operation ends, and all operations in an order in which they can run.
+
+        The list of ends has a zero more, for what needs nothing. None where the order deadlocks.
+        """
+        needs, lag, duration = self.needs, self.lag, self.duration
+        ends: list[Time] = [NEVER] * self.size
+        ends.append(0)
+        cursor = [0] * len(order)
+        free: list[Time] = [0] * len(order)
+        sequence: list[int] = []
+        waiting: dict[int, int] = {}
+        ready = list(range(len(order)))
+        while ready:
+            rank = ready.pop()
+            ops, now = order[rank], free[rank]
+            for index in range(cursor[rank], len(ops)):
+                op = ops[index]
+                need = needs[op]
+                arrived = ends[need]
+                if arrived == NEVER:
+                    waiting[need] = rank
+                    cursor[rank] = index
+                    break
+                arrived += lag[op]
+                if arrived > now:
+                    now = arrived
+                now += duration[op]
+                ends[op] = now
+                sequence.append(op)
+                if op in waiting:
+                    ready.append(waiting.pop(op))
+            free[rank] = now
+        return None if waiting else (ends, sequence)
+
+    def offsets(self, order: Order, ends: list[Time]) -> list[Time]:
+        """Per rank, the time from which its last end counts."""
+        if self.objective == "makespan":
+            return [0] * len(order)
+        return [ends[ops[0]] - self.duration[ops[0]] for ops in order]
+
+    def value(self, order: Order, ends: list[Time]) -> Time:
+        """The objective."""
+        offsets = self.offsets(order, ends)
+        return max(ends[ops[-1]] - offset for ops, offset in zip(order, offsets, strict=True))
+
+    def timed(self, order: Order) -> Timed | None:
+        """An order with its objective; None where it deadlocks."""
+        run = self.ends(order)
+        return None if run is None else Timed(self.value(order, run[0]), order)
+
+    def tails(self, order: Order, ends: list[Time], sequence: list[int]) -> list[Time]:
+        """From the start of each operation to the end of what follows from it; one more for what
+        feeds nothing.
+
+        An operation is critical where start + tail is the objective.
+        """
+        feeds, lag_after, duration, rank_of = self.feeds, self.lag_after, self.duration, self.rank
+        tails: list[Time] = [NEVER] * (self.size + 1)
+        after = [-offset for offset in self.offsets(order, ends)]
+        for op in reversed(sequence):
+            rank = rank_of[op]
+            tail = tails[feeds[op]] + lag_after[op]
+            if after[rank] > tail:
+                tail = after[rank]
+            tails[op] = after[rank] = tail + duration[op]
+        return tails
+
+    def schedule(self, order: Order) -> Schedule:
+        """The schedule of an order."""
+        codes: list[int] = []
+        for kind in self.kinds:
+            for stage in range(self.stages):
+                codes.extend(span(kind, stage, 0, self.microbatches))
+        lists = tuple(packed(codes[op] for op in ops) for ops in order)
+        return Schedule("searched", self.placement, self.microbatches, lists)
+
+    def order(self, schedule: Schedule) -> Order | None:
+        """The order of a plain schedule on this placement; None where it has none here.
+
+        A B becomes an I and a W, unless the problem is fused.
+        """
+        m, row = self.microbatches, self.row
+        places = {Kind.F: [0], Kind.B: [row] if self.fused else [row, 2 * row]}
+        if not self.fused:
+            places |= {Kind.I: [row], Kind.W: [2 * row]}
+        following = list(range(0, self.size, m))
+        lists: Order = []
+        for codes in schedule.ops:
+            ops: list[int] = []
+            for code in codes:
+                bases = places.get(Kind(code & KIND_MASK))
+                if bases is None:
+                    return None
+                place = (code >> STAGE_SHIFT & STAGE_MASK) * m + (code >> MICROBATCH_SHIFT)
+                for base in bases:
+                    if following[(base + place) // m] != base + place:
+                        return None
+                    following[(base + place) // m] += 1
+                    ops.append(base + place)
+            lists.append(ops)
+        return lists

@@ -1,0 +1,79 @@
+"""The registered schedules that a search competes with."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.cost import Cost, Time
+from megapipe.schedule.generators import accepts, build, names
+from megapipe.schedule.ir import JOINED, Schedule
+from megapipe.schedule.ledger import peak_weighted
+from megapipe.schedule.search.problem import Objective, Problem
+from megapipe.schedule.simulate import simulate
+
+
+class Candidate(NamedTuple):
+    """A schedule and its objective, as the simulator gives it."""
+
+    schedule: Schedule
+    value: Time
+
+
+def objective_of(schedule: Schedule, cost: Cost, objective: Objective) -> Time:
+    """The makespan, or the longest span, that the simulator gives."""
+    timeline = simulate(schedule, cost)
+    return timeline.makespan if objective == "makespan" else max(timeline.spans)
+
+
+def registered(problem: Problem) -> list[Candidate]:
+    """The registered schedules on the problem's placement that keep its limits, the best first.
+
+    Those that cut micro-batches or sequences, recompute or join operations are left out: a search
+    orders whole operations, at costs that are given for these.
+    """
+    found = [
+        Candidate(schedule, objective_of(schedule, problem.cost, problem.objective))
+        for schedule in _built(problem)
+        if _fits(problem, schedule)
+    ]
+    return sorted(found, key=lambda candidate: candidate.value)
+
+
+def _fits(problem: Problem, schedule: Schedule) -> bool:
+    if problem.limits is None:
+        return True
+    order = problem.order(schedule)
+    if order is not None:
+        return problem.fits(order)
+    peaks = peak_weighted(schedule, problem.freed)
+    return all(peak <= limit for peak, limit in zip(peaks, problem.limits, strict=True))
+
+
+def _built(problem: Problem) -> Iterator[Schedule]:
+    """Every registered schedule, with the group sizes that differ most, where it is of use.
+
+    It is built with few micro-batches first: many generators turn out to be of no use then.
+    """
+    ranks, m = problem.placement.ranks, problem.microbatches
+    hints: dict[str, Any] = {"cost": problem.cost, "chunks": max(1, problem.stages // ranks)}
+    if problem.limits is not None:
+        hints["memory_limit"] = min(problem.limits)
+    groups = [None, *sorted({-(-ranks // 2), 2 * ranks, m} - {ranks})]
+    for name in names():
+        taken = accepts(name)
+        options = {what: value for what, value in hints.items() if what in taken}
+        for group in groups if "group" in taken else [None]:
+            for size in sorted({min(m, 2 * ranks), m}):
+                try:
+                    schedule = build(name, ranks=ranks, microbatches=size, group=group, **options)
+                except ScheduleError:
+                    break
+                if not _plain(schedule) or schedule.placement != problem.placement:
+                    break
+                if size == m:
+                    yield schedule
+
+
+def _plain(schedule: Schedule) -> bool:
+    cut = schedule.slices > 1 or schedule.sizes or schedule.recompute or schedule.forward_only
+    return not cut and max(map(max, schedule.ops)) < JOINED
