@@ -57,9 +57,9 @@ class PipelineConfig(Section):
     """Name of a registered schedule (`scripts/schedule.py list` shows them), a function of your
     own as `module:function`, or a file of operations that ends in `.csv`; auto: measure the first
     steps, search for what they cost, and go on with what was found."""
-    placement: Literal["loop", "v", "wave"] = "loop"
-    """For schedule auto: stages around the ranks, down and back up (2 chunks), or that twice (4).
-    Other schedules have their own."""
+    placement: Literal["loop", "v", "wave"] | None = None
+    """For schedule auto: stages around the ranks (loop, the default), down and back up (v, 2
+    chunks), or that twice (wave, 4). Other schedules have their own."""
     chunks: int | None = Field(None, ge=1)
     """Virtual stages (model chunks) per pipeline rank; default: the schedule's own."""
     group: int | None = Field(None, ge=1)

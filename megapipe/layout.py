@@ -250,24 +250,28 @@ def _schedule(config: Config, microbatches: int) -> Schedule:
             f"micro-batches through {pp * (pipeline.chunks or 1)} stages: expected a product of at "
             f"most {MOST_PASSES}; raise train.microbatch"
         )
-    name, chunks = pipeline.schedule, pipeline.chunks
-    if name == "auto":
-        name, chunks = _begins_auto(pipeline)
+    if pipeline.schedule != "auto" and pipeline.placement is not None:
+        raise ConfigError(
+            f"pipeline.placement={pipeline.placement} is for pipeline.schedule=auto; "
+            f"{pipeline.schedule} has its own: expected null"
+        )
     try:
-        schedule = load(
-            name,
-            ranks=pp,
-            microbatches=microbatches,
-            chunks=chunks,
-            group=pipeline.group,
-            slices=pipeline.slices,
-            pairs=pipeline.pairs,
-            memory_limit=pipeline.memory_limit,
+        schedule = (
+            _begin_auto(pipeline, pp, microbatches)
+            if pipeline.schedule == "auto"
+            else load(
+                pipeline.schedule,
+                ranks=pp,
+                microbatches=microbatches,
+                chunks=pipeline.chunks,
+                group=pipeline.group,
+                slices=pipeline.slices,
+                pairs=pipeline.pairs,
+                memory_limit=pipeline.memory_limit,
+            )
         )
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
-    if pipeline.schedule == "auto":
-        schedule = split_backwards(schedule)
     if pipeline.memory_limit is not None:
         _check_memory(schedule, pipeline.memory_limit)
     rows = config.train.microbatch
@@ -290,13 +294,26 @@ def _check_memory(schedule: Schedule, limit: float) -> None:
         )
 
 
-def _begins_auto(pipeline: PipelineConfig) -> tuple[str, int | None]:
-    """The schedule, and its chunks, whose costs `pipeline.schedule=auto` measures."""
+def _begin_auto(pipeline: PipelineConfig, ranks: int, microbatches: int) -> Schedule:
+    """The schedule whose costs `pipeline.schedule=auto` measures: the first on its placement that
+    keeps the limit, or the one that holds least."""
+    chunks, limit = pipeline.chunks, pipeline.memory_limit
     if pipeline.placement == "v":
-        return "zb_v", pipeline.chunks
-    if pipeline.placement == "wave":
-        return "hanayo", pipeline.chunks or 4
-    return ("interleaved_1f1b" if (pipeline.chunks or 1) > 1 else "zb_h1"), pipeline.chunks
+        names = ["zb_v", "v_half", "v_min"]
+    elif pipeline.placement == "wave":
+        names, chunks = ["hanayo"], chunks or 4
+    elif (chunks or 1) > 1:
+        names = ["interleaved_1f1b"]
+    else:
+        names = ["zb_h1", "zb_1p"]
+    schedules = (
+        load(name, ranks=ranks, microbatches=microbatches, chunks=chunks, memory_limit=limit)
+        for name in names
+    )
+    for schedule in schedules:
+        if limit is None or max(peak_held(schedule)) <= limit:
+            break
+    return split_backwards(schedule)
 
 
 def _choices(name: str, size: int, near: int) -> str:

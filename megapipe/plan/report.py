@@ -16,7 +16,7 @@ from megapipe.plan.params import (
     stage_shapes,
 )
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.ledger import peak_held, weight_copies
+from megapipe.schedule.ledger import peak_held, volume, weight_copies
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.validate import validate
@@ -110,7 +110,17 @@ def _run_lines(
             f"messages      {_range(ends)} point-to-point communicators per process, "
             f"at most {depth} received ahead in one"
         ),
+        f"sent          {_sent(config, layout, schedule):,} bytes between pipeline ranks per step",
     ]
+
+
+def _sent(config: Config, layout: Layout, schedule: Schedule) -> int:
+    """Bytes of hidden states and their gradients in a step of the whole job."""
+    train, model = config.train, config.model
+    size = {"bf16": 2, "fp32": 4, "fp64": 8}[model.dtype]
+    tp = 1 if config.parallel.sequence_parallel else layout.tp  # else each sends all of it
+    whole = train.sequence_length * train.microbatch * model.hidden * size
+    return int(sum(volume(schedule).values()) * whole) * layout.dp * tp
 
 
 def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str]:

@@ -136,6 +136,8 @@ def _check(
             f"schedule {spec}: it returned {type(schedule).__name__}; return a "
             "megapipe.schedule.ir.Schedule"
         )
+    if schedule.forward_only:
+        raise ScheduleError(f"schedule {spec}: it has no backward; leave out forward_only")
     placement = schedule.placement
     sizes: dict[str, tuple[Any, Any]] = {
         "ranks": (placement.ranks, ranks),

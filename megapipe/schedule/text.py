@@ -51,8 +51,8 @@ def _cells(ops: Iterable[Op]) -> Iterator[str]:
 def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Schedule:
     """Read what :func:`to_csv` or torch.distributed.pipelining writes (compute-only).
 
-    Placement, micro-batches and slices are those of the cells; empty cells (idle slots) are
-    skipped.
+    Placement, micro-batches and slices are those of the cells (a replica that no micro-batch runs
+    through leaves no trace); empty cells (idle slots) are skipped.
 
     Raises:
         ScheduleError: an unreadable cell, a micro-batch with one stage on two ranks, a stage or
@@ -61,7 +61,11 @@ def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Sch
     sizes: tuple[Fraction, ...] | None = None
     recompute: frozenset[int] = frozenset()
     lists: list[list[Op]] = []
-    for number, row in enumerate(csv.reader(io.StringIO(text)), start=1):
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ScheduleError(f"schedule {name}: not a table of cells: {error}") from None
+    for number, row in enumerate(rows, start=1):
         where = f"schedule {name}: line {number}"
         if row and row[0].startswith("#"):
             words = row[0].lstrip("# ").split()

@@ -26,22 +26,21 @@ from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edge, Edges
-from megapipe.schedule.ir import (
-    JOINED,
-    KIND_MASK,
-    STAGE_SHIFT,
-    Kind,
-    Op,
-    Schedule,
-    unpack,
+from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, Kind, Op, Schedule, unpack
+from megapipe.schedule.refusal import (
+    BIT,
+    deadlock,
+    error,
+    misplaced,
+    out_of_order,
+    over,
+    slice_out_of_order,
 )
 
-_BIT = {Kind.F: 1, Kind.I: 2, Kind.W: 4, Kind.B: 8, Kind.R: 16}
-_BITS = tuple(_BIT[kind] for kind in Kind)
-_R = _BIT[Kind.R]
-_BACK = _BIT[Kind.I] | _BIT[Kind.B]
-_SPLIT = _BIT[Kind.F] | _BIT[Kind.I] | _BIT[Kind.W]
-_FUSED = _BIT[Kind.F] | _BIT[Kind.B]
+_R = BIT[Kind.R]
+_BACK = BIT[Kind.I] | BIT[Kind.B]
+_SPLIT = BIT[Kind.F] | BIT[Kind.I] | BIT[Kind.W]
+_FUSED = BIT[Kind.F] | BIT[Kind.B]
 
 
 class Channel(NamedTuple):
@@ -123,7 +122,7 @@ def _check_ranges(schedule: Schedule) -> None:
                 op = unpack(code)
                 if op.stage < stages and op.microbatch < microbatches and op.slice < slices:
                     continue
-            raise _misplaced(schedule, rank, index)
+            raise misplaced(schedule, rank, index)
 
 
 def _read_list(
@@ -156,7 +155,7 @@ def _read_list(
         row = rows.get(token & LOW, -1)
         unit = token >> UNIT_SHIFT & UNITS
         if row < 0 or unit >= units or token < 0:
-            raise _misplaced(schedule, rank, index)
+            raise misplaced(schedule, rank, index)
         if token >= JOINED:
             _check_joined(schedule, rank, index)
         kind = token & KIND_MASK
@@ -165,28 +164,28 @@ def _read_list(
         place = unit if slices == 1 else unit + slices - 1 - unit % slices * 2
         if kind == 0:  # F
             if seen:
-                raise _out_of_order(schedule, rank, index, seen)
+                raise out_of_order(schedule, rank, index, seen)
             state[slot] = 1
             if slices > 1 and unit % slices and not state[slot - 1]:
-                raise _slice_out_of_order(edges, rank, index)
+                raise slice_out_of_order(edges, rank, index)
             if schedule.forward_only or row in recomputed:
                 continue
             held += 1
             if held > peak:
                 peak = held
                 if limit is not None and held > limit:
-                    raise _over(schedule, rank, index, held, limit)
+                    raise over(schedule, rank, index, held, limit)
             continue
         if kind == 4:  # R
             if seen != 1:
-                raise _out_of_order(schedule, rank, index, seen)
+                raise out_of_order(schedule, rank, index, seen)
             state[slot] = 1 | _R
             held += 1
         elif kind != 3:  # B or I: the input gradient is there
             if seen | _R != 1 | _R:
-                raise _out_of_order(schedule, rank, index, seen)
+                raise out_of_order(schedule, rank, index, seen)
             if slices > 1 and (unit + 1) % slices and not state[slot + 1] & _BACK:
-                raise _slice_out_of_order(edges, rank, index)
+                raise slice_out_of_order(edges, rank, index)
             if place < last[row][0]:
                 ascending = False
             last[row][0] = place
@@ -194,11 +193,11 @@ def _read_list(
                 held += 1
             state[slot] = seen | (8 if kind == 1 else 2)
         elif seen & 15 != 3:
-            raise _out_of_order(schedule, rank, index, seen)
+            raise out_of_order(schedule, rank, index, seen)
         if held > peak:
             peak = held
             if limit is not None and held > limit:
-                raise _over(schedule, rank, index, held, limit)
+                raise over(schedule, rank, index, held, limit)
         if kind == 3 or kind == 1:  # W or B: the activation is free
             if kind == 3:
                 state[slot] = seen | 4
@@ -212,23 +211,23 @@ def _read_list(
 def _check_joined(schedule: Schedule, rank: int, index: int) -> None:
     ops = schedule.ops[rank]
     if ops[index] >> 61:
-        raise _misplaced(schedule, rank, index)
+        raise misplaced(schedule, rank, index)
     if index + 1 == len(ops):
-        raise _error(schedule, rank, index, "it is joined with the next operation; it is the last")
+        raise error(schedule, rank, index, "it is joined with the next operation; it is the last")
     after = unpack(ops[index + 1])
     if after.joined:
-        raise _error(
+        raise error(
             schedule, rank, index, f"it is joined with {after}, which is joined with another again"
         )
     if after.microbatch == unpack(ops[index]).microbatch:
-        raise _error(
+        raise error(
             schedule, rank, index, f"it is joined with {after}, which is of the same micro-batch"
         )
 
 
 def _check_complete(edges: Edges, state: bytearray) -> None:
     schedule = edges.schedule
-    whole = (_BIT[Kind.F],) if schedule.forward_only else (_SPLIT, _FUSED, _SPLIT | _R, _FUSED | _R)
+    whole = (BIT[Kind.F],) if schedule.forward_only else (_SPLIT, _FUSED, _SPLIT | _R, _FUSED | _R)
     lanes = edges.lane_of * schedule.microbatches if len(edges.lanes) == 1 else edges.lane_of
     if len(edges.lanes) == 1 and sum(state.count(value) for value in whole) == len(state):
         return
@@ -241,7 +240,7 @@ def _check_complete(edges: Edges, state: bytearray) -> None:
                     continue
                 if not value:
                     missing = str(Op(Kind.F, stage, microbatch, part))
-                elif value & _BIT[Kind.I]:
+                elif value & BIT[Kind.I]:
                     missing = str(Op(Kind.W, stage, microbatch, part))
                 else:
                     missing = f"{Op(Kind.B, stage, microbatch, part)} (or an I and a W)"
@@ -312,120 +311,9 @@ def _run(edges: Edges, lists: list["array[int]"]) -> tuple[Channel, ...]:
             index += len(pair)
         cursor[rank] = index
     if waiting:
-        raise _deadlock(edges, cursor, waiting)
+        raise deadlock(edges, cursor, waiting)
     return tuple(
         Channel(edge.src, edge.dst, sent[index], depth[index])
         for index, edge in enumerate(used)
         if sent[index]
     )
-
-
-def _deadlock(edges: Edges, cursor: list[int], waiting: dict[int, int]) -> ScheduleError:
-    """Follow the waits from the first blocked rank until they close, and tell the circle."""
-    schedule = edges.schedule
-    wanted = {rank: edges.maker(slot) for slot, rank in waiting.items()}
-    rank = min(wanted)
-    chain: list[int] = []
-    while rank not in chain:
-        chain.append(rank)
-        rank = wanted[rank][0]
-    circle = chain[chain.index(rank) :]
-    parts = []
-    for rank in circle:
-        owner, makers = wanted[rank]
-        index, needed = next(
-            (index, op)
-            for index, op in enumerate(schedule.rank_ops(owner))
-            if op._replace(joined=False) in makers
-        )
-        parts.append(
-            f"rank {rank} op {cursor[rank]} ({_name(schedule, rank, cursor[rank])}) waits for "
-            f"{needed}, op {index} of rank {owner}"
-        )
-    shown = parts if len(parts) <= 8 else [*parts[:7], f"... {len(parts) - 7} more"]
-    return ScheduleError(f"schedule {schedule.name}: deadlock: {'; '.join(shown)}")
-
-
-def _misplaced(schedule: Schedule, rank: int, index: int) -> ScheduleError:
-    """An operation that no order could make right here."""
-    code = schedule.ops[rank][index]
-    kind = code & KIND_MASK
-    if code < 0 or kind > Kind.R or code >> 61:
-        return _error(
-            schedule, rank, index, "no such operation; the known kinds are F, B, I, W and R"
-        )
-    op = unpack(code)
-    stages, microbatches = schedule.placement.stages, schedule.microbatches
-    if kind != Kind.F and schedule.forward_only:
-        what = "a forward-only schedule has no backward"
-    elif op.stage >= stages:
-        what = f"out of range: stages go from 0 to {stages - 1}"
-    elif op.microbatch >= microbatches:
-        what = f"out of range: micro-batches go from 0 to {microbatches - 1}"
-    elif op.slice >= schedule.slices:
-        what = f"out of range: slices go from 0 to {schedule.slices - 1}"
-    elif kind == Kind.R and op.stage not in schedule.recompute:
-        what = f"stage {op.stage} does not recompute; name it in the schedule's recompute"
-    else:
-        replica = schedule.replica_of(op.microbatch)
-        of = f" of micro-batch {op.microbatch}" if len(schedule.placement.table) > 1 else ""
-        home = schedule.placement.rank_of(op.stage, replica)
-        what = f"stage {op.stage}{of} is on rank {home}"
-    return _error(schedule, rank, index, what)
-
-
-def _out_of_order(schedule: Schedule, rank: int, index: int, seen: int) -> ScheduleError:
-    """An operation that is a duplicate, or comes before what it needs on its own rank."""
-    op = unpack(schedule.ops[rank][index])._replace(joined=False)
-    plain = [other._replace(joined=False) for other in schedule.rank_ops(rank)]
-    if seen & _BIT[op.kind]:
-        return _error(schedule, rank, index, f"duplicate of op {plain.index(op)}")
-    if seen & _BIT[Kind.B]:
-        fused = op._replace(kind=Kind.B)
-        first = plain.index(fused)
-        return _error(schedule, rank, index, f"the fused {fused} (op {first}) did this already")
-    if op.kind in (Kind.B, Kind.R) and seen & _BIT[Kind.I]:
-        first = plain.index(op._replace(kind=Kind.I))
-        return _error(schedule, rank, index, f"the split backward began at op {first} already")
-    needed = op._replace(kind=Kind.I if op.kind == Kind.W and seen else Kind.F)
-    return _error(schedule, rank, index, _first(needed, plain, index))
-
-
-def _slice_out_of_order(edges: Edges, rank: int, index: int) -> ScheduleError:
-    schedule = edges.schedule
-    op = unpack(schedule.ops[rank][index])._replace(joined=False)
-    plain = [other._replace(joined=False) for other in schedule.rank_ops(rank)]
-    if op.kind == Kind.F:
-        needed = op._replace(slice=op.slice - 1)
-    else:
-        later = op._replace(slice=op.slice + 1)
-        kinds = (op.kind, Kind.I if op.kind == Kind.B else Kind.B)
-        options = [later._replace(kind=kind) for kind in kinds]
-        needed = next((option for option in options if option in plain), options[0])
-    return _error(schedule, rank, index, _first(needed, plain, index))
-
-
-def _first(needed: Op, ops: list[Op], index: int) -> str:
-    later = ops[index:]
-    where = f"is op {index + later.index(needed)}" if needed in later else "is missing"
-    return f"it needs {needed} first, which {where}"
-
-
-def _over(schedule: Schedule, rank: int, index: int, held: int, limit: int) -> ScheduleError:
-    what = (
-        f"{held} chunk activations are held from here, more than the {limit} promised for this rank"
-    )
-    return _error(schedule, rank, index, what)
-
-
-def _error(schedule: Schedule, rank: int, index: int, what: str) -> ScheduleError:
-    return ScheduleError(
-        f"schedule {schedule.name}: rank {rank}, op {index} "
-        f"({_name(schedule, rank, index)}): {what}"
-    )
-
-
-def _name(schedule: Schedule, rank: int, index: int) -> str:
-    code = schedule.ops[rank][index]
-    known = code >= 0 and code & KIND_MASK <= Kind.R and not code >> 61
-    return str(unpack(code)) if known else f"code {code}"

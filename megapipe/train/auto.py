@@ -1,8 +1,9 @@
 """``pipeline.schedule: auto``: measure what operations cost, then search a schedule for them.
 
-The first step warms up, the next few are recorded. Rank 0 then searches an order for the medians
-of what was measured, on the placement that the run has, and tells it to all ranks; they go on with
-it from the next step. It is written into the run folder, where a resumed run finds it.
+The first step warms up, the next few are timed, and as many recorded. Rank 0 then searches an order
+for the medians of what was recorded, on the placement that the run has, and tells it to all ranks;
+they go on with it from the next step, and time it as they timed the first. It is written into the
+run folder, where a resumed run finds it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.search import Found, search
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import from_csv, to_csv
+from megapipe.schedule.validate import validate
 from megapipe.train.step import TrainStep
 
 WARM_UP = 1
-"""Steps before the first recorded one, and before the first timed one after the switch."""
+"""Steps before the first timed one, at the start and after the switch."""
 MEASURED = 3
-"""Steps that are recorded, and timed after the switch."""
+"""Steps that are timed before and after the switch, and recorded in between."""
 WORTH = 0.01
 """Share of the step below which another schedule is not worth a word."""
 QUICK = 300
@@ -40,7 +42,7 @@ FILE = "schedule.csv"
 class AutoSchedule:
     """Call :meth:`after` when a step has ended, on every rank; `recording` is for the next step.
 
-    `note` tells the user a line, on rank 0.
+    `note` tells the user a line, on rank 0. With `resumed` the schedule of the run folder is used.
     """
 
     def __init__(
@@ -51,66 +53,85 @@ class AutoSchedule:
         mesh: ParallelMesh,
         folder: Path,
         note: Callable[[str], None],
+        *,
+        resumed: bool,
     ) -> None:
         self.config, self.layout, self.step, self.mesh = config, layout, step, mesh
         self.path = folder / FILE
         self.note = note
+        self.limit = config.pipeline.memory_limit or float(max(peak_held(step.schedule)))
         self.steps = 0
+        self.recorded = 0
+        """Steps."""
         self.records: list[Record] = []
         self.last_step: list[Record] = []
         self.seconds: list[float] = []
         self.before: float | None = None
         """Seconds per step with the first schedule, once there is another."""
-        self.searching = not self._take_up()
+        self.searching = not (resumed and self._take_up())
 
     @property
     def recording(self) -> bool:
         """Whether the next step is to be recorded."""
-        return self.searching and self.steps >= WARM_UP
+        return self.searching and len(self.seconds) == MEASURED
 
     def _take_up(self) -> bool:
         """Go on with the schedule that an earlier start of the run has found, if it has."""
         text = ""
-        if self.mesh.rank == 0 and self.path.exists():
-            text = self.path.read_text()
+        if self.mesh.rank == 0:
+            try:
+                text = self._saved()
+            except (ScheduleError, OSError, UnicodeDecodeError) as error:
+                self.note(f"schedule auto: {self.path} is not used, searching again: {error}")
         text = self.mesh.share(text)
         if not text:
             return False
-        try:
-            schedule = from_csv(text, name="auto")
-        except ScheduleError as error:
-            self.note(f"schedule auto: {self.path} is not used: {error}")
-            return False
-        ours = self.step.schedule
-        if (schedule.placement, schedule.microbatches) != (ours.placement, ours.microbatches):
-            self.note(f"schedule auto: {self.path} is of another layout; searching again")
-            return False
-        self.step.use(schedule)
+        self.step.use(from_csv(text, name="auto"))
         self.note(f"schedule auto: as found before, from {self.path}")
         return True
 
-    def after(self, seconds: float) -> None:
-        """A step has ended, which took `seconds`."""
-        recorded = self.recording
+    def _saved(self) -> str:
+        """The text of the run folder's schedule. Raises what reading or using it would."""
+        if not self.path.exists():
+            return ""
+        text = self.path.read_text(encoding="utf-8")
+        schedule, ours = from_csv(text, name="auto"), self.step.schedule
+        validate(schedule)
+        same = ("placement", "microbatches", "replica", "slices", "sizes", "recompute")
+        for what in same:
+            if getattr(schedule, what) != getattr(ours, what):
+                raise ScheduleError(f"its {what} is not that of this run")
+        held = float(max(peak_held(schedule)))
+        if held > self.limit:
+            raise ScheduleError(f"it holds {held:g} micro-batches, the limit is {self.limit:g}")
+        return text
+
+    def after(self, seconds: float, *, recorded: bool) -> None:
+        """A step has ended, which took `seconds`, recorded or not."""
+        recording = self.recording
         self.steps += 1
-        if recorded:
+        if recording:
             self.last_step = self.step.records()
             self.records += self.last_step
-        if recorded or (self.before is not None and self.steps > WARM_UP):
+            self.recorded += 1
+        elif self._timing and not recorded:
             self.seconds.append(seconds)
-        if len(self.seconds) < MEASURED:
-            return
-        typical = statistics.median(self.seconds)
-        if self.searching:
+        if self.searching and self.recorded == MEASURED:
             self.searching = False
-            self._switch(typical)
-        elif self.before is not None:
+            self._switch(statistics.median(self.seconds))
+            self.seconds, self.steps = [], 0
+        elif not self.searching and self.before is not None and len(self.seconds) == MEASURED:
+            now = statistics.median(self.seconds)
             self.note(
-                f"schedule auto: measured {typical:.4g} s per step instead of {self.before:.4g} s "
-                f"({1 - typical / self.before:.1%} less)"
+                f"schedule auto: measured {now:.4g} s per step instead of {self.before:.4g} s "
+                f"({1 - now / self.before:.1%} less)"
             )
             self.before = None
-        self.seconds, self.steps = [], 0
+
+    @property
+    def _timing(self) -> bool:
+        """Whether the step that has ended is one whose time tells."""
+        return (self.searching or self.before is not None) and self.steps > WARM_UP
 
     def _switch(self, typical: float) -> None:
         """Search on rank 0, and go on with what it finds."""
@@ -126,10 +147,8 @@ class AutoSchedule:
         drawn = timeline(first, self.last_step)
         cost = replace(measured_cost(first, self.records), latency=measured_latency(drawn))
         now = float(simulate(first, cost).makespan)
-        limit = self.config.pipeline.memory_limit
-        limit = float(max(peak_held(first))) if limit is None else limit
         self.note(f"schedule auto: searching, for costs measured in {MEASURED} steps")
-        found = self._found(first.placement, cost, limit)
+        found = self._found(first.placement, cost)
         gain = 1 - float(found.value) / now
         chosen = found.schedule if gain >= WORTH else first
         if chosen is first:
@@ -139,30 +158,33 @@ class AutoSchedule:
                 f"{found.schedule.name} chosen: predicted {float(found.value):.4g} s per pass "
                 f"instead of {now:.4g} s with {first.name} ({gain:.1%} less)"
             )
-        self.note(f"schedule auto: {told}; at most {limit:g} micro-batches held per rank")
-        self._advise(cost, limit, float(simulate(chosen, cost).makespan))
+        self.note(f"schedule auto: {told}; at most {self.limit:g} micro-batches held per rank")
+        self._advise(cost, float(simulate(chosen, cost).makespan))
         text = to_csv(chosen)
-        self.path.write_text(text)
+        try:
+            staging = self.path.with_suffix(".tmp")
+            staging.write_text(text, encoding="utf-8")
+            staging.replace(self.path)
+        except OSError as error:
+            self.note(f"schedule auto: {self.path} is not written: {error.strerror}")
         return "" if chosen is first else text
 
-    def _found(
-        self, placement: Placement, cost: Cost, limit: float, evaluations: int | None = None
-    ) -> Found:
+    def _found(self, placement: Placement, cost: Cost, evaluations: int | None = None) -> Found:
         return search(
             placement.ranks,
             self.step.schedule.microbatches,
             cost_of=lambda _: cost,
             placements=(placement,),
-            memory_limit=limit,
+            memory_limit=self.limit,
             evaluations=evaluations,
         )
 
-    def _advise(self, cost: Cost, limit: float, now: float) -> None:
+    def _advise(self, cost: Cost, now: float) -> None:
         """Say which other placement would do better, if one would."""
         best: tuple[float, str] | None = None
         for name, placement, other_cost in self._others(cost):
             try:
-                value = float(self._found(placement, other_cost, limit, QUICK).value)
+                value = float(self._found(placement, other_cost, QUICK).value)
             except ScheduleError:
                 continue
             if best is None or value < best[0]:

@@ -145,7 +145,7 @@ class Trainer:
             if drawn:
                 self._draw_timeline(step + 1)
             if auto is not None:
-                auto.after(seconds)
+                auto.after(seconds, recorded=recorded)
             stop = self.mesh.any(bool(self.stop))
             last = step + 1 == steps
             if not stop and (last or _due(self.config.train.validate_every, step + 1)):
@@ -207,7 +207,15 @@ class Trainer:
     def _auto_schedule(self) -> AutoSchedule | None:
         if self.config.pipeline.schedule != "auto":
             return None
-        return AutoSchedule(self.config, self.layout, self.step, self.mesh, self.folder, self._note)
+        return AutoSchedule(
+            self.config,
+            self.layout,
+            self.step,
+            self.mesh,
+            self.folder,
+            self._note,
+            resumed=self.source.is_own,
+        )
 
     def _draw_timeline(self, step: int) -> None:
         records = self.step.records()

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 from parity import Case, Rows, configure
 
 from megapipe.mesh import Grid
 from megapipe.schedule.cost import Cost
+from megapipe.schedule.generators import build
 from megapipe.schedule.ledger import peak_held
 from megapipe.schedule.text import from_csv, to_csv
 from megapipe.schedule.validate import validate
@@ -20,8 +22,9 @@ from megapipe.train.auto import AutoSchedule
 from megapipe.train.step import TrainStep
 
 CASE = Case(pp=2, dp=2, m=6, schedule="auto", dtype="fp32")
-SWITCH = auto.WARM_UP + auto.MEASURED
-STEPS = 2 * SWITCH
+GPIPE = to_csv(build("gpipe", ranks=2, microbatches=6))
+SWITCH = auto.WARM_UP + 2 * auto.MEASURED
+STEPS = SWITCH + auto.WARM_UP + auto.MEASURED
 UNEVEN = Cost(F=(2.0, 5.0), I=(4.0, 3.0), W=(3.0, 1.0))
 """With 4 micro-batches held, 59 at best; zb_h1 takes 61. No latency is measured in this test."""
 
@@ -33,7 +36,9 @@ class Seen(NamedTuple):
     notes: list[str]
 
 
-def run(world: World, case: Case, folder: Path, cost: Cost | None, limit: float | None) -> Seen:
+def run(
+    world: World, case: Case, folder: Path, cost: Cost | None, limit: float | None, resumed: bool
+) -> Seen:
     """Train STEPS steps; `cost` stands in for what is measured."""
     config, layout = configure(case)
     pipeline = config.pipeline.model_copy(update={"memory_limit": limit})
@@ -50,19 +55,21 @@ def run(world: World, case: Case, folder: Path, cost: Cost | None, limit: float 
         mock.patch.object(auto, "measured_latency", latency),
     ):
         if case.schedule == "auto":
-            choice = AutoSchedule(config, layout, step, mesh, folder, seen.notes.append)
+            note = seen.notes.append
+            choice = AutoSchedule(config, layout, step, mesh, folder, note, resumed=resumed)
         for i in range(STEPS):
             recording = choice is not None and choice.recording
             seen.recorded.append(recording)
             seen.losses.append(step.train(i % 3, rows, record=recording).loss)
             if choice is not None:
-                choice.after(0.5 if i <= SWITCH else 0.4)
+                choice.after(0.5 if i < SWITCH else 0.4, recorded=recording)
             seen.schedules.append(to_csv(step.schedule))
     return seen
 
 
 def train(folder: Path, case: Case = CASE, **given: Any) -> list[Seen]:
-    return run_world(case.world, run, case, folder, given.get("cost"), given.get("limit"))
+    terms = given.get("cost"), given.get("limit"), given.get("resumed", False)
+    return run_world(case.world, run, case, folder, *terms)
 
 
 def test_a_better_order_is_found_saved_and_taken_up(tmp_path: Path) -> None:
@@ -71,7 +78,8 @@ def test_a_better_order_is_found_saved_and_taken_up(tmp_path: Path) -> None:
     assert all(rank.schedules == ranks[0].schedules for rank in ranks), "all ranks switch at once"
     assert ranks[0].schedules == [first] * (SWITCH - 1) + [last] * (STEPS - SWITCH + 1)
     assert first != last
-    assert ranks[0].recorded == [False] * auto.WARM_UP + [True] * auto.MEASURED + [False] * SWITCH
+    before, after = auto.WARM_UP + auto.MEASURED, STEPS - SWITCH
+    assert ranks[0].recorded == [False] * before + [True] * auto.MEASURED + [False] * after
     found = from_csv(last)
     assert validate(found).bitwise_order
     assert max(peak_held(from_csv(first))) < max(peak_held(found)) <= 4
@@ -80,7 +88,7 @@ def test_a_better_order_is_found_saved_and_taken_up(tmp_path: Path) -> None:
     assert "chosen: predicted 59 s per pass instead of 61 s with zb_h1 (3.3% less)" in told
     assert "measured 0.4 s per step instead of 0.5 s (20.0% less)" in told
 
-    again = train(tmp_path, cost=UNEVEN, limit=4.0)
+    again = train(tmp_path, cost=UNEVEN, limit=4.0, resumed=True)
     assert all(rank.schedules == [last] * STEPS for rank in again)
     assert not any(again[0].recorded)
     assert "as found before" in again[0].notes[0]
@@ -97,8 +105,25 @@ def test_real_measurements_and_a_limit(tmp_path: Path) -> None:
     assert any("stays" in note or "chosen" in note for note in ranks[0].notes)
 
 
-def test_a_schedule_of_another_layout_is_not_taken_up(tmp_path: Path) -> None:
-    (tmp_path / auto.FILE).write_text("0F0,0B0\n1F0,1B0\n")
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0F0,0B0\n1F0,1B0\n", "its microbatches is not that of this run"),
+        ("0F0,0B0\n1F0,1B", "not an operation"),
+        ("# recompute 0\n" + GPIPE, "its recompute is not that of this run"),
+        (GPIPE, "it holds 6 micro-batches, the limit is 2"),
+        (GPIPE.replace("0B5", "0F5"), "duplicate of op 5"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_not(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / auto.FILE).write_text(text)
+    ranks = train(tmp_path, limit=2.0, resumed=True)
+    assert "is not used, searching again" in ranks[0].notes[0]
+    assert why in ranks[0].notes[0]
+    assert any(ranks[0].recorded)
+
+
+def test_a_new_run_does_not_use_an_old_file(tmp_path: Path) -> None:
+    (tmp_path / auto.FILE).write_text(GPIPE)
     ranks = train(tmp_path)
-    assert "of another layout" in ranks[0].notes[0]
     assert any(ranks[0].recorded)

@@ -13,6 +13,7 @@ from megapipe.model.partition import format_layout
 from megapipe.plan.slices import balanced_slices
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
+from megapipe.schedule.ledger import peak_held
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.text import to_csv
 
@@ -364,3 +365,14 @@ def test_auto_begins_with_split_backwards_on_the_placement(
     assert layout.schedule.placement == placement
     kinds = {op.kind for rank in range(2) for op in layout.schedule.rank_ops(rank)}
     assert kinds == {Kind.F, Kind.I, Kind.W}
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [((), 1), (("pipeline.placement=v",), 2)],
+)
+def test_auto_begins_within_the_memory_limit(settings: tuple[str, ...], limit: int) -> None:
+    given = ("parallel.pp=4", "pipeline.schedule=auto", "model.layers=8", "train.global_batch=8")
+    config = configure(*given, f"pipeline.memory_limit={limit}", *settings)
+    _, layout = resolve(config, None, None)
+    assert max(peak_held(layout.schedule)) <= limit

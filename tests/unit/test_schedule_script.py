@@ -132,6 +132,7 @@ def test_simulate_json_of_zb_h1(ask):
         "bitwise_order": True,
         "ops": 96,
         "messages": 48,
+        "volume": 48,
         "makespan": 27,
         "span": 27,
         "bubble": {"makespan": 1 / 9, "ideal": 1 / 8, "span": 1 / 9},
@@ -199,7 +200,7 @@ def test_simulate_for_a_reader(ask):
     assert shown[:8] == [
         "zb_h1",
         "  sizes     4 ranks, 8 micro-batches, chunks 1, slices 1, placement single",
-        "  valid     96 operations, 48 messages; gradients in micro-batch order",
+        "  valid     96 operations; gradients in micro-batch order",
         "  time      makespan 27, longest span of a rank 27",
         "  bubble    11.11% of the makespan, 12.50% of the ideal time, 11.11% of the longest span",
         "  idle      warmup 12, waiting 0, drain 0, imbalance 0 (summed over ranks)",

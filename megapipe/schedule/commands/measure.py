@@ -1,12 +1,19 @@
 """What is told of a schedule at a setting."""
 
 import time
+from fractions import Fraction
 from typing import Any
 
 from megapipe.schedule.commands.setting import Setting, json_number, placement_names
 from megapipe.schedule.idle import idle
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.ledger import messages, peak_held, peak_weighted, weight_copies
+from megapipe.schedule.ledger import (
+    messages,
+    peak_held,
+    peak_weighted,
+    volume,
+    weight_copies,
+)
 from megapipe.schedule.render.boxes import most_chunks
 from megapipe.schedule.validate import validate
 
@@ -29,6 +36,7 @@ def describe(schedule: Schedule) -> dict[str, Any]:
         "bitwise_order": report.bitwise_order,
         "ops": report.ops,
         "messages": messages(schedule),
+        "volume": json_number(sum(volume(schedule).values(), start=Fraction(0))),
         "peak_held": [json_number(value) for value in peak_held(schedule)],
         "weight_copies": [json_number(value) for value in weight_copies(schedule)],
     }
@@ -77,8 +85,7 @@ def lines(told: dict[str, Any]) -> list[str]:
     rows = {
         "sizes": f"{told['ranks']} ranks, {told['microbatches']:g} micro-batches, chunks "
         f"{told['chunks']}, slices {told['slices']}, placement {told['placement']}",
-        "valid": f"{told['ops']:,} operations, {told['messages']:,} messages; gradients {order}in "
-        "micro-batch order",
+        "valid": f"{told['ops']:,} operations; gradients {order}in micro-batch order",
         "time": f"makespan {told['makespan']:g}, longest span of a rank {told['span']:g}",
         "bubble": f"{bubble['makespan']:.2%} of the makespan, {bubble['ideal']:.2%} of the ideal "
         f"time, {bubble['span']:.2%} of the longest span",
@@ -87,6 +94,8 @@ def lines(told: dict[str, Any]) -> list[str]:
         "held": f"{_per_rank(told['peak_held'])} micro-batches of a full rank, from F to W",
         "weighted": f"{_per_rank(told['peak_weighted'])}, with what I frees",
         "weights": f"{_per_rank(told['weight_copies'])} of a full rank",
+        "sent": f"{told['messages']:,} messages, as much as {told['volume']:g} of a whole "
+        "micro-batch",
         "took": f"{told['generate_seconds']:.3f} s to generate, "
         f"{told['simulate_seconds']:.3f} s to simulate",
     }

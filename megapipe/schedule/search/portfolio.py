@@ -74,7 +74,8 @@ class Portfolio:
         return bool(self.pool) and self.pool[0].value <= self.target
 
     def _add(self, timed: Timed | None) -> None:
-        if timed is not None and timed not in self.pool:
+        """Keep an order; of equally good ones the first, as the others tend to be like it."""
+        if timed is not None and all(timed.value != other.value for other in self.pool):
             self.pool.append(timed)
             self.pool.sort(key=lambda each: each.value)
 
@@ -104,8 +105,8 @@ class Portfolio:
         several = search.pool[:STRETCHED]
         count = max(1, self._affords(0.15, len(several)))
         for timed in several:
-            self._spend(count)
             for longer in stretched(short, timed.order, self.problem, count):
+                self._spend(1)
                 self._add(longer)
 
     def _beam(self) -> None:
@@ -130,7 +131,10 @@ class Portfolio:
         iterations = min(POLISH, self._affords(0.3, POLISHED * ITERATION))
         for timed in self.pool[:POLISHED]:
             if iterations and not self._done():
-                self._add(self._tabu(timed.order, iterations))
+                better = self._tabu(timed.order, iterations)
+                if better is not None and better.value < timed.value:
+                    self.pool.remove(timed)
+                    self._add(better)
                 self.told(self.pool[0].value)
 
     def _tabu(self, order: Order, iterations: int) -> Timed | None:

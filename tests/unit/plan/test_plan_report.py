@@ -52,6 +52,9 @@ def test_numbers() -> None:
     per_token = token_flops(config.model, 256)
     assert f"{per_token * 64 * 256:.4g} FLOPs per step, {per_token:.4g} per token" in text
     assert "2 point-to-point communicators per process" in text
+    # 8 micro-batches cross 3 borders twice, on 2 replicas and on both tp ranks
+    sent = 8 * 3 * 2 * 2 * 2 * (256 * 4 * config.model.hidden * 4)
+    assert f"sent          {sent:,} bytes between pipeline ranks per step" in text
     schedule = build("interleaved_1f1b", ranks=2, microbatches=8, chunks=2)
     assert draw(schedule) in text
     low, high = sorted(held_by_process(config, layout, schedule))

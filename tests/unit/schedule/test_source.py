@@ -202,3 +202,21 @@ def test_parts_that_run_over_a_whole_micro_batch(tmp_path, sizes):
     path.write_text(f"# sizes {sizes}\n{','.join(ops)}\n")
     with pytest.raises(ScheduleError, match="the parts of a whole are consecutive and add up to 1"):
         load(str(path), ranks=1, microbatches=int(sum(shares)))
+
+
+def test_a_schedule_without_a_backward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lazy.py").write_text(
+        "from megapipe.schedule.generators import forward_only\n"
+        "from megapipe.schedule.placement import loop\n"
+        "def make(ranks, microbatches): return forward_only(loop(ranks), microbatches)\n"
+    )
+    with pytest.raises(ScheduleError, match="lazy:make: it has no backward"):
+        load("lazy:make", ranks=2, microbatches=2)
+
+
+def test_cells_that_are_too_long(tmp_path):
+    path = tmp_path / "long.csv"
+    path.write_text("0F0," + "9" * 200_000)
+    with pytest.raises(ScheduleError, match="not a table of cells"):
+        load(str(path), ranks=1, microbatches=1)
