@@ -20,6 +20,7 @@ from typing import NamedTuple
 from common import Result, parser, report
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import (
     build,
     interleaved,
@@ -28,6 +29,8 @@ from megapipe.schedule.generators import (
     zb_v,
     zero_bubble,
 )
+from megapipe.schedule.placement import Placement
+from megapipe.schedule.search import search
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 
@@ -111,6 +114,22 @@ def others(ranks: int, microbatches: int, rounds: int) -> list[Result]:
     return results
 
 
+def searched(ranks: int, microbatches: int, placement: str) -> Result:
+    """A search at its default effort, costs uneven; what it finds is proved and simulated."""
+    start = time.process_time()
+    found = search(ranks, microbatches, cost_of=_uneven, placements=[placement])
+    proved = validate(found.schedule)
+    simulate(found.schedule, _uneven(found.placement))
+    value = 1e6 * (time.process_time() - start) / proved.ops
+    claim = f"search, {placement}, p={ranks}, m={microbatches}: per op"
+    return Result(claim, value, OTHERS_MICROSECONDS, "us", "")
+
+
+def _uneven(placement: Placement) -> Cost:
+    inner = (10,) * (placement.stages - 2)
+    return Cost(F=(12, *inner, 14), I=(11, *inner, 13), W=(9, *inner, 12), latency=1)
+
+
 def own_list(name: str, ranks: tuple[int, int], microbatches: int) -> Result:
     """Rank 0's list alone is as long for few ranks as for many, and takes as long."""
 
@@ -141,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results += [own_list(name, (4, sizes[-1][0]), sizes[-1][1]) for name in OWN_LIST]
     if not given.quick:
         results += others(64, 512, rounds)
+        results += [searched(64, 512, placement) for placement in ("single", "v")]
     report("Schedules at scale", results, given.json)
     return 0
 

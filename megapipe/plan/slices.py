@@ -15,22 +15,6 @@ from megapipe.plan.flops import layer_flops
 from megapipe.schedule.cost import Time
 
 
-def uniform_slices(length: int, count: int, multiple: int = 1) -> tuple[int, ...]:
-    """Lengths of `count` slices of as many tokens each as can be, longer ones first.
-
-    Args:
-        length: tokens of the whole sequence.
-        count: number of slices.
-        multiple: each length is a multiple of this (tp, under sequence parallelism).
-
-    Raises:
-        ConfigError: more slices than multiples, or a length that is not a multiple.
-    """
-    points = _points(length, count, multiple)
-    short, longer = divmod(points, count)
-    return tuple((short + (index < longer)) * multiple for index in range(count))
-
-
 def balanced_slices(
     model: ModelConfig, length: int, count: int, multiple: int = 1
 ) -> tuple[int, ...]:

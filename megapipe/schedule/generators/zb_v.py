@@ -31,9 +31,9 @@ def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = Non
     slots, of half a rank's F. Peak: p micro-batches (2p chunk activations) on every rank, from F
     to W. With fewer micro-batches the list is that of 2p-1, without those that are not there.
 
-    Where a cost is given, and for m < 2p-1, weight gradients may move to where a rank would idle
-    (:func:`~megapipe.schedule.reorder.refill`). Neither the makespan at that cost nor the peak is
-    above that of the list above.
+    For m < 2p-1, and again where a cost is given, weight gradients may move to where a rank would
+    idle (:func:`~megapipe.schedule.reorder.refill`). Neither the makespan at that cost nor the peak
+    is above what it is without.
 
     Raises:
         ScheduleError: chunks is not 2.
@@ -46,8 +46,9 @@ def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = Non
         ops=tuple(rank_ops(rank, ranks, microbatches) for rank in range(ranks)),
         held_limit=(2 * ranks,) * ranks,
     )
-    few = microbatches < 2 * ranks - 1
-    return promised(refill(schedule, cost)) if few or cost else schedule
+    if microbatches < 2 * ranks - 1:
+        schedule = promised(refill(schedule))
+    return promised(refill(schedule, cost)) if cost else schedule
 
 
 def rank_ops(rank: int, ranks: int, microbatches: int) -> "array[int]":

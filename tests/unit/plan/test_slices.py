@@ -21,7 +21,6 @@ from megapipe.plan.slices import (
     causal_flops,
     fastest_slices,
     slice_shares,
-    uniform_slices,
 )
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
@@ -36,21 +35,6 @@ def all_cuts(points: int, count: int | None) -> Iterator[tuple[int, ...]]:
     for number in range(1, points + 1) if count is None else [count]:
         for inner in combinations(range(1, points), number - 1):
             yield tuple(b - a for a, b in pairwise((0, *inner, points)))
-
-
-@pytest.mark.parametrize(
-    ("length", "count", "multiple", "expected"),
-    [
-        (12, 3, 1, (4, 4, 4)),
-        (11, 3, 1, (4, 4, 3)),
-        (24, 3, 8, (8, 8, 8)),
-        (32, 3, 8, (16, 8, 8)),
-        (7, 1, 1, (7,)),
-        (3, 3, 1, (1, 1, 1)),
-    ],
-)
-def test_uniform(length: int, count: int, multiple: int, expected: tuple[int, ...]) -> None:
-    assert uniform_slices(length, count, multiple) == expected
 
 
 def test_flops_of_the_tokens_of_a_slice_written_out() -> None:
@@ -129,7 +113,7 @@ def test_balanced_slices_give_the_bubble_that_uniform_ones_do_not() -> None:
     model = model_of(4)
     schedule = build("seq1f1b", ranks=4, microbatches=8, slices=4)
     idle = []
-    for lengths in (balanced_slices(model, 4096, 4), uniform_slices(4096, 4)):
+    for lengths in (balanced_slices(model, 4096, 4), (1024,) * 4):
         cost = Cost(F=1, B=2, slices=slice_shares(model, lengths))
         idle.append(simulate(schedule, cost).makespan - 24)
     ideal = Fraction(9, 4)
@@ -193,7 +177,6 @@ def test_fastest_slices_of_a_model_get_shorter_and_more_with_more_ranks() -> Non
 def test_what_cannot_be_cut() -> None:
     model = model_of(16)
     for cut in (
-        lambda length, count, multiple: uniform_slices(length, count, multiple),
         lambda length, count, multiple: balanced_slices(model, length, count, multiple),
         lambda length, count, multiple: fastest_slices(
             lambda n, context: n, length, 2, count=count, multiple=multiple
