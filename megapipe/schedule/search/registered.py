@@ -52,7 +52,7 @@ def _fits(problem: Problem, schedule: Schedule) -> bool:
 def _built(problem: Problem) -> Iterator[Schedule]:
     """Every registered schedule, with the group sizes that differ most, where it is of use.
 
-    It is built with few micro-batches first: many generators turn out to be of no use then.
+    It is built with two micro-batches first: many generators turn out to be of no use then.
     """
     ranks, m = problem.placement.ranks, problem.microbatches
     hints: dict[str, Any] = {"cost": problem.cost, "chunks": max(1, problem.stages // ranks)}
@@ -63,7 +63,7 @@ def _built(problem: Problem) -> Iterator[Schedule]:
         taken = accepts(name)
         options = {what: value for what, value in hints.items() if what in taken}
         for group in groups if "group" in taken else [None]:
-            for size in sorted({min(m, 2 * ranks), m}):
+            for size in sorted({min(m, 2), m}):
                 try:
                     schedule = build(name, ranks=ranks, microbatches=size, group=group, **options)
                 except ScheduleError:
