@@ -105,7 +105,14 @@ class _Idle(nn.Module):
         self.spec = SimpleNamespace(embedding=first, head=last)
         self.sharding = SimpleNamespace(queue=WeightGradQueue())
 
-    def forward(self, x: Tensor | None, mb: MicroBatch, carry: Carry | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor | None,
+        mb: MicroBatch,
+        carry: Carry | None = None,
+        *,
+        graph_only: bool = False,
+    ) -> Tensor:
         x = mb.tokens if x is None else x
         y = cast(Tensor, _Pass.apply(x, self.weight, self.sharding.queue))
         return y.squeeze(2) if self.spec.head else y

@@ -199,9 +199,15 @@ def test_a_killed_rank_ends_its_peers_under_torchrun(tmp_path: Path) -> None:
         job.end().assert_one_line(-9, "rank 0 lost contact")
 
 
+def heed_interrupts() -> None:
+    """As from a keyboard; what a shell starts in the background ignores them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupt_is_quiet(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
-        job.start(["train.py", *arguments({**tiny(tmp_path), **ENDLESS})])
+        command = ["train.py", *arguments({**tiny(tmp_path), **ENDLESS})]
+        job.start(command, preexec_fn=heed_interrupts)
         job.await_text("loss")
         job.processes[0].send_signal(signal.SIGINT)
         outcome = job.end()
