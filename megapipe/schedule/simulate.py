@@ -87,7 +87,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     cost = cost or Cost()
     edges = Edges(schedule)
     lists = [edges.tokens(rank) for rank in range(schedule.placement.ranks)]
-    times = _Times(edges, cost)
+    times = Times(edges, cost)
     lag, hold, factor = times.lag, times.hold, cost.overlap_factor
     need_base, make_base = edges.base
     finished = times.many(-1, edges.slots)
@@ -152,7 +152,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     return Timeline(schedule, starts, ends, cost)
 
 
-class _Times:
+class Times:
     """The times of one schedule's operations and messages, by low part (see Edges)."""
 
     def __init__(self, edges: Edges, cost: Cost) -> None:

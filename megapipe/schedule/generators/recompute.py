@@ -75,7 +75,8 @@ def varuna(ranks: int, microbatches: int) -> Schedule:
     when its activation is; a recomputation, due when the next rank has begun the backward; a
     forward. So a recomputation ends as its gradient arrives, and forwards run ahead wherever a
     rank would wait. Peak: one micro-batch, besides the inputs of up to m. Varuna deviates from its
-    order at run time when a message is late ("opportunistic"); here the order is kept.
+    order at run time when a message is late ("opportunistic"); here the order is kept, and
+    :mod:`megapipe.schedule.opportunistic` says what deviating would gain.
     """
     return Schedule(
         name="varuna",
