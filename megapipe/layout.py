@@ -82,6 +82,7 @@ def _resolve(config: Config, world: int | None, vocab_size: int | None) -> tuple
     _check_model(model, parallel)
     _check_sequence(config)
     _check_optimizer(config.optimizer, config.train.steps)
+    _check_timeline(config)
     microbatches = _microbatches(config, dp)
     schedule = _schedule(config, microbatches)
     layout = Layout(
@@ -198,6 +199,16 @@ def _check_optimizer(optimizer: OptimizerConfig, steps: int) -> None:
         )
 
 
+def _check_timeline(config: Config) -> None:
+    steps = config.train.steps
+    wrong = [step for step in config.log.timeline if not 1 <= step <= steps]
+    if wrong:
+        raise ConfigError(
+            f"log.timeline={config.log.timeline}: there is no step {wrong[0]}: expected steps from "
+            f"1 to train.steps={steps}"
+        )
+
+
 def _microbatches(config: Config, dp: int) -> int:
     train = config.train
     per_round = train.microbatch * dp
@@ -256,10 +267,10 @@ def _schedule(config: Config, microbatches: int) -> Schedule:
             f"{pipeline.schedule} has its own: expected null"
         )
     try:
-        schedule = (
-            _begin_auto(pipeline, pp, microbatches)
-            if pipeline.schedule == "auto"
-            else load(
+        if pipeline.schedule == "auto":
+            schedule = _begin_auto(pipeline, pp, microbatches)
+        else:
+            schedule = load(
                 pipeline.schedule,
                 ranks=pp,
                 microbatches=microbatches,
@@ -269,7 +280,6 @@ def _schedule(config: Config, microbatches: int) -> Schedule:
                 pairs=pipeline.pairs,
                 memory_limit=pipeline.memory_limit,
             )
-        )
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
     if pipeline.memory_limit is not None:

@@ -25,7 +25,6 @@ import torch
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.simulate import Timeline
 
@@ -143,29 +142,6 @@ def timeline(schedule: Schedule, records: Sequence[Record]) -> Timeline:
                 starts[rank][index + 1] = starts[rank][index]
                 ends[rank][index] = ends[rank][index + 1]
     return Timeline(schedule, tuple(starts), tuple(ends), measured_cost(schedule, records))
-
-
-def measured_latency(measured: Timeline) -> float:
-    """Seconds from the end of an operation to the start of one that it kept waiting on another
-    rank: the median over all that waited, 0 where none did.
-
-    An operation waited for its message if its rank was idle before it.
-    """
-    edges = Edges(measured.schedule)
-    need_base, make_base = edges.base
-    lists = [edges.tokens(rank) for rank in range(len(measured.starts))]
-    made = {
-        make_base[token & LOW] + (token >> UNIT_SHIFT & UNITS): end
-        for tokens, ends in zip(lists, measured.ends, strict=True)
-        for token, end in zip(tokens, ends, strict=True)
-    }
-    waited = []
-    for tokens, starts, ends in zip(lists, measured.starts, measured.ends, strict=True):
-        for token, start, before in zip(tokens[1:], starts[1:], ends, strict=False):
-            sent = made.get(need_base[token & LOW] + (token >> UNIT_SHIFT & UNITS))
-            if edges.incoming[token & LOW] is not None and sent is not None and sent > before:
-                waited.append(float(start - sent))
-    return max(0.0, statistics.median(waited)) if waited else 0.0
 
 
 def _check_order(schedule: Schedule, rank: int, record: Record) -> None:

@@ -36,11 +36,8 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
     """
     edges = Edges(timeline.schedule)
     lists = [edges.tokens(rank) for rank in range(len(timeline.starts))]
-    need_base, make_base = edges.base
-    made: dict[int, Time] = {}
-    for tokens, ends in zip(lists, timeline.ends, strict=True):
-        for token, end in zip(tokens, ends, strict=True):
-            made[make_base[token & LOW] + (token >> UNIT_SHIFT & UNITS)] = end
+    need_base, _ = edges.base
+    made = _made(edges, lists, timeline)
     begin = min(starts[0] for starts in timeline.starts if starts)
     finish = begin + timeline.makespan
     result = []
@@ -71,6 +68,35 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
                 imbalance += gap - under_way
         result.append(Idle(warmup, waiting, drain, imbalance))
     return tuple(result)
+
+
+def typical_latency(timeline: Timeline) -> Time:
+    """The time from the end of an operation to the start of one that it kept waiting on another
+    rank: the (upper) median over all that waited, 0 where none did.
+
+    An operation waited for its message if its rank was idle when that was sent.
+    """
+    edges = Edges(timeline.schedule)
+    lists = [edges.tokens(rank) for rank in range(len(timeline.starts))]
+    need_base, _ = edges.base
+    made = _made(edges, lists, timeline)
+    waited = []
+    for tokens, starts, ends in zip(lists, timeline.starts, timeline.ends, strict=True):
+        for token, start, before in zip(tokens[1:], starts[1:], ends, strict=False):
+            sent = made.get(need_base[token & LOW] + (token >> UNIT_SHIFT & UNITS))
+            if edges.incoming[token & LOW] is not None and sent is not None and sent > before:
+                waited.append(start - sent)
+    return max(0, sorted(waited)[len(waited) // 2]) if waited else 0
+
+
+def _made(edges: Edges, lists: Sequence[Sequence[int]], timeline: Timeline) -> dict[int, Time]:
+    """When what operations make was there, by slot."""
+    make_base = edges.base[1]
+    return {
+        make_base[token & LOW] + (token >> UNIT_SHIFT & UNITS): end
+        for tokens, ends in zip(lists, timeline.ends, strict=True)
+        for token, end in zip(tokens, ends, strict=True)
+    }
 
 
 def _phases(tokens: Sequence[int]) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def peak_weighted(schedule: Schedule, freed: Fraction) -> tuple[Amount, ...]:
         ScheduleError: a share that is not from 0 to 1.
     """
     return tuple(
-        plain_amount(_peak(_changes(schedule, rank, freed))) for rank in range(len(schedule.ops))
+        _whole(_peak(_changes(schedule, rank, freed))) for rank in range(len(schedule.ops))
     )
 
 
@@ -66,7 +66,7 @@ def curve(
         events[end] = events.get(end, 0) + change.end
     times = sorted(events)
     return [
-        (time, plain_amount(alive))
+        (time, _whole(alive))
         for time, alive in zip(times, accumulate(events[time] for time in times), strict=True)
     ]
 
@@ -104,7 +104,7 @@ def _per_link(
                 continue
             for link in ((here, there), (there, here))[:ways]:
                 sent = count * schedule.slices * of(lane.size)
-                result[link] = plain_amount(result.get(link, 0) + sent)
+                result[link] = _whole(result.get(link, 0) + sent)
     return dict(sorted(result.items()))
 
 
@@ -112,8 +112,7 @@ def weight_copies(schedule: Schedule) -> tuple[Amount, ...]:
     """Per rank, the weights that it holds, 1 being the model by the number of ranks."""
     placement = schedule.placement
     return tuple(
-        plain_amount(len(placement.stages_of(rank)) * placement.unit)
-        for rank in range(placement.ranks)
+        _whole(len(placement.stages_of(rank)) * placement.unit) for rank in range(placement.ranks)
     )
 
 
@@ -140,7 +139,7 @@ def _changes(schedule: Schedule, rank: int, freed: Fraction) -> Iterator[_Change
             yield _Change(unit if begins else 0, -unit if op.kind == Kind.B else -unit * freed)
 
 
-def plain_amount(amount: Amount) -> Amount:
+def _whole(amount: Amount) -> Amount:
     """The same amount, as an int where it is whole."""
     result = plain(amount)
     assert not isinstance(result, float)

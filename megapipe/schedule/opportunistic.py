@@ -2,10 +2,11 @@
 
 A static list is made for expected times. Where operations take longer or shorter than that, its
 head may still wait for a message when an operation behind it could run. The executor keeps to the
-list, so that results are the same bitwise and memory is what was promised; this says
-what that costs.
+list, so that results are the same bitwise and memory is what was promised; this says what that
+costs. Whoever deviates runs forwards ahead and may hold more.
 """
 
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from megapipe.errors import ScheduleError
@@ -85,28 +86,22 @@ class _Run:
             if made in self.consumer:
                 heappush(events, (self.free[rank], self.consumer[made]))
         assert not any(self.pending), "the schedule deadlocks"
-        codes = tuple(map(packed, self.lists))
-        run = Schedule(
-            self.schedule.name,
-            self.schedule.placement,
-            self.schedule.microbatches,
-            codes,
-            replica=self.schedule.replica,
-            sizes=self.schedule.sizes,
-            recompute=self.schedule.recompute,
-        )
+        lists = tuple(map(packed, self.lists))
+        run = replace(self.schedule, ops=lists, held_limit=None)
         return Timeline(run, tuple(self.starts), tuple(self.ends), self.cost)
 
     def _choose(self, rank: int, now: Time) -> tuple[int | None, Time | None]:
         """The place in the list of what to run now, or else when the next input arrives."""
         need, _ = self.edges.base
-        passed: set[int] = set()
+        passed: set[int] = set()  # kinds at stages: their operations keep their order
+        begun: set[tuple[int, int]] = set()  # (node, unit): its operations need each other
         soon: Time | None = None
         for place, (_, token, _) in enumerate(self.pending[rank][: self.window]):
             low, unit = token & LOW, token >> UNIT_SHIFT & UNITS
-            mine = low >> STAGE_SHIFT << UNIT_SHIFT | unit  # nothing of it may be passed over
-            blocked = low in passed or -mine - 1 in passed
-            passed |= {low, -mine - 1}
+            piece = low >> STAGE_SHIFT, unit
+            blocked = low in passed or piece in begun
+            passed.add(low)
+            begun.add(piece)
             end = self.arrived.get(need[low] + unit)
             if blocked or end is None:
                 continue

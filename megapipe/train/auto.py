@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megapipe.config import Config
-from megapipe.engine.recorder import Record, measured_cost, measured_latency, timeline
+from megapipe.engine.recorder import Record, measured_cost, timeline
 from megapipe.errors import ScheduleError
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
 from megapipe.model.partition import even, parse_layout
 from megapipe.schedule.cost import Cost
+from megapipe.schedule.idle import typical_latency
 from megapipe.schedule.ledger import peak_held
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.search import Found, search
@@ -145,7 +146,7 @@ class AutoSchedule:
         """The text of a better schedule; empty where there is none worth a change."""
         first = self.step.schedule
         drawn = timeline(first, self.last_step)
-        cost = replace(measured_cost(first, self.records), latency=measured_latency(drawn))
+        cost = replace(measured_cost(first, self.records), latency=typical_latency(drawn))
         now = float(simulate(first, cost).makespan)
         self.note(f"schedule auto: searching, for costs measured in {MEASURED} steps")
         found = self._found(first.placement, cost)

@@ -97,7 +97,7 @@ class TrainStep:
         self._channels = channels
         self._feed = Feed(config, layout, mesh, self.pipeline_ranks)
         self._executors = self._make_executors(self.schedule, train=True)
-        self._validators: dict[int, list[Executor]] = {}
+        self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
         self._recorders = [Recorder(mesh.device) for _ in self.pipeline_ranks]
         self._recording: list[Executor] = []
         self.last = self.stages.get(self.placement.stages - 1)
@@ -240,11 +240,12 @@ class TrainStep:
         first, total, tokens = 0, 0.0, 0
         while left:
             m = min(left, VALIDATION_MICROBATCHES)
-            schedule = forward_only(self.placement, m)
             if m not in self._validators:
-                self._validators[m] = self._make_executors(schedule, train=False)
+                schedule = forward_only(self.placement, m)
+                self._validators[m] = schedule, self._make_executors(schedule, train=False)
+            schedule, executors = self._validators[m]
             microbatches, count = self._feed.fetch(schedule, masked, 0, first)
-            self._run(self._validators[m], microbatches)
+            self._run(executors, microbatches)
             total += self._loss_sum()
             tokens += count
             first += m * per_microbatch

@@ -49,10 +49,10 @@ def run(
     rows = Rows(case)
     measured = auto.measured_cost if cost is None else lambda *_: cost
     choice = None
-    latency = auto.measured_latency if cost is None else lambda _: 0.0
+    latency = auto.typical_latency if cost is None else lambda _: 0.0
     with (
         mock.patch.object(auto, "measured_cost", measured),
-        mock.patch.object(auto, "measured_latency", latency),
+        mock.patch.object(auto, "typical_latency", latency),
     ):
         if case.schedule == "auto":
             note = seen.notes.append

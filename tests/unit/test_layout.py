@@ -296,6 +296,11 @@ def test_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             ],
             "65 slices of a sequence of 256 tokens in multiples of 4; there can be 1 to 64",
         ),
+        (
+            ["log.timeline=[3,0]"],
+            "log.timeline=[3, 0]: there is no step 0: expected steps from 1 to train.steps=",
+        ),
+        (["pipeline.placement=v"], "pipeline.placement=v is for pipeline.schedule=auto"),
         (["pipeline.schedule=gone.csv"], "pipeline.schedule=gone.csv: schedule gone.csv: No such"),
         (["pipeline.schedule=gone:f"], "schedule gone:f: there is no module 'gone'"),
         (

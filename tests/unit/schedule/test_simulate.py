@@ -11,7 +11,7 @@ from token_game import home_of
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build, forward_only, gpipe_on
-from megapipe.schedule.idle import Idle, idle
+from megapipe.schedule.idle import Idle, idle, typical_latency
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import loop, mirrored, vee
 from megapipe.schedule.simulate import simulate
@@ -366,3 +366,10 @@ def test_errors():
     stuck = of("0F0 0B0 0F1 0B1/1F1 1B1 1F0 1B0", 2)
     with pytest.raises(ScheduleError, match="schedule x: it deadlocks"):
         simulate(stuck)
+
+
+def test_the_latency_that_operations_wait_for():
+    schedule = build("1f1b", ranks=4, microbatches=8)
+    assert typical_latency(simulate(schedule, Cost(latency=3))) == 3
+    assert typical_latency(simulate(schedule)) == 0
+    assert typical_latency(simulate(build("1f1b", ranks=1, microbatches=2), Cost(latency=3))) == 0
