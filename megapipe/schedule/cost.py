@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.ir import Kind
@@ -45,6 +46,11 @@ class Cost:
     """Each operation takes up to this share more or less, drawn anew for each."""
     seed: int = 0
     """Of the jitter."""
+    reduce: PerStage = 0
+    """Reduction of a stage's gradients over its data-parallel peers, once per step, when the last
+    of them is in."""
+    gather: PerStage = 0
+    """Gathering of a stage's updated parameters, once per step, ahead of its first operation."""
 
     @classmethod
     def full_rank(
@@ -57,6 +63,8 @@ class Cost:
         B: Time | None = None,
         R: Time | None = None,
         latency: PerLink = 0,
+        reduce: Time = 0,
+        gather: Time = 0,
     ) -> "Cost":
         """From times for all stages of a rank together: each of its stages takes an equal share."""
         unit = placement.unit
@@ -71,6 +79,8 @@ class Cost:
             B=None if B is None else share(B),
             R=None if R is None else share(R),
             latency=latency,
+            reduce=share(reduce),
+            gather=share(gather),
         )
 
     def table(self, stages: int) -> tuple[tuple[Time, ...], ...]:
@@ -92,16 +102,18 @@ class Cost:
         for name, value in given.items():
             if value is None:
                 continue
-            rows[name] = value if isinstance(value, tuple) else (value,) * stages
-            if len(rows[name]) != stages:
-                raise ScheduleError(
-                    f"cost {name}: {len(rows[name])} times for {stages} stages; give one per stage"
-                )
-            if min(rows[name]) < 0:
-                raise ScheduleError(f"cost {name}: {min(rows[name])} is negative")
+            rows[name] = _row(name, value, stages)
         rows.setdefault("B", tuple(i + w for i, w in zip(rows["I"], rows["W"], strict=True)))
         rows.setdefault("R", rows["F"])
         return tuple(rows[kind.name] for kind in Kind)
+
+    def per_stage(self, what: Literal["reduce", "gather"], stages: int) -> tuple[Time, ...]:
+        """Times of the reduction, or of the gathering, by stage.
+
+        Raises:
+            ScheduleError: a tuple that is not of length stages, or a negative time.
+        """
+        return _row(what, getattr(self, what), stages)
 
     def link(self, src: int, dst: int, size: Fraction = Fraction(1)) -> Time:
         """Time that the message of `size` micro-batches takes from one rank to another.
@@ -124,6 +136,18 @@ class Cost:
         if rate <= 0:
             raise ScheduleError(f"cost bandwidth: {rate} from rank {src} to {dst} is not above 0")
         return plain(time + ratio(self.message * size, rate))
+
+
+def _row(name: str, value: PerStage, stages: int) -> tuple[Time, ...]:
+    """A cost of each stage, checked."""
+    row = value if isinstance(value, tuple) else (value,) * stages
+    if len(row) != stages:
+        raise ScheduleError(
+            f"cost {name}: {len(row)} times for {stages} stages; give one per stage"
+        )
+    if min(row) < 0:
+        raise ScheduleError(f"cost {name}: {min(row)} is negative")
+    return row
 
 
 def plain(time: Time) -> Time:

@@ -3,9 +3,10 @@
 Within the makespan a rank's time that is not computation is
 
 - *warm-up*: before the first backward of the rank starts;
-- *drain*: after its last forward has ended;
+- *drain*: after its last forward has ended, with the reductions that nothing hides;
 - and in between *waiting*, while the message that the next operation needs is on its way (or is
-  being sent, where messages do not overlap with computation), and *imbalance*, while the
+  being sent, where messages do not overlap with computation) or the parameters of its stage are
+  gathered, and *imbalance*, while the
   operation that makes it has not ended yet.
 
 A rank without a backward has warm-up until its first operation and drain after its last.
@@ -38,8 +39,7 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
     lists = [edges.tokens(rank) for rank in range(len(timeline.starts))]
     need_base, _ = edges.base
     made = _made(edges, lists, timeline)
-    begin = min(starts[0] for starts in timeline.starts if starts)
-    finish = begin + timeline.makespan
+    begin, finish = timeline.begin, timeline.finish
     result = []
     for tokens, starts, ends in zip(lists, timeline.starts, timeline.ends, strict=True):
         if not starts:

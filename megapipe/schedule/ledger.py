@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Time, plain
 from megapipe.schedule.edges import Edges
-from megapipe.schedule.ir import Kind, Schedule
+from megapipe.schedule.ir import KIND_MASK, Kind, Schedule
 from megapipe.schedule.simulate import Timeline
 
 Amount = int | Fraction
@@ -29,6 +29,19 @@ class _Change(NamedTuple):
 
     start: Amount
     end: Amount
+
+
+def most_held(ops: Sequence[int]) -> int:
+    """The most chunk activations that a list holds at once, from F to W or B."""
+    held = most = 0
+    for code in ops:
+        kind = code & KIND_MASK
+        if kind == Kind.F:
+            held += 1
+            most = max(most, held)
+        elif kind in (Kind.B, Kind.W):
+            held -= 1
+    return most
 
 
 def peak_held(schedule: Schedule) -> tuple[Amount, ...]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.collectives import gathers, reductions
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import JOINED, STAGE_SHIFT, Schedule, packed
@@ -57,6 +58,8 @@ class _Run:
         self.lists: list[list[int]] = [[] for _ in ranks]
         self.starts: list[list[Time]] = [[] for _ in ranks]
         self.ends: list[list[Time]] = [[] for _ in ranks]
+        self.gathered = gathers(schedule, cost)
+        self.there = {(each.rank, each.stage): each.end for each in self.gathered}
         need, _ = self.edges.base
         self.arrived: dict[int, Time] = {
             self.edges.always + unit: 0 for unit in range(self.edges.units)
@@ -88,7 +91,10 @@ class _Run:
         assert not any(self.pending), "the schedule deadlocks"
         lists = tuple(map(packed, self.lists))
         run = replace(self.schedule, ops=lists, held_limit=None)
-        return Timeline(run, tuple(self.starts), tuple(self.ends), self.cost)
+        reduced = reductions(run, self.cost, self.ends)
+        return Timeline(
+            run, tuple(self.starts), tuple(self.ends), self.cost, self.gathered, reduced
+        )
 
     def _choose(self, rank: int, now: Time) -> tuple[int | None, Time | None]:
         """The place in the list of what to run now, or else when the next input arrives."""
@@ -105,7 +111,8 @@ class _Run:
             end = self.arrived.get(need[low] + unit)
             if blocked or end is None:
                 continue
-            at = end + self.times.lag[low]
+            stage = (low >> STAGE_SHIFT) % self.edges.stages
+            at = max(end + self.times.lag[low], self.there.get((rank, stage), 0))
             if at <= now:
                 return place, None
             soon = at if soon is None else min(soon, at)

@@ -7,22 +7,24 @@ whose operations are F with B, or F, I and W, of whole sequences.
 """
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, Edges
-from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_MASK, STAGE_SHIFT, Kind, Schedule, packed
+from megapipe.schedule.ir import JOINED, KIND_MASK, Kind, Schedule, packed
+from megapipe.schedule.ledger import most_held
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 
 
 def reorder(schedule: Schedule, cost: Cost | None = None) -> Schedule:
-    """:func:`compact` and :func:`refill` at equal times, then :func:`refill` at the given cost."""
-    schedule = refill(compact(schedule))
-    return refill(schedule, cost) if cost else schedule
+    """:func:`compact` and :func:`refill` at equal times, then :func:`refill` at the given cost; of
+    a schedule that is known to be valid, as it is not proved again."""
+    schedule = _shortest(_compacted(schedule), Cost())
+    return _shortest(schedule, cost) if cost else schedule
 
 
 def compact(schedule: Schedule) -> Schedule:
@@ -36,9 +38,14 @@ def compact(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: the schedule cannot be executed, or is not of the plain form.
     """
+    validate(schedule)
+    return _compacted(schedule)
+
+
+def _compacted(schedule: Schedule) -> Schedule:
     edges = _plain(schedule)
     need, make = edges.base
-    limit = max(validate(schedule).peak_held)
+    limit = max(map(most_held, schedule.ops))
     timeline = simulate(schedule)
     starts = cast("tuple[Sequence[int], ...]", timeline.starts)  # whole, as the costs are
     ends = cast("tuple[Sequence[int], ...]", timeline.ends)
@@ -113,85 +120,123 @@ def refill(schedule: Schedule, cost: Cost | None = None) -> Schedule:
     Raises:
         ScheduleError: the schedule cannot be executed, or is not of the plain form.
     """
-    cost = cost or Cost()
-    limit = max(validate(schedule).peak_held)
-    tries = [schedule] + [_refilled(schedule, cost, limit, eager) for eager in (False, True)]
-    return min(tries, key=lambda attempt: duration(attempt, cost))
+    validate(schedule)
+    return _shortest(schedule, cost or Cost())
 
 
-def duration(schedule: Schedule, cost: Cost) -> tuple[Time, Time]:
-    """Makespan and longest span."""
-    timeline = simulate(schedule, cost)
-    return timeline.makespan, max(timeline.spans)
+class _Attempt(NamedTuple):
+    """A schedule, its makespan and its longest span."""
+
+    schedule: Schedule
+    makespan: Time
+    span: Time
 
 
-def _refilled(schedule: Schedule, cost: Cost, limit: int, eager: bool) -> Schedule:
+def _shortest(schedule: Schedule, cost: Cost) -> Schedule:
+    """:func:`refill` of a valid schedule."""
     edges = _plain(schedule)
+    if not any(code & KIND_MASK == Kind.W for ops in schedule.ops for code in ops):
+        return schedule
+    limit = max(map(most_held, schedule.ops))
+    attempts = [_refilled(edges, cost, limit, eager) for eager in (False, True)]
+    if not _as_simulated(cost):
+        attempts = [_timed(attempt.schedule, cost) for attempt in attempts]
+    return min((_timed(schedule, cost), *attempts), key=lambda attempt: attempt[1:]).schedule
+
+
+def _timed(schedule: Schedule, cost: Cost) -> _Attempt:
+    timeline = simulate(schedule, cost)
+    return _Attempt(schedule, timeline.makespan, max(timeline.spans))
+
+
+def _as_simulated(cost: Cost) -> bool:
+    """Whether the times of :func:`_refilled` are those of the simulator."""
+    more = (cost.jitter, cost.slices, cost.reduce, cost.gather)
+    return cost.overlap and not any(more)
+
+
+def _refilled(edges: Edges, cost: Cost, limit: int, eager: bool) -> _Attempt:
+    """One attempt, timed with messages that travel while ranks compute."""
+    schedule = edges.schedule
     need, make = edges.base
     table = cost.table(edges.stages)
+    length: list[Time] = [0] * len(need)
+    for low, what, _, stage in edges.by_low():
+        length[low] = table[what][stage]
     lag = [0 if edge is None else cost.link(*edge) for edge in edges.incoming]
-    ends: list[Time | None] = [None] * edges.slots
+    ends: list[Time] = [-1] * edges.slots
     ends[edges.always : edges.always + edges.units] = [0] * edges.units
-    ranks = [_Rank(ops, table) for ops in schedule.ops]
+    ranks = [_Rank(ops) for ops in schedule.ops]
     waiting: dict[int, _Rank] = {}
     ready = list(ranks)
     while ready:
         rank = ready.pop()
-        while rank.order:
-            code = rank.order[0]
+        ops, order, weights = rank.ops, rank.order, rank.weights
+        now, held, index, made, done = rank.now, rank.held, rank.index, rank.made, rank.done
+        while index < len(order):
+            code = order[index]
             low, unit = code & LOW, code >> UNIT_SHIFT
-            end = ends[need[low] + unit]
-            if end is None:
+            arrival = ends[need[low] + unit]
+            if arrival < 0:
                 waiting[need[low] + unit] = rank
                 break
-            arrival = end + lag[low]
-            while rank.pending and rank.has_time(arrival, limit, eager):
-                rank.run(rank.pending.popleft())
-            rank.now = max(rank.now, arrival)
-            rank.run(rank.order.popleft())
+            arrival += lag[low]
+            kind = code & KIND_MASK
+            while done < made:  # weight gradients that could run
+                weight = weights[done]
+                end = now + length[weight & LOW]
+                late = end > arrival and not (eager and now < arrival)
+                if late and (held < limit or kind != 0):
+                    break
+                ops.append(weight)
+                now = end
+                held -= 1
+                done += 1
+            if now < arrival:
+                now = arrival
+            ops.append(code)
+            now += length[low]
+            if kind == 0:  # F
+                held += 1
+            elif kind == 2:  # I
+                made += 1
+            else:
+                held -= 1
+            index += 1
             slot = make[low] + unit
-            ends[slot] = rank.now
+            ends[slot] = now
             if slot in waiting:
                 ready.append(waiting.pop(slot))
-    for rank in ranks:
-        rank.ops.extend(rank.pending)
-    ops = tuple(rank.ops for rank in ranks)
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, ops)
+        rank.now, rank.held, rank.index, rank.made, rank.done = now, held, index, made, done
+    starts = []
+    for rank, given in zip(ranks, schedule.ops, strict=True):
+        for weight in rank.weights[rank.done :]:
+            rank.ops.append(weight)
+            rank.now += length[weight & LOW]
+        low = given[0] & LOW
+        starts.append(ends[need[low] + (given[0] >> UNIT_SHIFT)] + lag[low])
+    refilled = replace(schedule, ops=tuple(rank.ops for rank in ranks), held_limit=None)
+    return _Attempt(
+        refilled,
+        max(rank.now for rank in ranks) - min(starts),
+        max(rank.now - start for rank, start in zip(ranks, starts, strict=True)),
+    )
 
 
 class _Rank:
     """A rank whose weight gradients are being placed."""
 
-    def __init__(self, ops: Sequence[int], table: tuple[tuple[Time, ...], ...]) -> None:
+    def __init__(self, ops: Sequence[int]) -> None:
         self.ops = array("q")
+        self.order = [code for code in ops if code & KIND_MASK != Kind.W]
+        """What there is to run besides weight gradients."""
+        self.weights = [code - Kind.I + Kind.W for code in ops if code & KIND_MASK == Kind.I]
+        """In the order of their inputs."""
         self.now: Time = 0
-        self.order = deque(code for code in ops if code & KIND_MASK != Kind.W)
-        """What is left to run besides weight gradients."""
-        self.pending: deque[int] = deque()
-        """Weight gradients that could run."""
-        self._table = table
-        self._held = 0
-
-    def has_time(self, arrival: Time, limit: int, eager: bool) -> bool:
-        """Whether a weight gradient goes before the next operation, whose input comes then."""
-        if self.now + self._time(self.pending[0]) <= arrival or (eager and self.now < arrival):
-            return True
-        return self._held >= limit and self.order[0] & KIND_MASK == Kind.F
-
-    def run(self, code: int) -> None:
-        """Run an operation now."""
-        kind = code & KIND_MASK
-        self.ops.append(code)
-        self.now += self._time(code)
-        if kind == Kind.F:
-            self._held += 1
-        elif kind == Kind.I:
-            self.pending.append(code - Kind.I + Kind.W)
-        else:
-            self._held -= 1
-
-    def _time(self, code: int) -> Time:
-        return self._table[code & KIND_MASK][code >> STAGE_SHIFT & STAGE_MASK]
+        self.held = self.index = 0
+        """Activations alive, and how much of `order` has run."""
+        self.made = self.done = 0
+        """How many weight gradients have their input, and how many have run."""
 
 
 def _plain(schedule: Schedule) -> Edges:

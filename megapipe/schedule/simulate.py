@@ -14,6 +14,7 @@ from itertools import repeat
 from typing import cast
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.collectives import Interval, first_uses, gathers, reductions
 from megapipe.schedule.cost import Cost, Time, plain, ratio
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, Kind, Schedule
@@ -25,20 +26,46 @@ class Timeline:
 
     schedule: Schedule
     starts: tuple[Sequence[Time], ...]
-    """starts[rank][n] is the start of operation n of the rank; the first start of all is 0. Two
-    joined operations start and end together."""
+    """starts[rank][n] is the start of operation n of the rank; the step begins at 0. Two joined
+    operations start and end together."""
     ends: tuple[Sequence[Time], ...]
     cost: Cost
+    gathers: tuple[Interval, ...] = ()
+    """When parameters are gathered, by rank and start; none where that takes no time."""
+    reductions: tuple[Interval, ...] = ()
+    """When gradients are reduced, by start; one for each holder of a stage."""
 
     @cached_property
-    def makespan(self) -> Time:
-        """From the first start to the last end over all ranks."""
+    def begin(self) -> Time:
+        """The first start of all, of operations and gathers."""
         first = min(starts[0] for starts in self.starts if starts)
-        return max(ends[-1] for ends in self.ends if ends) - first
+        return min(first, *(each.start for each in self.gathers)) if self.gathers else first
+
+    @cached_property
+    def finish(self) -> Time:
+        """The last end of all, of operations and reductions."""
+        last = max(ends[-1] for ends in self.ends if ends)
+        return max(last, *(each.end for each in self.reductions)) if self.reductions else last
+
+    @property
+    def makespan(self) -> Time:
+        """From the first start to the last end over all ranks, with gathers and reductions."""
+        return self.finish - self.begin
+
+    @property
+    def exposed_gather(self) -> Time:
+        """What of the makespan is before the first operation of all."""
+        return min(starts[0] for starts in self.starts if starts) - self.begin
+
+    @property
+    def exposed_reduce(self) -> Time:
+        """What of the makespan is after the last operation of all."""
+        return self.finish - max(ends[-1] for ends in self.ends if ends)
 
     @cached_property
     def spans(self) -> tuple[Time, ...]:
-        """Per rank, from its own first start to its own last end; 0 where it does nothing."""
+        """Per rank, from the start of its first operation to the end of its last, so without what
+        it gathers before and reduces after; 0 where it does nothing."""
         return tuple(
             ends[-1] - starts[0] if ends else 0
             for starts, ends in zip(self.starts, self.ends, strict=True)
@@ -62,12 +89,13 @@ class Timeline:
 
     @property
     def bubble_makespan(self) -> Time:
-        """Idle share of the makespan, over all ranks."""
+        """Share of the makespan without computation, over all ranks."""
         return 1 - ratio(sum(self.busy), len(self.busy) * self.makespan)
 
     @property
     def bubble_ideal(self) -> Time:
-        """Idle time within the makespan relative to the time computed, over all ranks."""
+        """Time within the makespan without computation, relative to the time computed, over all
+        ranks."""
         return ratio(len(self.busy) * self.makespan, sum(self.busy)) - 1
 
     @property
@@ -78,7 +106,8 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
-    """Time a valid schedule; the default cost is F = I = W = 1, B = 2, R = 1, no latency.
+    """Time a valid schedule; the default cost is F = I = W = 1, B = 2, R = 1, no latency, and
+    nothing to gather or reduce (see :mod:`megapipe.schedule.collectives`).
 
     Raises:
         ScheduleError: a cost that does not fit the stages, or a schedule that deadlocks
@@ -97,6 +126,9 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     free: list[Time] = [0] * len(lists)
     lengths = [times.by_operation(rank, tokens) for rank, tokens in enumerate(lists)]
     length = times.length
+    gathered = gathers(schedule, cost)
+    pauses = _pauses(schedule, gathered)
+    stops = [pauses[rank][-1][0] if rank in pauses else len(ops) for rank, ops in enumerate(lists)]
     waiting: dict[int, int] = {}
     ready = list(range(len(lists)))
     while ready:
@@ -104,7 +136,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
         my_starts, my_ends, my_lengths = starts[rank], ends[rank], lengths[rank]
         now = free[rank]
         tokens = lists[rank]
-        index, stop = len(my_ends), len(tokens)
+        index, stop = len(my_ends), stops[rank]
         while index < stop:
             token = tokens[index]
             low = token & LOW
@@ -146,10 +178,29 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
                 if slot in waiting:
                     ready.append(waiting.pop(slot))
             index += 2
+        else:
+            if pauses.get(rank):  # the next operation is a stage's first
+                now = max(now, pauses[rank].pop()[1])
+                stops[rank] = pauses[rank][-1][0] if pauses[rank] else len(tokens)
+                ready.append(rank)
         free[rank] = now
     if waiting:
         raise ScheduleError(f"schedule {schedule.name}: it deadlocks, so it has no timeline")
-    return Timeline(schedule, starts, ends, cost)
+    return Timeline(schedule, starts, ends, cost, gathered, reductions(schedule, cost, ends))
+
+
+def _pauses(schedule: Schedule, gathered: Sequence[Interval]) -> dict[int, list[tuple[int, Time]]]:
+    """By rank, the index of each stage's first operation and when its parameters are there, the
+    last first. One of a joined pair holds up both."""
+    pauses: dict[int, list[tuple[int, Time]]] = {}
+    for rank in {each.rank for each in gathered}:
+        ops, there = schedule.ops[rank], {e.stage: e.end for e in gathered if e.rank == rank}
+        pauses[rank] = [
+            (index - (index > 0 and ops[index - 1] >= JOINED), there[stage])
+            for stage, index in reversed(first_uses(ops).items())
+            if stage in there
+        ]
+    return pauses
 
 
 class Times:
@@ -179,6 +230,7 @@ class Times:
             if goes and not cost.overlap:
                 self.hold[low] = plain(cost.link(*goes, lane.size * part))
         times = [*self.length, *self.lag, *self.hold, *(cost.slices or ()), cost.overlap_factor]
+        times += cost.per_stage("gather", edges.stages)
         floating = cost.jitter or any(isinstance(time, float) for time in times)
         whole = all(isinstance(time, int) for time in times)
         self.typecode = "d" if floating else "q" if whole else None

@@ -1,8 +1,9 @@
 """Timelines in the JSON trace format that ui.perfetto.dev and chrome://tracing open.
 
 A timeline is a process of the trace and a rank is a thread of it, so that a predicted and a
-measured timeline of the same schedule lie below each other in one picture. Arrows are messages
-between ranks; counters are activations held.
+measured timeline of the same schedule lie below each other in one picture. A rank that gathers
+parameters or reduces gradients has a second thread for that. Arrows are messages between ranks;
+counters are activations held.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,10 +28,11 @@ def trace(timelines: Mapping[str, Timeline], *, unit: float = 1000.0) -> dict[st
         events.append(_about("process_name", number, 0, name=f"{name}: {timeline.schedule.name}"))
         for rank in range(len(timeline.starts)):
             events.append(_about("thread_name", number, rank, name=f"rank {rank}"))
-            events.append(_about("thread_sort_index", number, rank, sort_index=rank))
+            events.append(_about("thread_sort_index", number, rank, sort_index=2 * rank))
             events.extend(_operations(timeline, number, rank, unit))
             if not timeline.schedule.forward_only:
                 events.extend(_counter(timeline, number, rank, unit))
+        events.extend(_collectives(timeline, number, unit))
         events.extend(_arrows(timeline, number, unit))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -69,6 +71,28 @@ def _counter(timeline: Timeline, process: int, rank: int, unit: float) -> Iterat
             "ts": float(time) * unit,
             "args": {"micro-batches": float(amount)},
         }
+
+
+def _collectives(timeline: Timeline, process: int, unit: float) -> Iterator[Event]:
+    """A thread for each rank that gathers or reduces, below that of its operations."""
+    ranks = len(timeline.starts)
+    both = {"gather": timeline.gathers, "reduce": timeline.reductions}
+    for rank in sorted({each.rank for intervals in both.values() for each in intervals}):
+        words = f"rank {rank}, data-parallel"
+        yield _about("thread_name", process, ranks + rank, name=words)
+        yield _about("thread_sort_index", process, ranks + rank, sort_index=2 * rank + 1)
+    for what, intervals in both.items():
+        for stage, rank, start, end in intervals:
+            yield {
+                "ph": "X",
+                "name": f"{what} {stage}",
+                "cat": what,
+                "pid": process,
+                "tid": ranks + rank,
+                "ts": float(start) * unit,
+                "dur": float(end - start) * unit,
+                "args": {"stage": stage},
+            }
 
 
 def _arrows(timeline: Timeline, process: int, unit: float) -> Iterator[Event]:

@@ -23,35 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--ranks", "4", "--microbatches", "8")
 
 
-@pytest.fixture
-def ask(capsys):
-    """What a command prints."""
-
-    def run(*argv: str) -> str:
-        code = main([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        assert (code, err) == (0, "")
-        return out
-
-    return run
-
-
-@pytest.fixture
-def refuse(capsys):
-    """The one line of a mistake."""
-
-    def run(*argv: str) -> str:
-        code = main([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        assert (code, out) == (2, "")
-        assert err.startswith("megapipe: error: ")
-        assert err.count("\n") == 1
-        assert err.endswith("\n")
-        return err.removeprefix("megapipe: error: ").rstrip("\n")
-
-    return run
-
-
 # the script itself
 
 
@@ -136,6 +107,7 @@ def test_simulate_json_of_zb_h1(ask):
         "makespan": 27,
         "span": 27,
         "bubble": {"makespan": 1 / 9, "ideal": 1 / 8, "span": 1 / 9},
+        "exposed": {"gather": 0, "reduce": 0},
         "idle": [{"warmup": 3, "waiting": 0, "drain": 0, "imbalance": 0}] * 4,
         "peak_held": [4, 4, 4, 4],
         "peak_weighted": [4, 4, 4, 4],
@@ -178,6 +150,29 @@ def test_stage_costs(ask, tmp_path):
     size = ("--ranks", "2", "--microbatches", "1", "--json")
     told = json.loads(ask("simulate", "1f1b", *size, "--stage-cost", path, "--cost", "comm=2"))
     assert told["makespan"] == 0.5 + 2 + 3 + 2 + 2 + 1.25
+
+
+def test_gathers_and_reductions(ask, tmp_path):
+    """Of a full rank: a chunk's takes 1/V; of a stage in a file."""
+
+    def told(name, *more):
+        return json.loads(ask("simulate", name, *SMALL, *more, "--json"))
+
+    both = ("--cost", "reduce=6,gather=2")
+    one, two = told("1f1b", *both), told("breadth_first", *both, "--chunks", "2")
+    assert (one["makespan"], one["exposed"]) == (33 + 6 + 2, {"gather": 2, "reduce": 6})
+    assert (two["makespan"], two["exposed"]) == (28.5 + 3 + 1, {"gather": 1, "reduce": 3})
+    assert one["span"] == 33
+    shown = ask("simulate", "1f1b", *SMALL, *both).splitlines()
+    assert shown[-1] == (
+        "  exposed   2 of the gathers, before the first operation; "
+        "6 of the reductions, after the last"
+    )
+    path = tmp_path / "costs.json"
+    stages = [{"F": 1, "I": 1, "W": 1, "reduce": stage, "gather": "1/2"} for stage in range(4)]
+    path.write_text(json.dumps(stages))
+    assert told("1f1b", "--stage-cost", path)["exposed"] == {"gather": 0.5, "reduce": 0}
+    assert told("gpipe", "--stage-cost", path)["makespan"] == 33.5
 
 
 def test_memory_limits_and_accountings(ask):
@@ -375,17 +370,6 @@ def test_export_and_validate(ask, tmp_path):
     assert (told["valid"], told["ops"], told["peak_held"]) == (True, 96, [4] * 4)
 
 
-def test_validate_says_what_is_wrong(refuse, tmp_path):
-    path = tmp_path / "x.csv"
-    path.write_text("0F0,0B0,0B0\n")
-    assert f"schedule {path}: rank 0, op 2 (0B0)" in refuse("validate", path)
-    path.write_text("0F0,xyz\n")
-    assert "line 1, cell 2: 'xyz' is not an operation" in refuse("validate", path)
-    path.write_bytes(b"\xff")
-    assert refuse("validate", path) == f"{path}: not UTF-8 text"
-    assert refuse("validate", tmp_path / "y.csv") == f"{tmp_path}/y.csv: No such file or directory"
-
-
 # search
 
 UNEVEN = [{"F": 1, "I": 1, "W": 1}, {"F": 2, "I": 1, "W": 2}, {"F": 1, "I": 2, "W": 1}]
@@ -459,132 +443,3 @@ def test_stage_costs_say_how_many_chunks(tmp_path):
     path.write_text(json.dumps([{"F": 1, "I": 1, "W": 1}] * 8))
     given = parser().parse_args(["search", *SMALL, "--stage-cost", str(path)])
     assert placements(Setting.of(given)) == [loop(4, 2), vee(4)]
-
-
-# mistakes
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        ([], "the following arguments are required: COMMAND"),
-        (["simulat"], "invalid choice: 'simulat'"),
-        (["simulate"], "required: NAME, --ranks, --microbatches"),
-        (["simulate", "zb_h2x", *SMALL], "'zb_h2x' is unknown; did you mean "),
-        (["simulate", "1f1b", *SMALL, "--fo\no"], "unrecognized arguments: --fo o"),
-        (
-            ["simulate", "1f1b", *SMALL, "--ranks", "0"],
-            "--ranks: '0' is not a whole number from 1 to 65536",
-        ),
-        (["simulate", "1f1b", *SMALL, "--ranks", "1e2"], "'1e2' is not a whole number from 1 to"),
-        (["simulate", "1f1b", "--ranks", "4", "--microbatches", "16777216"], "from 1 to 16777215"),
-        (["simulate", "1f1b", *SMALL, "--chunks", "2"], "schedule 1f1b: chunks must be 1, not 2"),
-        (["simulate", "1f1b", *SMALL, "--cost", "F"], "--cost: '' is not a number >= 0"),
-        (["simulate", "1f1b", *SMALL, "--cost", "G=1"], "--cost: 'G=1' is not one of F, I, W, B"),
-        (["simulate", "1f1b", *SMALL, "--cost", "F=1,F=2"], "--cost: F is given twice"),
-        (["simulate", "1f1b", *SMALL, "--cost", "F=-1"], "'-1' is not a number >= 0"),
-        (["simulate", "1f1b", *SMALL, "--cost", "F=nan"], "'nan' is not a number >= 0"),
-        (["simulate", "1f1b", *SMALL, "--cost", "F=1e999"], "'1e999' is not a number >= 0"),
-        (["simulate", "1f1b", *SMALL, "--cost", "F=1/0"], "'1/0' is not a number >= 0"),
-        (["simulate", "1f1b", *SMALL, "--cost", "F=0,B=0"], "give at least one cost above 0"),
-        (["simulate", "1f1b", *SMALL, "--freed-by-input-grad", "2"], "'2' is not from 0 to 1"),
-        (["simulate", "1f1b", *SMALL, "--bandwidth", "0"], "bandwidth"),
-        (["simulate", "1f1b", *SMALL, "--objective", "x"], "invalid choice: 'x'"),
-        (["simulate", "1f1b", *SMALL, "--placement", "v"], "1f1b: its placement is single"),
-        (["simulate", "none.csv", *SMALL], "none.csv: No such file or directory"),
-        (["simulate", "none:f", *SMALL], "there is no module 'none'"),
-        (["show", "1f1b", *SMALL, "--width", "-1"], "'-1'"),
-        (["draw", "1f1b", *SMALL], "required: -o/--output"),
-        (["draw", "1f1b", *SMALL, "-o", "x.gif"], "x.gif does not end in .svg, .png, .json"),
-        (["draw", "1f1b", *SMALL, "-o", "/none/x.svg"], "/none/x.svg: cannot be written: No such"),
-        (["draw", "1f1b", *SMALL, "-o", "/none/x.png"], "/none/x.png: cannot be written: No such"),
-        (["export", "1f1b", *SMALL, "--format", "xml"], "invalid choice: 'xml'"),
-        (["export", "chimera", *SMALL, "--format", "torch"], "cannot run replicas of the model"),
-        (["search", *SMALL, "--chunks", "3", "--placement", "v"], "v does not go with 3 chunks"),
-        (["search", *SMALL, "--memory-limit", "1/2"], "memory_limit 1/2 is too small"),
-        (["search", *SMALL, "--slices", "2"], "unrecognized arguments: --slices 2"),
-        (["compare", "--csv", "--json", *SMALL], "not allowed with argument"),
-        (["validate"], "required: FILE"),
-    ],
-)
-def test_mistakes(argv, said, refuse):
-    assert said in refuse(*argv)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("{", "costs.json: not valid JSON: "),
-        ("{}", 'costs.json: write a list with {"F": 1, "I": 1, "W": 1} for each stage'),
-        ("[1]", "stage 0: 1 is not {"),
-        ('[{"F": 1, "I": 1}]', "stage 0: W is missing; it has F, I and W"),
-        ('[{"F": 1, "I": 1, "W": 1, "X": 1}]', "stage 0: 'X' is unknown"),
-        ('[{"F": -1, "I": 1, "W": 1}]', "stage 0: F: '-1' is not a number >= 0"),
-        ('[{"F": true, "I": 1, "W": 1}]', "stage 0: F: 'True' is not a number >= 0"),
-        ('[{"F": 1, "I": 1, "W": 1, "B": 1}, {"F": 1, "I": 1, "W": 1}]', "stage 1 has F, I, W"),
-        ('[{"F": 1, "I": 1, "W": 1}]', "cost F: 1 times for 4 stages; give one per stage"),
-    ],
-)
-def test_mistakes_in_stage_costs(content, said, refuse, tmp_path):
-    path = tmp_path / "costs.json"
-    path.write_text(content)
-    assert said in refuse("simulate", "1f1b", *SMALL, "--stage-cost", path)
-
-
-def test_stage_costs_of_other_ranks(refuse, uneven):
-    assert refuse("search", *uneven, "--ranks", "2") == (
-        "argument --stage-cost: 3 stages are not a whole number of chunks on each of 2 ranks"
-    )
-
-
-def test_one_cost_twice(refuse, tmp_path):
-    path = tmp_path / "costs.json"
-    path.write_text('[{"F": 1, "I": 1, "W": 1}]')
-    error = refuse("simulate", "1f1b", *SMALL, "--stage-cost", path, "--cost", "F=1")
-    assert error == f"argument --cost: F is in {path} already"
-
-
-# docs/schedules.md
-
-DOC = (ROOT / "docs/schedules.md").read_text(encoding="utf-8")
-PICTURES = {
-    "1f1b": (),
-    "interleaved_1f1b": ("--chunks", "2"),
-    "zb_h1": (),
-    "zb_v": (),
-    "dualpipe": ("--microbatches", "10"),
-    "seq1f1b": (),
-}
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", DOC, re.MULTILINE | re.DOTALL)
-
-
-def test_the_doc_names_every_schedule():
-    assert set(names()) <= set(re.findall(r"`(\w+)`", DOC))
-
-
-def test_the_example_is_as_short_as_it_says():
-    (example,) = blocks("python")
-    assert len(example.splitlines()) <= 30
-
-
-@pytest.mark.parametrize("block", blocks("console"))
-def test_commands_of_the_doc_print_what_it_shows(block, ask, tmp_path, monkeypatch):
-    (example,) = blocks("python")
-    (tmp_path / "my_schedules.py").write_text(example)
-    monkeypatch.chdir(tmp_path)
-    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        command, _, shown = part.partition("\n")
-        words = command.split()
-        assert words[:2] == ["python", "scripts/schedule.py"]
-        printed = ask(*words[2:])
-        assert shown in ("", printed)
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures_of_the_doc_are_what_draw_writes(name, ask, tmp_path):
-    assert f"({name}.svg)" in DOC
-    ask("draw", name, *SMALL, *PICTURES[name], "-o", tmp_path / "x.svg")
-    assert (ROOT / f"docs/{name}.svg").read_text() == (tmp_path / "x.svg").read_text()

@@ -12,7 +12,9 @@ from megapipe.schedule.cost import plain
 from megapipe.schedule.generators.registry import OPTIONS
 from megapipe.schedule.ir import MICROBATCH_MASK, STAGE_MASK
 
-COSTS = ("F", "I", "W", "B", "R", "comm", "overlap")
+OF_STAGE = ("F", "I", "W", "B", "R", "reduce", "gather")
+"""Costs that each stage may have of its own."""
+COSTS = (*OF_STAGE, "comm", "overlap")
 PLACEMENTS = ("single", "loop", "v", "wave")
 NAME_HELP = "a schedule of `list`, module:function of your own, or a file.csv"
 
@@ -69,7 +71,8 @@ def add_costs(parser: Parser) -> None:
         metavar="F=1,I=1,W=1,comm=0",
         help="times per micro-batch and full rank (a chunk takes 1/V of it) and of a message; "
         "B: fused backward (I+W), R: recomputation (F), overlap: share of their sum that two "
-        "joined operations take (1)",
+        "joined operations take (1); reduce, gather: of a full rank's gradients after the last of "
+        "them, and of its parameters ahead of their first use (0)",
     )
     parser.add_argument(
         "--stage-cost",

@@ -64,6 +64,10 @@ def measure(setting: Setting, schedule: Schedule, generate_seconds: float) -> di
             "ideal": json_number(timeline.bubble_ideal),
             "span": json_number(timeline.bubble_span),
         },
+        "exposed": {
+            "gather": json_number(timeline.exposed_gather),
+            "reduce": json_number(timeline.exposed_reduce),
+        },
         "idle": [
             {cause: json_number(value) for cause, value in causes._asdict().items()}
             for causes in idle(timeline)
@@ -80,6 +84,7 @@ def measure(setting: Setting, schedule: Schedule, generate_seconds: float) -> di
 def lines(told: dict[str, Any]) -> list[str]:
     """The same for a reader."""
     bubble, idle_by, limit = told["bubble"], told["idle"], told["memory_limit"]
+    exposed = told["exposed"]
     causes = {cause: sum(rank[cause] for rank in idle_by) for cause in idle_by[0]}
     order = "" if told["bitwise_order"] else "NOT "
     rows = {
@@ -99,6 +104,11 @@ def lines(told: dict[str, Any]) -> list[str]:
         "took": f"{told['generate_seconds']:.3f} s to generate, "
         f"{told['simulate_seconds']:.3f} s to simulate",
     }
+    if any(exposed.values()):
+        rows["exposed"] = (
+            f"{exposed['gather']:g} of the gathers, before the first operation; "
+            f"{exposed['reduce']:g} of the reductions, after the last"
+        )
     if limit is not None:
         fits = "fits" if told["fits"] else "EXCEEDED"
         rows["limit"] = f"{limit:g}, {told['memory_accounting']}: {fits}"

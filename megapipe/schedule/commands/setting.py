@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.schedule.commands.arguments import number, options_of
+from megapipe.schedule.commands.arguments import OF_STAGE, number, options_of
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.generators import accepts, aliases, names
 from megapipe.schedule.ir import Schedule
@@ -68,7 +68,7 @@ class Setting:
 
     def cost(self, placement: Placement) -> Cost:
         """The costs of the stages of a placement, without jitter."""
-        times = {name: self.costs[name] for name in ("F", "I", "W", "B", "R") if name in self.costs}
+        times = {name: self.costs[name] for name in OF_STAGE if name in self.costs}
         cost = Cost.full_rank(placement, **times, latency=self.costs.get("comm", 0))
         per_stage: dict[str, Any] = dict(self.stage_costs)
         return replace(
@@ -132,7 +132,8 @@ def placement_names(placement: Placement) -> tuple[str, ...]:
 
 
 def read_stage_costs(path: Path) -> dict[str, tuple[Number, ...]]:
-    """The times of a JSON list of {"F", "I", "W"} (and "B", "R"), one per virtual stage, by kind.
+    """The times of a JSON list of {"F", "I", "W"} (and "B", "R", "reduce", "gather"), one per
+    virtual stage, by kind.
 
     Raises:
         ConfigError: the file cannot be read or is not such a list.
@@ -156,13 +157,15 @@ def read_stage_costs(path: Path) -> dict[str, tuple[Number, ...]]:
 def _times(stage: object, where: str) -> dict[str, Number]:
     if not isinstance(stage, dict):
         raise ConfigError(f'{where}: {stage!r} is not {{"F": 1, "I": 1, "W": 1}}')
-    unknown = sorted(set(stage) - set("FIWBR"))
+    unknown = sorted(set(stage) - set(OF_STAGE))
     missing = [kind for kind in "FIW" if kind not in stage]
     if unknown or missing:
         what = f"{unknown[0]!r} is unknown" if unknown else f"{missing[0]} is missing"
-        raise ConfigError(f"{where}: {what}; it has F, I and W, and may have B and R")
+        raise ConfigError(
+            f"{where}: {what}; it has F, I and W, and may have B, R, reduce and gather"
+        )
     result = {}
-    for kind in sorted(stage, key="FIWBR".index):
+    for kind in sorted(stage, key=OF_STAGE.index):
         try:
             result[kind] = number(str(stage[kind]))
         except argparse.ArgumentTypeError as error:

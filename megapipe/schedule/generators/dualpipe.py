@@ -22,8 +22,9 @@ from array import array
 from collections import deque
 
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.slots import both_ways, most_held
+from megapipe.schedule.generators.slots import both_ways
 from megapipe.schedule.ir import JOINED, Kind, Schedule, pack
+from megapipe.schedule.ledger import most_held
 from megapipe.schedule.placement import loop, vee
 
 

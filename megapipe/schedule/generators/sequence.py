@@ -24,8 +24,8 @@ from megapipe.schedule.generators.gpipe import gpipe_on
 from megapipe.schedule.generators.interleaved import interleaved_1f1b
 from megapipe.schedule.generators.one_f_one_b import one_f_one_b
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.slots import most_held
 from megapipe.schedule.ir import KIND_MASK, MICROBATCH_SHIFT, SLICE_SHIFT, Kind, Schedule
+from megapipe.schedule.ledger import most_held
 from megapipe.schedule.placement import loop
 
 _LOW = (1 << MICROBATCH_SHIFT) - 1

@@ -12,7 +12,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.ir import JOINED, KIND_MASK, Kind, Schedule, pack, packed
+from megapipe.schedule.ir import JOINED, Kind, Schedule, pack, packed
+from megapipe.schedule.ledger import most_held
 from megapipe.schedule.placement import Placement, mirrored
 
 
@@ -67,19 +68,6 @@ def rank_ops(rank: int, placement: Placement, trips: Sequence[Trip], step: int) 
 def by_replica(placement: Placement, rank: int) -> list[list[int]]:
     """The stages of a rank in each replica, ascending."""
     return [[stage for stage, at in enumerate(row) if at == rank] for row in placement.table]
-
-
-def most_held(ops: "array[int]") -> int:
-    """The most chunk activations that a list holds at once, from F to W or B."""
-    held = most = 0
-    for code in ops:
-        kind = code & KIND_MASK
-        if kind == Kind.F:
-            held += 1
-            most = max(most, held)
-        elif kind in (Kind.B, Kind.W):
-            held -= 1
-    return most
 
 
 def both_ways(name: str, placement: Placement, pairs: int = 1) -> Placement:

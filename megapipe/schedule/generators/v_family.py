@@ -19,8 +19,8 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.blocks import Block, drop_weights, repeat
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.slots import most_held
 from megapipe.schedule.ir import Kind, Op, Schedule
+from megapipe.schedule.ledger import most_held
 from megapipe.schedule.placement import vee
 from megapipe.schedule.reorder import reorder
 

@@ -20,9 +20,9 @@ from itertools import product
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.slots import most_held
 from megapipe.schedule.generators.zero_bubble import zb_h1
 from megapipe.schedule.ir import Kind, Schedule, pack
+from megapipe.schedule.ledger import most_held
 from megapipe.schedule.placement import loop
 from megapipe.schedule.simulate import simulate
 

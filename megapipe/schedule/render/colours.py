@@ -13,6 +13,8 @@ IDLE = "#eceff2"
 INK = "#222222"
 LINE = "#7a828a"
 MEMORY = "#b9c4d0"
+GATHER = "#5f7f95"
+REDUCE = "#a0485a"
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:

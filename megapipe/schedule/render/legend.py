@@ -1,14 +1,15 @@
 """What the colours and lines of a picture mean."""
 
 from megapipe.schedule.render.boxes import NAMES, Box
-from megapipe.schedule.render.colours import IDLE, LINE, shade
+from megapipe.schedule.render.colours import GATHER, IDLE, LINE, REDUCE, shade
 from megapipe.schedule.render.scene import Rectangle, Shape, Words
+from megapipe.schedule.simulate import Timeline
 
 SWATCH = 14.0
 
 
 def legend(
-    rows: list[list[Box]], chunks: int, replicas: int, x: float, y: float
+    rows: list[list[Box]], timeline: Timeline, chunks: int, x: float, y: float
 ) -> tuple[list[Shape], float]:
     """The shapes of the legend with its upper left corner at (x, y), and where it ends."""
     kinds = sorted({part.op.kind for row in rows for box in row for part in box.parts})
@@ -17,6 +18,9 @@ def legend(
         for kind in kinds
     ]
     entries.append(("idle", [(IDLE, 0)]))
+    entries += [("parameters gathered", [(GATHER, 0)])] if timeline.gathers else []
+    entries += [("gradients reduced", [(REDUCE, 0)])] if timeline.reductions else []
+    replicas = len(timeline.schedule.placement.table)
     if replicas > 1:
         entries += [(f"replica {replica}", [(LINE, replica)]) for replica in range(replicas)]
     if chunks > 1:

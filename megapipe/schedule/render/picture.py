@@ -1,7 +1,7 @@
 """The picture of a schedule for a page: time lines, activations, legend."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from megapipe.schedule.ir import Schedule
@@ -9,7 +9,7 @@ from megapipe.schedule.ledger import curve
 from megapipe.schedule.render.activations import HEADER, activations
 from megapipe.schedule.render.axis import Band, axis
 from megapipe.schedule.render.boxes import Box, Part, amount, boxes, most_chunks, usual_length
-from megapipe.schedule.render.colours import IDLE, shade
+from megapipe.schedule.render.colours import GATHER, IDLE, REDUCE, shade
 from megapipe.schedule.render.legend import legend
 from megapipe.schedule.render.scene import Rectangle, Scene, Shape, Words
 from megapipe.schedule.simulate import Timeline, simulate
@@ -17,6 +17,8 @@ from megapipe.schedule.simulate import Timeline, simulate
 LEFT, TOP, RIGHT = 64.0, 40.0, 62.0
 USUAL = 26.0
 """Width of an operation of usual length where there is room."""
+STRIP = 6.0
+"""Height of what is below a time line for gathers and reductions."""
 MOST_LINES = 128
 """Time lines of all bands together; a picture that needs more has no numbers."""
 
@@ -36,7 +38,8 @@ DENSE = _Lanes(19, 21, 11, 13)
 
 
 def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
-    """One row per rank, then what each rank holds; a schedule is timed at unit costs first.
+    """One row per rank, with what it gathers and reduces in a strip below, then what each rank
+    holds; a schedule is timed at unit costs first.
 
     Where operations would be too narrow for their numbers, the time is cut into bands below each
     other, of about `width` pixels each. If even that is not enough, it is one band without them.
@@ -45,6 +48,8 @@ def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
     schedule, chunks = timeline.schedule, most_chunks(timeline.schedule.placement)
     rows = [list(boxes(timeline, rank)) for rank in range(len(timeline.starts))]
     lanes = ROOMY if len(rows) <= 8 else DENSE
+    if timeline.gathers or timeline.reductions:
+        lanes = replace(lanes, line_pitch=lanes.line_pitch + STRIP)
     digits = max(len(part.number) for row in rows for box in row for part in box.parts)
     bands = _bands(timeline, rows, digits, width)
     title = _title(timeline, chunks)
@@ -52,6 +57,7 @@ def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
     scene.shapes.append(Words(LEFT, 22, title, size=14, anchor="start"))
     for band in bands:
         scene.shapes += _time_lines(rows, band, lanes, scene.height, digits, chunks)
+        scene.shapes += _strips(timeline, band, lanes, scene.height)
         scene.height += len(rows) * lanes.line_pitch
         words = f"time {amount(timeline.makespan)}" if band is bands[-1] else ""
         scene.shapes += axis(band, scene.height, words)
@@ -64,8 +70,7 @@ def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
         words += ", over the whole time" * (len(bands) > 1)
         scene.shapes += activations(held, words, whole, scene.height, lanes.held, lanes.held_pitch)
         scene.height += HEADER + len(rows) * lanes.held_pitch + 8
-    replicas = len(schedule.placement.table)
-    entries, wide = legend(rows, chunks, replicas, LEFT, scene.height)
+    entries, wide = legend(rows, timeline, chunks, LEFT, scene.height)
     scene.shapes += entries
     scene.width = max(scene.width, wide + 8)
     scene.height += 24
@@ -74,7 +79,7 @@ def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
 
 def _bands(timeline: Timeline, rows: list[list[Box]], digits: int, width: float) -> list[Band]:
     """Parts of the time, as few as leave room for the numbers, each of whole usual operations."""
-    start = float(min(row[0].start for row in rows if row))
+    start = float(timeline.begin)
     makespan = float(timeline.makespan) or 1.0
     usual = float(usual_length(rows))
     least = 6.5 * digits / usual * makespan
@@ -117,6 +122,15 @@ def _time_lines(
                 if numbered and size >= 5:
                     baseline = above + height / 2 + 0.36 * size
                     yield Words(x + wide / 2, baseline, part.number, size)
+
+
+def _strips(timeline: Timeline, band: Band, lanes: _Lanes, top: float) -> Iterator[Shape]:
+    """Thin boxes below the time lines: gathers and reductions."""
+    for fill, intervals in ((GATHER, timeline.gathers), (REDUCE, timeline.reductions)):
+        for each in intervals:
+            if each.end > band.start and each.start < band.end:
+                x, y = band.x(each.start), top + each.rank * lanes.line_pitch + lanes.line + 1
+                yield Rectangle(x, y, band.x(each.end) - x, STRIP, fill, edge="white")
 
 
 def _rectangle(

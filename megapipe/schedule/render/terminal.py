@@ -29,7 +29,8 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """A drawing of one row per rank, ready to be coloured."""
+    """A drawing of one row per rank, or of two where ranks gather or reduce, ready to be
+    coloured."""
 
     rows: tuple[tuple[Run, ...], ...]
     legend: tuple[Run, ...]
@@ -51,8 +52,9 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
     """A drawing of one row per rank for a terminal; a schedule is timed at unit costs first.
 
     A cell is as wide as its operation is long: kind, micro-batch (and slice), and with several
-    chunks a letter for the chunk, as in ``F3b``; ``&`` joins a pair. What does not fit into width
-    columns is left out in the middle of the time, alike in all rows.
+    chunks a letter for the chunk, as in ``F3b``; ``&`` joins a pair. Below a rank that gathers
+    parameters or reduces gradients is when it does, with the stage: ``<3<<<`` and ``>3>>>``. What
+    does not fit into width columns is left out in the middle of the time, alike in all rows.
     """
     timeline = drawn if isinstance(drawn, Timeline) else simulate(drawn)
     chunks = most_chunks(timeline.schedule.placement)
@@ -66,7 +68,7 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
         if box.end > box.start
     ]
     room = max(width - prefix, 4 * max(label for label, _ in lengths))
-    usual, origin = usual_length(rows), min(row[0].start for row in rows if row)
+    usual, origin = usual_length(rows), timeline.begin
     for least, gap in ((0, 1), (usual, 1), (usual, 0)):
         fitted = [(label + gap) / length for label, length in lengths if length >= least]
         scale = float(max(fitted))
@@ -75,19 +77,25 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
             break
     half = (room - len(_CUT)) // 2
     windows = [(0, total)] if total <= room else [(0, half), (total - half, total)]
-    placed = [[_place(box, origin, scale, gap, chunked) for box in row] for row in rows]
+    drawn_rows: list[tuple[Run, ...]] = []
+    for rank, row in enumerate(rows):
+        placed = [_place(box, origin, scale, gap, chunked) for box in row]
+        drawn_rows.append(
+            (Run(f"rank {rank}".ljust(prefix), None), *_join(_cut(placed, windows, ".")))
+        )
+        if timeline.gathers or timeline.reductions:
+            below = list(_place_collectives(timeline, rank, scale))
+            drawn_rows.append((Run(" " * prefix, None), *_join(_cut(below, windows, " "))))
     return Rows(
-        rows=tuple(
-            (Run(f"rank {rank}".ljust(prefix), None), *_join(_cut(row, windows)))
-            for rank, row in enumerate(placed)
-        ),
-        legend=tuple(_legend(rows, chunked, timeline.schedule.slices > 1, len(windows) > 1)),
+        rows=tuple(drawn_rows),
+        legend=tuple(_legend(rows, timeline, chunked, len(windows) > 1)),
         summary=_summary(timeline),
         chunks=chunks,
     )
 
 
 _CUT = " ... "
+GATHERED, REDUCED = "<", ">"
 _Cell = tuple[str, Part | None]
 
 
@@ -116,13 +124,25 @@ def _place(box: Box, origin: Time, scale: float, gap: int, chunked: bool) -> _Pl
     )
 
 
-def _cut(row: Iterable[_Placed], windows: list[tuple[int, int]]) -> Iterator[_Cell]:
+def _place_collectives(timeline: Timeline, rank: int, scale: float) -> Iterator[_Placed]:
+    """What a rank gathers and reduces; at least one column each."""
+    for mark, intervals in ((GATHERED, timeline.gathers), (REDUCED, timeline.reductions)):
+        for each in intervals:
+            if each.rank == rank:
+                times = (each.start - timeline.begin, each.end - timeline.begin)
+                start, end = (round(float(time) * scale) for time in times)
+                room = max(end - start, 1)
+                label = f"{mark}{each.stage}" if len(f"{each.stage}") + 2 <= room else ""
+                cells: list[_Cell] = [(character, None) for character in label.ljust(room, mark)]
+                yield _Placed(start, cells, [(mark, None)] * room)
+
+
+def _cut(row: list[_Placed], windows: list[tuple[int, int]], blank: str) -> Iterator[_Cell]:
     """The columns of a row within the windows, which lie in order and apart."""
-    row = list(row)
     for number, (first, last) in enumerate(windows):
         if number:
             yield from ((character, None) for character in _CUT)
-        cells: list[_Cell] = [(".", None)] * (last - first)
+        cells: list[_Cell] = [(blank, None)] * (last - first)
         for start, whole, short in row:
             end = start + len(whole)
             drawn = whole if first <= start and end <= last else short
@@ -146,7 +166,7 @@ def _part_label(part: Part, chunked: bool) -> str:
     return f"{part.op.kind.name}{part.number}{chunk if chunked else ''}"
 
 
-def _legend(rows: list[list[Box]], chunked: bool, sliced: bool, cut: bool) -> Iterator[Run]:
+def _legend(rows: list[list[Box]], timeline: Timeline, chunked: bool, cut: bool) -> Iterator[Run]:
     example: dict[Kind, Part] = {}
     for row in rows:
         for box in row:
@@ -155,9 +175,12 @@ def _legend(rows: list[list[Box]], chunked: bool, sliced: bool, cut: bool) -> It
     for kind, part in sorted(example.items()):
         yield Run(kind.name, part)
         yield Run(f" {NAMES[kind]}; ", None)
+    sliced = timeline.schedule.slices > 1
     words = ["number: micro-batch.slice" if sliced else "number: micro-batch"]
     words += ["letter: chunk"] if chunked else []
     words += ["& as one"] if any(len(box.parts) > 1 for row in rows for box in row) else []
+    words += [f"{GATHERED} gathers a stage"] if timeline.gathers else []
+    words += [f"{REDUCED} reduces a stage"] if timeline.reductions else []
     words += ["... left out"] if cut else []
     yield Run("; ".join([*words, ". idle"]), None)
 

@@ -93,6 +93,7 @@ def whole(placement: Placement, cost: Cost) -> tuple[Cost, int]:
     rows = dict(zip((kind.name for kind in Kind), cost.table(stages), strict=True))
     pairs = [pair for pair in pairwise(home) if pair[0] != pair[1]]
     links = {pair: cost.link(*pair) for a, b in pairs for pair in ((a, b), (b, a))}
+    rows |= {"reduce": cost.per_stage("reduce", stages), "gather": cost.per_stage("gather", stages)}
     every = [time for row in (*rows.values(), links.values()) for time in row]
     if any(isinstance(time, float) for time in every):
         return cost, 1

@@ -90,7 +90,8 @@ def search(
     Args:
         ranks: pipeline ranks.
         microbatches: micro-batches per step.
-        cost_of: what operations cost on a placement; jitter is left out.
+        cost_of: what operations cost on a placement; jitter is left out. Gathers and reductions
+            count in every comparison of schedules; orders are improved without them.
         placements: where to search: placements with one replica, or names of :data:`PLACEMENTS`.
         memory_limit: micro-batches of a full rank that may be alive at once, one number for all
             ranks or one for each; None: no limit.

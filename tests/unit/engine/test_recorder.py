@@ -222,16 +222,3 @@ def test_a_validation_program_has_forwards_alone() -> None:
     predicted = simulate(forward_only(loop(4), 3), UNEVEN)
     cost = timeline(predicted.schedule, records_of(predicted)).cost
     assert (cost.F, cost.I, cost.W) == (UNEVEN.F, (0.0,) * 4, (0.0,) * 4)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_timed_by_its_own_events() -> None:
-    watch = Recorder(torch.device("cuda"))
-    watch.begin()
-    for microbatch in range(3):
-        watch.timed(Op(Kind.F, 0, microbatch), lambda: torch.cuda._sleep(10_000_000))()
-    events = watch.events()
-    assert [event.op.microbatch for event in events] == [0, 1, 2]
-    for before, after in itertools.pairwise(events):
-        assert 0 <= before.start < before.end <= after.start < after.end

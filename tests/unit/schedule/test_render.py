@@ -14,7 +14,7 @@ from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build, forward_only, names
 from megapipe.schedule.placement import loop
 from megapipe.schedule.render import draw_rows, png, svg, text
-from megapipe.schedule.render.colours import IDLE, shade
+from megapipe.schedule.render.colours import GATHER, IDLE, REDUCE, shade
 from megapipe.schedule.render.picture import picture
 from megapipe.schedule.render.scene import Polygon, Rectangle, Words
 from megapipe.schedule.simulate import simulate
@@ -132,6 +132,20 @@ def test_text_never_shows_a_part_of_a_number(forward):
                 assert numbers == sorted(set(numbers))
 
 
+def test_text_of_gathers_and_reductions():
+    """They lie below their rank, from the first gather on."""
+    schedule = build("breadth_first", ranks=2, microbatches=2)
+    cost = Cost.full_rank(schedule.placement, gather=2, reduce=3)
+    *rows, legend, _ = text(simulate(schedule, cost), width=80).splitlines()
+    assert rows == [
+        "rank 0 ......F0aF1aF0bF1b.........B0b---B1b---B0a---B1a---.........",
+        "       <0<<<<<2<<<<                           >2>>>>>>>   >0>>>>>>>",
+        "rank 1 .........F0aF1aF0bF1bB0b---B1b---B0a---B1a---...............",
+        "       <1<<<<<3<<<<                     >3>>>>>>>   >1>>>>>>>",
+    ]
+    assert legend.endswith("letter: chunk; < gathers a stage; > reduces a stage; . idle")
+
+
 # pictures
 
 
@@ -181,6 +195,21 @@ def test_idle_time_is_what_boxes_leave_of_a_row():
     idle = [box for box in rectangles(scene) if box.fill == IDLE and box.height == 26]
     assert [box.width for box in idle] == [12 * 26, 12 * 26]
     assert sum(box.width for box in operations(scene)) == 2 * 9 * 26
+
+
+def test_gathers_and_reductions_lie_below_the_operations_of_their_rank():
+    timeline = simulate(build("1f1b", ranks=2, microbatches=3), Cost(reduce=(1, 2), gather=3))
+    scene, plain = picture(timeline), picture(build("1f1b", ranks=2, microbatches=3))
+    lines = [box for box in rectangles(scene) if box.fill == IDLE and box.height == 26]
+    unit = 26 / 1
+    for fill, intervals in ((GATHER, timeline.gathers), (REDUCE, timeline.reductions)):
+        strips = [box for box in rectangles(scene) if box.fill == fill and box.edge == "white"]
+        assert [(box.x - 64, box.width) for box in strips] == [
+            (each.start * unit, (each.end - each.start) * unit) for each in intervals
+        ]
+        assert [box.y for box in strips] == [lines[each.rank].y + 27 for each in intervals]
+    assert lines[1].y >= lines[0].y + 27 + strips[0].height
+    assert {"parameters gathered", "gradients reduced"} <= set(words(scene)) - set(words(plain))
 
 
 def test_joined_pairs_share_a_box_and_replicas_are_hatched():

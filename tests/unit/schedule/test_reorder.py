@@ -10,8 +10,10 @@ from schedule_cases import of
 from schedule_times import lines
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule import reorder as module
 from megapipe.schedule.blocks import repeat
 from megapipe.schedule.cost import Cost
+from megapipe.schedule.edges import Edges
 from megapipe.schedule.generators import build, gpipe_on
 from megapipe.schedule.generators.v_family import (
     one_f_one_b_v_block,
@@ -20,6 +22,7 @@ from megapipe.schedule.generators.v_family import (
     v_zb_block,
 )
 from megapipe.schedule.ir import Kind
+from megapipe.schedule.ledger import most_held
 from megapipe.schedule.placement import loop, mirrored, vee
 from megapipe.schedule.reorder import compact, refill, reorder
 from megapipe.schedule.simulate import simulate
@@ -113,6 +116,33 @@ def test_refill_starts_a_weight_gradient_that_ends_too_late_where_that_is_shorte
         9,
         8,
     )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(1, 4), st.integers(1, 8), st.booleans())
+def test_attempts_take_the_time_that_the_simulator_gives(data, p, m, eager):
+    name = data.draw(st.sampled_from(["zb_h1", "zb_v", "v_half", "grouped_interleaved"]))
+    schedule = build(name, ranks=p, microbatches=m)
+    stages = schedule.placement.stages
+    times = st.fractions(0, 4, max_denominator=3)
+    rows = [tuple(data.draw(times) for _ in range(stages)) for _ in range(3)]
+    cost = Cost(*rows, latency=data.draw(times))
+    attempt = module._refilled(Edges(schedule), cost, max(map(most_held, schedule.ops)), eager)
+    validate(attempt.schedule)
+    assert module._timed(attempt.schedule, cost) == attempt
+
+
+@pytest.mark.parametrize(
+    "more", [{"reduce": (9, 0)}, {"gather": (0, 9)}, {"jitter": 0.5}, {"overlap": False}]
+)
+def test_refill_is_never_longer_at_any_cost(more):
+    schedule = build("1f1b", ranks=2, microbatches=6)
+    split = of("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2/1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2", 3)
+    cost = Cost((2, 3), (3, 2), (1, 2), latency=1, **more)
+    for given_order in (schedule, split):
+        shorter = refill(given_order, cost)
+        validate(shorter)
+        assert simulate(shorter, cost).makespan <= simulate(given_order, cost).makespan
 
 
 def test_reorder_without_gaps_changes_nothing():

@@ -203,8 +203,9 @@ def test_jitter_is_drawn_for_each_operation_and_repeatable():
 
 
 def test_costs_for_a_full_rank_are_shared_by_its_stages():
-    cost = Cost.full_rank(vee(3), F=3, I=4, W=1, R=2, latency=5)
-    assert cost == Cost(F=Fraction(3, 2), I=2, W=Fraction(1, 2), R=1, latency=5)
+    cost = Cost.full_rank(vee(3), F=3, I=4, W=1, R=2, latency=5, reduce=6, gather=1)
+    half = Fraction(1, 2)
+    assert cost == Cost(3 * half, 2, half, R=1, latency=5, reduce=3, gather=half)
     assert type(cost.I) is int
     assert Cost.full_rank(loop(4), F=3, B=7) == Cost(F=3, B=7)
     assert Cost.full_rank(vee(2), F=0.5) == Cost(F=0.25, I=Fraction(1, 2), W=Fraction(1, 2))
@@ -254,6 +255,13 @@ def longest_paths(schedule, cost):
         return link(op, 1 if op.kind == Kind.F else -1)
 
     sent = {}  # (forward?, stage, micro-batch, slice): when it leaves
+    there = {}  # (rank, stage): when its parameters are
+    for rank in range(len(schedule.ops)):
+        now = 0
+        for op in schedule.rank_ops(rank):
+            if (rank, op.stage) not in there:
+                now += stage_time("gather", op.stage)
+                there[rank, op.stage] = now
 
     def arrival(op):
         if op.kind in (Kind.W, Kind.R):
@@ -277,7 +285,7 @@ def longest_paths(schedule, cost):
                 arrivals = [arrival(op) for op in group]
                 if None in arrivals:
                     break
-                start = max(free[rank], *arrivals)
+                start = max(free[rank], *arrivals, *(there[rank, op.stage] for op in group))
                 factor = cost.overlap_factor if len(group) > 1 else 1
                 end = start + factor * sum(length(op) for op in group)
                 result[rank] += [(start, end)] * len(group)
@@ -308,6 +316,8 @@ def costs(draw, schedule) -> Cost:
         message=draw(times),
         overlap=draw(st.booleans()),
         slices=draw(st.none() | shares),
+        reduce=draw(st.just(0) | per_stage),
+        gather=draw(st.just(0) | per_stage),
     )
 
 
@@ -355,6 +365,10 @@ def test_errors():
         simulate(schedule, Cost(W=(1, 2, 3)))
     with pytest.raises(ScheduleError, match="cost F: -1 is negative"):
         simulate(schedule, Cost(F=(1, -1)))
+    with pytest.raises(ScheduleError, match="cost reduce: 1 times for 2 stages; give one per"):
+        simulate(schedule, Cost(reduce=(1,)))
+    with pytest.raises(ScheduleError, match="cost gather: -1 is negative"):
+        simulate(schedule, Cost(gather=-1))
     with pytest.raises(ScheduleError, match="cost latency: -1 is negative"):
         simulate(schedule, Cost(latency=-1))
     with pytest.raises(ScheduleError, match="cost latency: -1 is negative"):

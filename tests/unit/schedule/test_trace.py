@@ -90,5 +90,21 @@ def test_joined_pairs_are_two_events_at_one_time():
     assert [shown[name]["args"]["replica"] for name in ("0F2", "1B1")] == [0, 1]
 
 
+def test_gathers_and_reductions_have_a_thread_below_their_rank():
+    timeline = simulate(build("1f1b", ranks=2, microbatches=2), Cost(reduce=(0, 3), gather=1))
+    shown = [e for e in events("X", {"x": timeline}) if e["cat"] in ("gather", "reduce")]
+    assert [(e["tid"], e["name"], e["ts"], e["dur"]) for e in shown] == [
+        (2, "gather 0", 0, 1000),
+        (3, "gather 1", 0, 1000),
+        (3, "reduce 1", 8000, 3000),
+    ]
+    about = {(e["name"], e["tid"]): e["args"] for e in events("M", {"x": timeline})}
+    order = sorted((about["thread_sort_index", tid]["sort_index"], tid) for tid in range(4))
+    assert [about["thread_name", tid]["name"] for _, tid in order] == [
+        *("rank 0", "rank 0, data-parallel"),
+        *("rank 1", "rank 1, data-parallel"),
+    ]
+
+
 def test_a_forward_only_schedule_has_no_counter():
     assert events("C", {"x": simulate(forward_only(loop(2), 3))}) == []
