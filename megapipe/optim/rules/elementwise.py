@@ -1,0 +1,108 @@
+"""Rules that update each weight from its own gradient and state alone: AdamW, Adam, SGD, Lion.
+
+They run on any cut of a bucket. Where torch has the rule, its fused kernel does the work.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from torch.optim.sgd import sgd
+
+from megapipe.config import OptimizerConfig
+from megapipe.ops.adam import AdamKernel, AdamStep
+from megapipe.optim.rules.rule import Part, Rule, ranges
+
+if TYPE_CHECKING:
+    from megapipe.optim.shard import Shard
+
+
+class Elementwise(Rule):
+    """A rule that is given by what it does to one part."""
+
+    def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
+        for shard in shards:
+            for part in self.parts(shard, ranges(shard)):
+                self.update(part, lr, count)
+
+    @abstractmethod
+    def update(self, part: Part, lr: float, count: int) -> None: ...
+
+
+class Adam(Elementwise):
+    """Adam (Kingma and Ba, 1412.6980); weight decay is added to the gradient."""
+
+    states = ("exp_avg", "exp_avg_sq")
+    decoupled: ClassVar[bool] = False
+
+    def __init__(self, config: OptimizerConfig, kernel: AdamKernel) -> None:
+        super().__init__(config)
+        self.kernel = kernel
+
+    def update(self, part: Part, lr: float, count: int) -> None:
+        adam_step(self.kernel, part, lr, count, self.config, decoupled=self.decoupled)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 1711.05101)."""
+
+    decoupled = True
+
+
+def adam_step(
+    kernel: AdamKernel,
+    part: Part,
+    lr: float,
+    count: int,
+    config: OptimizerConfig,
+    *,
+    decoupled: bool,
+) -> None:
+    """An Adam step on one part, whose states are exp_avg and exp_avg_sq."""
+    now = AdamStep(
+        lr=lr,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        eps=config.eps,
+        weight_decay=part.weight_decay,
+        decoupled=decoupled,
+        step=count + 1,
+    )
+    exp_avg, exp_avg_sq = part.states
+    kernel(part.master, part.grad, exp_avg, exp_avg_sq, now)
+
+
+class SGD(Elementwise):
+    """Gradient descent with momentum, undamped; weight decay is added to the gradient."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        super().__init__(config)
+        self.states = ("momentum_buffer",) if config.momentum else ()
+
+    def update(self, part: Part, lr: float, count: int) -> None:
+        sgd(
+            [part.master],
+            [part.grad],
+            list(part.states),
+            fused=True,
+            weight_decay=part.weight_decay,
+            momentum=self.config.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=self.config.nesterov,
+            maximize=False,
+        )
+
+
+class Lion(Elementwise):
+    """The sign of an interpolated momentum, with decoupled decay (Chen et al., 2302.06675)."""
+
+    states = ("exp_avg",)
+
+    def update(self, part: Part, lr: float, count: int) -> None:
+        for master, grad, (exp_avg,), weight_decay in part.blocks():
+            direction = exp_avg.lerp(grad, 1.0 - self.config.beta1).sign_()
+            master.mul_(1.0 - lr * weight_decay).add_(direction, alpha=-lr)
+            exp_avg.lerp_(grad, 1.0 - self.config.beta2)

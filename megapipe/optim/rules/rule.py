@@ -1,0 +1,93 @@
+"""What update rules have in common: the ranges of a shard that they walk."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from megapipe.config import OptimizerConfig
+from megapipe.optim.buffers import Entry
+from megapipe.tensor_parallel.parameter import ParameterSpec
+
+if TYPE_CHECKING:
+    from megapipe.optim.shard import Shard
+
+
+CPU_BLOCK = 1 << 17
+GPU_BLOCK = 1 << 24
+
+
+class Range(NamedTuple):
+    """A range [start, stop) of a shard's arrays whose parameters decay, or do not."""
+
+    start: int
+    stop: int
+    decay: bool
+
+
+class Part(NamedTuple):
+    """A range of a shard in memory: flat tensors of one length, all changed in place."""
+
+    master: Tensor
+    grad: Tensor
+    """The gradient, and scratch."""
+    states: tuple[Tensor, ...]
+    weight_decay: float
+
+    def blocks(self) -> Iterator[Part]:
+        """The part in pieces whose temporaries are small; those of a CPU stay in its cache."""
+        length = CPU_BLOCK if self.master.device.type == "cpu" else GPU_BLOCK
+        for start in range(0, len(self.master), length):
+            here = slice(start, start + length)
+            states = tuple(state[here] for state in self.states)
+            yield Part(self.master[here], self.grad[here], states, self.weight_decay)
+
+
+class Rule(ABC):
+    """Updates the master weights of shards from their gradients, in place."""
+
+    states: tuple[str, ...]
+    """What is kept for each weight from step to step; torch's names where torch has the rule."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
+        """Take one step, after `count` earlier ones.
+
+        Every member of a shard's axis and of the tp axis calls it with its shards of the same
+        buckets, in the same order. Gradients are used up.
+        """
+
+    def parts(self, shard: Shard, ranges: Iterable[Range]) -> Iterator[Part]:
+        """The ranges, cut further where the shard's store keeps its state piece by piece."""
+        for range_ in ranges:
+            weight_decay = self.config.weight_decay if range_.decay else 0.0
+            for window in shard.store.windows(range_.start, range_.stop):
+                grad = shard.grad[window.start : window.stop]
+                yield Part(window.master, grad, window.states, weight_decay)
+
+
+def overlap(shard: Shard, entry: Entry) -> Range:
+    """The part of a parameter that lies in the shard; stop <= start where none does."""
+    start = max(entry.start, shard.start) - shard.start
+    stop = min(entry.stop, shard.stop) - shard.start
+    return Range(start, stop, entry.spec.decay)
+
+
+def ranges(shard: Shard, wanted: Callable[[ParameterSpec], bool] = lambda _: True) -> list[Range]:
+    """Where the `wanted` parameters lie in the shard; neighbours that decay alike are one range."""
+    found: list[Range] = []
+    for entry in shard.bucket.entries:
+        here = overlap(shard, entry)
+        if here.start >= here.stop or not wanted(entry.spec):
+            continue
+        if found and found[-1].stop == here.start and found[-1].decay == here.decay:
+            found[-1] = found[-1]._replace(stop=here.stop)
+        else:
+            found.append(here)
+    return found

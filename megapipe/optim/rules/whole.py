@@ -1,0 +1,107 @@
+"""Whole matrices out of flat slices and tensor-parallel parts, where they are needed.
+
+Over a shard's axis each rank gets its tp part of every matrix that reaches into its slice, and no
+other: a few pieces per boundary cross the wire, not the bucket. Over tp the matrices are then
+dealt out, each is made whole on one rank, and its parts of the result go back; so memory stays
+that of the parts, and tp ranks share the work. Who gets what follows from sizes that all members
+know. All ranks of one tp axis have the same slice of the bucket, and so the same matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megapipe.mesh import Axis
+from megapipe.optim.buffers import Entry
+from megapipe.tensor_parallel.collectives import all_to_all
+from megapipe.tensor_parallel.parameter import ParameterSpec
+
+
+def gather_local(
+    values: Tensor, entries: Sequence[Entry], axis: Axis
+) -> tuple[list[Entry], list[Tensor]]:
+    """Those of the `entries` that reach into this rank's slice, and their whole local boxes.
+
+    `values` are this rank's slice [n] of an array over the bucket, tiled by the axis' members.
+    """
+    n = len(values)
+
+    def share(member: int, entry: Entry) -> slice:
+        """The part of an entry in a member's slice, counted from the slice's start."""
+        start = max(0, entry.start - member * n)
+        return slice(start, max(start, min(n, entry.stop - member * n)))
+
+    def length(member: int, entry: Entry) -> int:
+        part = share(member, entry)
+        return int(part.stop - part.start)
+
+    me = axis.index
+    own = [entry for entry in entries if length(me, entry)]
+    wanted = [[e for e in own if length(reader, e)] for reader in range(axis.size)]
+    received = all_to_all(
+        torch.cat([values[:0], *(values[share(me, e)] for theirs in wanted for e in theirs)]),
+        [sum(length(me, e) for e in theirs) for theirs in wanted],
+        [sum(length(holder, e) for e in own) for holder in range(axis.size)],
+        axis,
+    )
+    # what came is in order of holder and entry, which is the order of the bucket
+    boxes = received.split([entry.spec.numel for entry in own])
+    return own, [box.view(e.spec.sizes) for box, e in zip(boxes, own, strict=True)]
+
+
+def on_whole(
+    boxes: Sequence[Tensor],
+    specs: Sequence[ParameterSpec],
+    tp: Axis,
+    function: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """`function` of each whole matrix, of which every tp rank has a box; returns the boxes of it.
+
+    The function keeps the shape [..., m, n] and the type.
+    """
+    if tp.size == 1:
+        return [function(box) for box in boxes]
+    if not boxes:
+        return []
+    hands = deal([_work(spec.shape) for spec in specs], tp.size)
+    order = [i for hand in hands for i in hand]
+    lengths = [sum(specs[i].numel for i in hand) for hand in hands]
+    mine, alike = hands[tp.index], [lengths[tp.index]] * tp.size
+    given = torch.cat([boxes[i].reshape(-1) for i in order])
+    parts = all_to_all(given, lengths, alike, tp).view(tp.size, -1)  # [tp, values of my matrices]
+    results = [
+        _on_parts(part, specs[i], function)
+        for i, part in zip(mine, parts.split([specs[i].numel for i in mine], dim=1), strict=True)
+    ]
+    back = torch.cat([parts[:, :0], *results], dim=1).reshape(-1)
+    received = all_to_all(back, alike, lengths, tp).split([specs[i].numel for i in order])
+    by_index = dict(zip(order, received, strict=True))
+    return [by_index[i].view(spec.sizes) for i, spec in enumerate(specs)]
+
+
+def _on_parts(parts: Tensor, spec: ParameterSpec, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """`function` of a matrix from the flat boxes of all tp ranks, cut as these: [tp, numel]."""
+    assert spec.split_dim is not None, f"{spec.name} is not split over tp"
+    whole = torch.cat([part.view(spec.sizes) for part in parts], dim=spec.split_dim)
+    return torch.stack(function(whole).chunk(len(parts), dim=spec.split_dim)).flatten(1)
+
+
+def deal(work: Sequence[float], hands: int) -> list[list[int]]:
+    """Indices of `work`, dealt so that hands get about equal sums: largest first, to the least."""
+    dealt: list[list[int]] = [[] for _ in range(hands)]
+    totals = [0.0] * hands
+    for i in sorted(range(len(work)), key=lambda i: -work[i]):
+        least = totals.index(min(totals))
+        dealt[least].append(i)
+        totals[least] += work[i]
+    return dealt
+
+
+def _work(shape: Sequence[int]) -> float:
+    """Multiplications of a Newton-Schulz iteration, up to a factor, of [..., m, n]."""
+    m, n = sorted(shape[-2:])
+    return float(math.prod(shape[:-2]) * m * m * (m + 2 * n))

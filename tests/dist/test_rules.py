@@ -1,0 +1,200 @@
+"""Update rules over slices and tensor-parallel parts give what they give on whole tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from optim_rules import PLAIN, Part, assemble, error, expected, is_hidden, run_rule, take_box
+from parity import LR, STEPS, Case, Rows, configure, local_copies, plain
+from torch import Tensor
+
+from megapipe.checkpoint.boxes import whole
+from megapipe.mesh import Axis, Grid
+from megapipe.optim.buffers import Entry
+from megapipe.optim.rules import Rule, muon, trust
+from megapipe.optim.rules.whole import gather_local, on_whole
+from megapipe.tensor_parallel.parameter import ParameterSpec
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+TOLERANCE = 1e-12
+
+
+def all_rules(world: World, grid: Grid) -> dict[tuple[str, str], Part]:
+    mesh = world.mesh(grid)
+    runs = [(name, "fp64") for name in PLAIN] + [("muon", "fp32")]
+    return {run: run_rule(run[0], mesh.dp, mesh.tp, dtype=run[1]) for run in runs}
+
+
+@pytest.mark.parametrize("grid", [Grid(dp=4), Grid(dp=2, tp=2), Grid(tp=4), Grid(dp=3)], ids=str)
+def test_sharded_rules_are_the_plain_ones(grid: Grid) -> None:
+    ranks = run_world(grid.world, all_rules, grid)
+    for name in PLAIN:
+        parts = [rank[name, "fp64"] for rank in ranks]
+        assert error(assemble(parts), expected(name)) < TOLERANCE, name
+        for a, b in ((a, b) for a in parts for b in parts if a.start == b.start):
+            for (spec, start, stop), (other, _, _) in zip(a.entries, b.entries, strict=True):
+                if spec.split_dim is None and spec == other:
+                    here = slice(max(0, start - a.start), max(0, stop - a.start))
+                    assert (a.master[here] == b.master[here]).all(), f"{name}: tp copies differ"
+    narrow = assemble([rank["muon", "fp32"] for rank in ranks])
+    alone = assemble([run_rule("muon", Axis.alone(), Axis.alone(), dtype="fp32")])
+    for name in filter(is_hidden, narrow):
+        assert narrow[name].equal(alone[name]), f"{name}: Newton-Schulz saw another matrix"
+    if grid.dp > 1:
+        cuts = {part.start for part in parts} - {0}
+        hidden = [e for e in parts[0].entries if is_hidden(e[0].name)]
+        assert any(a < cut < b for cut in cuts for _, a, b in hidden), "a slice ends in a matrix"
+
+
+SHAPES = [(4, 6), (2, 8, 3), (12, 4)]
+SPLIT = [0, 1, 1]
+
+
+def spec_of_part(i: int, tp: Axis) -> ParameterSpec:
+    sizes, offsets = list(SHAPES[i]), [0] * len(SHAPES[i])
+    sizes[SPLIT[i]] //= tp.size
+    offsets[SPLIT[i]] = sizes[SPLIT[i]] * tp.index
+    return ParameterSpec(
+        str(i), SHAPES[i], tuple(offsets), tuple(sizes), SPLIT[i], decay=True, std=None
+    )
+
+
+def bring_together(world: World) -> None:
+    """Also where there are fewer matrices than ranks, or none in a rank's slice."""
+    tp = world.mesh(Grid(tp=4)).tp
+    matrices = [torch.arange(math.prod(s), dtype=torch.float64).view(s) for s in SHAPES]
+    for count in range(len(SHAPES) + 1):
+        specs = [spec_of_part(i, tp) for i in range(count)]
+        boxes = [take_box(m, spec) for m, spec in zip(matrices, specs, strict=False)]
+        found = on_whole(boxes, specs, tp, lambda m: m * m.max() + m.sum())
+        assert len(found) == count
+        for box, spec, m in zip(found, specs, matrices, strict=False):
+            assert box.equal(take_box(m * m.max() + m.sum(), spec))
+
+    alone = [spec_of_part(i, Axis.alone()) for i in range(3)]
+    entries = [Entry(alone[0], 1, 25), Entry(alone[1], 25, 73), Entry(alone[2], 80, 128)]
+    bucket = torch.arange(200, dtype=torch.float64)
+    mine = bucket[50 * tp.index : 50 * (tp.index + 1)]
+    own, boxes = gather_local(mine, entries, tp)
+    assert own == [entries[:2], entries[1:], entries[2:], []][tp.index]
+    for box, entry in zip(boxes, own, strict=True):
+        assert box.equal(bucket[entry.start : entry.stop].view(entry.spec.sizes))
+
+
+def test_whole_matrices_are_brought_together_where_they_are_needed() -> None:
+    run_world(4, bring_together)
+
+
+def local_norms(rule: Rule) -> Any:
+    """Norms of what this rank has, as if it were all."""
+    return mock.patch.object(trust, "all_reduce", lambda tensor, axis: tensor)
+
+
+def norms_not_over_tp(rule: Any) -> Any:
+    return mock.patch.object(rule, "tp", Axis.alone())
+
+
+def half_matrices(rule: Rule) -> Any:
+    """Newton-Schulz on tp parts."""
+
+    def on_parts(boxes: Any, specs: Any, tp: Any, function: Any) -> Any:
+        return [function(box) for box in boxes]
+
+    return mock.patch.object(muon, "on_whole", on_parts)
+
+
+def slices_as_matrices(rule: Rule) -> Any:
+    """Newton-Schulz on a matrix that is zero outside of this rank's slice."""
+
+    def alone(values: Tensor, entries: Any, axis: Axis) -> Any:
+        n = len(values)
+        everything = values.new_zeros(n * axis.size)
+        everything[n * axis.index : n * (axis.index + 1)] = values
+        own = [e for e in entries if e.start < n * (axis.index + 1) and e.stop > n * axis.index]
+        return own, [everything[e.start : e.stop].view(e.spec.sizes) for e in own]
+
+    return mock.patch.object(muon, "gather_local", alone)
+
+
+FAULTS: list[tuple[str, Callable[[Any], Any]]] = [
+    ("lamb", local_norms),
+    ("lars", local_norms),
+    ("lamb", norms_not_over_tp),
+    ("lars", norms_not_over_tp),
+    ("muon", half_matrices),
+    ("muon", slices_as_matrices),
+]
+
+
+def faulty(world: World, grid: Grid) -> list[Part]:
+    mesh = world.mesh(grid)
+    found = []
+    for name, fault in FAULTS:
+        active: list[Any] = []
+
+        def spoil(rule: Rule, fault: Any = fault, active: list[Any] = active) -> None:
+            active.append(fault(rule))
+            active[0].start()
+
+        found.append(run_rule(name, mesh.dp, mesh.tp, spoil=spoil))
+        active[0].stop()
+    return found
+
+
+def test_faults_are_noticed() -> None:
+    ranks = run_world(4, faulty, Grid(dp=2, tp=2))
+    for i, (name, fault) in enumerate(FAULTS):
+        wrong = error(assemble([rank[i] for rank in ranks]), expected(name))
+        assert wrong > 1e6 * TOLERANCE, f"{name} with {fault.__name__} passes: {wrong}"
+
+
+END_TO_END = [
+    Case(model="llama", dp=2, tp=2, zero=3, sequence_parallel=True),
+    Case(model="llama", dp=2, pp=2, zero=0, schedule="zb_h1"),
+    Case(model="llama", tp=2, pp=2, m=4, schedule="chimera"),
+]
+"""No biases: a key bias has no true gradient, and Lion would take the sign of its rounding."""
+RULES: dict[str, dict[str, Any]] = {
+    "lion": {},
+    "lars": {"trust_coefficient": 0.1},
+    "lamb": {},
+    "muon": {},
+}
+
+
+def train(world: World, cases: list[Case]) -> list[dict[str, Any]]:
+    """This rank's weights after a few steps, by rule, for each case."""
+    results = []
+    for case in cases:
+        config, layout = configure(case)
+        copies = {}
+        for rule, settings in RULES.items():
+            changed = {"rule": rule, "weight_decay": 0.3, **settings}
+            optimizer = config.optimizer.model_copy(update=changed)
+            used = config.model_copy(update={"optimizer": optimizer})
+            mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
+            step = TrainStep(used, layout, mesh)
+            for i in range(STEPS):
+                step.train(i, Rows(case))
+            copies[rule] = list(local_copies(step))
+        results.append(copies)
+    return results
+
+
+def test_training_with_any_rule_is_that_of_one_process() -> None:
+    assert len({plain(case) for case in END_TO_END}) == 1
+    (((alone),),) = run_world(1, train, [plain(END_TO_END[0])])
+    for rank in run_world(4, train, END_TO_END):
+        for case, copies in zip(END_TO_END, rank, strict=True):
+            for rule in RULES:
+                reference = {name: values for name, _, values in alone[rule]}
+                for name, box, values in copies[rule]:
+                    wanted = reference[name][box.inside(whole(reference[name].shape))]
+                    difference = abs(values - wanted).max() / max(abs(wanted).max(), LR)
+                    assert difference < 1e-10, f"{rule}: {name} {box} of {case.name}"
