@@ -19,8 +19,13 @@ Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor]
 """tokens [b, s], labels [b, s] and mask [b, s] (0 or false: not in the loss) of a global batch."""
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+MASTER_DTYPES = dict.fromkeys(("fp32", "bf16", "fp16"), torch.float32) | {"fp64": torch.float64}
 
 
 class Settings(Protocol):
@@ -118,15 +123,21 @@ def random_batch(model: ModelConfig, b: int, s: int, seed: int, masked: float = 
     return tokens, labels, mask
 
 
-def logits(params: Mapping[str, Tensor], model: ModelConfig, tokens: Tensor) -> Tensor:
-    """Logits [b, s, V] in the dtype of `params`."""
+def logits(
+    params: Mapping[str, Tensor], model: ModelConfig, tokens: Tensor, end: int | None = None
+) -> Tensor:
+    """Logits [b, s, V] in the dtype of `params`.
+
+    With `end`, the token that ends a document, nothing is seen of earlier documents.
+    """
     assert model.dropout == 0, "the reference has no dropout"
+    hidden = _hidden_from(tokens, end)
     x = params["embedding.word.weight"][tokens]  # [b, s, h]
     if model.positions == "learned":
         x = x + params["embedding.position.weight"][: tokens.shape[1]]
     for i in range(model.layers):
         normed = _norm(x, params, f"layers.{i}.attention_norm", model)
-        x = x + _attention(normed, params, f"layers.{i}.attention", model)
+        x = x + _attention(normed, params, f"layers.{i}.attention", model, hidden)
         normed = _norm(x, params, f"layers.{i}.mlp_norm", model)
         x = x + _mlp(normed, params, f"layers.{i}.mlp", model)
     x = _norm(x, params, "final_norm", model)
@@ -135,37 +146,50 @@ def logits(params: Mapping[str, Tensor], model: ModelConfig, tokens: Tensor) -> 
 
 
 def token_losses(
-    params: Mapping[str, Tensor], model: ModelConfig, tokens: Tensor, labels: Tensor
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    end: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of every token, [b, s]; of bf16 logits in fp32."""
-    out = logits(params, model, tokens)
-    if out.dtype == torch.bfloat16:
+    """Cross-entropy of every token, [b, s]; of bf16 and fp16 logits in fp32."""
+    out = logits(params, model, tokens, end)
+    if out.dtype in (torch.bfloat16, torch.float16):
         out = out.float()
     return -F.log_softmax(out, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def loss(
-    params: Mapping[str, Tensor], model: ModelConfig, tokens: Tensor, labels: Tensor, mask: Tensor
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    end: int | None = None,
 ) -> Tensor:
     """Sum of the unmasked token losses / number of unmasked tokens; 0 if there are none."""
-    losses = token_losses(params, model, tokens, labels)
+    losses = token_losses(params, model, tokens, labels, end)
     kept = mask.to(losses.dtype)
     return (losses * kept).sum() / kept.sum().clamp(min=1)
 
 
 def loss_and_grads(
-    params: Mapping[str, Tensor], model: ModelConfig, batch: Batch
+    params: Mapping[str, Tensor], model: ModelConfig, batch: Batch, end: int | None = None
 ) -> tuple[float, Params]:
     """Loss and gradients, computed in `model.dtype` and returned in its main-gradient dtype."""
     compute, master = COMPUTE_DTYPES[model.dtype], MASTER_DTYPES[model.dtype]
     leaves = {name: p.detach().to(compute).requires_grad_() for name, p in params.items()}
-    value = loss(leaves, model, *batch)
+    value = loss(leaves, model, *batch, end)
     grads = torch.autograd.grad(value, list(leaves.values()))
     return value.item(), {name: g.to(master) for name, g in zip(leaves, grads, strict=True)}
 
 
 def train(
-    params: Mapping[str, Tensor], model: ModelConfig, batches: Sequence[Batch], optimizer: Settings
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    batches: Sequence[Batch],
+    optimizer: Settings,
+    end: int | None = None,
 ) -> list[Step]:
     """One AdamW step per global batch on master weights (fp32, for an fp64 model fp64)."""
     assert len(optimizer.lr) == len(batches), "one learning rate per step"
@@ -184,7 +208,7 @@ def train(
     )
     steps = []
     for batch, lr in zip(batches, optimizer.lr, strict=True):
-        value, grads = loss_and_grads(masters, model, batch)
+        value, grads = loss_and_grads(masters, model, batch, end)
         for name, parameter in masters.items():
             parameter.grad = grads[name].clone()
         largest = math.inf if optimizer.clip is None else optimizer.clip
@@ -254,8 +278,22 @@ def _linear(x: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
     return F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
 
 
-def _attention(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
-    s, d = x.shape[1], model.head_dim
+def _hidden_from(tokens: Tensor, end: int | None) -> Tensor:
+    """[b, s, s]: true where a position must not see another: a later one, or one that an end of
+    a document separates it from."""
+    b, s = tokens.shape
+    hidden = torch.zeros(b, s, s, dtype=torch.bool)
+    for row in range(b):
+        for i in range(s):
+            for j in range(s):
+                hidden[row, i, j] = j > i or end in tokens[row, j:i].tolist()
+    return hidden
+
+
+def _attention(
+    x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig, hidden: Tensor
+) -> Tensor:
+    d = model.head_dim
     per_group = model.heads // model.kv_heads
     qkv = _linear(x, params, f"{name}.qkv")  # [b, s, kv_heads x (per_group + 2) x d]
     queries, keys, values = [], [], []
@@ -269,8 +307,7 @@ def _attention(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelC
         if model.positions == "rotary":
             q, k = _rotate(q, model), _rotate(k, model)
         scores = q @ k.transpose(-1, -2) / math.sqrt(d)  # [b, s, s]
-        future = torch.ones(s, s, dtype=torch.bool).triu(1)
-        heads.append(scores.masked_fill(future, -math.inf).softmax(dim=-1) @ v)
+        heads.append(scores.masked_fill(hidden, -math.inf).softmax(dim=-1) @ v)
     return _linear(torch.cat(heads, dim=-1), params, f"{name}.out")
 
 

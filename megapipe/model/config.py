@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megapipe.section import Section
 
-Dtype = Literal["fp32", "bf16", "fp64"]
+Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
 class ModelConfig(Section):
@@ -47,7 +47,8 @@ class ModelConfig(Section):
     init_std: float = Field(0.02, gt=0)
     """Standard deviation of the initial weights; residual outputs get it over sqrt(2 layers)."""
     dtype: Dtype = "fp32"
-    """Type of weights and activations; main gradients and optimizer state: fp32 (fp64)."""
+    """Type of weights and activations; main gradients and optimizer state: fp32 (fp64). fp16
+    needs a scaled loss, see `optimizer.loss_scale`."""
 
     def resolved(self, *, vocab_size: int, sequence_length: int) -> "ModelConfig":
         """The same model with every default filled in."""

@@ -18,6 +18,7 @@ _GPT2_ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
 }
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 def config_from_hf(hf_config: Any) -> ModelConfig:
@@ -58,7 +59,7 @@ def config_to_hf(model: ModelConfig, **extra: Any) -> Any:
         "vocab_size": model.vocab_size,
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tied_embeddings,
-        "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}[model.dtype],
+        "dtype": _DTYPES[model.dtype],
         "bos_token_id": None,
         "eos_token_id": None,
     }

@@ -1,0 +1,86 @@
+"""Loss scaling for fp16 (Micikevicius et al., 1710.03740).
+
+Gradients below fp16's smallest value would vanish on the way back, so the loss is multiplied by a
+scale before the backward pass and the gradients are divided by it after. The scale is a power of
+two, so that neither rounds. A dynamic scale is doubled after a number of good steps; a gradient
+that is not finite means that it was too large: the step is skipped and the scale halved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megapipe.config import OptimizerConfig
+from megapipe.errors import CheckpointError, NumericError
+from megapipe.model.config import Dtype
+
+FIRST = 2.0**16
+LARGEST = 2.0**24
+SMALLEST = 1.0
+
+
+class LossScaler:
+    """The scale of the next backward pass; 1 for models that are not fp16."""
+
+    def __init__(self, config: OptimizerConfig, dtype: Dtype) -> None:
+        self.dynamic = dtype == "fp16" and config.loss_scale is None
+        self.window = config.loss_scale_window
+        self.good_steps = 0
+        """Steps since the scale last changed."""
+        self.scale = 1.0
+        if dtype == "fp16":
+            self.scale = config.loss_scale or FIRST
+
+    def update(self, *, finite: bool) -> bool:
+        """Take note of whether the reduced gradients are finite; True: make the step.
+
+        All ranks must be told the same. Raises NumericError if nothing is left to try: the scale
+        is fixed, or not even the smallest one keeps the gradients finite.
+        """
+        if finite:
+            self._count_good_step()
+            return True
+        if not self.dynamic:
+            raise NumericError(
+                f"gradients are not finite at the fixed loss scale {self.scale:g}: expected a "
+                "smaller optimizer.loss_scale, null for a dynamic one, or a lower optimizer.lr"
+            )
+        if self.scale <= SMALLEST:
+            raise NumericError(
+                f"gradients are not finite at loss scale {self.scale:g}, the smallest: fp16 does "
+                "not hold them; lower optimizer.lr, or use model.dtype=bf16"
+            )
+        self.scale = max(self.scale / 2, SMALLEST)
+        self.good_steps = 0
+        return False
+
+    def _count_good_step(self) -> None:
+        if not self.dynamic:
+            return
+        self.good_steps += 1
+        if self.good_steps == self.window:
+            self.scale = min(2 * self.scale, LARGEST)
+            self.good_steps = 0
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint needs of it, as JSON takes it."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Go on from a :meth:`state`; a scale that is not dynamic stays as configured.
+
+        Raises CheckpointError if that is not one.
+        """
+        if not self.dynamic:
+            return
+        try:
+            scale, good_steps = float(state["scale"]), int(state["good_steps"])
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"the loss scale's state is {dict(state)}") from None
+        if not SMALLEST <= scale <= LARGEST or good_steps < 0:
+            raise CheckpointError(
+                f"the loss scale's state is {dict(state)}: expected a scale from {SMALLEST:g} to "
+                f"{LARGEST:g} and a number of steps"
+            )
+        self.scale = scale
+        self.good_steps = min(good_steps, self.window - 1)

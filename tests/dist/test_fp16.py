@@ -1,0 +1,97 @@
+"""A small fp16 model: its gradients are those of plain fp16, it skips what overflows, it trains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from parity import Case, Rows, configure
+
+from megapipe.config import Config
+from megapipe.layout import resolve
+from megapipe.mesh import Grid
+from megapipe.optim.scaler import FIRST, LARGEST
+from megapipe.testing import World, WorldError, run_world
+from megapipe.train.step import TrainStep
+
+STEPS = 30
+CASE = Case(dtype="fp16", m=2, layers=2)
+SPLIT = replace(CASE, m=4, batch=1, tp=2, pp=2, sequence_parallel=True, schedule="zb_h1")
+"""The same samples in another layout."""
+
+
+@dataclass
+class Run:
+    losses: list[float]
+    scales: list[float]
+    norms: list[float]
+    changed: list[bool]
+    """Whether a step changed the weights."""
+    count: int
+    """Updates that the optimizer made."""
+
+
+class OneBatch(Rows):
+    """The batch of the first step, over and over, so that the loss must fall."""
+
+    def __call__(self, indices: Any) -> Any:
+        return super().__call__([i % self.size for i in indices])
+
+
+def trained(world: World, case: Case, optimizer: dict[str, Any], scale: float | None = None) -> Run:
+    """STEPS steps; `scale` is the loss scale to begin with, if it is not the usual one."""
+    config, _ = configure(case)
+    settings = config.model_dump()
+    settings["train"]["steps"] = STEPS
+    settings["optimizer"] |= {"lr": 3e-3, "min_lr": 3e-3} | optimizer
+    config, layout = resolve(Config.model_validate(settings), case.world, case.vocab)
+    step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
+    step.scaler.scale = scale or step.scaler.scale
+    run = Run([], [], [], [], 0)
+    for i in range(STEPS):
+        before = [shard.weights.clone() for shard in step.optimizer.shards]
+        result = step.train(i, OneBatch(case))
+        assert result is not None
+        after = [shard.weights for shard in step.optimizer.shards]
+        run.losses.append(result.loss)
+        run.norms.append(result.grad_norm)
+        run.scales.append(result.loss_scale)
+        run.changed.append(any(not a.equal(b) for a, b in zip(after, before, strict=True)))
+    assert all(weights.dtype == step.dtype for weights in after)
+    run.count = step.optimizer.count
+    return run
+
+
+def test_it_trains_as_fp32_does_in_any_layout() -> None:
+    (plain,) = run_world(1, trained, replace(CASE, dtype="fp32"), {})
+    assert plain.losses[-1] < 0.7 * plain.losses[0]
+    for case in (CASE, SPLIT):
+        for half in run_world(case.world, trained, case, {}):
+            assert half.losses == pytest.approx(plain.losses, rel=2e-3)
+            assert half.norms[0] == pytest.approx(plain.norms[0], rel=2e-3), "without the scale"
+            assert all(half.changed)
+            assert set(half.scales) == {FIRST}
+
+
+def test_a_gradient_that_overflows_skips_the_step() -> None:
+    """At 2^24 fp16 gradients overflow; 4 good steps double the scale, until they do again."""
+    (run,) = run_world(1, trained, CASE, {"loss_scale_window": 4}, LARGEST)
+    assert not run.changed[0]
+    assert run.count == sum(run.changed), "a skipped step is no step of Adam"
+    for i, (scale, then) in enumerate(pairwise(run.scales)):
+        if not run.changed[i]:
+            assert then == scale / 2
+            assert not math.isfinite(run.norms[i])
+        else:
+            assert then in (scale, 2 * scale)
+            assert math.isfinite(run.norms[i])
+    assert any(then == 2 * scale for scale, then in pairwise(run.scales))
+    assert run.losses[-1] < 0.9 * run.losses[0]
+
+
+def test_a_fixed_scale_that_overflows_is_an_error() -> None:
+    with pytest.raises(WorldError, match=r"NumericError.*not finite"):
+        run_world(1, trained, CASE, {"loss_scale": LARGEST})
