@@ -3,46 +3,55 @@
 The stage keeps, per (micro-batch, slice) in flight, the input (whose ``.grad`` the backward fills)
 and the *edge* of the output in the autograd graph, not the output itself: once sent, the output's
 memory is free while its graph waits for the gradient. A stage that recomputes keeps the input
-alone, until it builds the graph for the backward (Chen et al., 1604.06174).
+alone, until it builds the graph for the backward (Chen et al., 1604.06174); what other stages keep
+of their blocks is up to their policies (:mod:`megapipe.engine.activations`).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from megapipe.engine.activations import Entrance, run_backward
 from megapipe.engine.weight_grad import WeightGradQueue, accumulate_in_main_grad
 from megapipe.model.carry import Carry
 from megapipe.model.gpt import GPTStage
 from megapipe.model.microbatch import MicroBatch
+from megapipe.plan.activations import Unit
 from megapipe.tensor_parallel.parameter import spec_of
 
-_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-"""What torch.autograd.backward ends in, without its fifty calls of preparation."""
 Key = tuple[int, int]
 """(micro-batch, slice) as the schedule numbers them."""
 
 
 class _InFlight(NamedTuple):
-    input: Tensor | None
+    input: Tensor | Entrance | None
+    """Where the backward leaves the gradient of the input."""
     edge: GradientEdge
 
 
 class Stage:
     """Runs the ops of one virtual stage; `loss_sums` collects the last stage's losses.
 
-    With `recompute` the forward leaves no graph. Random numbers are functions of coordinates, so
-    the graph that is built later has the same values bitwise.
+    The blocks keep what `units` say, by default all that autograd saves; with `recompute` the
+    forward leaves no graph, and they should keep all of the one that is built later. Random numbers
+    are functions of coordinates, so that has the same values bitwise.
     """
 
-    def __init__(self, module: GPTStage, *, recompute: bool = False) -> None:
+    def __init__(
+        self, module: GPTStage, units: Sequence[Unit] = (), *, recompute: bool = False
+    ) -> None:
         self.module = module
         self.is_first = module.spec.embedding
         self.is_last = module.spec.head
         self.recompute = recompute
+        self._offloads_input = bool(units) and units[0].policy.offloads_input
+        if units:
+            module.layers.use(units)
         self.queue: WeightGradQueue = module.sharding.queue
         self._in_flight: dict[Key, _InFlight] = {}
         self._inputs: dict[Key, tuple[Tensor | None, MicroBatch]] = {}
@@ -78,12 +87,12 @@ class Stage:
         assert mb.sequence_length is None, "a stage that recomputes takes whole sequences only"
         self._inputs[key] = x, mb
         with torch.no_grad():
-            return self._emit(key, self._output(x, mb))
+            return self._emit(key, self.module(x, mb))
 
     @torch.no_grad()
     def evaluate(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
         """Forward without a graph, on whole sequences, for validation."""
-        return self._emit(key, self._output(x, mb))
+        return self._emit(key, self.module(x, mb))
 
     def recompute_ahead(self, key: Key) -> None:
         """Run ``R``: the forward again, with a graph."""
@@ -99,9 +108,7 @@ class Stage:
             self.recompute_ahead(key)
         x, edge = self._in_flight.pop(key)
         self.queue.open(key)
-        _run_backward(
-            (edge,), (self._unit if grad is None else grad,), False, False, (), True, True
-        )
+        run_backward((edge,), (self._unit if grad is None else grad,), False, False, (), True, True)
         if key[1] == 0 and self._carries:
             del self._carries[key[0]]
         if x is None:
@@ -117,15 +124,19 @@ class Stage:
         self, key: Key, x: Tensor | None, mb: MicroBatch, *, graph_only: bool = False
     ) -> Tensor:
         """Forward with a graph, whose ends are kept for the backward."""
-        if x is not None:
-            x = x.detach().requires_grad_()
-        y = self._output(x, mb, self._carry_of(key, mb), graph_only=graph_only)
+        source: Tensor | Entrance | None = None
+        if x is not None and self._offloads_input:
+            source = Entrance()
+            x = source.of(x)
+        elif x is not None:
+            source = x = x.detach().requires_grad_()
+        y = self.module(x, mb, self._carry_of(key, mb), graph_only=graph_only)
         root = y
         if self.is_last:
             root = y * mb.scale
             self._unit = torch.ones_like(y) if self._unit is None else self._unit
         assert root.grad_fn is not None
-        self._in_flight[key] = _InFlight(x, GradientEdge(root.grad_fn, root.output_nr))
+        self._in_flight[key] = _InFlight(source, GradientEdge(root.grad_fn, root.output_nr))
         return y.detach()
 
     def _carry_of(self, key: Key, mb: MicroBatch) -> Carry | None:
@@ -136,21 +147,6 @@ class Stage:
         if slice_ == 0:
             self._carries[microbatch] = Carry(mb.sequence_length)
         return self._carries[microbatch]
-
-    def _output(
-        self,
-        x: Tensor | None,
-        mb: MicroBatch,
-        carry: Carry | None = None,
-        *,
-        graph_only: bool = False,
-    ) -> Tensor:
-        """The hidden states to pass on; on the last stage the sum of the masked token losses."""
-        y = self.module(x, mb, carry, graph_only=graph_only)
-        if not self.is_last:
-            return y
-        assert mb.mask is not None
-        return (y * mb.mask.t()).sum()
 
     def _emit(self, key: Key, y: Tensor) -> Tensor | None:
         if not self.is_last:

@@ -1,9 +1,14 @@
-"""One transformer layer: attention and MLP, each behind a norm, each added to the residual."""
+"""Transformer layers: attention and MLP, each behind a norm, each added to the residual."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import cast
+
 from torch import Tensor, nn
 
+from megapipe.engine.activations import HostMemory, Keeping, Part, keep, keeping
 from megapipe.model.attention import Attention
 from megapipe.model.carry import Carry
 from megapipe.model.config import ModelConfig
@@ -11,11 +16,19 @@ from megapipe.model.dropout import dropout
 from megapipe.model.microbatch import MicroBatch
 from megapipe.model.mlp import MLP
 from megapipe.model.norm import Norm
+from megapipe.plan.activations import BlockPolicy, Unit
 from megapipe.tensor_parallel.parameter import Sharding
+
+Rotary = tuple[Tensor, Tensor] | None
 
 
 class Block(nn.Module):
-    """[s(/tp), b, h] -> [s(/tp), b, h]; with `graph_only` the output has no value."""
+    """[s(/tp), b, h] -> [s(/tp), b, h]; with `graph_only` the output has no value.
+
+    Four parts, each of which ends in a linear layer: norm and projection, attention and its output,
+    norm and widening, activation and narrowing. A part's input and what it saves are kept for its
+    backward as the block's policy says.
+    """
 
     def __init__(self, sharding: Sharding, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -26,20 +39,97 @@ class Block(nn.Module):
         self.attention = Attention(sharding, config, layer)
         self.mlp_norm = new_norm(sharding, config, f"layers.{layer}.mlp_norm")
         self.mlp = MLP(sharding, config, layer)
+        self.use(BlockPolicy(), HostMemory())
+
+    def use(self, policy: BlockPolicy, host: HostMemory) -> None:
+        """Keep what the parts save as `policy` says."""
+        self.of_norms = keeping(policy, "norm", host)
+        self.of_attention = keeping(policy, "attention", host)
+        self.of_activation = keeping(policy, "mlp_activation", host)
 
     def forward(
         self,
         x: Tensor,
         mb: MicroBatch,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: Rotary,
         carry: Carry | None = None,
         graph_only: bool = False,
     ) -> Tensor:
+        qkv = self.of_norms(self._project, x)
+        x = x + self.of_attention(self._attend, qkv, mb, rotary, carry)
+        wide = self.of_norms(self._widen, x)
+        return x + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
+
+    def _project(self, x: Tensor, graph_only: bool = False) -> Tensor:
+        return self.attention.qkv(self.attention_norm(x), graph_only)
+
+    def _attend(
+        self,
+        qkv: Tensor,
+        mb: MicroBatch,
+        rotary: Rotary,
+        carry: Carry | None,
+        graph_only: bool = False,
+    ) -> Tensor:
+        y = self.attention(qkv, mb, rotary, carry, graph_only)
+        return self._drop(y, mb, "attention_out")
+
+    def _widen(self, x: Tensor, graph_only: bool = False) -> Tensor:
+        return self.mlp.up(self.mlp_norm(x), graph_only)
+
+    def _narrow(self, wide: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
+        return self._drop(self.mlp(wide, graph_only), mb, "mlp_out")
+
+    def _drop(self, y: Tensor, mb: MicroBatch, purpose: str) -> Tensor:
         p = self.dropout if self.training else 0.0
-        y = self.attention(self.attention_norm(x), mb, rotary, carry)
-        x = x + dropout(y, p, mb, "attention_out", self.layer, self.sharding)
-        y = self.mlp(self.mlp_norm(x), graph_only)
-        return x + dropout(y, p, mb, "mlp_out", self.layer, self.sharding)
+        return dropout(y, p, mb, purpose, self.layer, self.sharding)
+
+
+class Blocks(nn.ModuleList):
+    """The blocks of a stage, one after the other: [s(/tp), b, h] -> [s(/tp), b, h]."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        blocks = list(blocks)
+        super().__init__(blocks)
+        self._host = HostMemory()
+        self._units: list[tuple[Part, Keeping]] = [(partial(_through, blocks), keep)]
+
+    def use(self, units: Sequence[Unit]) -> None:
+        """Keep what the blocks save as `units`, which cover all of them in order, say."""
+        assert sum(unit.blocks for unit in units) == len(self)
+        self._units.clear()
+        stop = 0
+        for unit in units:
+            start, stop = stop, stop + unit.blocks
+            blocks = cast("list[Block]", list(self)[start:stop])
+            how = keeping(unit.policy, "block", self._host)
+            self._units.append((partial(_through, blocks), how))
+            for block in blocks:
+                block.use(unit.policy, self._host)
+
+    def forward(
+        self, x: Tensor, mb: MicroBatch, rotary: Rotary, carry: Carry | None, graph_only: bool
+    ) -> Tensor:
+        """With `graph_only` the output has no value."""
+        self._host.begin()
+        last = len(self._units) - 1
+        for i, (part, how) in enumerate(self._units):
+            x = how(part, x, mb, rotary, carry, graph_only=graph_only and i == last)
+        return x
+
+
+def _through(
+    blocks: Sequence[Block],
+    x: Tensor,
+    mb: MicroBatch,
+    rotary: Rotary,
+    carry: Carry | None,
+    graph_only: bool = False,
+) -> Tensor:
+    last = len(blocks) - 1
+    for i, block in enumerate(blocks):
+        x = block(x, mb, rotary, carry, graph_only and i == last)
+    return x
 
 
 def new_norm(sharding: Sharding, config: ModelConfig, name: str) -> Norm:

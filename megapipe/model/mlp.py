@@ -11,16 +11,17 @@ from megapipe.tensor_parallel.parameter import Sharding
 
 
 class MLP(nn.Module):
-    """[s(/tp), b, h] -> [s(/tp), b, h]; the inner width is split over tp.
+    """An MLP in two steps: `up` widens [s(/tp), b, h], a call does the rest.
 
-    With swiglu `up` is one weight [2, f, h], gate first, split along f. With `graph_only` the
-    output has no value.
+    The inner width is split over tp. With swiglu `up` is one weight [2, f, h], gate first, split
+    along f.
     """
 
     def __init__(self, sharding: Sharding, config: ModelConfig, layer: int) -> None:
         super().__init__()
         assert config.ffn_hidden is not None
         self.activation = config.activation
+        self.swiglu = sharding.kernels.swiglu
         f, h = config.ffn_hidden, config.hidden
         name = f"layers.{layer}.mlp"
         self.up = ColumnParallelLinear(
@@ -38,10 +39,13 @@ class MLP(nn.Module):
             std=residual_std(config.init_std, config.layers),
         )
 
-    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
-        y = self.up(x)  # [s, b, f/tp], swiglu: [s, b, 2 f/tp]
+    def forward(self, y: Tensor, graph_only: bool = False) -> Tensor:
+        """The output of `up`, [s, b, f/tp] (swiglu: [s, b, 2 f/tp]), -> [s(/tp), b, h].
+
+        With `graph_only` the output has no value.
+        """
         if self.activation == "swiglu":
             gate, up = y.chunk(2, dim=-1)
-            return self.down(functional.silu(gate) * up, graph_only)
+            return self.down(self.swiglu(gate, up), graph_only)
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
         return self.down(functional.gelu(y, approximate=approximate), graph_only)

@@ -203,7 +203,7 @@ def measure(world: World, case: Case) -> list[tuple[int, int, int, Fraction]]:
 
 
 CASES = [
-    Case(pp=4, m=6, schedule="zb_h1", in_process=True, model="llama", tied=False),
+    Case(pp=4, m=6, schedule="zb_h1", in_process=True, model="llama", tied=False, loss_chunk=0),
     Case(pp=2, m=5, schedule="interleaved_1f1b", chunks=2, group=3, in_process=True),
     Case(pp=2, m=4, schedule="zb_h1", dropout=0.1),
     Case(pp=2, tp=2, m=6, schedule="zb_h1", sequence_parallel=True),
@@ -217,7 +217,9 @@ def measure_all(world: World, cases: list[Case]) -> list[list[tuple[int, int, in
 
 @pytest.mark.parametrize("name", names())
 def test_every_schedule_keeps_its_promise(name: str) -> None:
-    cases = [replace(case, in_process=True) for case in registry_cases.settings(name)]
+    # a loss in chunks leaves no weight gradient to W: a last stage without layers would hold less
+    settings = registry_cases.settings(name)
+    cases = [replace(case, in_process=True, loss_chunk=0) for case in settings]
     (results,) = run_world(1, measure_all, cases)
     for case, ranks in zip(cases, results, strict=True):
         for count, size, promised, predicted in ranks:

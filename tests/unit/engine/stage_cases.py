@@ -11,9 +11,10 @@ from torch import Tensor
 from megapipe.engine.stage import Stage
 from megapipe.mesh import Axis
 from megapipe.model.config import ModelConfig
-from megapipe.model.gpt import GPTStage
+from megapipe.model.gpt import TORCH_DTYPES, GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, owned_parameters
+from megapipe.plan.activations import Unit
 from megapipe.tensor_parallel.parameter import Sharding
 
 
@@ -22,16 +23,17 @@ def new_stage(
     params: dict[str, Tensor],
     spec: StageSpec | None = None,
     *,
+    units: Sequence[Unit] = (),
     recompute: bool = False,
 ) -> tuple[Stage, Bucket]:
-    """A stage, by default of the whole model, in fp64."""
+    """A stage, by default of the whole model."""
     if spec is None:
         spec = StageSpec(embedding=True, layers=range(model.layers), head=True)
-    module = GPTStage(model, spec, Sharding(Axis.alone(), False, torch.float64))
+    module = GPTStage(model, spec, Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype]))
     bucket = Bucket(0, list(owned_parameters(module)), Axis.alone(), torch.device("cpu"))
     for entry in bucket.entries:
         take_box(params[entry.spec.name], entry.spec, bucket.view(bucket.weights, entry))
-    stage = Stage(module, recompute=recompute)
+    stage = Stage(module, units, recompute=recompute)
     stage.own_autograd_parameters()
     return stage, bucket
 

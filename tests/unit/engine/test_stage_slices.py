@@ -18,6 +18,7 @@ from megapipe.engine.stage import Stage
 from megapipe.model.config import ModelConfig
 from megapipe.model.dropout import dropout_seed
 from megapipe.model.microbatch import MicroBatch
+from megapipe.plan.activations import BlockPolicy, Unit
 from megapipe.tensor_parallel.rng import seed_of
 
 LENGTH = 8
@@ -68,14 +69,31 @@ def backward(stages: Sequence[Stage], key: tuple[int, int]) -> None:
         grad = stage.input_grad(key, grad)
 
 
-@pytest.mark.parametrize("lengths", [(8,), (4, 4), (3, 4, 1), (1, 1, 6), (1,) * 8])
+LENGTHS = [(8,), (4, 4), (3, 4, 1), (1, 1, 6), (1,) * 8]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("kind", "kv_heads"), [("gpt2", None), ("llama", 2), ("mixed", 1)])
 def test_losses_and_gradients_are_those_of_whole_sequences(
     kind: str, kv_heads: int | None, lengths: tuple[int, ...]
 ) -> None:
+    check_whole_sequences(kind, kv_heads, lengths, frozenset())
+
+
+@pytest.mark.parametrize("modules", [{"block"}, {"attention"}, {"norm", "mlp_activation"}])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_slices_that_are_run_again(lengths: tuple[int, ...], modules: set[str]) -> None:
+    check_whole_sequences("llama", 2, lengths, frozenset(modules))
+
+
+def check_whole_sequences(
+    kind: str, kv_heads: int | None, lengths: tuple[int, ...], again: frozenset[str]
+) -> None:
     model = model_of(kind, kv_heads)
     params = reference.init_random(model, seed=3)
     stages, buckets = new_pipeline(model, params, (1, 2))
+    for stage, layers in zip(stages, (1, 2), strict=True):
+        stage.module.layers.use([Unit(layers, BlockPolicy(recompute=again))])
     whole = batches(model, 2)
     parts = [cut(mb, lengths) for mb in whole]
     keys = list(itertools.product(range(2), range(len(lengths))))

@@ -1,0 +1,319 @@
+"""Activation memory against formula: ``python benchmarks/memory.py``.
+
+Every registered schedule of whole sequences runs one step in one process, with every kind of
+activation policy. Each storage that a stage's operation makes has a finaliser, and after each
+operation those that are alive are added up per rank. The formula (:mod:`megapipe.plan.activations`)
+adds up what the operations of the same schedule should hold. Messages on their way are in neither.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from common import Result, parser, report
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.engine.channels import InProcessChannels
+from megapipe.engine.executor import Executor, run_together
+from megapipe.engine.stage import Key, Stage
+from megapipe.engine.weight_grad import main_grad
+from megapipe.errors import ConfigError
+from megapipe.layout import Layout, resolve
+from megapipe.mesh import Axis
+from megapipe.model.gpt import TORCH_DTYPES, GPTStage
+from megapipe.model.microbatch import MicroBatch
+from megapipe.model.partition import StageSpec
+from megapipe.observe.storages import LiveStorages
+from megapipe.ops.kernels import Kernels
+from megapipe.optim.buffers import Bucket, owned_parameters
+from megapipe.plan.activations import Held, Sizes, Unit, stage_held
+from megapipe.plan.params import DTYPE_BYTES
+from megapipe.schedule.generators import names
+from megapipe.schedule.ir import Kind
+from megapipe.schedule.lower import lower
+from megapipe.schedule.validate import validate
+from megapipe.tensor_parallel.parameter import Sharding, spec_of
+from megapipe.train.feed import pieces
+
+RANKS, ROWS, VOCABULARY = 4, 4, 257
+LEAST_MICROBATCHES = 5
+TOLERANCE = 0.02
+SCALAR = 8
+"""Bytes of the loss of a micro-batch, which is kept to the end of the step and not counted."""
+ALL = ["norm", "attention", "mlp_activation"]
+POLICIES: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "selective": {"policy": "selective"},
+    "full": {"policy": "full"},
+    "stage": {"policy": "stage"},
+    "offload": {"offload": ALL},
+    "norms again, offload": {"policy": "selective", "modules": ["norm"], "offload": ALL},
+}
+
+
+class Alive(NamedTuple):
+    """What is held at one time, or at most."""
+
+    device: int = 0
+    """Bytes."""
+    host: int = 0
+    """Bytes."""
+    activations: int = 0
+    """Micro-batches, each counted at each stage that has a graph or weight gradients of it."""
+
+    def most(self, other: Alive) -> Alive:
+        return Alive(*map(max, zip(self, other, strict=True)))
+
+    @staticmethod
+    def total(parts: Iterable[Alive]) -> Alive:
+        return Alive(*map(sum, zip(*parts, strict=True)))
+
+
+class Rank:
+    """The stages of one pipeline rank, and the most that they held after an operation."""
+
+    def __init__(self) -> None:
+        self.stages: dict[int, Measured] = {}
+        self.peak = Alive()
+
+    def note(self) -> None:
+        self.peak = self.peak.most(Alive.total(stage.alive() for stage in self.stages.values()))
+
+
+class Measured(Stage):
+    """Notes what its operations leave alive.
+
+    What comes in is copied, so that it belongs to the operation, and what goes out is too, so that
+    it does not.
+    """
+
+    def __init__(self, rank: Rank, module: GPTStage, units: Sequence[Unit], *, again: bool) -> None:
+        super().__init__(module, units, recompute=again)
+        self.rank = rank
+        self.live: dict[Key, LiveStorages] = {}
+        self.graphs: set[Key] = set()
+        """What has had a graph: not its input alone is held."""
+        self.fetched: set[Key] = set()
+        """What had its input gradient: nothing of it is on the host any more."""
+
+    def forward(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
+        given = [t for t in (mb.tokens, mb.labels, mb.mask) if t is not None]
+        weights = [t for p in self.module.parameters() for t in (p.data, main_grad(p))]
+        self.live[key] = LiveStorages([*given, *weights])
+        with self.live[key]:
+            y = super().forward(key, None if x is None else x.clone(), mb)
+        y = None if y is None else y.clone()
+        if not self.recompute:
+            self.graphs.add(key)
+        self.rank.note()
+        return y
+
+    def recompute_ahead(self, key: Key) -> None:
+        with self.live[key]:
+            super().recompute_ahead(key)
+        self.graphs.add(key)
+        self.rank.note()
+
+    def input_grad(self, key: Key, grad: Tensor | None) -> Tensor | None:
+        with self.live[key]:
+            out = super().input_grad(key, None if grad is None else grad.clone())
+        out = None if out is None else out.clone()
+        self.fetched.add(key)
+        self.rank.note()
+        return out
+
+    def weight_grad(self, key: Key) -> None:
+        with self.live[key]:
+            super().weight_grad(key)
+
+    def alive(self) -> Alive:
+        """Of all micro-batches, now."""
+        return Alive.total([Alive(), *map(self._alive, self.live)])
+
+    def _alive(self, key: Key) -> Alive:
+        device = sum(size for size in self.live[key].sizes if size > SCALAR)
+        copies = sum(self.live[key].byte_sizes)
+        counted = int(key in self.graphs and device + copies > 0)
+        if key in self.fetched:
+            return Alive(device + copies, 0, counted)
+        return Alive(device, copies, counted)
+
+
+def configure(schedule: str, activations: dict[str, Any], sequence: int) -> tuple[Config, Layout]:
+    """With as few micro-batches, from LEAST_MICROBATCHES on, as the schedule takes."""
+    refusal: ConfigError | None = None
+    for microbatches in range(LEAST_MICROBATCHES, LEAST_MICROBATCHES + 2 * RANKS):
+        config = Config.model_validate(
+            {
+                "model": {
+                    "layers": 4 * RANKS,
+                    "hidden": 64,
+                    "heads": 4,
+                    "vocab_size": VOCABULARY,
+                    "tied_embeddings": False,
+                },
+                "parallel": {"pp": RANKS},
+                "pipeline": {"schedule": schedule, "channels": "in_process"},
+                "activations": activations,
+                "train": {
+                    "sequence_length": sequence,
+                    "microbatch": ROWS,
+                    "global_batch": ROWS * microbatches,
+                },
+            }
+        )
+        try:
+            return resolve(config, 1, VOCABULARY)
+        except ConfigError as error:
+            refusal = error
+    assert refusal is not None
+    raise refusal
+
+
+def measure(config: Config, layout: Layout) -> list[Alive]:
+    """Per rank, the most that was alive after any of its operations."""
+    schedule, model, length = layout.schedule, config.model, config.train.sequence_length
+    modules = []
+    for index, spec in enumerate(layout.stage_layers):
+        sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype])
+        modules.append(GPTStage(model, spec, sharding))
+        Bucket(index, list(owned_parameters(modules[-1])), Axis.alone(), torch.device("cpu"))
+        for parameter in modules[-1].parameters():
+            spec_of(parameter).initialise(parameter.data, seed=1)
+    ranks = [Rank() for _ in range(RANKS)]
+    owned: set[int] = set()
+    executors = []
+    for program, channels in zip(lower(schedule), InProcessChannels.connect(RANKS), strict=True):
+        rank = ranks[program.rank]
+        for s in schedule.placement.stages_of(program.rank):
+            again = s in schedule.recompute
+            rank.stages[s] = Measured(rank, modules[s], layout.units[s], again=again)
+            if s not in owned:
+                rank.stages[s].own_autograd_parameters()
+                owned.add(s)
+
+        def shape(microbatch: int, part: int) -> tuple[int, int, int]:
+            return length, int(schedule.size_of(microbatch) * ROWS), model.hidden
+
+        executors.append(Executor(program, rank.stages, channels, shape=shape, train=True))
+    run_together(executors, microbatches(layout, length))
+    left = [stage.alive() for rank in ranks for stage in rank.stages.values()]
+    assert not any(map(any, left)), "something outlived its W"
+    return [rank.peak for rank in ranks]
+
+
+def microbatches(layout: Layout, length: int) -> dict[Key, MicroBatch]:
+    """Random tokens, one micro-batch for each that the schedule has."""
+    result = {}
+    generator = torch.Generator().manual_seed(0)
+    for piece in pieces(layout.schedule, ROWS, [length]):
+        shape = piece.rows.stop - piece.rows.start, length
+        tokens = torch.randint(VOCABULARY, shape, generator=generator)
+        result[piece.key] = MicroBatch(
+            index=piece.whole,
+            step=0,
+            seed=0,
+            tokens=tokens,
+            labels=tokens.roll(-1, 1),
+            mask=torch.ones(shape, dtype=torch.bool),
+            scale=1.0 / length,
+            part=piece.rows.start,
+        )
+    return result
+
+
+def predict(config: Config, layout: Layout) -> list[Alive]:
+    """Per rank, the most that its operations should hold: bytes by formula, activations as the
+    validator counts them."""
+    schedule, model, chunk = layout.schedule, config.model, Kernels().loss_chunk
+    peaks = []
+    for rank, activations in enumerate(validate(schedule).peak_held):
+        held: dict[tuple[int, int], Alive] = {}
+        ahead: set[tuple[int, int]] = set()
+        peak = Alive(activations=activations)
+        for op in schedule.rank_ops(rank):
+            rows = int(schedule.size_of(op.microbatch) * ROWS)
+            sizes = Sizes(config.train.sequence_length, rows)
+            units, spec = layout.units[op.stage], layout.stage_layers[op.stage]
+            full = stage_held(model, spec, units, sizes, loss_chunk=chunk)
+            message = sizes.sequence * rows * model.hidden * DTYPE_BYTES[model.dtype]
+            key = op.stage, op.microbatch
+            again = op.stage in schedule.recompute and key not in ahead
+            if op.kind == Kind.R:
+                ahead.add(key)
+            for now in _phases(op.kind, full, message, spec, again=again):
+                held[key] = now
+                peak = peak.most(Alive.total(held.values()))
+        peaks.append(peak)
+    return peaks
+
+
+def _phases(
+    kind: Kind, full: Held, message: int, stage: StageSpec, *, again: bool
+) -> Iterator[Alive]:
+    """What a micro-batch holds in the course of an operation, `message` bytes being a message's.
+
+    A stage that is run `again` in its backward has the gradient by then.
+    """
+    if kind == Kind.F and again:
+        yield Alive(0 if stage.embedding else message)
+    elif kind in (Kind.F, Kind.R):
+        yield Alive(full.device, full.host)
+    else:
+        if kind != Kind.W and again:
+            yield Alive(full.device + (0 if stage.head else message), full.host)
+        if kind != Kind.W:
+            yield Alive(full.queued)
+        if kind != Kind.I:
+            yield Alive()
+
+
+def compare(schedules: Collection[str], policy: str, sequence: int) -> Iterator[Result]:
+    """The largest relative differences of any rank of any of the schedules."""
+    worst: dict[str, tuple[float, str]] = dict.fromkeys(Alive._fields, (0.0, ""))
+    for name in schedules:
+        config, layout = configure(name, POLICIES[policy], sequence)
+        ranks = zip(measure(config, layout), predict(config, layout), strict=True)
+        for rank, (measured, predicted) in enumerate(ranks):
+            for what, ours, formula in zip(Alive._fields, measured, predicted, strict=True):
+                difference = abs(ours - formula) / max(formula, 1)
+                worst[what] = max(worst[what], (difference, f": {name}, rank {rank}"))
+    of_bytes = max(worst["device"], worst["host"])
+    for claim, (difference, where), tolerance in (
+        ("bytes", of_bytes, TOLERANCE),
+        ("micro-batches", worst["activations"], 0.0),
+    ):
+        yield Result(
+            claim=f"policy {policy}: {claim} held at the peak",
+            value=100 * difference,
+            target=100 * tolerance,
+            unit="% off",
+            peer=f"formula, {len(schedules)} schedules{where if difference else ''}",
+        )
+
+
+def whole_sequences(sequence: int) -> Iterator[str]:
+    """The registered schedules that do not cut sequences."""
+    for name in names():
+        if configure(name, {}, sequence)[1].schedule.slices == 1:
+            yield name
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    options = parser(__doc__.partition("\n")[0])
+    given = options.parse_args(argv)
+    torch.set_num_threads(1)
+    sequence = 16 if given.quick else 64
+    schedules = ["merak", "zb_v"] if given.quick else list(whole_sequences(sequence))
+    results = [result for policy in POLICIES for result in compare(schedules, policy, sequence)]
+    report("Memory", results, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Policies on tensor-parallel ranks: the reference's results, the same bits with dropout, and the
+bytes of the formula."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from parity import ACTIVATIONS, Case, Outcome, check_case, configure, run_cases
+from storages import Alive, measure
+
+from megapipe.mesh import Grid
+from megapipe.model.microbatch import MicroBatch
+from megapipe.plan.activations import Sizes, held, held_tensors
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2))
+POLICIES = [name for name in ACTIVATIONS if name != "keep"]
+
+
+def cases(world: int, schedules: Sequence[tuple[str, int]] = SCHEDULES) -> list[Case]:
+    """Every policy on every schedule, the variants in turn."""
+    made = []
+    for i, ((schedule, chunks), name) in enumerate(itertools.product(schedules, POLICIES)):
+        made.append(
+            Case(
+                tp=world,
+                pp=2,
+                m=2,
+                schedule=schedule,
+                chunks=chunks,
+                in_process=True,
+                activations=name,
+                sequence_parallel=(i + i // len(POLICIES)) % 2 == 0,
+                model=("gpt2", "llama", "mixed", "gelu")[i % 4],
+                layers=4,
+            )
+        )
+    return made
+
+
+def test_every_policy_and_schedule_on_tensor_parallel_ranks() -> None:
+    given = cases(2)
+    results = run_world(2, run_cases, given, timeout_s=120)
+    for i, case in enumerate(given):
+        try:
+            check_case(case, [outcomes[i] for outcomes in results])
+        except AssertionError as error:
+            raise AssertionError(f"{case.name}: {error}") from None
+
+
+def test_over_a_wire() -> None:
+    given = [
+        Case(pp=2, m=3, schedule="zb_h1", activations=name, layers=4, model="llama")
+        for name in POLICIES
+    ]
+    results = run_world(2, run_cases, given, timeout_s=120)
+    for i, case in enumerate(given):
+        check_case(case, [outcomes[i] for outcomes in results])
+
+
+def test_dropout_is_the_same_bitwise() -> None:
+    """Norms that have one gradient for their input are run again to the same bits."""
+    given = [replace(case, model="gpt2", dropout=0.2) for case in cases(2, SCHEDULES[::3])]
+    plain = [replace(case, activations="keep") for case in given]
+    unique = list(dict.fromkeys(plain))
+    for outcomes in run_world(2, run_cases, [*given, *unique], timeout_s=120):
+        of = dict(zip([*given, *unique], outcomes, strict=True))
+        for case, kept in zip(given, plain, strict=True):
+            assert_same(of[case], of[kept], case.name)
+
+
+def assert_same(one: Outcome, other: Outcome, name: str) -> None:
+    assert one.losses == other.losses, name
+    assert one.norms == other.norms, name
+    for mine, others in zip((*one.grads, *one.copies), (*other.grads, *other.copies), strict=True):
+        for (tensor, box, values), (tensor_, box_, values_) in zip(mine, others, strict=True):
+            assert (tensor, box) == (tensor_, box_)
+            assert np.array_equal(values, values_), f"{name}: {tensor}"
+
+
+def measure_all(world: World, given: list[Case]) -> list[Alive]:
+    """Of the second of four stages."""
+    alive = []
+    for case in given:
+        config, layout = configure(case)
+        step = TrainStep(config, layout, world.mesh(Grid(pp=1, dp=1, tp=case.tp)))
+        local = case.sequence // (case.tp if case.sequence_parallel else 1)
+        x = torch.ones(local, case.batch, config.model.hidden, dtype=torch.float64)
+        alive.append(measure(step.stages[1], x, MicroBatch(index=0, step=0, seed=1)))
+    return alive
+
+
+def test_bytes_on_a_tensor_parallel_rank() -> None:
+    base = Case(tp=2, pp=4, in_process=True, layers=8, dropout=0.1)
+    given = [
+        replace(base, activations=name, model=model, sequence_parallel=sequence_parallel)
+        for name, model, sequence_parallel in (
+            ("keep", "gpt2", False),
+            ("keep", "llama", True),
+            ("full, two together", "llama", True),
+            ("selective", "gpt2", True),
+            ("of each some", "llama", False),
+        )
+    ]
+    for results in run_world(2, measure_all, given, timeout_s=120):
+        for case, alive in zip(given, results, strict=True):
+            config, layout = configure(case)
+            sizes = Sizes(case.sequence, case.batch, case.tp, case.sequence_parallel)
+            promised = list(held_tensors(config.model, layout.units[1], sizes))
+            on_device = sorted(tensor.bytes for tensor, in_host in promised if not in_host)
+            assert alive.device == on_device, case.name
+            assert alive.host == sorted(tensor.bytes for tensor, in_host in promised if in_host)
+            queued = held(config.model, layout.units[1], sizes).queued
+            assert sum(alive.queued) == queued, case.name
+            assert not alive.after, case.name
