@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 
 
 class WeightGradTask(Protocol):
@@ -67,16 +68,15 @@ def main_grad(parameter: Parameter) -> Tensor:
     return cast(Any, parameter).main_grad
 
 
-def add_product(parameter: Parameter, left: Tensor, right: Tensor) -> None:
+def add_product(
+    parameter: Parameter,
+    left: Tensor,
+    right: Tensor,
+    accumulate: AccumulateKernel = torch_accumulate,
+) -> None:
     """main_grad += left^T @ right, for left [n, out] and right [n, in]."""
     grad = main_grad(parameter)
-    grad = grad.view(-1, grad.shape[-1])
-    if left.dtype == grad.dtype:
-        grad.addmm_(left.t(), right)
-    elif left.is_cuda:
-        grad.add_(torch.mm(left.t(), right, out_dtype=grad.dtype))
-    else:
-        grad.add_(left.t() @ right)
+    accumulate(grad.view(-1, grad.shape[-1]), left, right)
 
 
 def accumulate_in_main_grad(parameter: Parameter) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megapipe.ops.documents import Documents
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -21,6 +23,8 @@ class MicroBatch:
     tokens: Tensor | None = None
     labels: Tensor | None = None
     mask: Tensor | None = None
+    documents: Documents | None = None
+    """Where attention ends at documents: those of the tokens up to the last one here."""
     scale: float = 1.0
     """1 / unmasked tokens of the global batch (0 if there are none)."""
     part: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.nn import Parameter, functional
+from torch.nn import Parameter
 
 from megapipe.tensor_parallel.parameter import Sharding, new_parameter
 
@@ -28,8 +28,9 @@ class Norm(nn.Module):
         eps: float,
     ) -> None:
         super().__init__()
-        self.kind = kind
+        self.centred = kind == "layernorm"
         self.eps = eps
+        self.kernel = sharding.kernels.norm
         self.weight = new_parameter(
             sharding,
             f"{name}.weight",
@@ -45,6 +46,4 @@ class Norm(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "rmsnorm":
-            return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        return functional.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+        return self.kernel(x, self.weight, self.bias, self.eps, self.centred)

@@ -14,8 +14,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 WORD_EMBEDDING = "embedding.word.weight"
 
-VOCAB_MULTIPLE = 8
-"""A rank's share of the vocabulary is padded to a multiple of this, the width tensor cores like."""
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+VOCAB_MULTIPLE = 128
+"""A tp rank's share of the vocabulary is padded to a multiple of this: GEMMs work in tiles of it,
+and rows of logits then begin at multiples of a cache line."""
 
 _VOCABULARY = (WORD_EMBEDDING, "head.weight")
 _SPLIT_FIRST = (".attention.qkv.weight", ".attention.qkv.bias")
@@ -79,6 +82,12 @@ def local_shape(name: str, shape: Sequence[int], tp: int) -> tuple[int, ...]:
     elif name.endswith(".mlp.up.weight"):
         local[-2] //= tp
     return tuple(local)
+
+
+def is_split(name: str) -> bool:
+    """Whether tp splits the parameter; otherwise every tp rank holds all of it."""
+    split = (*_SPLIT_FIRST, *_SPLIT_LAST, ".mlp.up.weight")
+    return name in _VOCABULARY or name.endswith(split)
 
 
 def padded_vocabulary(vocab_size: int, tp: int) -> int:

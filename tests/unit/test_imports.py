@@ -37,7 +37,16 @@ SCHEDULE_LATER = {
     "megapipe.schedule.exact": "ortools",
 }
 """What each of these files may load, not to be imported but when it is asked for its result."""
-BELOW_TRAIN = ("engine", "tensor_parallel", "model", "optim", "data", "checkpoint", "observe")
+BELOW_TRAIN = (
+    "checkpoint",
+    "data",
+    "engine",
+    "model",
+    "observe",
+    "ops",
+    "optim",
+    "tensor_parallel",
+)
 MAY_COMMUNICATE = (
     "megapipe.mesh",
     "megapipe.testing",

@@ -91,7 +91,7 @@ def test_stages_add_up() -> None:
 
 @pytest.mark.parametrize(
     ("vocabulary", "tp", "padded"),
-    [(257, 2, 272), (50257, 8, 50304), (128256, 8, 128256), (8, 1, 8)],
+    [(257, 1, 384), (257, 2, 512), (50257, 1, 50304), (50257, 8, 51200), (32000, 2, 32000)],
 )
 def test_padded_vocabulary(vocabulary: int, tp: int, padded: int) -> None:
     assert padded_vocabulary(vocabulary, tp) == padded

@@ -1,0 +1,175 @@
+"""Which attention kernel a run can use, and why."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megapipe.ops.attention import AttentionKernel, FlashAttn, Flex, Sdpa, Varlen
+from megapipe.ops.documents import Documents
+from megapipe.ops.probe import (
+    Candidate,
+    Unavailable,
+    agree,
+    first_line,
+    load_module,
+    needs_cuda,
+    needs_half,
+    small_data,
+)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attention is given in a run: sizes are those of one process."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    groups: int
+    head_dim: int
+    length: int
+    """Positions of a sequence."""
+    dropout: float = 0.0
+    documents: bool = False
+    """Tokens attend within their document only."""
+    cut: bool = False
+    """Sequences come in slices, whose queries attend to more keys than they are."""
+
+
+def candidates(given: Attended) -> list[Candidate[AttentionKernel]]:
+    """Flash for packed documents first, then SDPA; the others are used when named."""
+    flash_attn = Candidate(
+        "flash_attn", partial(_flash_attn, given), partial(_check, given), "flash-attn"
+    )
+    varlen = Candidate("varlen", partial(_varlen, given), partial(_check, given))
+    flex = Candidate("flex", partial(_flex, given), partial(_check, given))
+    named = [Candidate(name, partial(_pinned, given, name)) for name in _BACKENDS]
+    auto: Candidate[AttentionKernel] = Candidate("SDPA", Sdpa)
+    first = [varlen] if given.documents and given.device.type == "cuda" else []
+    return [*first, auto, *named, flash_attn, varlen, flex]
+
+
+_BACKENDS = {
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "math": "MATH",
+}
+
+
+def torch_choice(given: Attended, only: str | None = None) -> str:
+    """The SDPA backend that torch chooses for what a run attends to; `only` rules out others.
+
+    Raises :class:`Unavailable` with torch's reasons where it has none.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    allowed = [only] if only is not None else list(_BACKENDS)
+    shapes = [(1, n, given.length, given.head_dim) for n in (given.heads, given.groups)]
+    q, k = (
+        torch.empty(shape, dtype=given.dtype, device=given.device, requires_grad=True)
+        for shape in shapes
+    )
+    mask = None
+    if given.documents or (given.cut and given.device.type == "cpu"):
+        mask = torch.empty(1, 1, given.length, given.length, dtype=torch.bool, device=given.device)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with sdpa_kernel([getattr(SDPBackend, _BACKENDS[name]) for name in allowed]):
+                number = torch._fused_sdp_choice(
+                    q,
+                    k,
+                    k,
+                    mask,
+                    given.dropout,
+                    mask is None,
+                    enable_gqa=given.heads != given.groups,
+                )
+        except RuntimeError as error:
+            number, problem = -1, first_line(error)
+        else:
+            problem = "torch has no kernel for it"
+    for name in allowed:
+        if int(getattr(SDPBackend, _BACKENDS[name])) == number:
+            return name
+    raise Unavailable(_reason([str(w.message) for w in said]) or problem)
+
+
+def _reason(messages: Sequence[str]) -> str:
+    """torch's reasons in one line, without its headings and its places in its sources."""
+    said = [message.partition(" (Triggered internally")[0].strip() for message in messages]
+    return "; ".join(dict.fromkeys(line.rstrip(".") for line in said if "because:" not in line))
+
+
+def _pinned(given: Attended, name: str) -> AttentionKernel:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if name in ("efficient", "cudnn"):
+        needs_cuda(given.device)
+    if given.cut and name == "cudnn":
+        raise Unavailable("takes no slices of sequences (pipeline.slices)")
+    torch_choice(given, name)
+    return Sdpa(partial(sdpa_kernel, getattr(SDPBackend, _BACKENDS[name])))
+
+
+def _flash_attn(given: Attended) -> AttentionKernel:
+    needs_cuda(given.device)
+    needs_half(given.dtype)
+    package = load_module("flash_attn", "flash-attn")
+    if not package.__version__.startswith("2."):
+        raise Unavailable(f"flash-attn {package.__version__} is installed, not 2.x")
+    return FlashAttn(package)
+
+
+def _varlen(given: Attended) -> AttentionKernel:
+    needs_cuda(given.device)
+    needs_half(given.dtype)
+    _needs_no_dropout(given)
+    varlen_attn = load_module("torch.nn.attention.varlen", "torch").varlen_attn
+    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
+        raise Unavailable(f"torch {torch.__version__} has an earlier varlen_attn")
+    return Varlen(varlen_attn)
+
+
+def _flex(given: Attended) -> AttentionKernel:
+    needs_cuda(given.device)
+    _needs_no_dropout(given)
+    module = load_module("torch.nn.attention.flex_attention", "torch")
+    return Flex(torch.compile(module.flex_attention, dynamic=False))
+
+
+def _needs_no_dropout(given: Attended) -> None:
+    if given.dropout:
+        raise Unavailable(f"has no dropout, and model.dropout is {given.dropout}")
+
+
+def _check(given: Attended, kernel: AttentionKernel) -> None:
+    """Compare with SDPA's plain arithmetic, with and without documents, whole and sliced."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    plain: AttentionKernel = Sdpa(partial(sdpa_kernel, SDPBackend.MATH))
+    b, t = 2, 256
+    breaks = torch.zeros(b, t, dtype=torch.long)
+    breaks[0, 40] = breaks[0, 200] = breaks[1, 129] = 1
+    documents = Documents(breaks.cumsum(-1), given.device)
+
+    def results(of: AttentionKernel, precision: torch.dtype) -> list[Tensor]:
+        found: list[Tensor] = []
+        for s in [t, 100] if given.cut else [t]:
+            q_shape = (b, given.heads, s, given.head_dim)
+            k_shape = (b, given.groups, t, given.head_dim)
+            shapes = [q_shape, k_shape, k_shape, q_shape]
+            q, k, v, grad = small_data(shapes, given.dtype, precision, given.device)
+            y = of(q, k, v, 0.0, documents if given.documents else None)
+            found += [y, *torch.autograd.grad(y, [q, k, v], grad)]
+        return found
+
+    agree(kernel, plain, results, given.dtype)

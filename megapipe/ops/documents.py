@@ -1,0 +1,96 @@
+"""Documents within rows of tokens: who may attend to whom, in the forms that kernels take."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Runs(NamedTuple):
+    """Lengths of documents, row after row, as flash kernels with variable lengths take them."""
+
+    q_ends: Tensor
+    """[n + 1] int32: where each document's queries end, from 0; some may have none."""
+    k_ends: Tensor
+    """[n + 1] int32: the same of keys."""
+    most_q: int
+    most_k: int
+
+
+def document_ids(tokens: Tensor, end: int) -> Tensor:
+    """Number of the document of each token, [b, t], from 0 in each row.
+
+    `end` is the token that ends a document, and is part of it.
+    """
+    ends = (tokens == end).long()
+    return ends.cumsum(-1) - ends
+
+
+def causal_block_mask(s: int, t: int, device: torch.device) -> Any:
+    """FlexAttention's sparse block mask of the last s of t positions, each seeing its past."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def allowed(_row: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q + (t - s) >= k
+
+    return create_block_mask(allowed, None, None, s, t, device=device)
+
+
+class Documents:
+    """Which document each of t positions belongs to, for the queries of the last s of them.
+
+    Made once per micro-batch, from `ids` [b, t] on the CPU, not decreasing along a row; each form
+    is computed when a kernel first asks for it, and kept.
+    """
+
+    def __init__(self, ids: Tensor, device: torch.device) -> None:
+        self.ids = ids
+        self.device = device
+        self._forms: dict[Any, Any] = {}
+
+    def mask(self, s: int) -> Tensor:
+        """[b, 1, s, t] bool: true where a query may see a key: same document, not later."""
+        key = ("mask", s)
+        if key not in self._forms:
+            ids = self.ids.to(self.device)
+            t = ids.shape[1]
+            same = ids[:, -s:, None] == ids[:, None, :]
+            past = torch.ones(s, t, dtype=torch.bool, device=self.device).tril(t - s)
+            self._forms[key] = (same & past).unsqueeze(1)
+        return self._forms[key]
+
+    def runs(self, s: int) -> Runs:
+        """The documents as runs of queries and keys."""
+        key = ("runs", s)
+        if key not in self._forms:
+            b, t = self.ids.shape
+            numbers = self.ids + torch.arange(b).unsqueeze(1) * (int(self.ids.max()) + 1)
+            _, place, k = torch.unique_consecutive(
+                numbers.flatten(), return_inverse=True, return_counts=True
+            )
+            q = torch.bincount(place.view(b, t)[:, -s:].flatten(), minlength=len(k))
+            self._forms[key] = Runs(self._ends(q), self._ends(k), int(q.max()), int(k.max()))
+        return self._forms[key]
+
+    def block_mask(self, s: int) -> Any:
+        """FlexAttention's sparse block mask of :meth:`mask`."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        key = ("blocks", s)
+        if key not in self._forms:
+            ids = self.ids.to(self.device)
+            b, t = ids.shape
+
+            def allowed(row: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                q = q + (t - s)
+                return (q >= k) & (ids[row, q] == ids[row, k])
+
+            self._forms[key] = create_block_mask(allowed, b, None, s, t, device=self.device)
+        return self._forms[key]
+
+    def _ends(self, lengths: Tensor) -> Tensor:
+        ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        ends[1:] = lengths.cumsum(0)
+        return ends.to(self.device, non_blocking=True)

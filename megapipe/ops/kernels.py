@@ -1,0 +1,36 @@
+"""The kernels that the layers and the optimizer of a process use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megapipe.ops.adam import AdamKernel, torch_adam
+from megapipe.ops.attention import AttentionKernel, Sdpa
+from megapipe.ops.norm import NormKernel, torch_norm
+from megapipe.ops.probe import Choice
+from megapipe.ops.swiglu import SwigluKernel, torch_swiglu
+from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One kernel per purpose; without arguments torch's own."""
+
+    attention: AttentionKernel = field(default_factory=Sdpa)
+    norm: NormKernel = torch_norm
+    swiglu: SwigluKernel = torch_swiglu
+    accumulate: AccumulateKernel = torch_accumulate
+    adam: AdamKernel = torch_adam
+    loss_chunk: int = 0
+    """Tokens whose logits there are at a time; 0: all of a micro-batch's."""
+    choices: Sequence[Choice[Any]] = ()
+
+    def banner(self) -> str:
+        """One line: what is used for what, and why."""
+        return "kernels: " + ", ".join(map(str, self.choices))
+
+    def warnings(self) -> list[str]:
+        """A line for each kernel that is installed and did not pass its check."""
+        return [line for choice in self.choices for line in choice.warnings]

@@ -1,0 +1,120 @@
+"""LayerNorm and RMSNorm: torch's, apex's, Liger's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from megapipe.ops.probe import (
+    Candidate,
+    Unavailable,
+    agree,
+    load_module,
+    needs_cuda,
+    small_data,
+)
+
+NormKernel = Callable[[Tensor, Tensor, "Tensor | None", float, bool], Tensor]
+"""(x [..., h], weight [h], bias [h] or none, eps, centred) -> [..., h]; `centred` is LayerNorm,
+else RMSNorm. Autograd computes the gradients, those of the weights included."""
+
+
+class _RMSNorm(Function):
+    """RMSNorm on the CPU, where torch has no kernel for it and keeps the normalised input too.
+
+    Computed in fp32 (fp64 for fp64); what is kept is the input and a number per row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        rstd = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return (wide * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        wide, g, w = (t.to(rstd.dtype) for t in (x, grad, weight))
+        product = (g * wide).flatten(0, -2)  # [rows, h]
+        grad_weight = rstd.flatten() @ product
+        mean = (product @ w).view_as(rstd).div_(x.shape[-1])
+        grad_x = (g * w).mul_(rstd).addcmul_(wide, mean * rstd**3, value=-1)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+    if centred:
+        return functional.layer_norm(x, weight.shape, weight, bias, eps)
+    if x.is_cuda:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def apex_norm(extension: Any) -> NormKernel:
+    """apex's fused norms, `extension` being apex.normalization.fused_layer_norm."""
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+        if centred:
+            return extension.fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
+        return extension.fused_rms_norm_affine(x, weight, weight.shape, eps)
+
+    return norm
+
+
+def liger_norm(layer_norm: Any, rms_norm: Any) -> NormKernel:
+    """Liger's Triton norms, given its two autograd functions."""
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+        if centred:
+            return layer_norm.apply(x, weight, bias, eps)
+        # gemma: all of it in fp32, as torch; not in place: others may hold the gradient
+        return rms_norm.apply(x, weight, eps, 0.0, "gemma", False)
+
+    return norm
+
+
+def candidates(
+    *, device: torch.device, dtype: torch.dtype, hidden: int, eps: float, centred: bool, bias: bool
+) -> list[Candidate[NormKernel]]:
+    """apex before Liger before torch."""
+
+    def usable() -> None:
+        needs_cuda(device)
+        if dtype == torch.float64:
+            raise Unavailable("computes in fp32, and the model is fp64")
+        if centred and not bias:
+            raise Unavailable("has no layernorm without bias (model.bias)")
+
+    def apex() -> NormKernel:
+        usable()
+        load_module("fused_layer_norm_cuda", "NVIDIA apex")
+        return apex_norm(load_module("apex.normalization.fused_layer_norm", "NVIDIA apex"))
+
+    def liger() -> NormKernel:
+        usable()
+        layer = load_module("liger_kernel.ops.layer_norm", "liger-kernel")
+        rms = load_module("liger_kernel.ops.rms_norm", "liger-kernel")
+        return liger_norm(layer.LigerLayerNormFunction, rms.LigerRMSNormFunction)
+
+    def results(kernel: NormKernel, precision: torch.dtype) -> Sequence[Tensor]:
+        shapes = [(6, 2, hidden), (hidden,), (hidden,), (6, 2, hidden)]
+        x, weight, shift, grad = small_data(shapes, dtype, precision, device)
+        y = kernel(x, weight, shift if bias and centred else None, eps, centred)
+        leaves = [x, weight, shift] if bias and centred else [x, weight]
+        return [y, *torch.autograd.grad(y, leaves, grad)]
+
+    def check(kernel: NormKernel) -> None:
+        agree(kernel, torch_norm, results, dtype)
+
+    return [
+        Candidate("apex", apex, check, "apex"),
+        Candidate("liger", liger, check, "liger-kernel"),
+        Candidate("torch", lambda: torch_norm),
+    ]

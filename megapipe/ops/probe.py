@@ -1,0 +1,175 @@
+"""How a kernel is chosen: what is present, what is usable, and what agrees with torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from megapipe.errors import ConfigError
+
+K = TypeVar("K")
+
+MARGIN = 4.0
+"""A kernel may be this many times as far from the exact result as torch's own."""
+
+
+class Unavailable(Exception):
+    """A kernel is not there, cannot be used here, or does not compute what torch computes."""
+
+
+class Mismatch(Unavailable):
+    """A kernel is there and wrong, which is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[K]):
+    """A kernel by the name that the configuration gives it.
+
+    `load` imports it, and raises :class:`Unavailable` with the reason where it cannot be used;
+    `check` compares it with torch's, and raises :class:`Mismatch`. What torch itself has always
+    computed needs no check.
+    """
+
+    name: str
+    load: Callable[[], K]
+    check: Callable[[K], None] | None = None
+    package: str | None = None
+    """The distribution whose version is worth telling."""
+
+
+@dataclass(frozen=True)
+class Choice(Generic[K]):
+    """What is used for one purpose, and why."""
+
+    purpose: str
+    name: str
+    why: str
+    kernel: K
+    version: str = ""
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        name = f"{self.name} {self.version}" if self.version else self.name
+        return f"{self.purpose} {name}" + (f" ({self.why})" if self.why else "")
+
+
+def choose(purpose: str, wanted: str, candidates: Sequence[Candidate[K]]) -> Choice[K]:
+    """The first usable candidate if `wanted` is auto, else the one of that name.
+
+    Raises :class:`ConfigError` where the wanted one cannot be used: nobody who asks for a kernel
+    by name wants another one instead.
+    """
+    if wanted != "auto":
+        (candidate,) = (c for c in candidates if c.name == wanted)
+        try:
+            kernel = _usable(candidate)
+        except Unavailable as reason:
+            raise ConfigError(f"kernels.{purpose}={wanted}: {reason}; expected auto") from None
+        return Choice(purpose, wanted, "as configured", kernel, _version(candidate.package))
+    refused: dict[str, list[str]] = {}
+    warnings: list[str] = []
+    for candidate in candidates:
+        try:
+            kernel = _usable(candidate)
+        except Unavailable as reason:
+            refused.setdefault(str(reason), []).append(candidate.name)
+            if isinstance(reason, Mismatch):
+                warnings.append(f"kernels.{purpose}: {candidate.name} is not used: {reason}")
+            continue
+        why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
+        version = _version(candidate.package)
+        return Choice(purpose, candidate.name, why, kernel, version, tuple(warnings))
+    raise AssertionError(f"{purpose}: not even torch's kernel can be used: {refused}")
+
+
+def _usable(candidate: Candidate[K]) -> K:
+    kernel = candidate.load()
+    if candidate.check is not None:
+        try:
+            candidate.check(kernel)
+        except Unavailable:
+            raise
+        except Exception as error:
+            raise Mismatch(f"fails its self-check: {first_line(error)}") from error
+    return kernel
+
+
+def load_module(name: str, package: str) -> Any:
+    """Import module `name`, which the distribution `package` installs.
+
+    An extension module is asked for by its own name: on PyPI `apex` is an unrelated package.
+    """
+    try:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(name)
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not name.startswith(error.name) and error.name != name:
+            raise Unavailable(f"{name} needs {error.name}, which is not installed") from None
+        raise Unavailable(f"{package} is not installed (no module {name})") from None
+    except Exception as error:  # an extension built for another torch fails in many ways
+        raise Unavailable(f"{name} does not load: {first_line(error)}") from None
+
+
+def _version(package: str | None) -> str:
+    try:
+        return metadata.version(package) if package else ""
+    except metadata.PackageNotFoundError:  # built in place
+        return ""
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def needs_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Unavailable("needs a GPU")
+
+
+def needs_half(dtype: torch.dtype) -> None:
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise Unavailable(f"takes bf16 and fp16, not {str(dtype).removeprefix('torch.')}")
+
+
+def agree(
+    kernel: K,
+    reference: K,
+    results: Callable[[K, torch.dtype], Sequence[Tensor]],
+    dtype: torch.dtype,
+) -> None:
+    """Raise :class:`Mismatch` if `kernel` is further from the fp64 result than torch may be.
+
+    `results(kernel, dtype)` are outputs and gradients on the same small data in any precision.
+    `reference` is torch's kernel: in fp64 it gives what is right, in `dtype` what is usual.
+    """
+    exact = results(reference, torch.float64)
+    usual = results(reference, dtype)
+    found = results(kernel, dtype)
+    for i, (got, plain, right) in enumerate(zip(found, usual, exact, strict=True)):
+        if got.shape != right.shape:
+            raise Mismatch(f"result {i} has shape {list(got.shape)}, not {list(right.shape)}")
+        error = (got.double() - right).abs().max().item()
+        scale = torch.finfo(dtype).eps * right.abs().max().item()
+        limit = MARGIN * ((plain.double() - right).abs().max().item() + scale)
+        if not error <= limit:
+            raise Mismatch(f"result {i} of its self-check is {error:.1e} off, at most {limit:.1e}")
+
+
+def small_data(
+    shapes: Sequence[tuple[int, ...]],
+    rounded: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Leaves of `dtype` with random values that `rounded` can hold, the same at every call."""
+    generator = torch.Generator().manual_seed(20)
+    drawn = [torch.randn(shape, generator=generator).to(rounded) for shape in shapes]
+    return [x.to(device=device, dtype=dtype).requires_grad_() for x in drawn]

@@ -1,0 +1,182 @@
+"""Kernels on a CUDA device against torch's plain arithmetic in fp64: those that are installed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, check_case, run_cases
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megapipe.errors import ConfigError
+from megapipe.ops import adam, norm, swiglu, weight_grad
+from megapipe.ops.adam import AdamStep, torch_adam
+from megapipe.ops.attention import AttentionKernel, Sdpa
+from megapipe.ops.attention_choice import Attended, candidates, torch_choice
+from megapipe.ops.documents import Documents
+from megapipe.ops.probe import choose
+from megapipe.testing import run_world
+
+DEVICE = torch.device("cuda")
+HALF = [torch.bfloat16, torch.float16]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def kernel_of(purpose: str, name: str, offered: list[Any]) -> Any:
+    """The kernel after its self-check; skips where its package is missing, and only then."""
+    try:
+        return choose(purpose, name, offered).kernel
+    except ConfigError as error:
+        if "is not installed" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+def assert_as_good(found: list[Tensor], usual: list[Tensor], exact: list[Tensor]) -> None:
+    """At most twice as far from the exact result as torch's own kernel is."""
+    for got, plain, right in zip(found, usual, exact, strict=True):
+        error = (got.double() - right).abs().max()
+        rounding = torch.finfo(got.dtype).eps * right.abs().max()
+        assert error <= 2 * torch.maximum((plain.double() - right).abs().max(), rounding)
+
+
+def run_attention(kernel: AttentionKernel, inputs: list[Tensor], documents: Any) -> list[Tensor]:
+    *leaves, grad = inputs
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    y = kernel(*leaves, 0.0, documents)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize(("s", "groups"), [(1024, 8), (1024, 2), (300, 8)])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    "name", ["auto", "flash", "efficient", "cudnn", "flash_attn", "varlen", "flex"]
+)
+def test_attention(
+    name: str, dtype: torch.dtype, s: int, groups: int, with_documents: bool
+) -> None:
+    b, t, heads, d = 2, 1024, 8, 64
+    given = Attended(DEVICE, dtype, heads, groups, d, t, documents=with_documents, cut=s < t)
+    offered = candidates(given)
+    if name in ("flash", "efficient", "cudnn"):
+        try:
+            kernel = choose("attention", name, offered).kernel
+        except ConfigError as error:
+            pytest.skip(str(error))  # what torch's backend cannot do, torch says
+    else:
+        kernel = kernel_of("attention", name, offered)
+    ids = torch.zeros(b, t, dtype=torch.long)
+    ids[0, [100, 101, 700]] = ids[1, [512]] = 1
+    documents = Documents(ids.cumsum(-1), DEVICE) if with_documents else None
+    torch.manual_seed(0)
+    shapes = [(b, heads, s, d), (b, groups, t, d), (b, groups, t, d), (b, heads, s, d)]
+    inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    plain = Sdpa(partial(sdpa_kernel, SDPBackend.MATH))
+    exact = run_attention(plain, [x.double() for x in inputs], documents)
+    usual = run_attention(plain, inputs, documents)
+    assert_as_good(run_attention(kernel, inputs, documents), usual, exact)
+
+
+def test_auto_does_not_fall_back_to_plain_arithmetic() -> None:
+    given = Attended(DEVICE, torch.bfloat16, 16, 16, 128, 4096)
+    assert torch_choice(given) in ("flash", "cudnn")
+    choice = choose("attention", "auto", candidates(given))
+    assert choice.name == "SDPA"
+    packed = Attended(DEVICE, torch.bfloat16, 16, 16, 128, 4096, documents=True)
+    assert choose("attention", "auto", candidates(packed)).name in ("varlen", "SDPA")
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("name", ["apex", "liger"])
+def test_norms(name: str, dtype: torch.dtype, centred: bool) -> None:
+    hidden = 1600
+    kernel = kernel_of(
+        "norm",
+        name,
+        norm.candidates(
+            device=DEVICE, dtype=dtype, hidden=hidden, eps=1e-5, centred=centred, bias=True
+        ),
+    )
+    torch.manual_seed(0)
+    shapes = [(512, 4, hidden), (hidden,), (hidden,), (512, 4, hidden)]
+    *leaves, grad = (torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes)
+
+    def run(of: norm.NormKernel, precision: torch.dtype) -> list[Tensor]:
+        x, weight, bias = (leaf.to(precision).requires_grad_() for leaf in leaves)
+        y = of(x, weight, bias, 1e-5, centred)
+        used = [x, weight, bias] if centred else [x, weight]
+        return [y.detach(), *torch.autograd.grad(y, used, grad.to(precision))]
+
+    usual, exact = (run(norm.torch_norm, precision) for precision in (dtype, torch.float64))
+    assert_as_good(run(kernel, dtype), usual, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_swiglu(dtype: torch.dtype) -> None:
+    kernel = kernel_of("swiglu", "liger", swiglu.candidates(device=DEVICE, dtype=dtype))
+    torch.manual_seed(0)
+    both = torch.randn(512, 4, 2 * 1376, device=DEVICE).to(dtype)
+    kept = both.clone()
+    grad = torch.randn(512, 4, 1376, device=DEVICE).to(dtype)
+
+    def run(of: swiglu.SwigluKernel, precision: torch.dtype) -> list[Tensor]:
+        leaf = both.to(precision).requires_grad_()
+        y = of(*leaf.chunk(2, dim=-1))
+        return [y.detach(), *torch.autograd.grad(y, [leaf], grad.to(precision))]
+
+    usual, exact = (run(swiglu.torch_swiglu, precision) for precision in (dtype, torch.float64))
+    assert_as_good(run(kernel, dtype), usual, exact)
+    assert both.equal(kept), "its backward writes into copies only"
+
+
+@pytest.mark.parametrize("name", ["apex", "fused", "torch"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_weight_gradients_keep_fp32(name: str, dtype: torch.dtype) -> None:
+    """Neither product nor sum is rounded to the factors' type."""
+    offered = weight_grad.candidates(device=DEVICE, dtype=dtype)
+    kernel = kernel_of("weight_grad", name, offered)
+    torch.manual_seed(0)
+    main = torch.randn(96, 160, device=DEVICE)
+    exact = main.double()
+    for _ in range(3):
+        left, right = (torch.randn(2048, n, device=DEVICE).to(dtype) for n in (96, 160))
+        exact += left.double().t() @ right.double()
+        kernel(main, left, right)
+    assert (main.double() - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam(decoupled: bool) -> None:
+    kernel = kernel_of("optimizer", "apex", adam.candidates(device=DEVICE, dtype=torch.float32))
+    torch.manual_seed(0)
+    ours = [torch.randn(100_003, device=DEVICE).abs() for _ in range(3)]
+    torchs = [x.clone() for x in ours]
+    for step in range(1, 6):
+        grad = torch.randn(100_003, device=DEVICE)
+        now = AdamStep(0.01, 0.9, 0.95, 1e-8, 0.1, decoupled=decoupled, step=step)
+        for update, (master, mean, square) in ((kernel, ours), (torch_adam, torchs)):
+            update(master, grad.clone(), mean, square, now)
+    for a, b in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_documents_in_training() -> None:
+    """fp64: masks on the device, forward and backward, whole and in slices."""
+    case = Case(documents=True, model="llama", kv_heads=2, sequence=12)
+    cases = [
+        case,
+        Case(documents=True, pp=4, m=6, schedule="zb_h1", in_process=True, sequence=12),
+        Case(documents=True, pp=2, m=3, slices=3, schedule="seq1f1b", in_process=True),
+    ]
+    results = run_world(1, run_cases, cases, "cuda", timeout_s=300.0)
+    for i, one in enumerate(cases):
+        check_case(one, [outcomes[i] for outcomes in results])

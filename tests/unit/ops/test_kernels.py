@@ -1,0 +1,183 @@
+"""The adapters, with the packages' place taken by torch: choice, self-check, faults noticed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from fakes import (
+    Applied,
+    apex_adam,
+    apex_norms,
+    apex_weight_grad,
+    liger,
+    on_any_device,
+)
+from torch import Tensor
+
+from megapipe.errors import ConfigError
+from megapipe.ops import adam, norm, swiglu, weight_grad
+from megapipe.ops.adam import AdamStep, torch_adam
+from megapipe.ops.probe import Choice, choose
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def norms(dtype: torch.dtype, centred: bool, bias: bool = True) -> Any:
+    return norm.candidates(device=CPU, dtype=dtype, hidden=48, eps=1e-5, centred=centred, bias=bias)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(dtype: torch.dtype, centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_any_device(monkeypatch)
+    assert choose("norm", "auto", norms(dtype, centred)).name == "torch"
+    liger(monkeypatch)
+    choice = choose("norm", "auto", norms(dtype, centred))
+    assert choice.name == "liger"
+    assert "apex is not installed (no module fused_layer_norm_cuda)" in choice.why
+    apex_norms(monkeypatch)
+    assert choose("norm", "auto", norms(dtype, centred)).name == "apex"
+    x = torch.randn(3, 2, 48).to(dtype)
+    weight, bias = torch.randn(48).to(dtype), torch.randn(48).to(dtype)
+    for name in ("apex", "liger"):
+        kernel = choose("norm", name, norms(dtype, centred)).kernel
+        right = norm.torch_norm(x, weight, bias, 1e-5, centred)
+        torch.testing.assert_close(kernel(x, weight, bias, 1e-5, centred), right)
+
+
+def test_what_fused_norms_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    apex_norms(monkeypatch)
+    assert choose("norm", "auto", norms(torch.float32, True)).why == "apex, liger: needs a GPU"
+    on_any_device(monkeypatch)
+    with pytest.raises(ConfigError, match=r"kernels.norm=apex: computes in fp32, and the model is"):
+        choose("norm", "apex", norms(torch.float64, True))
+    with pytest.raises(ConfigError, match=r"kernels.norm=apex: has no layernorm without bias"):
+        choose("norm", "apex", norms(torch.float32, True, bias=False))
+    assert choose("norm", "apex", norms(torch.float32, False, bias=False)).name == "apex"
+
+
+class Doubled(torch.autograd.Function):
+    """The value of x, and twice its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+@pytest.mark.parametrize("fault", ["value", "gradient", "weight gradient"])
+def test_a_wrong_norm_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_any_device(monkeypatch)
+    apex_norms(monkeypatch)
+    module = sys.modules["apex.normalization.fused_layer_norm"]
+    right = module.fused_rms_norm_affine
+
+    def wrong(x: Tensor, weight: Tensor, shape: Any, eps: float) -> Tensor:
+        if fault == "value":
+            return right(x, weight, shape, 100 * eps)
+        if fault == "gradient":
+            return right(Doubled.apply(x), weight, shape, eps)
+        return right(x, Doubled.apply(weight), shape, eps)
+
+    monkeypatch.setattr(module, "fused_rms_norm_affine", wrong)
+    choice: Choice[Any] = choose("norm", "auto", norms(torch.float32, False))
+    assert choice.name == "torch"
+    (warning,) = choice.warnings
+    number = ["value", "gradient", "weight gradient"].index(fault)
+    assert warning.startswith(f"kernels.norm: apex is not used: result {number} of its self-check")
+    with pytest.raises(ConfigError, match=f"kernels.norm=apex: result {number} of its self-check"):
+        choose("norm", "apex", norms(torch.float32, False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_any_device(monkeypatch)
+    candidates = swiglu.candidates(device=CPU, dtype=dtype)
+    assert choose("swiglu", "auto", candidates).name == "torch"
+    liger(monkeypatch)
+    choice = choose("swiglu", "auto", candidates)
+    assert choice.name == "liger"
+    gate, up = torch.randn(4, 6).to(dtype), torch.randn(4, 6).to(dtype)
+    torch.testing.assert_close(choice.kernel(gate, up), swiglu.torch_swiglu(gate, up))
+    swapped = Applied(lambda a, b: swiglu.torch_swiglu(b, a))
+    monkeypatch.setattr(sys.modules["liger_kernel.ops.swiglu"], "LigerSiLUMulFunction", swapped)
+    assert choose("swiglu", "auto", candidates).warnings
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_any_device(monkeypatch)
+    candidates = weight_grad.candidates(device=CPU, dtype=dtype)
+    apex_weight_grad(monkeypatch)
+    kernel = choose("weight_grad", "apex", candidates).kernel
+    left, right = torch.randn(9, 4).to(dtype), torch.randn(9, 5).to(dtype)
+    main = torch.randn(4, 5)
+    expected = main + left.float().t() @ right.float()
+    kernel(main, left, right)
+    torch.testing.assert_close(main, expected)
+
+    module = sys.modules["fused_weight_gradient_mlp_cuda"]
+    monkeypatch.setattr(module, "wgrad_gemm_accum_fp32", lambda x, g, d: d.copy_(g.t() @ x))
+    choice = choose("weight_grad", "auto", candidates)
+    assert choice.name != "apex", "it overwrites instead of adding"
+    assert choice.warnings
+
+
+def test_fp32_weight_gradients_are_accumulated_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_any_device(monkeypatch)
+    candidates = weight_grad.candidates(device=CPU, dtype=torch.float32)
+    choice = choose("weight_grad", "auto", candidates)
+    assert str(choice) == "weight_grad torch (apex, fused: takes bf16 and fp16, not float32)"
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_is_torchs(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels against torch.optim, over steps."""
+    on_any_device(monkeypatch)
+    apex_adam(monkeypatch)
+    candidates = adam.candidates(device=CPU, dtype=torch.float32)
+    assert choose("optimizer", "auto", candidates).name == "apex"
+    optimizer = torch.optim.AdamW if decoupled else torch.optim.Adam
+    for name in ("apex", "torch"):
+        kernel = choose("optimizer", name, candidates).kernel
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randn(20, generator=generator)
+        parameter = torch.nn.Parameter(weights.clone())
+        plain = optimizer([parameter], lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+        mean, square = torch.zeros(20), torch.zeros(20)
+        for step in range(1, 5):
+            grad = torch.randn(20, generator=generator)
+            parameter.grad = grad.clone()
+            plain.step()
+            now = AdamStep(0.01, 0.8, 0.9, 1e-6, 0.1, decoupled=decoupled, step=step)
+            kernel(weights, grad, mean, square, now)
+        torch.testing.assert_close(weights, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrong_adam_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_any_device(monkeypatch)
+    apex_adam(monkeypatch)
+    module = sys.modules["amp_C"]
+    right = module.multi_tensor_adam
+
+    def without_correction(*arguments: Any) -> None:
+        right(*arguments[:9], 0, *arguments[10:])
+
+    monkeypatch.setattr(module, "multi_tensor_adam", without_correction)
+    choice = choose("optimizer", "auto", adam.candidates(device=CPU, dtype=torch.float32))
+    assert choice.kernel is torch_adam
+    assert choice.warnings
+
+
+def test_fp64_updates_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_any_device(monkeypatch)
+    apex_adam(monkeypatch)
+    choice = choose("optimizer", "auto", adam.candidates(device=CPU, dtype=torch.float64))
+    assert str(choice) == "optimizer torch (apex: updates in fp32, and the model is fp64)"

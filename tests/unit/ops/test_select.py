@@ -1,0 +1,70 @@
+"""From a configuration to kernels and their one line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes import apex_adam, apex_norms, liger, on_any_device
+from test_kernels import CPU
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.layout import resolve
+from megapipe.ops.norm import torch_norm
+from megapipe.ops.select import select_kernels
+
+
+def config(**sections: dict[str, object]) -> Config:
+    resolved, _ = resolve(Config.model_validate(sections), 1, None)
+    return resolved
+
+
+def banner(given: Config, dtype: torch.dtype = torch.float32) -> str:
+    return select_kernels(given, CPU, dtype).banner()
+
+
+def test_the_cpus_banner() -> None:
+    start = (
+        "kernels: attention flash (SDPA), norm torch (apex, liger: needs a GPU), "
+        "weight_grad torch (apex, fused: needs a GPU)"
+    )
+    gate, update = "swiglu torch (liger: needs a GPU)", "optimizer torch (apex: needs a GPU)"
+    assert banner(config()) == f"{start}, {update}"
+    assert banner(config(model={"activation": "swiglu"})) == f"{start}, {gate}, {update}"
+    assert banner(config(optimizer={"rule": "sgd"})) == start
+    with_dropout = banner(config(model={"dropout": 0.1}))
+    assert with_dropout.startswith("kernels: attention math (SDPA; flash: ")
+    assert "non-zero dropout" in with_dropout
+    assert banner(config(kernels={"attention": "math", "norm": "torch"})).startswith(
+        "kernels: attention math (as configured), norm torch (as configured), "
+    )
+
+
+def test_what_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_any_device(monkeypatch)
+    apex_norms(monkeypatch)
+    apex_adam(monkeypatch)
+    liger(monkeypatch)
+    kernels = select_kernels(config(model={"activation": "swiglu"}), CPU, torch.bfloat16)
+    names = {choice.purpose: choice.name for choice in kernels.choices}
+    assert names == {
+        "attention": "flash",
+        "norm": "apex",
+        "weight_grad": "torch",
+        "optimizer": "apex",
+        "swiglu": "liger",
+    }
+    assert kernels.norm is not torch_norm
+    (warning,) = kernels.warnings()
+    assert warning.startswith("kernels.weight_grad: fused is not used: fails its self-check: ")
+    plain = {"norm": "torch", "optimizer": "torch", "swiglu": "torch"}
+    assert select_kernels(config(kernels=plain), CPU, torch.bfloat16).norm is torch_norm
+
+
+def test_asking_for_what_is_not_there() -> None:
+    for key, name in (("norm", "liger"), ("optimizer", "apex"), ("weight_grad", "fused")):
+        given = config(kernels={key: name})
+        with pytest.raises(
+            ConfigError, match=f"^kernels.{key}={name}: needs a GPU; expected auto$"
+        ):
+            select_kernels(given, CPU, torch.bfloat16)

@@ -1,0 +1,51 @@
+"""What training needs is loaded quickly: heavy packages come in when they are used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = (
+    "datasets",
+    "matplotlib",
+    "pyarrow",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch.utils.tensorboard",
+    "transformers",
+    "wandb",
+)
+"""Half a second and more each, or what loads one of these."""
+
+
+def modules_after(*statements: str) -> set[str]:
+    code = "; ".join(("import sys", *statements, "print(*sys.modules)"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_training_loads_nothing_heavy() -> None:
+    loaded = modules_after("import megapipe.train.trainer, megapipe.train.job")
+    assert {"torch", "megapipe.train.step", "megapipe.ops.select"} <= loaded
+    assert not loaded.intersection(HEAVY) - modules_after("import torch")
+
+
+def test_choosing_kernels_loads_nothing_heavy() -> None:
+    """A model that attends over whole sequences needs no more than the import did."""
+    loaded = modules_after(
+        "import torch",
+        "from megapipe.config import Config",
+        "from megapipe.layout import resolve",
+        "from megapipe.ops.select import select_kernels",
+        "config, _ = resolve(Config(), 1, None)",
+        "kernels = select_kernels(config, torch.device('cpu'), torch.float32)",
+        "q = torch.randn(1, 4, 8, 16, requires_grad=True)",
+        "kernels.attention(q, q, q, 0.0, None).sum().backward()",
+    )
+    assert not loaded.intersection(HEAVY) - modules_after("import torch")
