@@ -14,8 +14,10 @@ any world. Tensors go over the groups; ``device_mesh`` offers those of the axes 
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -66,16 +68,19 @@ class Grid:
 
     def peers(self, rank: int, axis: AxisName) -> list[int]:
         """Ranks that differ from `rank` only along `axis`, in the order of that axis."""
-        at = self.coordinates_of(rank)
-        return [self.rank_of(at._replace(**{axis: i})) for i in range(self.size(axis))]
+        return list(self._along(self.coordinates_of(rank), axis))
 
     def holders(self, rank: int, pp_indices: Sequence[int]) -> list[int]:
         """Ranks with the cp and tp index of `rank`, on the given pipeline indices, for all dp."""
         at = self.coordinates_of(rank)
-        return [
-            self.rank_of(at._replace(pp=pp, dp=dp))
-            for pp, dp in itertools.product(pp_indices, range(self.dp))
-        ]
+        rows = (self._along(at._replace(pp=pp), "dp") for pp in pp_indices)
+        return list(itertools.chain.from_iterable(rows))
+
+    def _along(self, at: Coordinates, axis: AxisName) -> range:
+        """The line of ranks through `at` along `axis`: they are equally far apart."""
+        stride = math.prod(self.size(inner) for inner in AXES[AXES.index(axis) + 1 :])
+        first = self.rank_of(at) - stride * int(getattr(at, axis))
+        return range(first, first + stride * self.size(axis), stride)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,17 @@ class Axis:
     @classmethod
     def alone(cls, rank: int = 0) -> Axis:
         return cls(size=1, index=0, ranks=(rank,), group=None)
+
+
+def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
+    """Sum the rows of `parts`, [n, ...]: neighbours, then neighbouring pairs, and so on.
+
+    One order of additions for any number of rows and any device, in log2 n operations.
+    """
+    while len(parts) > 1:
+        even = len(parts) // 2 * 2
+        parts = torch.cat((parts[0:even:2] + parts[1:even:2], parts[even:]))
+    return parts[0]
 
 
 class ParallelMesh:
@@ -116,15 +132,21 @@ class ParallelMesh:
         self.backend: str = dist.get_backend()
         self.timeout = datetime.timedelta(seconds=timeout_s)
         self._exchanges = 0
-        axes = {axis: self._new_group(grid.peers(self.rank, axis)) for axis in AXES}
-        self.device_mesh = DeviceMesh.from_group(
-            list(axes.values()),
-            device.type,
+        peers = {axis: grid.peers(self.rank, axis) for axis in AXES}
+        self._groups = {axis: self._new_group(ranks) for axis, ranks in peers.items()}
+        self.pp, self.dp, self.cp, self.tp = (
+            self.connected(self._axis(peers[axis], self._groups[axis])) for axis in AXES
+        )
+
+    @functools.cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's view of the axes, over the same groups; it numbers all ranks of the world."""
+        grid = self.grid
+        return DeviceMesh.from_group(
+            list(self._groups.values()),
+            self.device.type,
             mesh=torch.arange(grid.world).view(grid.pp, grid.dp, grid.cp, grid.tp),
             mesh_dim_names=AXES,
-        )
-        self.pp, self.dp, self.cp, self.tp = (
-            self.connected(self._axis(grid.peers(self.rank, axis), axes[axis])) for axis in AXES
         )
 
     def group_of(self, ranks: Sequence[int], *, channel: bool = False) -> Axis:
@@ -170,23 +192,38 @@ class ParallelMesh:
         return torch.device("cpu") if self.backend == "gloo" else self.device
 
     def ordered_sum(self, vector: torch.Tensor, *axes: AxisName) -> torch.Tensor:
-        """Sum `vector` over the axes, one after the other, each in index order.
+        """Sum a 1-D `vector` over the axes, one after the other, each by :func:`sum_in_pairs`.
 
         Unlike an all-reduce, the order of the additions does not depend on the backend or on
         the place in a buffer, so the result is bitwise the same on every rank and in every
         schedule.
         """
+        # collectives know what an Axis is: they cannot be imported while this module is
+        from megapipe.tensor_parallel.collectives import all_gather
+
         total = vector.to(self.scalar_device)
         for name in axes:
             axis: Axis = getattr(self, name)
-            if axis.group is None:
-                continue
-            parts = [torch.empty_like(total) for _ in range(axis.size)]
-            dist.all_gather(parts, total, group=axis.group)
-            total = parts[0].clone()
-            for part in parts[1:]:
-                total += part
+            if axis.group is not None:
+                total = sum_in_pairs(all_gather(total, axis).view(axis.size, -1))
         return total.to(vector.device)
+
+    def start_ordered_sum(self, vector: torch.Tensor, name: AxisName) -> Callable[[], torch.Tensor]:
+        """Begin an :meth:`ordered_sum` over one axis; what is returned waits for it."""
+        from megapipe.tensor_parallel.collectives import start_all_gather
+
+        axis: Axis = getattr(self, name)
+        if axis.group is None:
+            return lambda: vector
+        piece = vector.to(self.scalar_device)
+        parts = piece.new_empty(axis.size * len(piece))
+        wait = start_all_gather(parts, piece, axis)
+
+        def result() -> torch.Tensor:
+            wait()
+            return sum_in_pairs(parts.view(axis.size, -1)).to(vector.device)
+
+        return result
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank."""

@@ -1,12 +1,14 @@
 """The plan of a run as text: what every process will hold and do, before any is started."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout import Layout
 from megapipe.model.partition import StageSpec
 from megapipe.plan.flops import head_flops, layer_flops, token_flops
+from megapipe.plan.memory import model_memory, peak_activations
 from megapipe.plan.params import (
     count,
     count_held,
@@ -15,6 +17,7 @@ from megapipe.plan.params import (
     parameter_shapes,
     stage_shapes,
 )
+from megapipe.plan.traffic import by_axis, message_bytes, step_traffic
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.ledger import peak_held, volume, weight_copies
 from megapipe.schedule.lower import pairs
@@ -99,6 +102,7 @@ def _run_lines(
         ),
         f"run           {train.steps:,} steps, {train.steps * tokens:,} tokens",
     ]
+    lines += [_memory_line(config, layout), _traffic_line(config, layout)]
     if config.pipeline.channels == "in_process":
         return [*lines, "messages      within the process: no communicators"]
     used = pairs(schedule.placement)
@@ -114,13 +118,51 @@ def _run_lines(
     ]
 
 
+def _memory_line(config: Config, layout: Layout) -> str:
+    """Bytes of the process that holds most."""
+    ranks = range(layout.pp)
+    if config.pipeline.channels == "in_process":
+        memory = model_memory(config, layout, 0)
+        activations = sum(peak_activations(config, layout, rank) for rank in ranks)
+    else:
+        both = [
+            (model_memory(config, layout, r), peak_activations(config, layout, r)) for r in ranks
+        ]
+        memory, activations = max(both, key=lambda pair: pair[0].total + pair[1])
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "more during a step": memory.passing,
+        "activations of the layers": activations,
+        "optimizer state elsewhere": memory.elsewhere,
+    }
+    text = ", ".join(f"{what} {_size(size)}" for what, size in parts.items() if size)
+    return f"memory        at most, per process: {text}"
+
+
+def _traffic_line(config: Config, layout: Layout) -> str:
+    """Bytes that a process sends in a step, by axis."""
+    most: dict[str, Fraction] = {}
+    for rank in range(1 if config.pipeline.channels == "in_process" else layout.pp):
+        for axis, size in by_axis(step_traffic(config, layout, rank)).items():
+            most[axis] = max(most.get(axis, Fraction(0)), size)
+    text = ", ".join(f"{axis} {_size(size)}" for axis, size in most.items())
+    return f"wire          sent at most, per process and step: {text or 'nothing'}"
+
+
+def _size(count: int | Fraction) -> str:
+    """Bytes with a unit of thousands."""
+    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"
+
+
 def _sent(config: Config, layout: Layout, schedule: Schedule) -> int:
     """Bytes of hidden states and their gradients in a step of the whole job."""
-    train, model = config.train, config.model
-    size = {"bf16": 2, "fp32": 4, "fp64": 8}[model.dtype]
-    tp = 1 if config.parallel.sequence_parallel else layout.tp  # else each sends all of it
-    whole = train.sequence_length * train.microbatch * model.hidden * size
-    return int(sum(volume(schedule).values()) * whole) * layout.dp * tp
+    whole = message_bytes(config, layout) * layout.tp
+    return int(sum(volume(schedule).values()) * whole) * layout.dp
 
 
 def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str]:

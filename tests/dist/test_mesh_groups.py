@@ -17,7 +17,7 @@ from megapipe.tensor_parallel.collectives import all_gather, all_reduce
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
 
 GRIDS = (Grid(pp=2, dp=2, tp=2), Grid(pp=2, cp=2, tp=2), Grid(dp=4, tp=2), Grid(pp=8))
-PARTS = (1e8, 1.0, -1e8, 1.0)
+PARTS = (1.0, 1e8, -1e8, 1.0)
 """Sums of these in fp32 depend on the order."""
 
 
@@ -128,23 +128,19 @@ def test_a_process_makes_its_own_groups_alone(ranks: list[Seen]) -> None:
             assert seen.made[i] == [grid.peers(rank, axis) for axis in AXES]
 
 
-def test_ordered_sum_adds_in_index_order(ranks: list[Seen]) -> None:
-    def add_up(parts: list[torch.Tensor]) -> torch.Tensor:
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return total
-
-    parts = [torch.tensor(part) for part in PARTS]
-    expected = add_up(parts).item()
-    assert add_up(parts[::-1]).item() != expected, "the order matters here"
+def test_ordered_sum_adds_neighbours_then_pairs_of_them(ranks: list[Seen]) -> None:
+    a, b, c, d = (torch.tensor(part) for part in PARTS)
+    expected = ((a + b) + (c + d)).item()
+    assert (((a + b) + c) + d).item() != expected, "the order matters here"
     assert {seen.ordered for seen in ranks} == {expected}
 
-    vectors = [torch.randn(100, generator=torch.Generator().manual_seed(r)) for r in range(8)]
-    pairs = [add_up(vectors[i : i + 2]) for i in range(0, 8, 2)]
+    a, b, c, d, e, f, g, h = (
+        torch.randn(100, generator=torch.Generator().manual_seed(rank)) for rank in range(8)
+    )
+    total = ((a + b) + (c + d)) + ((e + f) + (g + h))
     for seen in ranks:
         assert seen.ordered_tp_then_dp is not None
-        assert torch.equal(seen.ordered_tp_then_dp, add_up(pairs)), "bitwise, on every rank"
+        assert torch.equal(seen.ordered_tp_then_dp, total), "bitwise, on every rank"
 
 
 def test_wrong_world_size_is_a_launch_error(ranks: list[Seen]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.mesh import AXES, Axis, AxisName, Coordinates, Grid
+from megapipe.mesh import AXES, Axis, AxisName, Coordinates, Grid, sum_in_pairs
 
 LARGEST = 16384
 
@@ -96,3 +97,18 @@ def test_size_of_an_axis(axis: AxisName) -> None:
 
 def test_an_axis_alone_has_no_group() -> None:
     assert Axis.alone(5) == Axis(size=1, index=0, ranks=(5,), group=None)
+
+
+@given(st.integers(1, 70))
+def test_sum_in_pairs_is_one_order_for_every_number_of_rows(count: int) -> None:
+    parts = torch.randn(count, 3, generator=torch.Generator().manual_seed(count))
+    rows = list(parts)
+    while len(rows) > 1:
+        rows = [sum(rows[i + 1 : i + 2], rows[i]) for i in range(0, len(rows), 2)]
+    assert torch.equal(sum_in_pairs(parts), rows[0])
+
+
+def test_sum_in_pairs_depends_on_the_order() -> None:
+    parts = torch.tensor([[1.0], [1e8], [-1e8], [1.0]])
+    assert sum_in_pairs(parts).item() == 0.0
+    assert sum_in_pairs(parts[[1, 2, 0, 3]]).item() == 2.0

@@ -10,8 +10,10 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout import Layout, resolve
 from megapipe.plan.flops import token_flops
+from megapipe.plan.memory import peak_activations
 from megapipe.plan.params import count, parameter_shapes, stage_shapes
 from megapipe.plan.report import held_by_process, report
+from megapipe.plan.traffic import by_axis, step_traffic
 from megapipe.schedule.generators import build
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.validate import validate
@@ -63,6 +65,26 @@ def test_numbers() -> None:
     assert sum(shares) == pytest.approx(100, abs=0.3)
 
 
+def test_memory_and_wire_are_of_the_process_with_most() -> None:
+    keys = ("parallel.dp=2", "train.global_batch=64", "model.dtype=bf16")
+    config, layout, text = plan(*UNEVEN, *keys)
+    most = max(held_by_process(config, layout, layout.schedule))  # no padding: even, and dp is 2
+    states = most // 2 * (4 + 4 + 4)
+    activations = max(peak_activations(config, layout, rank) for rank in range(2))
+    assert (
+        f"at most, per process: parameters {2 * most / 1e6:.3g} MB, gradients {4 * most / 1e6:.3g} "
+        f"MB, optimizer state {states / 1e6:.3g} MB, more during a step "
+        f"{4 * most // 2 / 1e6:.3g} MB, activations of the layers {activations / 1e6:.3g} MB\n"
+    ) in text
+    by_rank = [by_axis(step_traffic(config, layout, rank)) for rank in range(2)]
+    sent = {axis: max(each[axis] for each in by_rank) for axis in ("dp", "pp", "tp")}
+    shown = {axis: f"{float(size) / 1e6:.3g} MB" for axis, size in sent.items()}
+    line = ", ".join(f"{axis} {size}" for axis, size in shown.items())
+    assert f"wire          sent at most, per process and step: {line}\n" in text
+    # messages of 8 micro-batches at rank 0's 3 borders, one way each
+    assert sent["pp"] == 8 * 3 * 256 * 4 * config.model.hidden * 2 + 2 * 8 * 8 // 2
+
+
 def test_a_lost_layer_is_not_reported_as_a_plan() -> None:
     config, layout, _ = plan(*UNEVEN)
     stages = list(layout.stage_layers)
@@ -87,7 +109,7 @@ def test_replicated_stages_are_held_by_several_ranks() -> None:
     assert rows == [("0", "0+3"), ("1", "1+2"), ("2", "1+2"), ("3", "0+3")]
     sizes = [count(stage_shapes(config.model, spec)) for spec in layout.stage_layers]
     hidden = config.model.hidden
-    ends = sizes[0] + sizes[3] - 257 * hidden + (264 - 257) * hidden  # tied, once, and padded
+    ends = sizes[0] + sizes[3] - 257 * hidden + (384 - 257) * hidden  # tied, once, and padded
     middle = sizes[1] + sizes[2]
     assert held_by_process(config, layout, layout.schedule) == [ends, middle, middle, ends]
     low, high = sorted((ends, middle))
@@ -121,7 +143,7 @@ def test_in_process() -> None:
     config, layout, text = plan("parallel.pp=2", "pipeline.channels=in_process")
     assert "no communicators" in text
     schedule = build("1f1b", ranks=2, microbatches=layout.microbatches)
-    padding = (264 - 257) * config.model.hidden
+    padding = (384 - 257) * config.model.hidden
     assert held_by_process(config, layout, schedule) == [
         count(parameter_shapes(config.model)) + padding
     ]

@@ -1,0 +1,347 @@
+"""Beyond this machine: ``python benchmarks/scale.py``.
+
+One process plays a rank of worlds of 8 to 16,384 on torch's fake process group, and trains a step:
+
+- the calls and bytes of every collective equal the formulas of ``megapipe/plan/traffic.py``;
+- what a process does to set up does not grow with the world (the fake backend connects nothing, so
+  this is our own share: groups, channels, stages, buffers, programs);
+- models of 175 billion and of a trillion parameters are built and run a step on meta tensors, which
+  have sizes and no values: the memory of a rank, as formulas say and as its allocations add up.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from common import Result, parser, report
+from fake_world import Allocations, Amount, Seen, Watch, fake_world, without_values
+from rich.console import Console
+from rich.table import Table
+
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.layout import Layout, resolve
+from megapipe.mesh import Grid
+from megapipe.plan.memory import model_memory, peak_activations
+from megapipe.plan.traffic import step_traffic
+from megapipe.train.feed import Rows
+from megapipe.train.step import TrainStep
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+WORLDS = {8: (2, 2), 64: (4, 4), 512: (8, 8), 4096: (8, 16), 16384: (8, 16)}
+"""Processes of the job: tp and pp; dp is what is left."""
+TOY = (
+    "model.layers=32",
+    "model.hidden=32",
+    "model.heads=8",
+    "model.vocab_size=1000",
+    "train.sequence_length=32",
+    "train.microbatch=2",
+    "kernels.loss_chunk=48",
+)
+CASES = {
+    "tp, ZeRO-0": ("optimizer.zero=0",),
+    "tp, ZeRO-1": (),
+    "sp, ZeRO-1": ("parallel.sequence_parallel=true",),
+    "sp, ZeRO-1, bf16, untied, zb_v": (
+        "parallel.sequence_parallel=true",
+        "model.dtype=bf16",
+        "model.tied_embeddings=false",
+        "pipeline.schedule=zb_v",
+        "kernels.loss_chunk=0",
+    ),
+    "ZeRO-1, reduced in bf16": ("optimizer.reduce_dtype=bf16",),
+    "ZeRO-1, two replicas of each stage": ("pipeline.schedule=chimera",),
+    "sp, ZeRO-2, interleaved": (
+        "parallel.sequence_parallel=true",
+        "optimizer.zero=2",
+        "pipeline.schedule=interleaved_1f1b",
+        "pipeline.chunks=2",
+    ),
+    "ZeRO-3, zb_v": ("optimizer.zero=3", "pipeline.schedule=zb_v"),
+    "ZeRO-3, hybrid, interleaved": (
+        "optimizer.zero=3",
+        "optimizer.shard_size=2",
+        "optimizer.prefetch=0",
+        "pipeline.schedule=interleaved_1f1b",
+        "pipeline.chunks=2",
+    ),
+    "ZeRO-1, hybrid, reduced in bf16": (
+        "optimizer.shard_size=2",
+        "optimizer.reduce_dtype=bf16",
+        "model.dtype=bf16",
+    ),
+    "sp, ZeRO-1, stages run again": (
+        "parallel.sequence_parallel=true",
+        "activations.policy=stage",
+    ),
+    "sp, ZeRO-1, blocks run again": (
+        "parallel.sequence_parallel=true",
+        "activations.policy=full",
+        "pipeline.schedule=zb_h1",
+    ),
+    "sp, ZeRO-1, slices": (
+        "pipeline.schedule=seq1f1b",
+        "pipeline.slices=2",
+        "model.positions=rotary",
+        "parallel.sequence_parallel=true",
+    ),
+}
+
+
+TRILLION = (
+    "model.layers=128",
+    "model.hidden=25600",
+    "model.heads=160",
+    "model.vocab_size=51200",
+    "model.dtype=bf16",
+    "parallel.tp=8",
+    "parallel.pp=64",
+    "parallel.dp=6",
+    "parallel.sequence_parallel=true",
+    "train.sequence_length=2048",
+    "train.microbatch=1",
+)
+"""The largest model of Narayanan et al. (2104.04473), on 3,072 processes."""
+GIANTS = {
+    "175B": (
+        str(CONFIGS / "gpt3_175b.yaml"),
+        "model.vocab_size=50257",
+        "parallel.dp=8",
+        "train.global_batch=256",
+        "kernels.loss_chunk=4096",
+    ),
+    "1T": (*TRILLION, "train.global_batch=768", "kernels.loss_chunk=4096"),
+}
+"""Two micro-batches per pipeline rank: the activations are at their peak by then."""
+SMALL_GIANT = (*TOY, "parallel.tp=2", "parallel.pp=2", "parallel.dp=2", "train.global_batch=16")
+TIMES, MEBIBYTES = 2.0, 8.0
+"""Most that setting up in the largest world may take, against the smallest: times its time, and
+additional memory."""
+EXCESS = 1.03
+"""Peak memory in multiples of the formulas' sum, which leaves out messages, loss and scratch."""
+GIB = 2**30
+
+
+class Cost(NamedTuple):
+    """Of setting up one process."""
+
+    groups: float
+    """Seconds of the processor for the mesh and its process groups."""
+    step: float
+    """The same for channels, stages, buffers and programs."""
+    mebibytes: float
+
+
+class Giant(NamedTuple):
+    """A rank of a large model."""
+
+    lasting: int
+    """Bytes allocated once it is set up."""
+    after: int
+    """Bytes allocated after a step."""
+    peak: int
+    """Bytes allocated in a step at most."""
+    seen: dict[Seen, Amount]
+
+
+def configure(*keys: str) -> tuple[Config, Layout]:
+    return resolve(parse(list(keys)).config, None, None)
+
+
+def toy(world: int, *keys: str) -> tuple[Config, Layout]:
+    """A small model on `world` processes, two micro-batches per pipeline rank."""
+    tp, pp = WORLDS[world]
+    dp = world // (tp * pp)
+    return configure(
+        *TOY,
+        f"parallel.tp={tp}",
+        f"parallel.pp={pp}",
+        f"parallel.dp={dp}",
+        f"train.global_batch={2 * pp * 2 * dp}",
+        *keys,
+    )
+
+
+def grid_of(layout: Layout) -> Grid:
+    """The processes of a layout, fewer than its ranks where one runs the whole pipeline."""
+    plane = layout.dp * layout.cp * layout.tp
+    return Grid(pp=layout.world // plane, dp=layout.dp, cp=layout.cp, tp=layout.tp)
+
+
+def ranks_of(grid: Grid) -> list[int]:
+    """Processes on the first, second and last pipeline rank, at different dp and tp indices."""
+    plane = grid.world // grid.pp
+    return [0, 1 % grid.pp * plane + plane // 2, grid.world - 1]
+
+
+def blank_rows(config: Config) -> Rows:
+    length = config.train.sequence_length
+
+    def rows(indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens = torch.zeros(len(indices), length, dtype=torch.int64)
+        return tokens, tokens, torch.ones_like(tokens, dtype=torch.bool)
+
+    return rows
+
+
+def expected(config: Config, layout: Layout, rank: int) -> dict[Seen, Amount]:
+    """What the formulas say of process `rank`."""
+    result: dict[Seen, Amount] = {}
+    for each in step_traffic(config, layout, grid_of(layout).coordinates_of(rank).pp):
+        seen = Seen(each.axis, each.collective)
+        calls, size = result.get(seen, Amount(0, 0))
+        result[seen] = Amount(calls + each.count, size + each.bytes)
+    return result
+
+
+def observed(config: Config, layout: Layout, rank: int) -> dict[Seen, Amount]:
+    """What process `rank` does in a step."""
+    with fake_world(grid_of(layout), rank) as mesh:
+        step = TrainStep(config, layout, mesh)
+        watch = Watch()
+        with watch.counting():
+            step.train(0, blank_rows(config))
+        return watch.totals(mesh)
+
+
+def unlike(seen: dict[Seen, Amount], formula: dict[Seen, Amount]) -> list[Seen]:
+    """The collectives whose calls or bytes are not those of the formula."""
+    names = sorted(seen.keys() | formula.keys())
+    return [name for name in names if seen.get(name) != formula.get(name)]
+
+
+def traffic_claim(name: str, keys: Sequence[str], worlds: Sequence[int]) -> Result:
+    wrong = checked = 0
+    for world in worlds:
+        config, layout = toy(world, *keys)
+        for rank in ranks_of(grid_of(layout)):
+            formula = expected(config, layout, rank)
+            differing = unlike(observed(config, layout, rank), formula)
+            for seen in differing:
+                print(f"{name}, world {world}, rank {rank}: {seen} is unlike the formula")
+            wrong, checked = wrong + len(differing), checked + len(formula)
+    claim = f"{name}: collectives unlike the formula"
+    return Result(claim, wrong, 0, f"of {checked}", "formula")
+
+
+def set_up(dp: int) -> Cost:
+    """Set up the last process of a job of tp 2, pp 2 and `dp`."""
+    shape = ("parallel.tp=2", "parallel.pp=2", f"parallel.dp={dp}", "model.layers=4")
+    config, layout = configure(*TOY, *shape, f"train.global_batch={8 * dp}")
+    grid = grid_of(layout)
+    before = _mebibytes()
+    start = time.process_time()
+    with fake_world(grid, grid.world - 1) as mesh:
+        middle = time.process_time()
+        step = TrainStep(config, layout, mesh)
+        end = time.process_time()
+        del step
+    return Cost(middle - start, end - middle, _mebibytes() - before)
+
+
+def _mebibytes() -> float:
+    """Peak memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def cheapest(dp: int, rounds: int) -> Cost:
+    """The least of each cost, over fresh processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megapipe.train.step"])
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        costs = [pool.apply(set_up, (dp,)) for _ in range(rounds)]
+    return Cost(*(min(column) for column in zip(*costs, strict=True)))
+
+
+def set_up_claims(worlds: Sequence[int], rounds: int) -> list[Result]:
+    table = Table(title="Setting up one process, tp 2, pp 2", title_justify="left")
+    for heading in ("world", "groups, ms", "rest, ms", "memory, MiB"):
+        table.add_column(heading, justify="right")
+    costs = []
+    for world in worlds:
+        cost = cheapest(world // 4, rounds)
+        costs.append(cost)
+        times = (f"{1e3 * seconds:.1f}" for seconds in (cost.groups, cost.step))
+        table.add_row(f"{world:,}", *times, f"{cost.mebibytes:.1f}")
+    Console().print(table)
+    first, last = costs[0], costs[-1]
+    ratio = (last.groups + last.step) / (first.groups + first.step)
+    more = last.mebibytes - first.mebibytes
+    at, peer = f"set-up in a world of {worlds[-1]:,}", f"a world of {worlds[0]:,}"
+    return [
+        Result(f"{at}: time", ratio, TIMES, "x", peer),
+        Result(f"{at}: more memory", more, MEBIBYTES, "MiB", peer),
+    ]
+
+
+def run_giant(config: Config, layout: Layout, rank: int) -> Giant:
+    """Build process `rank` on meta tensors and run a step."""
+    allocations, watch = Allocations(), Watch()
+    with without_values(), fake_world(grid_of(layout), rank, "meta") as mesh:
+        with allocations:
+            step = TrainStep(config, layout, mesh)
+            lasting = allocations.held()
+            with watch.counting():
+                step.train(0, blank_rows(config))
+            after = allocations.held()
+        return Giant(lasting, after, allocations.peak, watch.totals(mesh))
+
+
+def giant_claims(name: str, keys: Sequence[str]) -> list[Result]:
+    """On a process of the first and one of the last pipeline rank."""
+    config, layout = configure(*keys)
+    grid = grid_of(layout)
+    table = Table(
+        title=f"{name} on {grid.world:,} processes, GiB per process", title_justify="left"
+    )
+    headings = ("pp", "parameters", "gradients", "optimizer", "layers' activations", "peak")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    wrong = checked = off = 0
+    excess = []
+    for rank in (0, grid.world - 1):
+        index = grid.coordinates_of(rank).pp
+        formula, giant = expected(config, layout, rank), run_giant(config, layout, rank)
+        wrong, checked = wrong + len(unlike(giant.seen, formula)), checked + len(formula)
+        memory = model_memory(config, layout, index)
+        off = max(off, abs(giant.lasting - memory.lasting))
+        activations = peak_activations(config, layout, index)
+        sizes = (memory.parameters, memory.gradients, memory.optimizer, activations, giant.peak)
+        excess.append(giant.peak / (memory.lasting + activations))
+        table.add_row(str(index), *(f"{size / GIB:.2f}" for size in sizes))
+    Console().print(table)
+    return [
+        Result(f"{name}: collectives unlike the formula", wrong, 0, f"of {checked}", "formula"),
+        Result(f"{name}: model bytes off the formula", off, 0, "bytes", "formula"),
+        Result(f"{name}: peak memory, first pipeline rank", excess[0], EXCESS, "x", "formula"),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--rounds", type=int, default=3, help="processes per set-up time (3)")
+    given = options.parse_args(argv)
+    if given.rounds < 1:
+        options.error("--rounds must be at least 1")
+    worlds, rounds, giants = list(WORLDS), given.rounds, GIANTS
+    if given.quick:
+        worlds, rounds, giants = worlds[:1], 1, {"toy": SMALL_GIANT}
+    results = [traffic_claim(name, keys, worlds) for name, keys in CASES.items()]
+    results += set_up_claims(worlds if len(worlds) > 1 else [8, 64], rounds)
+    for name, keys in giants.items():
+        results += giant_claims(name, keys)
+    report("Scale beyond the machine", results, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

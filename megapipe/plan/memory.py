@@ -1,0 +1,140 @@
+"""Bytes that a process holds, counted before it exists: its share of the model, its activations."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from megapipe.config import Config, OptimizerConfig
+from megapipe.layout import Layout
+from megapipe.plan.activations import Sizes, held
+from megapipe.plan.buckets import main_bytes, process_buckets, zero_stage
+from megapipe.plan.params import DTYPE_BYTES
+from megapipe.plan.traffic import message_bytes
+from megapipe.schedule.cost import plain
+from megapipe.schedule.ir import Kind
+
+_STATES = {"adamw": 2, "adam": 2, "lamb": 2, "muon": 2, "sgd": 1, "lars": 1, "lion": 1}
+"""Values that an update rule remembers for each parameter."""
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes of one process, on its device."""
+
+    parameters: int
+    gradients: int
+    """Buffers of the main gradients."""
+    optimizer: int
+    """States, and master weights where they are no alias of the parameters."""
+    passing: int
+    """Most that comes on top during a step: this process' slices of the summed gradients, under
+    ZeRO-2 and 3 a stage's gradients and gathered weights, and what post-validation undoes an update
+    from."""
+    elsewhere: int
+    """Optimizer state in host memory or on a disk."""
+
+    @property
+    def lasting(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        return self.lasting + self.passing
+
+
+def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
+    """Memory of the model's share of a process at pipeline index `rank`."""
+    zero, size = zero_stage(config, layout), DTYPE_BYTES[config.model.dtype]
+    main = main_bytes(config.model.dtype)
+    parameters = gradients = optimizer = slices = copies = 0
+    opened, gathered = [0], [0]
+    for bucket in process_buckets(config, layout, rank):
+        alone = bucket.shard.members == 1
+        own = bucket.numel // bucket.shard.members
+        optimizer += own * _state_bytes(config.optimizer, size, main)
+        if config.optimizer.post_validation:
+            copies += own * _undo_bytes(config.optimizer, size, main)
+        if zero == 3 and not alone:
+            parameters += own * size
+            gathered.append(bucket.numel * size)
+        else:
+            parameters += bucket.numel * size
+        if zero >= 2 and not bucket.shared and not alone:
+            opened.append(bucket.numel * main)
+            gradients += bucket.norms * main  # kept apart: they may come before the others
+        else:
+            gradients += bucket.uses * bucket.numel * main
+        if not alone:
+            slices += own * main
+    most = sorted(gathered, reverse=True)[: 1 + config.optimizer.prefetch]
+    away = config.optimizer.offload != "none"
+    return ModelMemory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=0 if away else optimizer,
+        passing=copies + slices + max(opened) + sum(most),
+        elsewhere=optimizer if away else 0,
+    )
+
+
+def _state_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:
+    """Bytes per parameter of states and of a master of its own."""
+    state = 2 if optimizer.state_dtype == "bf16" else main
+    states = 0 if optimizer.rule == "sgd" and not optimizer.momentum else _STATES[optimizer.rule]
+    return states * state + (main if _has_master(optimizer, weight, main) else 0)
+
+
+def _undo_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:
+    """Bytes per parameter of a copy of states and master, or of the weights that are their own."""
+    own = 0 if _has_master(optimizer, weight, main) else weight
+    return _state_bytes(optimizer, weight, main) + own
+
+
+def _has_master(optimizer: OptimizerConfig, weight: int, main: int) -> bool:
+    return weight < main and optimizer.master == "fp32"
+
+
+def peak_activations(config: Config, layout: Layout, rank: int) -> int:
+    """Most bytes that the layers of pipeline rank `rank` hold at once for their backwards.
+
+    As its list of operations goes: from F to I what they save, from I to W what weight gradients
+    wait with. Embedding, head and messages come on top.
+    """
+    train, schedule = config.train, layout.schedule
+    sizes = Sizes(
+        train.sequence_length,
+        train.microbatch,
+        layout.tp,
+        config.parallel.sequence_parallel,
+        cuda=config.parallel.device != "cpu",
+    )
+    per_stage = {
+        stage: held(config.model, layout.units[stage], sizes)
+        for stage in schedule.placement.stages_of(rank)
+    }
+    boundary = message_bytes(config, layout)
+    shares = [
+        plain(schedule.size_of(microbatch) / schedule.slices)
+        for microbatch in range(schedule.microbatches)
+    ]
+    alive = peak = plain(Fraction(0))
+    rerun: set[tuple[int, int]] = set()  # (stage, micro-batch) whose graph is there already
+    for op in schedule.rank_ops(rank):
+        share = shares[op.microbatch]
+        stage, key = per_stage[op.stage], (op.stage, op.microbatch)
+        again = op.stage in schedule.recompute
+        if op.kind == Kind.F:
+            alive += share * (boundary if again else stage.device)
+        elif op.kind == Kind.W:
+            alive -= share * stage.queued
+        else:
+            if again and key not in rerun:
+                rerun.add(key)
+                alive += share * (stage.device - boundary)
+            peak = max(peak, alive)
+            if op.kind != Kind.R:
+                alive -= share * stage.device
+            if op.kind == Kind.I:
+                alive += share * stage.queued
+        peak = max(peak, alive)
+    return ceil(peak)

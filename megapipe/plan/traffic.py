@@ -1,0 +1,310 @@
+"""Bytes on the wire: what a process says in one training step, counted before it exists.
+
+:func:`step_traffic` lists every collective of a step, by the mesh axis over which it runs. Two
+conventions of bytes:
+
+- :attr:`Exchange.bytes` is what is handed to the collective, the whole tensor: what an all-reduce
+  sums, what a reduce-scatter takes, what an all-gather gives, what an all-to-all trades, a message;
+- :attr:`Exchange.wire` is what the process itself sends under a ring of n members: of the former
+  (n-1)/n for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, a message whole.
+
+Tensor parallelism (Shoeybi et al., 1909.08053) all-reduces the hidden states x twice per layer in
+the forward and twice in the input gradient; with sequence parallelism (2205.05198) each of these
+is an all-gather and a reduce-scatter, and the weight gradients gather again what was not kept.
+Gradients are reduced and weights gathered once per step, with ZeRO-2 and 3 (1910.02054) after each
+run of weight gradients and before each run of uses. The pipeline sends x and its gradient. What
+the optimizers that look at whole parameters (LARS, LAMB, Muon) and ``pipeline.debug`` add is not
+counted.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import groupby, pairwise
+from typing import Literal
+
+from megapipe.config import Config
+from megapipe.layout import Layout
+from megapipe.plan.buckets import (
+    BucketPlan,
+    Group,
+    main_bytes,
+    process_buckets,
+    process_stages,
+    zero_stage,
+)
+from megapipe.plan.params import DTYPE_BYTES
+from megapipe.schedule.ir import Kind, Op
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+SCALAR = 8
+"""Counts, losses and norms are summed in fp64."""
+
+_PAIRS = 2
+"""A layer's pairs of a column- and a row-parallel linear: attention and MLP."""
+_LOSS_NUMBERS = 3
+"""Numbers per token that the cross-entropy gathers over tp: maximum, sum, label's logit."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """All collectives of one kind, purpose and axis that a process enters in a step."""
+
+    axis: str
+    """tp, dp, pp, or the holders of a bucket: dp x pipeline indices, as in dp*pp[0,3]."""
+    collective: Collective
+    what: str
+    count: int
+    bytes: int
+    members: int
+
+    @property
+    def wire(self) -> Fraction:
+        """Bytes that the process sends in a step under a ring."""
+        if self.collective == "send":
+            return Fraction(self.bytes)
+        ways = 2 if self.collective == "all_reduce" else 1
+        return Fraction(ways * self.bytes * (self.members - 1), self.members)
+
+
+def step_traffic(config: Config, layout: Layout, rank: int) -> list[Exchange]:
+    """What each process at pipeline index `rank` exchanges in a training step.
+
+    All dp, cp and tp indices exchange alike. Groups of one exchange nothing and are left out.
+    """
+    exchanges = [
+        *_tensor_parallel(config, layout, rank),
+        *_data_parallel(config, layout, rank),
+        *_pipeline(config, layout, rank),
+        *_scalars(config, layout),
+    ]
+    return [exchange for exchange in exchanges if exchange.members > 1 and exchange.count]
+
+
+def by_axis(exchanges: Iterable[Exchange]) -> dict[str, Fraction]:
+    """Bytes that a process sends in a step, by axis."""
+    ordered = sorted(exchanges, key=lambda exchange: exchange.axis)
+    return {
+        axis: sum((exchange.wire for exchange in group), Fraction(0))
+        for axis, group in groupby(ordered, key=lambda exchange: exchange.axis)
+    }
+
+
+def hidden_bytes(config: Config) -> int:
+    """Hidden states [s, b, h] of a whole micro-batch."""
+    train, model = config.train, config.model
+    values = train.sequence_length * train.microbatch * model.hidden
+    return values * DTYPE_BYTES[model.dtype]
+
+
+def message_bytes(config: Config, layout: Layout) -> int:
+    """Hidden states [s(/tp), b, h] of a whole micro-batch, as one pipeline rank sends them."""
+    return hidden_bytes(config) // (layout.tp if config.parallel.sequence_parallel else 1)
+
+
+def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
+    """Per piece of a micro-batch and layer: 2 collectives in F and I, 4 gathers in W."""
+    tokens = config.train.sequence_length * config.train.microbatch
+    for stage in process_stages(config, layout, rank):
+        pieces = list(_pieces(config, layout, stage, rank))
+        volume = Fraction(sum(pieces), tokens)
+        per_pass = _stage_traffic(config, layout, stage)
+        for (collective, what), count in per_pass.items():
+            yield Exchange(
+                axis="tp",
+                collective=collective,
+                what=what,
+                count=count * len(pieces),
+                bytes=int(count * hidden_bytes(config) * volume),
+                members=layout.tp,
+            )
+        if layout.stage_layers[stage].head:
+            forwards = 1 + (stage in layout.schedule.recompute)
+            chunk = loss_chunk(config)
+            chunks = sum(-(-piece // chunk) if chunk else 1 for piece in pieces)
+            size = layout.tp * _LOSS_NUMBERS * main_bytes(config.model.dtype)
+            yield Exchange(
+                axis="tp",
+                collective="all_gather",
+                what="loss",
+                count=forwards * chunks,
+                bytes=forwards * sum(pieces) * size,
+                members=layout.tp,
+            )
+
+
+def _pieces(config: Config, layout: Layout, stage: int, rank: int) -> Iterator[int]:
+    """Tokens of each piece of a micro-batch that `stage` computes on pipeline rank `rank`."""
+    schedule = layout.schedule
+    alone = config.pipeline.channels == "in_process"
+    lengths = layout.slice_lengths if schedule.slices > 1 else (config.train.sequence_length,)
+    for microbatch in range(schedule.microbatches):
+        home = schedule.placement.rank_of(stage, schedule.replica_of(microbatch))
+        if alone or home == rank:
+            rows = int(schedule.size_of(microbatch) * config.train.microbatch)
+            yield from (rows * length for length in lengths)
+
+
+def _stage_traffic(config: Config, layout: Layout, stage: int) -> dict[tuple[Collective, str], int]:
+    """Collectives of hidden states in one pass through a stage, by kind and operation.
+
+    What is run again in the backward ends in a linear layer without its product, and so without
+    the last reduction.
+    """
+    spec = layout.stage_layers[stage]
+    linears = _PAIRS * len(spec.layers)
+    again = stage in layout.schedule.recompute
+    if again:
+        rerun, left_out = linears, int(linears > 0 and not spec.head)
+    else:
+        units = [u.blocks for u in layout.units[stage] if "block" in u.policy.recompute]
+        rerun, left_out = _PAIRS * sum(units), len(units)
+    columns = linears + rerun
+    rows = linears + rerun - left_out + spec.embedding * (1 + again)
+    head_forwards = spec.head * (1 + again)
+    kept_logits = spec.head * (loss_chunk(config) == 0)
+    if not config.parallel.sequence_parallel:
+        return {("all_reduce", "F"): rows, ("all_reduce", "I"): linears + spec.head}
+    return {
+        ("all_gather", "F"): columns + head_forwards,
+        ("reduce_scatter", "F"): rows,
+        ("all_gather", "I"): linears,
+        ("reduce_scatter", "I"): linears + spec.head,
+        ("all_gather", "W"): 2 * linears + spec.embedding + kept_logits,
+    }
+
+
+def loss_chunk(config: Config) -> int:
+    """Tokens whose logits there are at a time; 0: all."""
+    chosen = config.kernels.loss_chunk
+    if chosen is None:
+        return 512 if config.parallel.device == "cpu" else 4096  # as megapipe.ops.select
+    return chosen
+
+
+def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
+    zero, main = zero_stage(config, layout), main_bytes(config.model.dtype)
+    runs = _gradient_runs(config, layout, rank) if zero >= 2 else Counter()
+    ends = frozenset((0, layout.stages - 1))
+    for bucket in process_buckets(config, layout, rank):
+        reductions = 1
+        if zero >= 2 and not bucket.shared and bucket.shard.members > 1:
+            reductions = runs[bucket.stage]
+        yield from _reduction(config, bucket, reductions)
+        if config.parallel.sequence_parallel and bucket.whole:
+            parts = reductions * bucket.whole * main
+            yield Exchange("tp", "all_reduce", "sequence shards", reductions, parts, layout.tp)
+        count = 1
+        if zero == 3:
+            users = ends if bucket.stage == layout.stages else frozenset((bucket.stage,))
+            count = _weight_gathers(config, layout, rank, users)
+        weights = count * bucket.numel * DTYPE_BYTES[config.model.dtype]
+        yield Exchange(
+            bucket.shard.axis, "all_gather", "weights", count, weights, bucket.shard.members
+        )
+
+
+def _reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchange]:
+    """Gradients are summed over shard x replicate, `count` times in a step.
+
+    In a narrower type, pieces are traded and added up by their owners, then gathered.
+    """
+    shard, replicate = bucket.shard, bucket.replicate
+    piece = bucket.numel // shard.members
+
+    def exchange(group: Group, collective: Collective, numel: int, size: int) -> Exchange:
+        return Exchange(
+            group.axis, collective, "gradients", count, count * numel * size, group.members
+        )
+
+    main = main_bytes(config.model.dtype)
+    narrow = DTYPE_BYTES[config.optimizer.reduce_dtype or config.model.dtype]
+    if config.optimizer.reduce_dtype is None or narrow == main:
+        yield exchange(shard, "reduce_scatter", bucket.numel, main)
+        yield exchange(replicate, "all_reduce", piece, main)
+    else:
+        yield exchange(shard, "all_to_all", bucket.numel, narrow)
+        yield exchange(replicate, "all_to_all", piece, narrow)
+        yield exchange(replicate, "all_gather", piece, narrow)
+
+
+def _gradient_runs(config: Config, layout: Layout, rank: int) -> Counter[int]:
+    """Runs of weight gradients of one stage, by stage: ZeRO-2 reduces after each."""
+    runs: Counter[int] = Counter()
+    unsplit = layout.stages - 1 if loss_chunk(config) else -1
+    for ops in _lists(config, layout, rank):
+        adding = (
+            op.stage
+            for op in ops
+            if op.kind in (Kind.B, Kind.W) or (op.kind == Kind.I and op.stage == unsplit)
+        )
+        runs.update(stage for stage, _ in groupby(adding))
+    return runs
+
+
+def _weight_gathers(config: Config, layout: Layout, rank: int, users: frozenset[int]) -> int:
+    """How often ZeRO-3 gathers a bucket that the stages `users` compute with.
+
+    The weights of the next 1 + prefetch different stages are there at any time; what no user keeps
+    is let go. With in-process channels, where the ranks' uses of a tied bucket may overlap, this is
+    the most that it can be.
+    """
+    count = 0
+    for ops in _lists(config, layout, rank):
+        needing = [op.stage for op in ops if op.kind != Kind.W]
+        following: list[int] = []  # stages in the order of their next use
+        there: set[int] = set()  # of the users, at the use after the present one
+        for stage in reversed(needing):
+            following = [stage, *(other for other in following if other != stage)]
+            before = users.intersection(following[: 1 + config.optimizer.prefetch])
+            count += bool(there) and there.isdisjoint(before)
+            there = set(before)
+        count += bool(there)
+    return count
+
+
+def _lists(config: Config, layout: Layout, rank: int) -> Iterator[Iterable[Op]]:
+    """The operations of a process, one list per pipeline rank that it runs."""
+    alone = config.pipeline.channels == "in_process"
+    for own in range(layout.pp) if alone else [rank]:
+        yield layout.schedule.rank_ops(own)
+
+
+def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
+    """A message forward and one back, per piece, at each border between two ranks."""
+    if config.pipeline.channels == "in_process":
+        return
+    schedule = layout.schedule
+    alike = Counter(
+        (schedule.replica_of(microbatch), schedule.size_of(microbatch))
+        for microbatch in range(schedule.microbatches)
+    )
+    messages: Counter[int] = Counter()
+    amounts: dict[int, Fraction] = {}  # whole micro-batches
+    for (replica, size), count in alike.items():
+        for border in pairwise(schedule.placement.table[replica]):
+            if rank not in border or border[0] == border[1]:
+                continue
+            peer = sum(border) - rank
+            messages[peer] += count * schedule.slices
+            amounts[peer] = amounts.get(peer, Fraction(0)) + count * size
+    for peer, count in sorted(messages.items()):
+        total = int(amounts[peer] * message_bytes(config, layout))
+        yield Exchange("pp", "send", f"to {peer}", count, total, layout.pp)
+
+
+def _scalars(config: Config, layout: Layout) -> Iterator[Exchange]:
+    """Sums in a fixed order are all-gathers: the unmasked tokens before the first backward, and at
+    the end the totals of the step: squared norms per bucket, loss, tokens, whether to stop."""
+    pp = 1 if config.pipeline.channels == "in_process" else layout.pp
+    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": pp}
+    ends = {homes[-1] for homes in layout.schedule.placement.table}
+    for what, axes, length in (
+        ("tokens", ("dp", "pp") if len(ends) > 1 else ("dp",), 1),
+        ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + 3),
+    ):
+        for axis in axes:
+            total = sizes[axis] * length * SCALAR
+            yield Exchange(axis, "all_gather", what, 1, total, sizes[axis])

@@ -1,0 +1,105 @@
+"""Bytes of a process by hand; what it does allocate is in tests/unit/test_scale.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.layout import resolve
+from megapipe.plan.activations import Sizes, held
+from megapipe.plan.memory import model_memory, peak_activations
+from megapipe.plan.params import count_held
+
+SMALL = (
+    "model.layers=4",
+    "model.hidden=64",
+    "model.vocab_size=1024",
+    "model.tied_embeddings=false",
+    "model.positions=rotary",
+    "parallel.dp=4",
+    "train.global_batch=32",
+)
+
+
+def memory(*keys: str) -> tuple[tuple[int, ...], int]:
+    """Bytes of the first pipeline rank by purpose, and its parameters."""
+    config, layout = resolve(parse([*SMALL, *keys]).config, None, None)
+    found = model_memory(config, layout, 0)
+    stages = layout.schedule.placement.stages_of(0)
+    numel = count_held(config.model, [layout.stage_layers[s] for s in stages], layout.tp)
+    assert numel % 4 == 0, "no padding"
+    own = (found.parameters, found.gradients, found.optimizer, found.passing, found.elsewhere)
+    return own, numel
+
+
+@pytest.mark.parametrize(
+    ("keys", "per_parameter"),
+    [
+        (("optimizer.zero=0",), (4, 4, 8, 0, 0)),
+        (("optimizer.zero=1",), (4, 4, 2, 1, 0)),
+        (("optimizer.zero=1", "model.dtype=bf16"), (2, 4, 3, 1, 0)),
+        (("optimizer.zero=1", "model.dtype=fp64"), (8, 8, 4, 2, 0)),
+        (("optimizer.post_validation=true", "model.dtype=bf16"), (2, 4, 3, 4, 0)),
+        (("optimizer.post_validation=true",), (4, 4, 2, 4, 0)),
+        (("optimizer.shard_size=2", "model.dtype=bf16"), (2, 4, 6, 2, 0)),
+        (("optimizer.rule=lion", "model.dtype=bf16"), (2, 4, 2, 1, 0)),
+        (("model.dtype=bf16", "optimizer.state_dtype=bf16"), (2, 4, 2, 1, 0)),
+        (("model.dtype=bf16", "optimizer.master=none"), (2, 4, 2, 1, 0)),
+        (("model.dtype=bf16", "optimizer.offload=host"), (2, 4, 0, 1, 3)),
+        (
+            ("optimizer.rule=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"),
+            (4, 4, 0, 1, 0),
+        ),
+    ],
+    ids=str,
+)
+def test_bytes_per_parameter(keys: tuple[str, ...], per_parameter: tuple[float, ...]) -> None:
+    """Of one stage over four replicas: whole, or a quarter (half, in groups of two) of it."""
+    found, numel = memory(*keys)
+    assert found == tuple(each * numel for each in per_parameter)
+
+
+def test_zero_2_and_3_hold_slices_and_a_stage_at_a_time() -> None:
+    norms = 4 * 4 * 64 + 2 * 64
+    found, numel = memory("optimizer.zero=2", "model.dtype=bf16")
+    assert found == (2 * numel, 4 * norms, 3 * numel, 5 * numel, 0)
+    found, numel = memory("optimizer.zero=3", "model.dtype=bf16")
+    assert found == (numel // 2, 4 * norms, 3 * numel, 7 * numel, 0)
+
+
+def test_zero_3_holds_the_stages_that_are_there_at_a_time() -> None:
+    keys = ("pipeline.chunks=4", "pipeline.schedule=breadth_first", "model.layers=8")
+    for prefetch in (0, 1, 3, 9):
+        config, layout = resolve(
+            parse([*SMALL, *keys, "optimizer.zero=3", f"optimizer.prefetch={prefetch}"]).config,
+            None,
+            None,
+        )
+        stages = sorted(
+            (count_held(config.model, [spec], 1) for spec in layout.stage_layers), reverse=True
+        )
+        weights = 4 * sum(stages[: 1 + prefetch])
+        slices, open_grads = sum(stages), 4 * stages[0]
+        assert model_memory(config, layout, 0).passing == weights + slices + open_grads
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "forwards", "queued"),
+    [("1f1b", 0, 3, 0), ("1f1b", 2, 1, 0), ("gpipe", 1, 8, 0), ("zb_h2", 0, 5, 0)],
+)
+def test_activations_at_the_peak_of_a_schedule(
+    schedule: str, rank: int, forwards: int, queued: int
+) -> None:
+    """Micro-batches between F and I there, and between I and W."""
+    keys = ("parallel.pp=3", "pipeline.layout=E L | L | L*2 H", f"pipeline.schedule={schedule}")
+    config, layout = resolve(parse([*SMALL, *keys, "train.global_batch=128"]).config, None, None)
+    each = held(config.model, layout.units[rank], Sizes(256, 4, cuda=True))
+    assert peak_activations(config, layout, rank) == forwards * each.device + queued * each.queued
+
+
+def test_a_stage_that_is_run_again_holds_its_inputs_and_one_graph() -> None:
+    keys = ("parallel.pp=2", "pipeline.layout=E L*2 | L*2 H", "activations.policy=stage")
+    config, layout = resolve(parse([*SMALL, *keys, "train.global_batch=64"]).config, None, None)
+    each = held(config.model, layout.units[0], Sizes(256, 4, cuda=True))
+    boundary = 256 * 4 * 64 * 4
+    assert peak_activations(config, layout, 0) == boundary + each.device

@@ -1,0 +1,174 @@
+"""Formulas of plan/ against processes of worlds of any size, on torch's fake process group."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapipe.mesh import Grid, ParallelMesh
+from megapipe.plan.memory import model_memory, peak_activations
+from megapipe.tensor_parallel.collectives import all_gather, all_reduce
+from megapipe.train.step import TrainStep
+
+SHAPE = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=4", "train.global_batch=32")
+FEW_LAYERS = "model.layers=4"
+
+
+@pytest.fixture(scope="module")
+def scale() -> Iterator[Any]:
+    """benchmarks/scale.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        yield importlib.import_module("scale")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("optimizer.zero=0", "optimizer.reduce_dtype=bf16"),
+        ("optimizer.zero=2", "parallel.sequence_parallel=true", "pipeline.schedule=zb_v"),
+        ("optimizer.zero=3", "optimizer.shard_size=2", "pipeline.schedule=chimera"),
+        ("optimizer.zero=3", "optimizer.prefetch=0", "pipeline.schedule=zb_v"),
+        ("optimizer.zero=2", "optimizer.shard_size=1", "model.tied_embeddings=false"),
+        ("optimizer.zero=3", "parallel.dp=1", "train.global_batch=8"),
+        ("parallel.sequence_parallel=true", "activations.policy=full", "activations.unit=2"),
+        ("parallel.sequence_parallel=true", "activations.policy=selective"),
+        ("activations.policy=stage", "kernels.loss_chunk=0", "model.dtype=fp64"),
+        ("parallel.sequence_parallel=true", "pipeline.schedule=seq1f1b", "pipeline.slices=2"),
+        ("model.dtype=bf16", "model.positions=rotary", "model.norm=rmsnorm", "model.bias=false"),
+        ("pipeline.schedule=chimera_backward_halving", "optimizer.zero=1"),
+    ],
+    ids=" ".join,
+)
+def test_a_step_says_what_the_formulas_say(scale: Any, keys: tuple[str, ...]) -> None:
+    config, layout = scale.configure(*scale.TOY, *SHAPE, FEW_LAYERS, *keys)
+    for rank in (0, scale.grid_of(layout).world - 1):
+        seen = scale.observed(config, layout, rank)
+        assert seen == scale.expected(config, layout, rank)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_one_process_may_run_the_whole_pipeline(scale: Any, zero: int) -> None:
+    keys = (*SHAPE, FEW_LAYERS, "pipeline.channels=in_process", f"optimizer.zero={zero}")
+    config, layout = scale.configure(*scale.TOY, *keys)
+    for rank in (0, 7):
+        seen = scale.observed(config, layout, rank)
+        assert seen == scale.expected(config, layout, rank)
+        assert not any("pp" in name.axis for name in seen)
+
+
+def test_the_largest_world(scale: Any) -> None:
+    config, layout = scale.toy(16384, "model.layers=16", "train.global_batch=512")
+    assert scale.grid_of(layout) == Grid(pp=16, dp=128, tp=8)
+    seen = scale.observed(config, layout, 16383)
+    assert seen == scale.expected(config, layout, 16383)
+    assert seen["dp", "all_gather"].bytes > 128 * 8
+
+
+def test_what_is_unlike_is_noticed(scale: Any) -> None:
+    """A collective too many, one too few, and one of another size."""
+    config, layout = scale.configure(*scale.TOY, *SHAPE, FEW_LAYERS)
+    formula = scale.expected(config, layout, 0)
+    train = TrainStep.train
+
+    def one_more(step: TrainStep, *args: Any, **options: Any) -> Any:
+        all_gather(torch.zeros(1), step.mesh.tp)
+        return train(step, *args, **options)
+
+    with mock.patch.object(TrainStep, "train", one_more):
+        seen = scale.observed(config, layout, 0)
+    assert scale.unlike(seen, formula) == [("tp", "all_gather")]
+
+    for other in ("model.hidden=40", "optimizer.zero=0", "parallel.sequence_parallel=true"):
+        changed = scale.configure(*scale.TOY, *SHAPE, FEW_LAYERS, other)
+        assert scale.unlike(scale.observed(*changed, 0), formula), other
+
+
+def test_a_collective_that_is_not_known_is_an_error(scale: Any) -> None:
+    with scale.fake_world(Grid(dp=4), 1) as mesh, scale.Watch().counting():
+        all_reduce(torch.zeros(3), mesh.dp)
+        with pytest.raises(AssertionError, match="broadcast is not counted"):
+            dist.broadcast(torch.zeros(3), 0)
+
+
+def groups_made(scale: Any, world: int) -> list[int]:
+    """Sizes of the process groups that the last process of a job makes."""
+    make, made = dist.distributed_c10d._new_group_with_tag, []
+
+    def counted(ranks: Any = None, *args: Any, **options: Any) -> Any:
+        made.append(len(ranks))
+        return make(ranks, *args, **options)
+
+    dp = world // 4
+    keys = ("parallel.tp=2", "parallel.pp=2", f"parallel.dp={dp}", f"train.global_batch={4 * dp}")
+    config, layout = scale.configure(*scale.TOY, FEW_LAYERS, *keys)
+    with (
+        mock.patch.object(dist.distributed_c10d, "_new_group_with_tag", counted),
+        scale.fake_world(scale.grid_of(layout), world - 1) as mesh,
+    ):
+        TrainStep(config, layout, mesh)
+    return made
+
+
+def test_a_process_makes_as_many_groups_in_any_world(scale: Any) -> None:
+    """Axes, then two channels, then the holders of the tied embedding."""
+    for world in (8, 16384):
+        dp = world // 4
+        assert groups_made(scale, world) == [2, dp, 1, 2, 2, 2, 2 * dp]
+
+
+def test_the_mesh_numbers_no_world_unless_asked(scale: Any) -> None:
+    with scale.fake_world(Grid(pp=2, dp=4), 5) as mesh:
+        assert isinstance(mesh, ParallelMesh)
+        assert "device_mesh" not in vars(mesh)
+        assert mesh.device_mesh.shape == (2, 4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("optimizer.zero=0",),
+        ("optimizer.zero=1", "model.dtype=bf16"),
+        ("optimizer.zero=2", "model.bias=false"),
+        ("optimizer.zero=3", "model.dtype=bf16"),
+        ("optimizer.zero=1", "optimizer.rule=lion", "pipeline.schedule=zb_v"),
+        ("optimizer.zero=1", "optimizer.shard_size=2", "model.tied_embeddings=false"),
+        ("pipeline.schedule=chimera", "parallel.sequence_parallel=true"),
+    ],
+    ids=" ".join,
+)
+def test_a_process_on_meta_allocates_what_the_formulas_say(
+    scale: Any, keys: tuple[str, ...]
+) -> None:
+    config, layout = scale.configure(*scale.TOY, *SHAPE, FEW_LAYERS, *keys)
+    for rank in (0, 15):
+        index = scale.grid_of(layout).coordinates_of(rank).pp
+        giant = scale.run_giant(config, layout, rank)
+        memory = model_memory(config, layout, index)
+        assert giant.lasting == memory.lasting
+        assert giant.peak >= memory.lasting + peak_activations(config, layout, index)
+        assert giant.seen == scale.expected(config, layout, rank)
+
+
+def test_what_an_update_is_undone_from(scale: Any) -> None:
+    after, formula = [], []
+    for chosen in ("false", "true"):
+        keys = (*SHAPE, FEW_LAYERS, "model.dtype=bf16", f"optimizer.post_validation={chosen}")
+        config, layout = scale.configure(*scale.TOY, *keys)
+        after.append(scale.run_giant(config, layout, 0).after)
+        formula.append(model_memory(config, layout, 0).passing)
+    assert after[1] - after[0] == formula[1] - formula[0] > 0
+
+
+def test_the_trillion_is_one(scale: Any) -> None:
+    config, layout = scale.configure(*scale.GIANTS["1T"])
+    per_rank = [model_memory(config, layout, rank).parameters // 2 for rank in range(layout.pp)]
+    # both ends hold a copy of the tied embedding; tp ranks hold norms and row biases each
+    assert sum(per_rank) * layout.tp == pytest.approx(1.008e12, rel=2e-3)
