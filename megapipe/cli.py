@@ -113,10 +113,10 @@ def help_text() -> str:
         "",
     )
     for name, section in SECTIONS.items():
-        lines += ["", f"{name}: {(section.__doc__ or '').strip()}"]
+        lines += ["", *_wrapped(f"{name}: {' '.join((section.__doc__ or '').split())}", "")]
         for key, info in section.model_fields.items():
             default = _shown(info.get_default(call_default_factory=True))
-            lines += ["", f"  {name}.{key} = {default}    {expected(info)}"]
+            lines += ["", *_wrapped(f"{name}.{key} = {default}    {expected(info)}", "  ")]
             lines += _wrapped(" ".join((info.description or "").split()), "      ")
     lines += ["", "exit codes:", "    0  done", "    1  a bug: an unexpected exception"]
     for error in _error_kinds():

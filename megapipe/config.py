@@ -11,6 +11,9 @@ from pydantic import Field
 from megapipe.model.config import ModelConfig
 from megapipe.section import Section
 
+ActivationPolicy = Literal["keep", "selective", "full", "stage"]
+ActivationModule = Literal["norm", "attention", "mlp_activation"]
+
 
 class RunConfig(Section):
     """Where a run lives."""
@@ -87,6 +90,28 @@ class PipelineConfig(Section):
     a receive."""
 
 
+class ActivationsConfig(Section):
+    """What the layers keep of a forward until its backward; the rest is computed again, or fetched
+    from host memory. Results are the same (bitwise, unless a norm that is run again hands its input
+    more than one gradient, as the CPU's rmsnorm does)."""
+
+    policy: ActivationPolicy | list[ActivationPolicy] = "keep"
+    """keep: all that autograd saves; selective: run `modules` again in the backward (Korthikanti
+    et al., 2205.05198); full: run each block again, from its input; stage: run the whole stage
+    again, from its input. One for all stages, or a list with one for each virtual stage."""
+    modules: list[ActivationModule] = Field(["norm", "attention", "mlp_activation"])
+    """selective: what is run again. norm: both norms; attention: all between the projections;
+    mlp_activation: the function between the matrices. The linear layers are not run again."""
+    blocks: int | list[int] | None = None
+    """Blocks of a stage, counted from its first, that `policy` and `offload` apply to; the others
+    keep. Default: all. One number, or a list with one for each virtual stage."""
+    unit: int = Field(1, ge=1)
+    """full: consecutive blocks that are run again together, from the input of the first."""
+    offload: list[ActivationModule] = Field([])
+    """Modules whose activations wait in host memory for the backward, whether they are all kept or
+    run again from an input. norm includes the input of a block, all that one keeps under full."""
+
+
 class DataConfig(Section):
     """The corpus and its tokenizer."""
 
@@ -107,11 +132,19 @@ class DataConfig(Section):
     """Folder for tokenized corpora."""
     mask_document_ends: bool = False
     """Leave the prediction of end-of-document marks out of the loss."""
+    document_mask: bool = False
+    """Tokens attend to earlier tokens of their own document only, not to those of the documents
+    before it in the same sample. Positions count on through the sample."""
 
 
 class OptimizerConfig(Section):
-    """AdamW with a learning-rate schedule (Loshchilov and Hutter, 1711.05101)."""
+    """Update rule, learning-rate schedule, and where optimizer state lives."""
 
+    rule: Literal["adamw", "adam", "sgd", "lion", "muon", "lars", "lamb"] = "adamw"
+    """Update rule. adamw (Loshchilov and Hutter, 1711.05101), adam (Kingma and Ba, 1412.6980), sgd
+    (with momentum), lion (Chen et al., 2302.06675), muon (Jordan et al., 2024: matrices of the
+    layers; everything else takes adamw), lars (You et al., 1708.03888), lamb (You et al.,
+    1904.00962)."""
     lr: float = Field(3e-4, ge=0)
     """Peak learning rate."""
     min_lr: float = Field(3e-5, ge=0)
@@ -124,17 +157,96 @@ class OptimizerConfig(Section):
     decay_steps: int | None = Field(None, ge=1)
     """Steps of the decay; default: all after the warm-up (wsd: a tenth of all steps)."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay rate of the first moment."""
+    """Decay rate of the first moment (adamw, adam, lamb, muon's adamw); lion: share of the momentum
+    in the step."""
     beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay rate of the second moment."""
+    """Decay rate of the second moment; lion: decay rate of the momentum, usually 0.99."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay of matrices; norms and biases have none."""
+    """Weight decay of matrices; norms and biases have none. Decoupled, except in adam, sgd and
+    lars, which add it to the gradient."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """sgd, lars, muon: decay rate of the momentum; muon's usual is 0.95."""
+    nesterov: bool = True
+    """sgd, muon: Nesterov's momentum."""
+    trust_coefficient: float = Field(1e-3, gt=0)
+    """lars: share of its norm that a matrix moves by, at learning rate 1."""
+    muon_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """muon: factor of the learning rate of a matrix [m, n]: 0.2 sqrt(max(m, n)), which suits
+    learning rates of adamw (Liu et al., 2502.16982), or sqrt(max(1, m / n))."""
+    adamw_lr_scale: float = Field(1.0, gt=0)
+    """muon: learning rate of what takes adamw, in multiples of `lr`."""
     clip: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; null: no clipping."""
-    zero: Literal[0, 1] = 1
-    """ZeRO stage: 1 shards master weights and optimizer state over dp; 0 replicates them."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """What is sharded over dp (ZeRO): 0 nothing, 1 master weights and optimizer state, 2 also
+    gradients, 3 also the weights of stages that are not being computed. From 2 on a process
+    gains memory with several stages (`pipeline.chunks`), on one pipeline rank too."""
+    shard_size: int | None = Field(None, ge=1)
+    """Data-parallel replicas that share one copy of what is sharded (hybrid sharding); a divisor
+    of dp, all of them by default."""
+    prefetch: int = Field(1, ge=0)
+    """zero 3: stages whose weights are gathered before they are needed."""
+    reduce_dtype: Literal["fp32", "bf16"] | None = None
+    """Type in which gradients travel between replicas; they are added in fp32. Default: the
+    type of the main gradients, fp32 (fp64)."""
+    post_validation: bool = False
+    """Update weights without waiting for the global gradient norm, begin the next step, and take
+    the update back where the norm asks for clipping or a value is not finite: the same weights,
+    bitwise, without a barrier. Takes memory for a copy of weights and state; for adamw, adam, sgd
+    and lion, zero up to 2, no offload."""
+    master: Literal["fp32", "none"] = "fp32"
+    """Master weights of a bf16 model; none: the weights are their own, updated in fp32 and rounded
+    back as `rounding` says."""
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which optimizer state is kept between steps (fp64 models: fp32 means fp64); the
+    update itself is always in that of the master weights."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How state becomes bf16: at random in proportion to the distance, so that small changes are
+    kept on average, or to the nearest value."""
+    offload: Literal["none", "host", "disk"] = "none"
+    """Where optimizer state and master weights of a type of their own are: with the weights, in
+    host memory, or in a memory-mapped file."""
+    offload_folder: str | None = None
+    """offload disk: folder of the files, best on a disk of the node's own; default: the run
+    folder. The files have no name and vanish with the process."""
+    window_mib: float = Field(64.0, ge=8)
+    """Most memory, in MiB, for the windows through which an update sees state that is not fp32
+    beside the weights."""
+    loss_scale: float | None = Field(None, gt=0)
+    """fp16: factor of the loss in the backward pass, best a power of two. Default: dynamic, halved
+    when a gradient is not finite (the step is skipped) and doubled after `loss_scale_window` good
+    steps."""
+    loss_scale_window: int = Field(2000, ge=1)
+    """fp16: good steps after which a dynamic loss scale is doubled."""
+
+
+class KernelsConfig(Section):
+    """Which kernels compute. auto takes the fastest one that can be used here and agrees with
+    torch's on small data; the run's banner says which and why. One that is asked for by name and
+    cannot be used is an error."""
+
+    attention: Literal[
+        "auto", "flash", "efficient", "cudnn", "math", "flash_attn", "varlen", "flex"
+    ] = "auto"
+    """flash, efficient, cudnn, math: backends of torch's scaled_dot_product_attention, among which
+    auto lets torch choose; flash_attn: the package flash-attn; varlen, flex: torch's kernels for
+    documents of any length (see data.document_mask), of which auto takes varlen."""
+    norm: Literal["auto", "torch", "apex", "liger"] = "auto"
+    """Layernorm and rmsnorm: torch's, NVIDIA apex's or Liger's."""
+    swiglu: Literal["auto", "torch", "liger"] = "auto"
+    """The gate of a swiglu MLP: torch's or Liger's."""
+    weight_grad: Literal["auto", "torch", "fused", "apex"] = "auto"
+    """Weight gradients in bf16 and fp16 on a GPU: torch's GEMM and a sum into the fp32 main
+    gradient (torch), or both at once by torch (fused) or NVIDIA apex."""
+    optimizer: Literal["auto", "torch", "apex"] = "auto"
+    """The update of adamw and adam: torch's fused kernel or NVIDIA apex's."""
+    loss_chunk: int | None = Field(None, ge=0)
+    """Tokens whose logits there are at a time; their losses and all gradients are computed at once
+    in the backward, so that the head's weight gradient is part of I. 0: the logits of the whole
+    micro-batch, kept from F to I, and the head's weight gradient is left to W. Default: 512, on a
+    GPU 4096."""
 
 
 class TrainConfig(Section):
@@ -191,8 +303,10 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    activations: ActivationsConfig = ActivationsConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

@@ -5,12 +5,13 @@ before any process group exists. It imports no torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megapipe.config import Config, OptimizerConfig, ParallelConfig, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
-from megapipe.model.config import ModelConfig
+from megapipe.model.config import Dtype, ModelConfig
 from megapipe.model.partition import StageSpec, even, from_counts, parse_layout
+from megapipe.plan.activations import Unit, recomputed_stages, stage_units
 from megapipe.plan.flops import head_flops, layer_flops
 from megapipe.plan.slices import balanced_slices
 from megapipe.schedule.generators.split import split_backwards
@@ -41,6 +42,8 @@ class Layout:
     slice_lengths: tuple[int, ...]
     """Positions of each slice of a sequence; one where the schedule does not cut them."""
     schedule: Schedule = field(repr=False)
+    units: tuple[tuple[Unit, ...], ...] = field(repr=False)
+    """What the blocks of each stage keep for their backward."""
 
     @property
     def stages(self) -> int:
@@ -81,10 +84,13 @@ def _resolve(config: Config, world: int | None, vocab_size: int | None) -> tuple
     config = config.model_copy(update={"model": model, "parallel": parallel})
     _check_model(model, parallel)
     _check_sequence(config)
-    _check_optimizer(config.optimizer, config.train.steps)
+    _check_optimizer(config.optimizer, config.train.steps, dp)
+    _check_post_validation(config)
+    _check_precision(config.optimizer, model.dtype)
     _check_timeline(config)
     microbatches = _microbatches(config, dp)
-    schedule = _schedule(config, microbatches)
+    schedule = _recomputing(config, _schedule(config, microbatches))
+    stages = _partition(config, schedule.placement.stages)
     layout = Layout(
         dp=dp,
         tp=parallel.tp,
@@ -92,9 +98,10 @@ def _resolve(config: Config, world: int | None, vocab_size: int | None) -> tuple
         cp=parallel.cp,
         microbatches=microbatches,
         world=processes,
-        stage_layers=_partition(config, schedule.placement.stages),
+        stage_layers=stages,
         slice_lengths=_slice_lengths(config, schedule.slices),
         schedule=schedule,
+        units=stage_units(config.activations, stages, schedule.recompute),
     )
     return config, layout
 
@@ -177,7 +184,12 @@ def _check_sequence(config: Config) -> None:
         )
 
 
-def _check_optimizer(optimizer: OptimizerConfig, steps: int) -> None:
+def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int) -> None:
+    if optimizer.shard_size is not None and dp % optimizer.shard_size:
+        raise ConfigError(
+            f"optimizer.shard_size={optimizer.shard_size} does not divide dp {dp}: "
+            f"{_choices('shard_size', dp, optimizer.shard_size)}"
+        )
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
             f"optimizer.min_lr={optimizer.min_lr} is above the peak, optimizer.lr={optimizer.lr}: "
@@ -197,6 +209,39 @@ def _check_optimizer(optimizer: OptimizerConfig, steps: int) -> None:
             f"optimizer.warmup_steps={optimizer.warmup_steps} leaves too few of train.steps="
             f"{steps} for a decay of {decay} or more: expected at most {steps - decay}"
         )
+
+
+def _check_precision(optimizer: OptimizerConfig, dtype: Dtype) -> None:
+    if optimizer.master == "none" and dtype != "bf16":
+        raise ConfigError(
+            f"optimizer.master=none is for model.dtype=bf16, not {dtype}: expected fp32 (fp32 and "
+            "fp64 weights are their own masters anyway)"
+        )
+    if optimizer.state_dtype == "bf16" and dtype == "fp64":
+        raise ConfigError(
+            "optimizer.state_dtype=bf16 does not go with model.dtype=fp64: expected fp32, which "
+            "then means fp64"
+        )
+    if optimizer.loss_scale is not None and dtype != "fp16":
+        raise ConfigError(
+            f"optimizer.loss_scale={optimizer.loss_scale:g} is for model.dtype=fp16, not {dtype}: "
+            "expected null"
+        )
+
+
+def _check_post_validation(config: Config) -> None:
+    optimizer = config.optimizer
+    if not optimizer.post_validation:
+        return
+    for wrong, expected in (
+        (optimizer.rule in ("muon", "lars", "lamb"), f"adamw, not optimizer.rule={optimizer.rule}"),
+        (optimizer.zero == 3, "optimizer.zero=2 at most, not 3"),
+        (optimizer.offload != "none", f"optimizer.offload=none, not {optimizer.offload}"),
+        (config.pipeline.channels == "in_process", "pipeline.channels=process_group"),
+        (config.pipeline.schedule == "auto", "a pipeline.schedule other than auto"),
+    ):
+        if wrong:
+            raise ConfigError(f"optimizer.post_validation=true needs {expected}")
 
 
 def _check_timeline(config: Config) -> None:
@@ -292,6 +337,24 @@ def _schedule(config: Config, microbatches: int) -> Schedule:
                 f"cuts it: expected a multiple of {size.denominator}"
             )
     return schedule
+
+
+def _recomputing(config: Config, schedule: Schedule) -> Schedule:
+    """The schedule with the stages that ``activations.policy`` has run again as a whole."""
+    stages = recomputed_stages(config.activations, schedule.placement.stages)
+    name = config.pipeline.schedule
+    if schedule.slices > 1 and (stages or config.activations.offload):
+        key = "policy=stage" if stages else f"offload={config.activations.offload}"
+        raise ConfigError(
+            f"activations.{key}: pipeline.schedule={name} cuts sequences into slices, whose keys "
+            "and values are shared: expected another policy, and no offload"
+        )
+    if stages and name == "auto":
+        raise ConfigError(
+            "activations.policy=stage: pipeline.schedule=auto searches orders of stages that keep "
+            "their activations: expected keep, selective or full"
+        )
+    return replace(schedule, recompute=schedule.recompute | stages) if stages else schedule
 
 
 def _check_memory(schedule: Schedule, limit: float) -> None:

@@ -18,7 +18,7 @@ from megapipe.config import Config
 from megapipe.layout import Layout, resolve
 from megapipe.mesh import Grid
 from megapipe.optim.lr import learning_rate
-from megapipe.optim.zero import Optimizer
+from megapipe.optim.optimizer import Optimizer
 from megapipe.schedule.generators import build, gpipe_on
 from megapipe.schedule.ir import Schedule
 from megapipe.tensor_parallel.parameter import ParameterSpec, spec_of
@@ -29,6 +29,8 @@ STEPS = 3
 LR = 1e-3
 """Peak learning rate. Adam moves a weight whose true gradient is zero (a key bias's) by rounding
 errors of about 1e-17 x lr / eps; at this rate that stays under the tolerance."""
+END = 5
+"""The token that ends a document."""
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
@@ -50,12 +52,19 @@ class Case:
     in_process: bool = False
     sequence_parallel: bool = False
     zero: int = 1
+    shard_size: int | None = None
+    prefetch: int = 1
+    reduce_dtype: str | None = None
+    activations: str = "keep"
+    loss_chunk: int | None = None
     model: str = "gpt2"
     tied: bool = True
     uneven: bool = False
-    vocab: int = 37
+    vocab: int = 300
     kv_heads: int | None = None
     masked: float = 0.0
+    documents: bool = False
+    """Attention ends at documents, of about four tokens."""
     dtype: str = "fp64"
     dropout: float = 0.0
     clip: float | None = 0.05
@@ -88,6 +97,22 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mixed": {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "ffn_hidden": 24},
     "gelu": {"activation": "gelu", "positions": "rotary", "bias": False},
+}
+
+
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "stage": {"policy": "stage"},
+    "full": {"policy": "full"},
+    "full, two together": {"policy": "full", "unit": 2, "offload": ["norm"]},
+    "selective": {"policy": "selective"},
+    "selective, one block": {"policy": "selective", "blocks": 1, "modules": ["attention"]},
+    "offload": {"offload": ["norm", "attention", "mlp_activation"]},
+    "of each some": {
+        "policy": "selective",
+        "modules": ["norm", "mlp_activation"],
+        "offload": ["norm", "attention"],
+    },
 }
 
 
@@ -130,12 +155,18 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "channels": "in_process" if case.in_process else "process_group",
                 "debug": case.debug,
             },
+            "activations": ACTIVATIONS[case.activations],
+            "kernels": {"loss_chunk": case.loss_chunk},
+            "data": {"document_mask": case.documents},
             "optimizer": {
                 "lr": LR,
                 "min_lr": LR / 10,
                 "warmup_steps": 1,
                 "clip": case.clip,
                 "zero": case.zero,
+                "shard_size": case.shard_size,
+                "prefetch": case.prefetch,
+                "reduce_dtype": case.reduce_dtype,
             },
             "train": {
                 "steps": STEPS,
@@ -159,13 +190,16 @@ def _stages(case: Case) -> int:
 def batch_of(case: Case, step: int) -> reference.Batch:
     """The global batch of one step, [samples, s] each, the same for every layout of a size."""
     config, _ = configure(case)
-    return reference.random_batch(
+    tokens, labels, mask = reference.random_batch(
         config.model,
         config.train.global_batch,
         case.sequence,
         seed=100 + step,
         masked=case.masked,
     )
+    if case.documents:
+        tokens[labels % 4 == 0] = END
+    return tokens, labels, mask
 
 
 class Rows:
@@ -199,7 +233,7 @@ def run_case(world: World, case: Case, *, validate: bool = True, device: str = "
     grid = Grid(pp=1 if case.in_process else case.pp, dp=case.dp, tp=case.tp)
     mesh = world.mesh(grid, device)
     swapped = as_gpipe(layout.schedule) if case.swap else None
-    step = TrainStep(config, layout, mesh, schedule=swapped)
+    step = TrainStep(config, layout, mesh, schedule=swapped, document_end=END)
     params = reference.init_random(config.model, seed=3)
     step.optimizer.set_weights(lambda spec, out: take_box(params[spec.name], spec, out))
     return train(step, case, validate=validate)
@@ -223,9 +257,9 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
         outcome.validation, _ = step.evaluate(validation_rows(case), validation_samples(case))
     update = step.optimizer.update
 
-    def spy(lr: float, norm: Tensor) -> None:
+    def spy(lr: float, factor: float) -> None:
         outcome.grads.append(list(own_grads(step.optimizer)))
-        update(lr, norm)
+        update(lr, factor)
 
     step.optimizer.update = spy  # type: ignore[method-assign]
     for i in range(STEPS):
@@ -271,7 +305,7 @@ def _global(
     padding = values.clone()
     if box is not None:
         inside = box.inside(placed)
-        yield spec.name, box, values[inside].double().cpu().numpy().copy()
+        yield spec.name, box, values[inside].double().cpu().clone().numpy()
         padding[inside] = 0
     assert not padding.any(), f"{spec.name}: the padding is not zero"
 
@@ -279,14 +313,11 @@ def _global(
 def own_grads(optimizer: Optimizer) -> Iterator[tuple[str, Box, np.ndarray[Any, Any]]]:
     """Reduced gradients of the slices that this rank owns, before clipping."""
     for shard in optimizer.shards:
-        for entry, segment in itertools.product(shard.bucket.entries, shard.segments):
-            a = max(entry.start, segment.start, shard.own_start)
-            b = min(entry.stop, segment.stop, shard.own_stop)
+        for entry in shard.bucket.entries:
+            a, b = max(entry.start, shard.own_start), min(entry.stop, shard.own_stop)
             if a >= b or (entry.spec.split_dim is None and optimizer.mesh.tp.index > 0):
                 continue
-            grad = segment.parameter.grad
-            assert grad is not None
-            flat = grad[a - segment.start : b - segment.start]
+            flat = shard.grad[shard.local(a, b)]
             for position, local in flat_boxes(entry.spec.sizes, a - entry.start, b - entry.start):
                 values = flat[position : position + local.numel].view(local.sizes)
                 yield from _global(entry.spec, local, values)
@@ -294,10 +325,13 @@ def own_grads(optimizer: Optimizer) -> Iterator[tuple[str, Box, np.ndarray[Any, 
 
 def local_copies(step: TrainStep) -> Iterator[tuple[str, Box, np.ndarray[Any, Any]]]:
     """Every weight that this rank computes with."""
-    for module in step.modules.values():
+    for stage, module in step.modules.items():
+        step.optimizer.unshard(stage)
+        step.optimizer.await_weights(stage)
         for parameter in module.parameters():
             spec = spec_of(parameter)
             yield from _global(spec, whole(spec.sizes), parameter.detach())
+        step.optimizer.reshard(stage)
 
 
 def assemble(
@@ -324,10 +358,11 @@ def expected(case: Case) -> tuple[list[reference.Step], float]:
         lr=lr, weight_decay=config.optimizer.weight_decay, clip=case.clip
     )
     batches = [batch_of(case, i) for i in range(STEPS)]
-    steps = reference.train(params, config.model, batches, settings)
+    end = END if case.documents else None
+    steps = reference.train(params, config.model, batches, settings, end)
     samples = validation_samples(case)
     tokens, labels, mask = (t[:samples] for t in batch_of(case, 0))
-    validation = reference.loss(params, config.model, tokens, labels, mask).item()
+    validation = reference.loss(params, config.model, tokens, labels, mask, end).item()
     return steps, validation
 
 
@@ -347,8 +382,11 @@ def plain(case: Case) -> Case:
         in_process=False,
         sequence_parallel=False,
         zero=1,
+        shard_size=None,
+        prefetch=1,
         uneven=False,
         debug=False,
+        activations="keep",
     )
 
 

@@ -55,8 +55,8 @@ class Outgoing(Protocol):
 class Incoming(Protocol):
     """The receiver's end of a channel."""
 
-    def begin(self, expected: Expected) -> None:
-        """Begin a step with these messages."""
+    def expect(self, expected: Expected) -> None:
+        """These messages follow those that were expected before."""
 
     def arrived(self) -> bool:
         """Whether :meth:`receive` would return without another rank's program going on."""
@@ -91,8 +91,8 @@ class Queue:
     def finish(self) -> None:
         pass
 
-    def begin(self, expected: Expected) -> None:
-        self.expected = deque(message for message, _ in expected)
+    def expect(self, expected: Expected) -> None:
+        self.expected.extend(message for message, _ in expected)
 
     def arrived(self) -> bool:
         return bool(self.messages)
@@ -187,9 +187,9 @@ class _Incoming(_Line):
         self.expected: deque[tuple[Op, Shape]] = deque()
         self.posted: tuple[Any, Tensor] | None = None
 
-    def begin(self, expected: Expected) -> None:
+    def expect(self, expected: Expected) -> None:
         self.expected.extend(expected)
-        if expected:
+        if expected and self.posted is None:
             self.post()
 
     def post(self) -> None:
@@ -203,12 +203,11 @@ class _Incoming(_Line):
     def receive(self) -> Tensor:
         assert self.posted is not None
         work, buffer = self.posted
+        self.posted = None
         work.wait()
         self.expected.popleft()
         if self.expected:
             self.post()
-        else:
-            self.posted = None
         return buffer.to(self.device) if self.staged else buffer
 
 
@@ -252,6 +251,7 @@ class _DebugIncoming(_Incoming):
     def receive(self) -> Tensor:
         assert self.posted is not None
         work, header = self.posted
+        self.posted = None
         work.wait()
         message, shape = self.expected.popleft()
         assert torch.equal(header.cpu(), _header(message, shape, self.dtype)), (

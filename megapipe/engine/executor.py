@@ -9,8 +9,9 @@ programs of all pipeline ranks in turn.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,11 +25,39 @@ from megapipe.schedule.lower import Action, Do, Program
 Call = Callable[[], None]
 
 
+class Synchroniser(Protocol):
+    """What data-parallel replicas do together for one stage, each without holding up the rest."""
+
+    def reduce(self, stage: int) -> None:
+        """REDUCE: the gradients in the stage's buffer are complete for now; send them off."""
+
+    def open_grads(self, stage: int) -> None:
+        """OPEN: weight gradients are about to come."""
+
+    def unshard(self, stage: int) -> None:
+        """UNSHARD: begin to gather the weights."""
+
+    def await_weights(self, stage: int) -> None:
+        """AWAIT: the weights are there when this returns."""
+
+    def reshard(self, stage: int) -> None:
+        """RESHARD: the weights are not needed for a while."""
+
+
+class Opening(NamedTuple):
+    """The part of a rank's program that can be given up (:mod:`megapipe.schedule.opening`)."""
+
+    actions: int
+    arriving: Counter[int]
+    """Messages that other ranks send in theirs, by rank."""
+
+
 class Executor:
     """Runs `program` with this rank's `stages` (by global stage number) over its `channels`.
 
     `shape` is that of the messages. With `train` false the forward ops build no graph
-    (validation). With a `recorder` it is told when each op starts and stops.
+    (validation). With a `recorder` it is told when each op starts and stops. `replicas` is needed
+    where the program synchronises data-parallel replicas.
     """
 
     def __init__(
@@ -40,12 +69,14 @@ class Executor:
         shape: MessageShape,
         train: bool,
         recorder: Recorder | None = None,
+        replicas: Synchroniser | None = None,
     ) -> None:
         self.program = program
         self.stages = stages
         self.channels = channels
         self.train = train
         self.recorder = recorder
+        self.replicas = replicas
         self._inbox: dict[Op, Tensor | None] = {}
         self._microbatches: Mapping[Key, MicroBatch] = {}
         self._expected: dict[int, list[tuple[Op, Shape]]] = defaultdict(list)
@@ -56,6 +87,7 @@ class Executor:
                 self._expected[action.peer].append(expected)
         self._calls = [self._bind(action) for action in program.actions]
         self._next = 0
+        self._opening: Opening | None = None
 
     def begin(self, microbatches: Mapping[Key, MicroBatch]) -> None:
         """Start a step over this replica's micro-batches."""
@@ -64,7 +96,8 @@ class Executor:
         self._microbatches = microbatches
         self._next = 0
         for peer, expected in self._expected.items():
-            self.channels.incoming[peer].begin(expected)
+            first = len(expected) if self._opening is None else self._opening.arriving[peer]
+            self.channels.incoming[peer].expect(expected[:first])
         if self.recorder is not None:
             self.recorder.begin()
 
@@ -92,16 +125,53 @@ class Executor:
     def run(self, microbatches: Mapping[Key, MicroBatch]) -> None:
         """A whole step."""
         self.begin(microbatches)
-        for call in self._calls:
-            call()
-        self._next = len(self._calls)
+        self._run_to(len(self._calls))
         self.finish()
+
+    def set_opening(self, opening: Opening) -> None:
+        """Let steps be begun by :meth:`open` from now on."""
+        self._opening = opening
+
+    def open(self, microbatches: Mapping[Key, MicroBatch]) -> None:
+        """The opening of a step, to be followed by :meth:`go_on` or :meth:`give_up`."""
+        assert self._opening is not None
+        self.begin(microbatches)
+        self._run_to(self._opening.actions)
+
+    def go_on(self) -> None:
+        """What follows the opening."""
+        assert self._opening is not None
+        for peer, expected in self._expected.items():
+            self.channels.incoming[peer].expect(expected[self._opening.arriving[peer] :])
+        self._run_to(len(self._calls))
+        self.finish()
+
+    def give_up(self) -> None:
+        """Leave nothing of the opening behind. All pipeline ranks do so, or none."""
+        assert self._opening is not None
+        taken = Counter(
+            action.peer
+            for action in self.program.actions[: self._opening.actions]
+            if action.do == Do.RECV
+        )
+        for peer, channel in self.channels.incoming.items():
+            for _ in range(self._opening.arriving[peer] - taken[peer]):
+                channel.receive()
+        self._inbox.clear()
+        self.finish()
+
+    def _run_to(self, stop: int) -> None:
+        for call in self._calls[self._next : stop]:
+            call()
+        self._next = stop
 
     def _bind(self, action: Action) -> Call:
         if action.do == Do.SEND:
             return self._bind_send(action)
         if action.do == Do.RECV:
             return self._bind_receive(action)
+        if action.do != Do.COMPUTE:
+            return self._bind_synchronisation(action)
         call = {
             Kind.F: self._bind_forward,
             Kind.I: self._bind_input_grad,
@@ -138,6 +208,18 @@ class Executor:
             acknowledge(acks)
 
         return call_and_acknowledge
+
+    def _bind_synchronisation(self, action: Action) -> Call:
+        assert self.replicas is not None
+        replicas, stage = self.replicas, action.stage
+        run = {
+            Do.REDUCE: replicas.reduce,
+            Do.OPEN: replicas.open_grads,
+            Do.UNSHARD: replicas.unshard,
+            Do.AWAIT: replicas.await_weights,
+            Do.RESHARD: replicas.reshard,
+        }[action.do]
+        return lambda: run(stage)
 
     def _bind_forward(self, action: Action) -> Call:
         stage, key, inbox = self.stages[action.stage], _key(action), self._inbox

@@ -22,6 +22,8 @@ from torch.nn import Parameter
 
 from megapipe.mesh import Axis, ParallelMesh
 from megapipe.model.gpt import GPTStage
+from megapipe.optim.policy import BucketGroups, ZeroPolicy
+from megapipe.plan.buckets import aligned
 from megapipe.plan.params import WORD_EMBEDDING
 from megapipe.tensor_parallel.parameter import ParameterSpec, spec_of
 
@@ -73,41 +75,65 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 class Bucket:
     """Flat weights and main gradients of one stage, or of the tied embedding.
 
-    `index` is the stage number; the tied bucket's is the number of stages. `axis` is the group
-    over which gradients are summed and the optimizer is sharded; lengths are padded to it.
+    `index` is the stage number; the tied bucket's is the number of stages. Gradients are summed
+    over `shard` x `replicate`; the members of `shard` own equal slices. Regions and slices are
+    :func:`aligned`, with zeros in between. A `shared` bucket has several stages or several
+    holders: it is complete at the end of a step only.
+
+    With `sharded_grads` the main gradients have memory between :meth:`open_grads` and
+    :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise.
     """
 
     def __init__(
         self,
         index: int,
         parameters: Sequence[Owned],
-        axis: Axis,
+        shard: Axis,
         device: torch.device,
+        *,
+        replicate: Axis | None = None,
+        shared: bool = False,
+        sharded_grads: bool = False,
+        sharded_weights: bool = False,
     ) -> None:
         self.index = index
-        self.axis = axis
-        self.entries: list[Entry] = []
+        self.shard = shard
+        self.replicate = replicate or Axis.alone()
+        self.shared = shared
+        self.sharded_grads = sharded_grads
+        self.sharded_weights = sharded_weights
         uses = sorted({spec_of(owned.parameter).replica for owned in parameters})
         ordered = sorted(parameters, key=lambda owned: _region_key(spec_of(owned.parameter)))
         places: dict[str, Entry] = {}
-        stop = 0
+        stop, region = 0, None
         for owned in ordered:
             spec = spec_of(owned.parameter)
             if spec.name not in places:
+                if region != _region_key(spec):
+                    region, stop = _region_key(spec), aligned(stop)
                 places[spec.name] = Entry(spec, stop, stop + spec.numel)
                 stop += spec.numel
-        self.entries = list(places.values())
-        self.numel = -(-stop // axis.size) * axis.size
+        self.entries: list[Entry] = list(places.values())
+        owners = self.shard.size * self.replicate.size
+        self.numel = aligned(stop, owners)
         dtype = ordered[0].parameter.dtype
         self.weights = torch.zeros(self.numel, dtype=dtype, device=device)
         self.grads = [torch.zeros(self.numel, dtype=main_dtype(dtype), device=device) for _ in uses]
+        self._early: dict[str, Tensor] = {}
+        """Gradients that autograd computes within ``I``, which may be before `open_grads`."""
         for owned in ordered:
             spec = spec_of(owned.parameter)
             entry = places[spec.name]
             new = Parameter(self.view(self.weights, entry))
-            grads = self.grads[uses.index(spec.replica)]
-            cast(Any, new).main_grad = self.view(grads, entry)
+            grad = self.view(self.grads[uses.index(spec.replica)], entry)
+            if sharded_grads and spec.by_autograd:
+                grad = self._early[spec.name] = torch.zeros_like(grad)
+            cast(Any, new).main_grad = grad
             owned.replace(new)
+        if sharded_grads:
+            _release(self.grads[0])
+        if sharded_weights:
+            _release(self.weights)
 
     @staticmethod
     def view(flat: Tensor, entry: Entry) -> Tensor:
@@ -121,7 +147,7 @@ class Bucket:
             last = i + 1 == len(self.entries)
             if last or _region_key(self.entries[i + 1].spec) != key:
                 yield Region(not key[0], not key[1], start, entry.stop)
-                start = entry.stop
+                start = aligned(entry.stop)
 
     def add_uses(self) -> None:
         """Add the gradients of all uses into the first; the order of uses is fixed."""
@@ -129,8 +155,49 @@ class Bucket:
             self.grads[0] += other
 
     def zero_grad(self) -> None:
-        for grad in self.grads:
+        """Begin a step. Gradients without memory are zeroed when they are opened."""
+        for grad in self._early.values():
             grad.zero_()
+        if not self.sharded_grads:
+            for grad in self.grads:
+                grad.zero_()
+
+    def open_grads(self) -> None:
+        """Zeros to add weight gradients to."""
+        _restore(self.grads[0])
+        self.grads[0].zero_()
+
+    def collect_early(self) -> None:
+        """Move what ``I`` has left so far to its place among the gradients."""
+        for entry in self.entries:
+            early = self._early.get(entry.spec.name)
+            if early is not None:
+                self.view(self.grads[0], entry).copy_(early)
+                early.zero_()
+
+    def close_grads(self) -> None:
+        _release(self.grads[0])
+
+    def open_weights(self) -> Tensor:
+        """Memory for the weights, to be filled through what is returned.
+
+        That shares the memory but not the version by which autograd knows of changes: the values
+        that come back are those that it has seen.
+        """
+        _restore(self.weights)
+        return self.weights.data
+
+    def close_weights(self) -> None:
+        _release(self.weights)
+
+
+def _release(flat: Tensor) -> None:
+    """Give the memory back; views stay valid and get it back with it."""
+    flat.untyped_storage().resize_(0)
+
+
+def _restore(flat: Tensor) -> None:
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def _region_key(spec: ParameterSpec) -> tuple[bool, bool]:
@@ -140,36 +207,44 @@ def _region_key(spec: ParameterSpec) -> tuple[bool, bool]:
 def make_buckets(
     modules: Mapping[int, GPTStage],
     mesh: ParallelMesh,
+    policy: ZeroPolicy,
     *,
     tied: bool,
     holders: Sequence[Sequence[int]],
+    in_process: bool = False,
 ) -> list[Bucket]:
     """Give the parameters of this process' stages their storage.
 
-    holders[stage] are the pipeline indices of the processes that hold a stage. A stage with
-    several holders, and `tied` embeddings, which the first and the last stage hold, are reduced
-    over them too. Buckets come in stage order, the tied last.
+    holders[stage] are the pipeline ranks that hold a stage. A stage with several holders, and
+    `tied` embeddings, which the first and the last stage hold, are reduced over them too, unless
+    the pipeline is `in_process` and they are one. Buckets come in stage order, the tied last.
     """
-    axes: dict[tuple[int, ...], Axis] = {}
+    groups = BucketGroups(mesh, policy)
 
-    def axis_of(pp_indices: Sequence[int]) -> Axis:
-        key = tuple(sorted(set(pp_indices)))
-        if len(key) == 1:
-            return mesh.dp
-        if key not in axes:
-            axes[key] = mesh.connected(mesh.group_of(mesh.grid.holders(mesh.rank, key)))
-        return axes[key]
+    def bucket(index: int, owned: Sequence[Owned], ranks: Sequence[int], *, shared: bool) -> Bucket:
+        shard, replicate = groups.axes_of([0] if in_process else ranks)
+        return Bucket(
+            index,
+            owned,
+            shard,
+            mesh.device,
+            replicate=replicate,
+            shared=shared,
+            sharded_grads=policy.shards_gradients and not shared,
+            sharded_weights=policy.shards_weights,
+        )
 
     buckets = []
-    shared: list[Owned] = []
+    word: list[Owned] = []
     for stage, module in sorted(modules.items()):
         own: list[Owned] = []
         for owned in owned_parameters(module):
             is_shared = tied and spec_of(owned.parameter).name == WORD_EMBEDDING
-            (shared if is_shared else own).append(owned)
+            (word if is_shared else own).append(owned)
         if own:
-            buckets.append(Bucket(stage, own, axis_of(holders[stage]), mesh.device))
-    if shared:
-        axis = axis_of([*holders[0], *holders[-1]])
-        buckets.append(Bucket(len(holders), shared, axis, mesh.device))
+            shared = len(set(holders[stage])) > 1
+            buckets.append(bucket(stage, own, holders[stage], shared=shared))
+    if word:
+        both = [*holders[0], *holders[-1]]
+        buckets.append(bucket(len(holders), word, both, shared=True))
     return buckets

@@ -27,6 +27,16 @@ class Do(IntEnum):
     COMPUTE = 0
     SEND = 1
     RECV = 2
+    REDUCE = 3
+    """Send off the gradients of a stage."""
+    OPEN = 4
+    """Make room for the gradients of a stage."""
+    UNSHARD = 5
+    """Begin to gather the weights of a stage."""
+    AWAIT = 6
+    """Wait until the weights of a stage are there."""
+    RESHARD = 7
+    """Let go of the gathered weights of a stage."""
 
 
 class Action(NamedTuple):
@@ -34,7 +44,8 @@ class Action(NamedTuple):
 
     A message is named by what it carries, alike at both ends: kind F is the output of the forward
     of (stage, microbatch), for stage+1; kind I is the input gradient of its backward (I or B), for
-    stage-1.
+    stage-1. What data-parallel replicas do together names the stage alone
+    (:mod:`megapipe.schedule.synchronise`).
     """
 
     do: Do

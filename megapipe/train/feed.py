@@ -7,7 +7,7 @@ what its own first and last stages need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from megapipe.config import Config
 from megapipe.engine.stage import Key
 from megapipe.layout import Layout
-from megapipe.mesh import ParallelMesh
+from megapipe.mesh import AxisName, ParallelMesh
 from megapipe.model.microbatch import MicroBatch
+from megapipe.ops.documents import Documents, document_ids
 from megapipe.schedule.ir import Schedule
 
 Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
@@ -48,21 +49,35 @@ def pieces(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> Itera
 
 
 class Feed:
-    """Fetches micro-batches for the stages of the pipeline ranks that this process runs."""
+    """Fetches micro-batches for the stages of the pipeline ranks that this process runs.
+
+    With `document_end`, the token that ends a document, attention ends at documents: then every
+    stage needs to know where they are.
+    """
 
     def __init__(
-        self, config: Config, layout: Layout, mesh: ParallelMesh, ranks: Collection[int]
+        self,
+        config: Config,
+        layout: Layout,
+        mesh: ParallelMesh,
+        ranks: Collection[int],
+        *,
+        document_end: int | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
         self.mesh = mesh
         self.ranks = ranks
+        self.document_end = document_end
 
     def fetch(
-        self, schedule: Schedule, rows: Rows, step: int, first: int
+        self, schedule: Schedule, rows: Rows, step: int, first: int, factor: float = 1.0
     ) -> tuple[dict[Key, MicroBatch], int]:
-        """The micro-batches of the samples from `first` on, and the number of unmasked tokens
-        over all replicas."""
+        """The micro-batches of the samples from `first` on, and the number of unmasked tokens of
+        the last stages of this process.
+
+        `factor` multiplies the loss besides the global token count (a loss scale).
+        """
         lengths = self.layout.slice_lengths
         if schedule.slices == 1:
             lengths = (sum(lengths),)
@@ -71,12 +86,12 @@ class Feed:
         own = 0
         for piece in all_pieces:
             is_first, is_last = self._ends(schedule, piece)
-            if (is_first or is_last) and piece.whole not in fetched:
+            needed = is_first or is_last or self.document_end is not None
+            if needed and piece.whole not in fetched:
                 fetched[piece.whole] = self._whole(rows, first, piece.whole)
             if is_last:
                 own += int(fetched[piece.whole][2][piece.rows, piece.positions].sum())
-        count = torch.tensor([own], dtype=torch.float64)
-        total = int(self.mesh.ordered_sum(count, "dp", "pp").item())
+        total = self._over_replicas(schedule, own)
         length = sum(lengths) if len(lengths) > 1 else None
         result = {}
         for piece in all_pieces:
@@ -90,15 +105,35 @@ class Feed:
                 index=piece.whole * self.layout.dp + self.mesh.dp.index,
                 step=step,
                 seed=self.config.run.seed,
-                scale=1.0 / total if total else 0.0,
+                scale=factor / total if total else 0.0,
                 tokens=tokens,
                 labels=labels,
                 mask=mask,
+                documents=self._documents(fetched, piece),
                 part=piece.rows.start,
                 start=piece.positions.start,
                 sequence_length=length,
             )
-        return result, total
+        return result, own
+
+    def _documents(
+        self, fetched: Mapping[int, tuple[Tensor, Tensor, Tensor]], piece: Piece
+    ) -> Documents | None:
+        """Those of the piece's tokens, and of the tokens before it in the same samples."""
+        if self.document_end is None:
+            return None
+        tokens = fetched[piece.whole][0][piece.rows, : piece.positions.stop]
+        return Documents(document_ids(tokens, self.document_end), self.mesh.device)
+
+    def _over_replicas(self, schedule: Schedule, own: int) -> int:
+        """Unmasked tokens of the global batch, on the ranks that hold a last stage.
+
+        Only where there are several of those do pipeline ranks have to wait for each other.
+        """
+        count = torch.tensor([own], dtype=torch.float64)
+        several = len({homes[-1] for homes in schedule.placement.table}) > 1
+        axes: tuple[AxisName, ...] = ("dp", "pp") if several else ("dp",)
+        return int(self.mesh.ordered_sum(count, *axes).item())
 
     def _ends(self, schedule: Schedule, piece: Piece) -> tuple[bool, bool]:
         """Whether the piece's first and last stage are of this process."""

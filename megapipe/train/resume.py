@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,10 +11,9 @@ from megapipe.cli import flatten
 from megapipe.config import Config
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.mesh import ParallelMesh
-from megapipe.optim.zero import MOMENTS, Optimizer
 from megapipe.plan.params import parameter_shapes
-from megapipe.train import state
 from megapipe.train.agreement import all_or_none
+from megapipe.train.step import TrainStep
 
 FREE = ("model.dtype", "model.dropout", "model.init_std")
 """Keys of a model that may differ from the checkpoint's."""
@@ -60,12 +60,12 @@ def choose(config: Config, checkpoints: Path, mesh: ParallelMesh) -> Source:
     return source
 
 
-def load(checkpoint: Checkpoint, config: Config, optimizer: Optimizer, mesh: ParallelMesh) -> None:
-    """Set weights and moments to the checkpoint's. Raises on every rank if it does not fit."""
+def load(checkpoint: Checkpoint, config: Config, step: TrainStep, mesh: ParallelMesh) -> None:
+    """Set weights and states to the checkpoint's. Raises on every rank if it does not fit."""
     error = None
     try:
-        _check_model(checkpoint, config)
-        state.load(optimizer, checkpoint)
+        _check_model(checkpoint, config, step.optimizer.rule.states)
+        step.load(checkpoint)
     except MegapipeError as problem:
         error = problem
     all_or_none(mesh, error)
@@ -101,8 +101,8 @@ def _verified(path: Path, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
     return (checkpoint, "") if first is None else (None, first)
 
 
-def _check_model(checkpoint: Checkpoint, config: Config) -> None:
-    """Refuse the weights of a model that computes something else."""
+def _check_model(checkpoint: Checkpoint, config: Config, states: Sequence[str]) -> None:
+    """Refuse the weights of a model that computes something else, or without these states."""
     stored = checkpoint.manifest.config
     for key, value in flatten(config).items():
         if key.startswith("model.") and key not in FREE and stored.get(key) != value:
@@ -112,7 +112,7 @@ def _check_model(checkpoint: Checkpoint, config: Config) -> None:
     checkpoint.match(
         {
             f"{kind}/{name}": shape
-            for kind in ("model", *(f"optimizer.{moment}" for moment in MOMENTS))
+            for kind in ("model", *(f"optimizer.{name}" for name in states))
             for name, shape in parameter_shapes(config.model).items()
         }
     )

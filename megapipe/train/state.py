@@ -13,13 +13,13 @@ from torch import Tensor
 from megapipe.checkpoint.boxes import Box, flat_boxes, intersect, whole
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.writer import Piece
-from megapipe.optim.zero import Optimizer
+from megapipe.optim.optimizer import Optimizer
 from megapipe.tensor_parallel.parameter import ParameterSpec
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:
-    """What this rank contributes to a checkpoint: master weights and moments, named by what
-    they are ("model/<name>", "optimizer.exp_avg/<name>")."""
+    """What this rank contributes to a checkpoint: master weights and states, named by what they
+    are ("model/<name>", "optimizer.exp_avg/<name>")."""
     for owned in optimizer.own_slices():
         spec = owned.spec
         for position, local in flat_boxes(spec.sizes, owned.start, owned.stop):
@@ -49,10 +49,10 @@ def read_box(checkpoint: Checkpoint, kind: str, spec: ParameterSpec, out: Tensor
         out[box.inside(placed)] = values.to(out.dtype)
 
 
-def load(optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Set weights, and moments if there are any, to those of a checkpoint."""
+def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int) -> None:
+    """Set weights and optimizer states, which have seen `updates`, to those of a checkpoint."""
     optimizer.set_weights(lambda spec, out: read_box(checkpoint, "model", spec, out))
-    optimizer.set_moments(
-        checkpoint.step,
-        lambda moment, spec, out: read_box(checkpoint, f"optimizer.{moment}", spec, out),
+    optimizer.set_states(
+        updates,
+        lambda name, spec, out: read_box(checkpoint, f"optimizer.{name}", spec, out),
     )

@@ -3,8 +3,9 @@
 :class:`TrainStep` owns what a process computes with: its stages, the executors that run their
 programs, and the optimizer. A step is::
 
-    fetch micro-batches -> count unmasked tokens over dp -> run the pipeline program
-    -> reduce gradients, norm -> clip, update, gather weights -> loss to every rank
+    fetch micro-batches -> count unmasked tokens over dp -> run the pipeline program, which
+    sends off each stage's gradients when they are complete -> add up norms and losses over
+    all ranks, once -> clip, update -> begin to gather the new weights
 
 Gradient accumulation is the pipeline's micro-batches, so a single stage takes the same path. The
 loss is the sum of token losses over the global batch by the number of unmasked tokens in it; each
@@ -14,12 +15,15 @@ micro-batch back-propagates its sum by that global count, so gradients only ever
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config import Config
 from megapipe.engine.channels import (
     Channels,
@@ -27,22 +31,31 @@ from megapipe.engine.channels import (
     MessageShape,
     ProcessGroupChannels,
 )
-from megapipe.engine.executor import Executor, run_together
+from megapipe.engine.executor import Executor, Opening, run_together
 from megapipe.engine.recorder import Record, Recorder
 from megapipe.engine.stage import Key, Stage
-from megapipe.errors import NumericError, ScheduleError
+from megapipe.errors import CheckpointError, NumericError, ScheduleError
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
 from megapipe.model.gpt import TORCH_DTYPES, GPTStage
 from megapipe.model.microbatch import MicroBatch
 from megapipe.optim.buffers import make_buckets
 from megapipe.optim.lr import learning_rate
-from megapipe.optim.zero import Optimizer, total_norm
+from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.policy import ZeroPolicy
+from megapipe.optim.scaler import LossScaler
+from megapipe.optim.store import StatePolicy
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.lower import lower, pairs
-from megapipe.tensor_parallel.parameter import Sharding
+from megapipe.schedule.lower import Program, lower, pairs
+from megapipe.schedule.opening import arriving, cut, opening
+from megapipe.schedule.synchronise import synchronise
+from megapipe.tensor_parallel.parameter import ParameterSpec, Sharding
+from megapipe.train import state
 from megapipe.train.feed import Feed, Rows
+from megapipe.train.kernels import agreed_kernels
+from megapipe.train.totals import Totals
+from megapipe.train.trust import Trust
 
 VALIDATION_MICROBATCHES = 64
 """Most micro-batches of one validation program."""
@@ -52,17 +65,28 @@ VALIDATION_MICROBATCHES = 64
 class StepResult:
     """What a step did, the same on every rank."""
 
+    step: int
+    """Counted from 0."""
     loss: float
     """Mean loss per unmasked token of the global batch, nats."""
     grad_norm: float
-    """Global gradient norm before clipping."""
+    """Global gradient norm before clipping; not finite where the step was skipped."""
     lr: float
     tokens: int
     """Unmasked tokens in the global batch."""
+    loss_scale: float = 1.0
+    """Factor of the loss in the backward pass (fp16)."""
+    stop: bool = False
+    """Whether some rank was asked to stop by then."""
 
 
 class TrainStep:
-    """The computation of one process; `schedule` replaces the configured one if given."""
+    """The computation of one process; `schedule` replaces the configured one if given.
+
+    `document_end` is the token that ends a document, needed with ``data.document_mask``.
+    `initial` writes the initial weights, each time a box of a global tensor; by default they are
+    drawn from ``run.seed``.
+    """
 
     def __init__(
         self,
@@ -71,6 +95,8 @@ class TrainStep:
         mesh: ParallelMesh,
         *,
         schedule: Schedule | None = None,
+        document_end: int | None = None,
+        initial: Callable[[ParameterSpec, Tensor], None] | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -80,6 +106,7 @@ class TrainStep:
         self.in_process = config.pipeline.channels == "in_process"
         self.pipeline_ranks = range(layout.pp) if self.in_process else [mesh.pp.index]
         self.dtype = TORCH_DTYPES[config.model.dtype]
+        self.kernels = agreed_kernels(config, mesh, self.dtype, cut=self.schedule.slices > 1)
         self.modules = {
             s: GPTStage(config.model, layout.stage_layers[s], self._sharding())
             for rank in self.pipeline_ranks
@@ -89,20 +116,24 @@ class TrainStep:
         channels = self._connect()
         self.optimizer = self._make_optimizer()
         self.stages = {
-            s: Stage(module, recompute=s in self.schedule.recompute)
+            s: Stage(module, layout.units[s], recompute=s in self.schedule.recompute)
             for s, module in self.modules.items()
         }
         for stage in self.stages.values():
             stage.own_autograd_parameters()
         self._channels = channels
-        self._feed = Feed(config, layout, mesh, self.pipeline_ranks)
+        if not config.data.document_mask:
+            document_end = None
+        self._feed = Feed(config, layout, mesh, self.pipeline_ranks, document_end=document_end)
+        self.scaler = LossScaler(config.optimizer, config.model.dtype)
         self._executors = self._make_executors(self.schedule, train=True)
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
         self._recorders = [Recorder(mesh.device) for _ in self.pipeline_ranks]
         self._recording: list[Executor] = []
         self.last = self.stages.get(self.placement.stages - 1)
         seed = config.run.seed
-        self.optimizer.set_weights(lambda spec, out: spec.initialise(out, seed))
+        self.optimizer.set_weights(initial or (lambda spec, out: spec.initialise(out, seed)))
+        self.trust = Trust(self) if config.optimizer.post_validation else None
 
     def _check_schedule(self) -> None:
         """Refuse a schedule of another number of ranks, stages or micro-batches."""
@@ -117,7 +148,8 @@ class TrainStep:
             )
 
     def _sharding(self) -> Sharding:
-        return Sharding(self.mesh.tp, self.config.parallel.sequence_parallel, self.dtype)
+        parallel = self.config.parallel
+        return Sharding(self.mesh.tp, parallel.sequence_parallel, self.dtype, kernels=self.kernels)
 
     def _connect(self) -> list[Channels]:
         """This process' channel ends, one per pipeline rank that it runs."""
@@ -134,19 +166,30 @@ class TrainStep:
 
     def _make_optimizer(self) -> Optimizer:
         placement = self.placement
-        holders = [
-            [0] if self.in_process else placement.holders(stage)
-            for stage in range(placement.stages)
-        ]
         buckets = make_buckets(
-            self.modules, self.mesh, tied=self.config.model.tied_embeddings, holders=holders
+            self.modules,
+            self.mesh,
+            ZeroPolicy.of(self.config.optimizer, self.layout.dp),
+            tied=self.config.model.tied_embeddings,
+            holders=[placement.holders(stage) for stage in range(placement.stages)],
+            in_process=self.in_process,
         )
-        return Optimizer(buckets, self.config.optimizer, self.mesh, placement.stages)
+        run = self.config.run
+        states = StatePolicy.of(self.config.optimizer, run.seed, Path(run.folder) / run.name)
+        return Optimizer(
+            buckets,
+            self.config.optimizer,
+            self.mesh,
+            placement.stages,
+            states=states,
+            kernel=self.kernels.adam,
+        )
 
     def use(self, schedule: Schedule) -> None:
         """Go on with another schedule, on the same placement, from the next step on."""
         assert schedule.placement == self.placement
         assert schedule.recompute == self.schedule.recompute
+        assert self.trust is None or not self.trust.open
         self.schedule = schedule
         self._check_schedule()
         self._executors = self._make_executors(schedule, train=True)
@@ -156,7 +199,7 @@ class TrainStep:
         self, schedule: Schedule, *, train: bool, record: bool = False
     ) -> list[Executor]:
         recorders = self._recorders if record else [None] * len(self.pipeline_ranks)
-        return [
+        executors = [
             Executor(
                 program,
                 {s: self.stages[s] for s in self.placement.stages_of(program.rank)},
@@ -164,11 +207,35 @@ class TrainStep:
                 shape=self._message_shape(schedule),
                 train=train,
                 recorder=recorder,
+                replicas=self.optimizer,
             )
             for program, channels, recorder in zip(
-                lower(schedule, self.pipeline_ranks), self._channels, recorders, strict=True
+                self._programs(schedule), self._channels, recorders, strict=True
             )
         ]
+        if train and self.config.optimizer.post_validation:
+            self._set_opening(executors[0], schedule)
+        return executors
+
+    def _set_opening(self, executor: Executor, schedule: Schedule) -> None:
+        """Tell where the executor's steps can be given up."""
+        rank, operations = executor.program.rank, opening(schedule)
+        executor.set_opening(
+            Opening(cut(executor.program, operations[rank]), arriving(schedule, rank, operations))
+        )
+
+    def _programs(self, schedule: Schedule) -> Iterator[Program]:
+        """What this process' pipeline ranks do, with what their replicas do together."""
+        policy, placement = self.optimizer.policy, self.placement
+        shared = [s for s in range(placement.stages) if len(placement.holders(s)) > 1]
+        for program in lower(schedule, self.pipeline_ranks):
+            yield synchronise(
+                program,
+                shared=shared,
+                in_runs=policy.shards_gradients,
+                prefetch=policy.prefetch if policy.shards_weights else None,
+                unsplit=[placement.stages - 1] if self.kernels.loss_chunk else [],
+            )
 
     def _message_shape(self, schedule: Schedule) -> MessageShape:
         """[slice length (/tp), rows, hidden] of what is sent for a (micro-batch, slice)."""
@@ -182,47 +249,102 @@ class TrainStep:
 
         return shape
 
-    def train(self, step: int, rows: Rows, *, record: bool = False) -> StepResult:
-        """Optimizer step `step`, counted from 0.
+    def train(
+        self,
+        step: int,
+        rows: Rows,
+        *,
+        record: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> StepResult | None:
+        """Optimizer step `step`, counted from 0, and its result.
 
-        With `record`, :meth:`records` then tells when each op ran. Raises :class:`NumericError`
-        before an update with a gradient that is not finite.
+        With ``optimizer.post_validation`` the result is of the step before, None for the first;
+        :meth:`settle` gives the last. `stop` tells, at the end, whether this rank was asked to
+        stop. With `record`, :meth:`records` then tells when each op ran. Raises
+        :class:`NumericError` before an update with a gradient that is not finite.
         """
-        first = step * self.config.train.global_batch
-        microbatches, count = self._feed.fetch(self.schedule, rows, step, first)
-        self.optimizer.zero_grad()
+        executors = self._executors
         if record:
             self._recording = self._recording or self._make_executors(
                 self.schedule, train=True, record=True
             )
+            executors = self._recording
             self.mesh.barrier()
-        self._run(self._recording if record else self._executors, microbatches)
-        loss_sum = self._loss_sum()
-        squares = self.optimizer.reduce()
-        norm = total_norm(squares)
-        loss = loss_sum / max(count, 1)
-        if not (math.isfinite(loss) and math.isfinite(norm.item())):
+        if self.trust is not None:
+            return self.trust.train(executors[0], step, rows, stop)
+        microbatches, tokens = self.fetch(step, rows)
+        self.optimizer.zero_grad()
+        self._run(executors, microbatches)
+        own = self.own_totals(tokens, stop).pack()
+        return self.apply(step, Totals.unpack(self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp")))
+
+    def settle(self) -> StepResult | None:
+        """Make sure of all steps so far: the result of the last if it was still open.
+
+        To be called before weights are used for anything but the next step.
+        """
+        return None if self.trust is None else self.trust.settle()
+
+    def fetch(self, step: int, rows: Rows) -> tuple[dict[Key, MicroBatch], int]:
+        """The micro-batches of a step, and the number of unmasked tokens that count here."""
+        first = step * self.config.train.global_batch
+        return self._feed.fetch(self.schedule, rows, step, first, self.scaler.scale)
+
+    def own_totals(self, tokens: int, stop: Callable[[], bool]) -> Totals:
+        """What this rank adds to the totals of a step whose backward passes are done."""
+        squares = self.optimizer.finish_reduce(self.scaler.scale)
+        return Totals(tuple(squares.tolist()), *self._own_loss(tokens), stop())
+
+    def lr(self, step: int) -> float:
+        return learning_rate(self.config.optimizer, step, self.config.train.steps)
+
+    def clipping(self, totals: Totals) -> float:
+        """What gradients are multiplied by to keep to the largest norm; 1 if they do."""
+        clip = self.config.optimizer.clip
+        return 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
+
+    def apply(self, step: int, totals: Totals) -> StepResult:
+        """Update by gradients with these totals of all ranks; fp16 may skip the update instead."""
+        result = self.result(step, totals)
+        if not totals.finite and (not self.scaler.dynamic or not math.isfinite(totals.loss_sum)):
             raise NumericError(
-                f"step {step + 1}: loss {loss}, gradient norm {norm.item()} "
-                f"({self._not_finite(squares)}): not finite; "
+                f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm} "
+                f"({totals.not_finite()}): not finite; "
                 "lower optimizer.lr or resume from an earlier checkpoint"
             )
-        lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
-        self.optimizer.update(lr, norm)
-        return StepResult(loss=loss, grad_norm=norm.item(), lr=lr, tokens=count)
+        if self.scaler.update(finite=totals.finite):
+            self.optimizer.update(result.lr, self.clipping(totals))
+        return result
+
+    def result(self, step: int, totals: Totals) -> StepResult:
+        return StepResult(
+            step=step,
+            loss=totals.loss,
+            grad_norm=totals.norm,
+            lr=self.lr(step),
+            tokens=totals.tokens,
+            loss_scale=self.scaler.scale,
+            stop=totals.stop,
+        )
+
+    def coordinates(self) -> dict[str, Any]:
+        """What a checkpoint says of the optimizer besides tensors, as JSON takes it."""
+        return {"updates": self.optimizer.count, "loss_scale": self.scaler.state()}
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Take over a checkpoint's weights, optimizer states and coordinates."""
+        coordinates: Mapping[str, Any] = checkpoint.manifest.coordinates
+        updates = coordinates.get("updates", checkpoint.step)
+        if type(updates) is not int or updates < 0:
+            raise CheckpointError(f"{checkpoint.path}: its number of updates is {updates}")
+        state.load(self.optimizer, checkpoint, updates)
+        self.scaler.load(coordinates.get("loss_scale", self.scaler.state()))
 
     def records(self) -> list[Record]:
         """The last recorded step of every pipeline rank, on the processes of the first one."""
         own = [recorder.record() for recorder in self._recorders]
         return [record for records in self.mesh.gather(own, "pp") for record in records]
-
-    def _not_finite(self, squares: Tensor) -> str:
-        """Where in the model the gradients are not finite."""
-        stages = [str(s) for s in range(self.placement.stages) if not squares[s].isfinite()]
-        parts = [f"stages {', '.join(stages)}"] if stages else []
-        if not squares[-1].isfinite():
-            parts.append("the tied embedding")
-        return "gradients of " + (" and ".join(parts) or "no stage")
 
     def evaluate(self, rows: Rows, samples: int) -> tuple[float, int]:
         """Mean loss per unmasked token over samples 0 .. `samples` - 1, and their count.
@@ -244,10 +366,12 @@ class TrainStep:
                 schedule = forward_only(self.placement, m)
                 self._validators[m] = schedule, self._make_executors(schedule, train=False)
             schedule, executors = self._validators[m]
-            microbatches, count = self._feed.fetch(schedule, masked, 0, first)
+            microbatches, own = self._feed.fetch(schedule, masked, 0, first)
             self._run(executors, microbatches)
-            total += self._loss_sum()
-            tokens += count
+            sums = torch.tensor(self._own_loss(own), dtype=torch.float64)
+            loss_sum, count = self.mesh.ordered_sum(sums, "tp", "dp", "pp").tolist()
+            total += loss_sum
+            tokens += int(count)
             first += m * per_microbatch
             left -= m
         return total / max(tokens, 1), tokens
@@ -258,10 +382,13 @@ class TrainStep:
         else:
             executors[0].run(microbatches)
 
-    def _loss_sum(self) -> float:
-        """Sum of all unmasked token losses, micro-batches in order, then ranks in order."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
+    def _own_loss(self, tokens: int) -> tuple[float, int]:
+        """Sum of this rank's unmasked token losses, micro-batches in order, and its `tokens`;
+        nothing on all but one of the tp ranks, which have the same."""
+        if self.mesh.tp.index > 0:
+            return 0.0, 0
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.last is not None:
             for key in sorted(self.last.loss_sums):
                 total += self.last.loss_sums[key]
-        return self.mesh.ordered_sum(total, "dp", "pp").item()
+        return total.item(), tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import time
 import uuid
 from pathlib import Path
@@ -70,12 +71,12 @@ class Trainer:
         self._make_folder()
         self.prepared = self._prepare(local_rank)
         self.training, self.validation = build_batches(config, tokenizer, self.prepared)
-        self.step = TrainStep(config, layout, mesh)
+        self.step = TrainStep(config, layout, mesh, document_end=tokenizer.eod)
         self.first_step = 0
         self.run_id = mesh.share(uuid.uuid4().hex)
         self.source = choose(config, self.checkpoints, mesh)
         if self.source.checkpoint is not None:
-            load(self.source.checkpoint, config, self.step.optimizer, mesh)
+            load(self.source.checkpoint, config, self.step, mesh)
             self.first_step = self.source.checkpoint.step
             if self.source.is_own:
                 self.run_id = self.source.checkpoint.manifest.run_id
@@ -124,6 +125,8 @@ class Trainer:
         """Train to the last step. Raises :class:`Preempted` after saving if asked to stop."""
         steps = self.config.train.steps
         self._note(self._banner())
+        for line in (self.step.kernels.banner(), *self.step.kernels.warnings()):
+            self._note(line)
         for reason in self.source.skipped:
             self._note(f"passed over a damaged checkpoint: {reason}")
         if self.source.checkpoint is not None:
@@ -137,20 +140,35 @@ class Trainer:
             start = time.perf_counter()
             drawn = step + 1 in self.config.log.timeline
             recorded = drawn or (auto is not None and auto.recording)
-            result = self.step.train(step, self.training.rows, record=recorded)
+            last = step + 1 == steps
+            validate = last or _due(self.config.train.validate_every, step + 1)
+            save = last or _due(self.config.checkpoint.every, step + 1)
+            results = [
+                self.step.train(
+                    step, self.training.rows, record=recorded, stop=lambda: bool(self.stop)
+                )
+            ]
+            stop = results[0] is not None and results[0].stop
+            if validate or save or stop:
+                results.append(self.step.settle())
             seconds = time.perf_counter() - start
             pace = seconds if pace is None else SMOOTHING * pace + (1 - SMOOTHING) * seconds
-            losses.append(result.loss)
-            self._report(step + 1, result, seconds, pace)
+            for result in results:
+                if result is not None:
+                    losses.append(result.loss)
+                    self._report(result, seconds, pace)
+                    if not math.isfinite(result.grad_norm):
+                        self._note(
+                            f"step {result.step + 1} is skipped: gradients are not finite at loss "
+                            f"scale {result.loss_scale:g}, which is halved"
+                        )
             if drawn:
                 self._draw_timeline(step + 1)
             if auto is not None:
                 auto.after(seconds, recorded=recorded)
-            stop = self.mesh.any(bool(self.stop))
-            last = step + 1 == steps
-            if not stop and (last or _due(self.config.train.validate_every, step + 1)):
+            if validate and not stop:
                 self._validate(step + 1)
-            if stop or last or _due(self.config.checkpoint.every, step + 1):
+            if stop or save:
                 self._save(step + 1)
             if stop and not last:
                 raise Preempted(f"stopped by a signal; saved step {step + 1} of {steps}")
@@ -176,9 +194,10 @@ class Trainer:
         if self.observer is not None:
             self.observer.note(text)
 
-    def _report(self, step: int, result: StepResult, seconds: float, pace: float) -> None:
+    def _report(self, result: StepResult, seconds: float, pace: float) -> None:
         if self.observer is None:
             return
+        step = result.step + 1
         train, device = self.config.train, self.mesh.device
         tokens = train.global_batch * train.sequence_length
         flops = tokens * token_flops(self.config.model, train.sequence_length)
@@ -244,6 +263,7 @@ class Trainer:
         coordinates: dict[str, Any] = {
             "step": step,
             "samples": step * self.config.train.global_batch,
+            **self.step.coordinates(),
         }
         meta = Meta(
             run_id=self.run_id,

@@ -20,10 +20,16 @@ from megapipe.engine import channels
 from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Key, Stage
 from megapipe.mesh import Axis
-from megapipe.model import attention, carry, gpt
+from megapipe.model import carry, gpt
+from megapipe.model.block import Blocks
 from megapipe.model.microbatch import MicroBatch
-from megapipe.optim import buffers, zero
-from megapipe.optim.zero import Optimizer, Shard
+from megapipe.ops import attention
+from megapipe.optim import buffers
+from megapipe.optim import shard as shards
+from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.policy import BucketGroups
+from megapipe.optim.rules import rule
+from megapipe.optim.shard import Shard
 from megapipe.schedule.ir import Schedule
 from megapipe.tensor_parallel import linear
 from megapipe.tensor_parallel.embedding import PositionEmbedding
@@ -47,22 +53,20 @@ def tied_uses_not_added() -> Patch:
 
 def tied_gradient_not_reduced_over_its_holders() -> Patch:
     """Each holder reduces over dp only, as if the other stage's use did not exist."""
-    make = buffers.make_buckets
-    return mock.patch(
-        "megapipe.train.step.make_buckets",
-        lambda *args, holders, **kwargs: make(*args, holders=[[0]] * len(holders), **kwargs),
+    axes_of = BucketGroups.axes_of
+    return mock.patch.object(
+        BucketGroups, "axes_of", lambda self, holders: axes_of(self, [self.mesh.pp.index])
     )
 
 
 def replicated_parameters_counted_on_every_tp_rank() -> Patch:
-    square = Optimizer._own_square
+    square = Shard.own_square
 
-    def wrong(self: Optimizer, shard: Shard, grads: Tensor) -> Tensor:
-        alone = mock.Mock(tp=Axis.alone())
-        with mock.patch.object(self, "mesh", alone):
-            return square(self, shard, grads)
+    def wrong(self: Shard) -> Tensor:
+        with mock.patch.object(self, "tp", Axis.alone()):
+            return square(self)
 
-    return mock.patch.object(Optimizer, "_own_square", wrong)
+    return mock.patch.object(Shard, "own_square", wrong)
 
 
 def one_weight_gradient_dropped() -> Patch:
@@ -80,9 +84,9 @@ def one_weight_gradient_dropped() -> Patch:
 def weight_gradients_overwritten_instead_of_added() -> Patch:
     add = linear.add_product
 
-    def wrong(parameter: Any, left: Tensor, right: Tensor) -> None:
+    def wrong(parameter: Any, *product: Any) -> None:
         parameter.main_grad.zero_()
-        add(parameter, left, right)
+        add(parameter, *product)
 
     return mock.patch.object(linear, "add_product", wrong)
 
@@ -175,16 +179,19 @@ def stale_receive_buffer() -> Patch:
 
 
 def sequence_partial_gradients_not_summed() -> Patch:
-    return mock.patch.object(Optimizer, "_sum_sequence_parts")
+    return mock.patch.object(Shard, "_sum_sequence_parts")
 
 
 def padded_logits_in_the_softmax() -> Patch:
-    right = gpt.vocab_parallel_cross_entropy
+    right = gpt.GPTStage._loss
 
-    def wrong(logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int) -> Tensor:
-        return right(logits, labels, tp, logits.shape[-1] * tp.size)
+    def wrong(self: gpt.GPTStage, hidden: Tensor, head: Any, mb: MicroBatch) -> Tensor:
+        padded = head.weight.shape[0] * self.sharding.tp.size
+        config = self.config.model_copy(update={"vocab_size": padded})
+        with mock.patch.object(self, "config", config):
+            return right(self, hidden, head, mb)
 
-    return mock.patch.object(gpt, "vocab_parallel_cross_entropy", wrong)
+    return mock.patch.object(gpt.GPTStage, "_loss", wrong)
 
 
 def gradients_not_zeroed() -> Patch:
@@ -192,10 +199,10 @@ def gradients_not_zeroed() -> Patch:
 
 
 def gradients_not_reduced_over_replicas() -> Patch:
-    def wrong(self: Shard) -> Tensor:
-        return self.bucket.grads[0][self.start : self.stop]
+    def wrong(self: Shard) -> None:
+        self.grad = self.bucket.grads[0][self.start : self.stop]
 
-    return mock.patch.object(Shard, "reduce", wrong)
+    return mock.patch.object(Shard, "finish_reduce", wrong)
 
 
 def recomputed_with_other_random_numbers() -> Patch:
@@ -217,14 +224,14 @@ def replicated_stage_has_a_bucket_of_each_holder_s_own() -> Patch:
 
 
 def loss_of_one_holder_of_the_last_stage_only() -> Patch:
-    loss_sum = TrainStep._loss_sum
+    own_loss = TrainStep._own_loss
 
-    def wrong(self: TrainStep) -> float:
+    def wrong(self: TrainStep, tokens: int) -> tuple[float, int]:
         if self.last is not None and self.mesh.pp.index > 0:
             self.last.loss_sums.clear()
-        return loss_sum(self)
+        return own_loss(self, tokens)
 
-    return mock.patch.object(TrainStep, "_loss_sum", wrong)
+    return mock.patch.object(TrainStep, "_own_loss", wrong)
 
 
 def clipped_by_the_local_norm() -> Patch:
@@ -234,13 +241,10 @@ def clipped_by_the_local_norm() -> Patch:
     def patches() -> Iterator[None]:
         update = Optimizer.update
 
-        def wrong(self: Optimizer, lr: float, norm: Tensor) -> None:
-            local = torch.zeros((), dtype=torch.float64)
-            for shard in self.shards:
-                for segment in shard.segments:
-                    assert segment.parameter.grad is not None
-                    local += segment.parameter.grad.double().square().sum()
-            update(self, lr, local.sqrt())
+        def wrong(self: Optimizer, lr: float, factor: float) -> None:
+            local = sum(shard.grad.double().square().sum().item() for shard in self.shards)
+            assert self.config.clip is not None
+            update(self, lr, min(1.0, self.config.clip / local**0.5))
 
         with mock.patch.object(Optimizer, "update", wrong):
             yield
@@ -249,16 +253,12 @@ def clipped_by_the_local_norm() -> Patch:
 
 
 def norms_and_biases_decay() -> Patch:
-    regions = buffers.Bucket.regions
-
-    def wrong(self: Any) -> Iterator[buffers.Region]:
-        return (region._replace(decay=True) for region in regions(self))
-
-    return mock.patch.object(buffers.Bucket, "regions", wrong)
+    overlap = rule.overlap
+    return mock.patch.object(rule, "overlap", lambda *args: overlap(*args)._replace(decay=True))
 
 
 def updated_weights_not_gathered() -> Patch:
-    return mock.patch.object(zero, "all_gather_in_place")
+    return mock.patch.object(shards, "start_all_gather", return_value=lambda: None)
 
 
 def positions_start_at_zero_on_every_sequence_shard() -> Patch:
@@ -276,7 +276,7 @@ def positions_start_at_zero_in_every_slice() -> Patch:
 
 def a_slice_attends_as_if_it_were_the_first() -> Patch:
     """The causal mask is put into the upper left corner of the scores."""
-    return mock.patch.object(attention, "causal_lower_right", causal_upper_left)
+    return mock.patch.object(attention, "lower_right", lambda s, t, _: causal_upper_left(s, t))
 
 
 def key_and_value_gradients_of_later_slices_dropped() -> Patch:
@@ -323,7 +323,7 @@ def last_layer_lost() -> Patch:
 
     def wrong(self: gpt.GPTStage, *args: Any, **options: Any) -> Tensor:
         layers = self.layers
-        self.layers = torch.nn.ModuleList(list(layers)[:-1])
+        self.layers = Blocks(list(layers)[:-1])
         try:
             return hidden(self, *args, **options)
         finally:

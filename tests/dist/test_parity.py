@@ -33,11 +33,16 @@ DIMENSIONS: dict[str, list[Any]] = {
     "sequence_parallel": [False, True],
     "tied": [False, True],
     "uneven": [False, True],
-    "vocab": [37, 40],
+    "vocab": [300, 512],
     "kv_heads": [None, 2],
     "masked": [0.0, 0.4],
-    "zero": [0, 1],
+    "documents": [False, True],
+    "zero": [0, 1, 2, 3],
+    "shard_size": [None, 1, 2],
+    "prefetch": [0, 1],
+    "loss_chunk": [None, 0, 5],
     "model": ["gpt2", "llama", "mixed", "gelu"],
+    "activations": ["keep", "stage", "full, two together", "of each some"],
     "in_process": [False, True],
     "debug": [False, True],
     "clip": [0.05, None],
@@ -53,6 +58,8 @@ def to_case(choice: dict[str, Any]) -> Case | None:
     if values["kv_heads"] == 2 and tp > 2:
         return None
     if values["uneven"] and stages == 1:
+        return None
+    if values["shard_size"] is not None and (dp % values["shard_size"] or not values["zero"]):
         return None
     group = 1 + values["m"] // 2 if schedule == "interleaved_1f1b" and values["m"] % 2 else None
     return Case(

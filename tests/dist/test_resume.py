@@ -53,7 +53,7 @@ class Play:
     """A run by the real trainer.
 
     `stop_after` ends it after the checkpoint of that step as if it were killed; `preempt` sends
-    rank 1 the signal of a scheduler after that step.
+    rank 1 the signal of a scheduler during that step.
     """
 
     name: str
@@ -81,10 +81,10 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
         train, save = trainer.step.train, trainer._save
 
         def train_and_note(step: int, rows: Any, **options: Any) -> Any:
-            result = train(step, rows, **options)
-            outcome.setdefault("steps", {})[step + 1] = result
             if this.preempt == step + 1 and world.rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
+            result = train(step, rows, **options)
+            outcome.setdefault("steps", {})[step + 1] = result
             return result
 
         def save_and_stop(step: int) -> None:

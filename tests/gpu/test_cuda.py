@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,10 +25,11 @@ from parity import (
     take_box,
 )
 
+from megapipe.engine.recorder import Recorder
 from megapipe.engine.weight_grad import add_product, main_grad
 from megapipe.mesh import Axis, Grid
 from megapipe.optim.buffers import Bucket, owned_parameters
-from megapipe.optim.zero import MOMENTS
+from megapipe.schedule.ir import Kind, Op
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.parameter import ParameterSpec, Sharding
 from megapipe.tensor_parallel.rng import draw_normal, seeded
@@ -134,7 +136,7 @@ def resume(world: World) -> tuple[Any, Any]:
             assert values.device.type == DEVICE
             whole = values.cpu().clone().view(own.spec.sizes)
             state.setdefault(kind, {})[own.spec.name] = whole
-    assert set(state) == {"model", *(f"optimizer.{moment}" for moment in MOMENTS)}
+    assert set(state) == {"model", "optimizer.exp_avg", "optimizer.exp_avg_sq"}
     again = TrainStep(config, layout, step.mesh)
 
     def weights(spec: ParameterSpec, out: torch.Tensor) -> None:
@@ -144,7 +146,7 @@ def resume(world: World) -> tuple[Any, Any]:
         take_box(state[f"optimizer.{moment}"][spec.name][: spec.shape[0]], spec, out)
 
     again.optimizer.set_weights(weights)
-    again.optimizer.set_moments(2, moments)
+    again.optimizer.set_states(2, moments)
     return step.train(2, rows), again.train(2, rows)
 
 
@@ -193,3 +195,14 @@ def test_seeded_draws_on_the_device_and_restores_its_generator() -> None:
     assert torch.cuda.get_rng_state().equal(before)
     assert draws[0].equal(draws[1])
     assert not draws[0].equal(draws[2])
+
+
+def test_operations_are_timed_by_events_of_the_device() -> None:
+    watch = Recorder(torch.device(DEVICE))
+    watch.begin()
+    for microbatch in range(3):
+        watch.timed(Op(Kind.F, 0, microbatch), lambda: torch.cuda._sleep(10_000_000))()
+    events = watch.events()
+    assert [event.op.microbatch for event in events] == [0, 1, 2]
+    for before, after in itertools.pairwise(events):
+        assert 0 <= before.start < before.end <= after.start < after.end

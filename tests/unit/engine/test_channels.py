@@ -48,7 +48,7 @@ def test_queues_in_one_process_keep_the_order_and_hand_over_the_tensor() -> None
     there, back = first.outgoing[1], second.outgoing[0]
     tensors = [torch.zeros(i) for i in range(4)]
     for _ in range(2):
-        second.incoming[0].begin(expected(FORWARD))
+        second.incoming[0].expect(expected(FORWARD))
         assert not second.incoming[0].arrived()
         for message, tensor in zip(FORWARD, tensors, strict=True):
             there.send(message, tensor)
@@ -58,7 +58,7 @@ def test_queues_in_one_process_keep_the_order_and_hand_over_the_tensor() -> None
             assert second.incoming[0].receive() is tensor
         assert not second.incoming[0].arrived()
         there.finish()
-    first.incoming[1].begin(expected(ANSWERS[:1]))
+    first.incoming[1].expect(expected(ANSWERS[:1]))
     back.send(ANSWERS[0], tensors[0])
     assert first.incoming[1].receive() is tensors[0]
 
@@ -73,7 +73,7 @@ def test_pipeline_ranks_in_one_process_have_a_queue_for_each_pair() -> None:
 
 def test_a_message_out_of_order_is_noticed_in_one_process() -> None:
     sender, receiver = InProcessChannels.connect(2)
-    receiver.incoming[0].begin(expected(FORWARD))
+    receiver.incoming[0].expect(expected(FORWARD))
     sender.outgoing[1].send(FORWARD[1], torch.zeros(1))
     with pytest.raises(AssertionError, match="expected 0F0, got 0F1"):
         receiver.incoming[0].receive()
@@ -186,7 +186,7 @@ def order(mesh: ParallelMesh, seen: Seen) -> None:
         for _ in range(2):
             if mesh.rank == 0:
                 there, back = channels.outgoing[1], channels.incoming[1]
-                back.begin(expected(ANSWERS))
+                back.expect(expected(ANSWERS))
                 for message in FORWARD:
                     there.send(message, tensor_of(message))
                 mesh.barrier()
@@ -199,7 +199,7 @@ def order(mesh: ParallelMesh, seen: Seen) -> None:
                 seen.under_way.append(len(there.under_way))
             else:
                 there, back = channels.outgoing[0], channels.incoming[0]
-                back.begin(expected(FORWARD))
+                back.expect(expected(FORWARD))
                 mesh.barrier()
                 for _ in range(3):
                     seen.values.append(back.receive().unique().item())
@@ -218,9 +218,9 @@ def one_receive_ahead(mesh: ParallelMesh, seen: Seen) -> None:
     else:
         line = channels.incoming[0]
         watched = line.group = Watched(line.group)
-        line.begin([])
+        line.expect([])
         seen.posted.append(len(watched.posted))
-        line.begin(expected(FORWARD))
+        line.expect(expected(FORWARD))
         seen.posted.append(len(watched.posted))
         for _ in FORWARD:
             line.receive()
@@ -236,7 +236,7 @@ def tensors_with_gaps(mesh: ParallelMesh, seen: Seen) -> None:
             channels.outgoing[1].send(FORWARD[0], gaps)
             channels.outgoing[1].finish()
         else:
-            channels.incoming[0].begin(expected(FORWARD[:1]))
+            channels.incoming[0].expect(expected(FORWARD[:1]))
             assert channels.incoming[0].receive().equal(gaps)
 
 
@@ -253,7 +253,7 @@ def buffers_are_nan(mesh: ParallelMesh, seen: Seen) -> None:
     else:
         back = channels.incoming[0]
         watched = back.group = Watched(back.group)
-        back.begin(expected(FORWARD[:1]))
+        back.expect(expected(FORWARD[:1]))
         received = back.receive()
         seen.filled = [nan for dtype, nan in watched.posted if dtype == torch.bfloat16]
         seen.filled.append(bool(received.isnan().any()))
@@ -276,7 +276,7 @@ def wrong_messages(mesh: ParallelMesh, seen: Seen) -> None:
         if mesh.rank == 0:
             channels.outgoing[1].send(sent, torch.ones(shape, dtype=dtype))
         else:
-            channels.incoming[0].begin(expected(FORWARD[1:2]))
+            channels.incoming[0].expect(expected(FORWARD[1:2]))
             try:
                 channels.incoming[0].receive()
                 seen.caught.append("")

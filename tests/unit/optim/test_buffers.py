@@ -15,6 +15,8 @@ from megapipe.model.config import ModelConfig
 from megapipe.model.gpt import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, main_dtype, make_buckets
+from megapipe.optim.policy import ZeroPolicy
+from megapipe.plan.buckets import ALIGNMENT, aligned
 from megapipe.tensor_parallel.parameter import Sharding, spec_of
 
 MODEL = ModelConfig(layers=2, hidden=6, heads=2, vocab_size=11).resolved(
@@ -66,7 +68,7 @@ def buckets_of(
     mesh: FakeMesh | None = None,
 ) -> list[Bucket]:
     fake: Any = mesh or FakeMesh(dp)
-    return make_buckets(modules, fake, tied=tied, holders=holders)
+    return make_buckets(modules, fake, ZeroPolicy(), tied=tied, holders=holders)
 
 
 FIRST = StageSpec(embedding=True, layers=range(1), head=False)
@@ -78,10 +80,10 @@ LAST = StageSpec(embedding=False, layers=range(2, 2), head=True)
 def test_entries_lie_end_to_end_in_a_length_that_the_group_divides(dp: int) -> None:
     (bucket,) = buckets_of({1: stage(MIDDLE)}, dp=dp)
     assert bucket.entries[0].start == 0
-    assert all(a.stop == b.start for a, b in itertools.pairwise(bucket.entries))
+    assert all(b.start in (a.stop, aligned(a.stop)) for a, b in itertools.pairwise(bucket.entries))
     assert all(entry.stop - entry.start == entry.spec.numel for entry in bucket.entries)
-    assert 0 <= bucket.numel - bucket.entries[-1].stop < dp
-    assert bucket.numel % dp == 0
+    assert 0 <= bucket.numel - bucket.entries[-1].stop < dp * ALIGNMENT
+    assert bucket.numel % (dp * ALIGNMENT) == 0
     assert len({entry.spec.name for entry in bucket.entries}) == 12
 
 
@@ -92,7 +94,7 @@ def test_regions_have_equal_properties_and_cover_every_parameter() -> None:
     assert kinds == [(True, True), (False, True), (False, False)], "decay first, split first"
     assert regions[0].start == 0
     assert regions[-1].stop == bucket.entries[-1].stop
-    assert all(a.stop == b.start for a, b in itertools.pairwise(regions))
+    assert all(b.start == aligned(a.stop) for a, b in itertools.pairwise(regions))
     for entry in bucket.entries:
         (home,) = [r for r in regions if r.start <= entry.start and entry.stop <= r.stop]
         assert (
@@ -180,7 +182,7 @@ def test_a_stage_without_parameters_of_its_own_has_no_bucket() -> None:
 def test_where_every_stage_has_one_holder_no_group_is_made() -> None:
     mesh = FakeMesh(dp=2)
     buckets = buckets_of({0: stage(FIRST), 2: stage(LAST)}, mesh=mesh)
-    assert all(bucket.axis is mesh.dp for bucket in buckets)
+    assert all(bucket.shard is mesh.dp for bucket in buckets)
     assert mesh.made == []
 
 
@@ -190,8 +192,8 @@ def test_a_replicated_stage_shares_its_bucket_with_all_its_holders() -> None:
     modules = {0: stage(FIRST), 2: stage(LAST)}
     first, last, tied = buckets_of(modules, mesh=mesh, holders=((0, 3), (1, 2), (3, 0)))
     assert mesh.made == [(0, 1, 6, 7)], "dp x holders, and one group for the same holders"
-    assert first.axis is last.axis is tied.axis
-    assert first.axis.size == 4
+    assert first.shard is last.shard is tied.shard
+    assert first.shard.size == 4
     assert first.numel % 4 == 0
 
 
@@ -202,9 +204,9 @@ def test_stages_with_other_holders_have_a_group_of_their_own() -> None:
         modules, mesh=mesh, holders=((0, 3), (0,), (0, 2)), tied=True
     )
     assert mesh.made == [(0, 3), (0, 2), (0, 2, 3)]
-    assert (first.axis.ranks, last.axis.ranks) == ((0, 3), (0, 2))
-    assert middle.axis is mesh.dp
-    assert tied.axis.ranks == (0, 2, 3), "those of the first and of the last stage, once each"
+    assert (first.shard.ranks, last.shard.ranks) == ((0, 3), (0, 2))
+    assert middle.shard.size == 1
+    assert tied.shard.ranks == (0, 2, 3), "those of the first and of the last stage, once each"
 
 
 @pytest.mark.parametrize(("first", "last"), [((0,), (3,)), ((3,), (0,)), ((0, 3), (3, 0))])
@@ -214,5 +216,5 @@ def test_the_tied_embedding_is_shared_by_the_holders_of_both_ends(
     mesh = FakeMesh(dp=2)
     module = {0: stage(FIRST)} if 0 in first else {2: stage(LAST)}
     *_, tied = buckets_of(module, mesh=mesh, holders=(first, (1,), last))
-    assert tied.axis.ranks == (0, 1, 6, 7)
+    assert tied.shard.ranks == (0, 1, 6, 7)
     assert tied.index == 3

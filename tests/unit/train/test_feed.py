@@ -45,7 +45,7 @@ class FakeMesh:
         self.elsewhere = elsewhere
 
     def ordered_sum(self, vector: Tensor, *axes: str) -> Tensor:
-        assert axes == ("dp", "pp")
+        assert axes in (("dp",), ("dp", "pp"))
         return vector + self.elsewhere
 
 
@@ -167,8 +167,8 @@ def test_the_ends_of_the_pipeline_alone_fetch_and_the_last_one_counts(
     result, count, asked = fetch(gpipe_on(loop(3), 2), [rank], elsewhere=5)
     assert len(asked) == 2 * fetches
     assert [here(mb) for mb in result.values()] == [[fetches] * 3] * 2
-    assert count == own + 5
-    assert all(mb.scale == 1 / count for mb in result.values()), "that of all processes"
+    assert count == own
+    assert all(mb.scale == 1 / (own + 5) for mb in result.values()), "the tokens of all processes"
 
 
 CROSSED = Placement(3, ((0, 1, 2), (1, 2, 0)))

@@ -1,0 +1,213 @@
+"""The optimizer of one process: reduces, clips and applies the gradients of its buckets.
+
+The pipeline's programs say when a stage's gradients are sent off and when its weights are needed
+(:mod:`megapipe.schedule.synchronise`); what then happens is the buckets' business
+(:mod:`megapipe.optim.shard`), and how a slice is updated that of the rule
+(:mod:`megapipe.optim.rules`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.config import OptimizerConfig
+from megapipe.mesh import ParallelMesh
+from megapipe.ops.adam import AdamKernel, torch_adam
+from megapipe.optim.buffers import Bucket, Entry
+from megapipe.optim.policy import ZeroPolicy
+from megapipe.optim.rules import build_rule
+from megapipe.optim.shard import Shard
+from megapipe.optim.store import StatePolicy
+from megapipe.tensor_parallel.parameter import ParameterSpec
+
+
+class OwnSlice(NamedTuple):
+    """This rank's share of one parameter: flat range [start, stop) of its local box."""
+
+    spec: ParameterSpec
+    start: int
+    stop: int
+    values: dict[str, Tensor]
+    """"model" (the master weights) and the states ("optimizer.exp_avg", ...), flat."""
+
+
+class Optimizer:
+    """Updates the weights of `buckets`, which are of the stages 0 .. `stages` - 1 and the tied one.
+
+    The order of use in a step: :meth:`zero_grad`, the backward passes, during which the executor
+    calls what :class:`~megapipe.engine.executor.Synchroniser` lists, :meth:`finish_reduce`,
+    :meth:`update`. State is kept as `states` says; `kernel` does the steps of
+    Adam.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        config: OptimizerConfig,
+        mesh: ParallelMesh,
+        stages: int,
+        *,
+        states: StatePolicy | None = None,
+        kernel: AdamKernel = torch_adam,
+    ) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.stages = stages
+        self.policy = ZeroPolicy.of(config, mesh.grid.dp)
+        self.rule = build_rule(config, mesh.tp, kernel)
+        self.count = 0
+        """Steps that the states have seen."""
+        self._kept = 0
+        narrow = self.policy.reduce_dtype
+        self.shards = [
+            Shard(bucket, mesh.tp, self.rule.states, states, reduce_dtype=narrow)
+            for bucket in buckets
+        ]
+        self._own: dict[int, Shard] = {}
+        """Shards whose gradients are complete with one stage's."""
+        self._of_stage: dict[int, list[Shard]] = defaultdict(list)
+        """All that a stage computes with."""
+        self._reducing: Shard | None = None
+        """What was sent off last of those that give their gradients' memory back."""
+        for shard in self.shards:
+            index = shard.bucket.index
+            users = [index] if index < stages else [0, stages - 1]
+            for stage in users:
+                self._of_stage[stage].append(shard)
+            if not shard.bucket.shared:
+                self._own[index] = shard
+
+    def zero_grad(self) -> None:
+        for shard in self.shards:
+            shard.zero_grad()
+
+    def open_grads(self, stage: int) -> None:
+        if stage in self._own:
+            self._own[stage].open_grads()
+
+    def reduce(self, stage: int) -> None:
+        shard = self._own.get(stage)
+        if shard is None:
+            return
+        if shard.bucket.sharded_grads:
+            # with those being added to, two stages at most have memory for gradients
+            if self._reducing is not None:
+                self._reducing.finish_reduce()
+            self._reducing = shard
+        shard.start_reduce()
+
+    def unshard(self, stage: int) -> None:
+        for shard in self._of_stage[stage]:
+            shard.unshard()
+
+    def await_weights(self, stage: int) -> None:
+        for shard in self._of_stage[stage]:
+            shard.await_weights()
+
+    def reshard(self, stage: int) -> None:
+        for shard in self._of_stage[stage]:
+            shard.reshard()
+
+    def finish_reduce(self, loss_scale: float = 1.0) -> Tensor:
+        """Complete the gradients of the step over the replicas, without the loss scale.
+
+        Returns the squared norms of what this rank owns, fp64: of each stage, and of the tied
+        bucket. Over all ranks they add up to the squares of the whole model's.
+        """
+        for shard in self.shards:
+            if shard.bucket.shared:
+                shard.start_reduce()
+        squares = torch.zeros(self.stages + 1, dtype=torch.float64, device=self.mesh.device)
+        for shard in self.shards:
+            shard.finish_reduce()
+            if loss_scale != 1.0:
+                shard.grad.mul_(1.0 / loss_scale)
+            squares[shard.bucket.index] += shard.own_square()
+        return squares
+
+    @torch.no_grad()
+    def update(self, lr: float, factor: float = 1.0) -> None:
+        """Take one step by the gradients times `factor`."""
+        if factor != 1.0:
+            for shard in self.shards:
+                shard.grad.mul_(factor)
+        for shard in self.shards:
+            shard.await_weights()  # an earlier gather still reads what is about to change
+            shard.store.begin(self.count)
+        self.rule.step(self.shards, lr, self.count)
+        self.count += 1
+        for shard in self.shards:
+            shard.publish()
+
+    def keep(self) -> None:
+        """Remember weights and states, for :meth:`undo`."""
+        self._kept = self.count
+        for shard in self.shards:
+            shard.store.keep()
+
+    def undo(self) -> None:
+        """Put weights and states back to what :meth:`keep` saw, bitwise; gradients stay.
+
+        All ranks do so, those too that have not made an update since.
+        """
+        self.count = self._kept
+        for shard in self.shards:
+            shard.await_weights()
+            shard.store.undo()
+            shard.publish()
+
+    def publish_shared(self) -> None:
+        """Take part in the gathers of buckets that other pipeline ranks may have updated."""
+        for shard in self.shards:
+            if shard.bucket.shared:
+                shard.publish()
+
+    def await_all_weights(self) -> None:
+        """Until the weights that the last update made are everywhere."""
+        for shard in self.shards:
+            shard.await_weights()
+
+    @torch.no_grad()
+    def set_weights(self, fill: Callable[[ParameterSpec, Tensor], None]) -> None:
+        """Set every local weight: `fill(spec, out)` writes a box of a global tensor.
+
+        Masters get the values in full precision, weights in the model dtype.
+        """
+        for shard, entry, values in self._entries():
+            fill(entry.spec, values)
+            shard.set_weights(entry, values)
+
+    def set_states(self, steps: int, fill: Callable[[str, ParameterSpec, Tensor], None]) -> None:
+        """Set the states after `steps`: `fill(name, spec, out)` writes a box of a global tensor."""
+        self.count = steps
+        for name in self.rule.states:
+            for shard, entry, values in self._entries():
+                if entry.start < shard.stop and shard.start < entry.stop:
+                    fill(name, entry.spec, values)
+                    shard.set_state(name, entry, values)
+
+    def _entries(self) -> Iterator[tuple[Shard, Entry, Tensor]]:
+        """Every parameter, with zeros of its local shape in full precision."""
+        for shard in self.shards:
+            dtype = shard.bucket.grads[0].dtype
+            for entry in shard.bucket.entries:
+                yield shard, entry, torch.zeros(entry.spec.sizes, dtype=dtype)
+
+    def own_slices(self) -> Iterator[OwnSlice]:
+        """What this rank alone answers for in a checkpoint: together, every value exactly once."""
+        for shard in self.shards:
+            for entry in shard.bucket.entries:
+                if entry.spec.split_dim is None and self.mesh.tp.index > 0:
+                    continue
+                a, b = max(entry.start, shard.own_start), min(entry.stop, shard.own_stop)
+                if a < b:
+                    here = a - shard.start, b - shard.start
+                    values = {"model": shard.store.read("model", *here)}
+                    for name in self.rule.states:
+                        values[f"optimizer.{name}"] = shard.store.read(name, *here)
+                    yield OwnSlice(entry.spec, a - entry.start, b - entry.start, values)

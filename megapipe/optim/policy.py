@@ -1,0 +1,108 @@
+"""What of a model's state is sharded, over which processes (ZeRO, Rajbhandari et al., 1910.02054).
+
+=====  =====================================  ================================================
+stage  each process keeps a slice of          communicated per step
+=====  =====================================  ================================================
+0      nothing                                one all-reduce of gradients
+1      optimizer state                        one reduce-scatter, one all-gather of weights
+2      and gradients                          a reduce-scatter per run of weight gradients
+3      and weights                            and an all-gather each time a stage is unsharded
+=====  =====================================  ================================================
+
+With `shard_size` the slices are over that many neighbours only and every such group has them all
+(MiCS, Zhang et al., 2205.00119; hybrid sharding, Zhao et al., 2304.11277): gradients are
+reduce-scattered within the group, then all-reduced between groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megapipe.config import OptimizerConfig
+from megapipe.mesh import Axis, ParallelMesh
+
+_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class BucketAxes(NamedTuple):
+    """Who holds a bucket: slices are over `shard`, equal slices over `replicate`."""
+
+    shard: Axis
+    replicate: Axis
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """One policy for all buckets of a process."""
+
+    stage: int = 1
+    shard_size: int | None = None
+    """Data-parallel replicas that share one copy; None: all of them."""
+    prefetch: int = 1
+    """Stages whose weights are gathered before they are needed (stage 3)."""
+    reduce_dtype: torch.dtype | None = None
+    """Type in which gradients travel; None: that of the main gradients."""
+
+    @classmethod
+    def of(cls, config: OptimizerConfig, dp: int) -> ZeroPolicy:
+        """The policy of `dp` replicas; a group of one has no gradients or weights to share out."""
+        stage = config.zero if (config.shard_size or dp) > 1 else min(config.zero, 1)
+        return cls(stage, config.shard_size, config.prefetch, _DTYPES[config.reduce_dtype])
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.stage >= 2
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.stage == 3
+
+
+class BucketGroups:
+    """The process groups of a process' buckets, made once for each set of holders."""
+
+    def __init__(self, mesh: ParallelMesh, policy: ZeroPolicy) -> None:
+        self.mesh = mesh
+        self.policy = policy
+        self._made: dict[tuple[int, ...], BucketAxes] = {}
+
+    def axes_of(self, holders: Sequence[int]) -> BucketAxes:
+        """The axes of a bucket that the pipeline indices `holders` hold, on all replicas.
+
+        All processes that share a bucket ask in the same order.
+        """
+        key = tuple(sorted(set(holders)))
+        if key not in self._made:
+            shard, replicate = self._members(key)
+            self._made[key] = BucketAxes(self._group(shard), self._group(replicate))
+        return self._made[key]
+
+    def _members(self, holders: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Ranks among which slices differ, and ranks that have this one's slice."""
+        grid, rank, policy = self.mesh.grid, self.mesh.rank, self.policy
+        members = grid.holders(rank, holders)
+        if policy.stage == 0:
+            return [rank], members
+        if policy.shard_size is None and not policy.shards_weights:
+            return members, [rank]
+        size = policy.shard_size or grid.dp
+        here = grid.coordinates_of(rank)
+        shard, replicate = [], []
+        for member in members:
+            there = grid.coordinates_of(member)
+            if there.pp == here.pp and there.dp // size == here.dp // size:
+                shard.append(member)
+            if there.dp % size == here.dp % size:
+                replicate.append(member)
+        return shard, replicate
+
+    def _group(self, ranks: list[int]) -> Axis:
+        if len(ranks) == 1:
+            return Axis.alone(self.mesh.rank)
+        if tuple(ranks) == self.mesh.dp.ranks:
+            return self.mesh.dp
+        return self.mesh.connected(self.mesh.group_of(ranks))

@@ -1,0 +1,197 @@
+"""One bucket's way through a step: gradients are summed, a slice updated, weights gathered.
+
+What is done is the same at every ZeRO stage; only the axes of the bucket, and what of it has
+memory when, differ (:mod:`megapipe.optim.policy`). Communication is started and awaited in
+separate calls, so that the pipeline's computation runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.mesh import Axis
+from megapipe.optim.buffers import Bucket, Entry
+from megapipe.optim.reduction import Reduction
+from megapipe.optim.store import StatePolicy, Store
+from megapipe.tensor_parallel.collectives import Wait, all_reduce, done, start_all_gather
+
+
+class Segment(NamedTuple):
+    """A range [start, stop) of a bucket, within a shard, whose parameters share properties."""
+
+    start: int
+    stop: int
+    split: bool
+    """Split over tp; otherwise every tp rank holds the same values."""
+
+
+class Shard:
+    """The part [start, stop) of a bucket that this rank updates.
+
+    `own_start` to `own_stop` is what it alone answers for, in the norm and in checkpoints: where
+    several ranks update the same slice it is a part of that. `states` are those of the rule, kept
+    as `policy` says.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        tp: Axis,
+        states: Sequence[str] = (),
+        policy: StatePolicy | None = None,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.bucket = bucket
+        self.axis = bucket.shard
+        self.tp = tp
+        self.reduce_dtype = reduce_dtype
+        length = bucket.numel // bucket.shard.size
+        self.start = length * bucket.shard.index
+        self.stop = self.start + length
+        share = length // bucket.replicate.size
+        self.own_start = self.start + share * bucket.replicate.index
+        self.own_stop = self.own_start + share
+        if bucket.sharded_weights:
+            weights = bucket.weights.new_zeros(length)
+        else:
+            weights = bucket.weights[self.start : self.stop]
+        self.weights = weights
+        """This rank's slice in the model dtype."""
+        self.store = Store(weights, states, policy, bucket=bucket.index, start=self.start)
+        self.grad = torch.empty(0)
+        """Sum of the gradients of [start, stop) over the global batch, from `finish_reduce` to
+        the next step."""
+        self._parts = False
+        """Whether `grad` holds the sum of some of the step's reductions."""
+        self._reduction: Reduction | None = None
+        self._gathered: Wait = done
+        self._users = 0
+        """Stages that need the whole weights now."""
+        self.segments = [
+            Segment(max(r.start, self.start), min(r.stop, self.stop), r.split)
+            for r in bucket.regions()
+            if max(r.start, self.start) < min(r.stop, self.stop)
+        ]
+
+    def local(self, start: int, stop: int) -> slice:
+        """The range [start, stop) of the bucket as an index of the shard's arrays."""
+        return slice(start - self.start, stop - self.start)
+
+    def zero_grad(self) -> None:
+        self.bucket.zero_grad()
+        self._parts = False
+        self._reduction = None
+
+    def open_grads(self) -> None:
+        """Make room for weight gradients, where they have none between their reductions."""
+        if self.bucket.sharded_grads:
+            self.finish_reduce()
+            self.bucket.open_grads()
+
+    def start_reduce(self) -> None:
+        """Send off the gradients that are in the bucket."""
+        bucket = self.bucket
+        assert self._reduction is None, f"bucket {bucket.index} is being reduced already"
+        bucket.collect_early()
+        bucket.add_uses()
+        self._sum_sequence_parts()
+        self._reduction = Reduction(
+            bucket.grads[0], bucket.shard, bucket.replicate, self.reduce_dtype
+        )
+
+    def finish_reduce(self) -> None:
+        """Wait for what was sent off, and add it to `grad`."""
+        if self._reduction is None:
+            return
+        piece = self._reduction.wait()
+        self._reduction = None
+        if self.bucket.sharded_grads:
+            self.bucket.close_grads()
+            piece = self.grad.add_(piece) if self._parts else piece
+            self._parts = True
+        self.grad = piece
+
+    def _sum_sequence_parts(self) -> None:
+        """One tp all-reduce for what each tp rank saw a share of the sequence of."""
+        bucket = self.bucket
+        parts = [
+            bucket.view(bucket.grads[0], entry)
+            for entry in bucket.entries
+            if entry.spec.sequence_partial
+        ]
+        if parts:
+            flat = torch.cat([part.flatten() for part in parts])
+            all_reduce(flat, self.tp)
+            for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+                part.copy_(total.view_as(part))
+
+    def own_square(self) -> Tensor:
+        """Squared norm, fp64, of the owned gradients; what tp ranks hold in common counts on the
+        first."""
+        total = torch.zeros((), dtype=torch.float64, device=self.grad.device)
+        for segment in self.segments:
+            a, b = max(segment.start, self.own_start), min(segment.stop, self.own_stop)
+            if a < b and (segment.split or self.tp.index == 0):
+                total += squared_norm(self.grad[self.local(a, b)])
+        return total
+
+    def start_gather(self) -> None:
+        """Begin to bring every member's slice of the weights here."""
+        bucket = self.bucket
+        assert self._gathered is done, f"bucket {bucket.index} is being gathered already"
+        whole = bucket.open_weights() if bucket.sharded_weights else bucket.weights
+        self._gathered = start_all_gather(whole, self.weights, bucket.shard)
+
+    def await_weights(self) -> None:
+        """The whole weights are there when this returns."""
+        self._gathered()
+        self._gathered = done
+
+    def unshard(self) -> None:
+        """Begin to gather the weights for a stage, unless they are there for another."""
+        self._users += 1
+        if self._users == 1 and self.bucket.sharded_weights:
+            self.start_gather()
+
+    def reshard(self) -> None:
+        """A stage needs them no longer."""
+        self._users -= 1
+        if self._users == 0 and self.bucket.sharded_weights:
+            self.await_weights()
+            self.bucket.close_weights()
+
+    def publish(self) -> None:
+        """Begin to bring updated weights to all members, unless they are gathered on demand."""
+        if not self.bucket.sharded_weights:
+            self.start_gather()
+
+    def set_weights(self, entry: Entry, values: Tensor) -> None:
+        """Give a whole local parameter its values, in full precision."""
+        if not self.bucket.sharded_weights:
+            self.bucket.view(self.bucket.weights, entry).copy_(values)
+        self.set_state("model", entry, values)
+
+    def set_state(self, name: str, entry: Entry, values: Tensor) -> None:
+        """Set this rank's part of a state of a parameter from the values of all of it."""
+        a, b = max(entry.start, self.start), min(entry.stop, self.stop)
+        if a < b:
+            flat = values.reshape(-1)[a - entry.start : b - entry.start]
+            self.store.write(name, a - self.start, b - self.start, flat)
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """Sum of the squares of flat `values`, in fp64.
+
+    torch makes an fp64 copy of what it is given: on the CPU here one that stays in the cache, on a
+    GPU one of 512 MiB at most.
+    """
+    length = 1 << 16 if values.device.type == "cpu" else 1 << 26
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for block in values.split(length):
+        total += torch.linalg.vector_norm(block, dtype=torch.float64).square()
+    return total

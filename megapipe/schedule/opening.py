@@ -1,0 +1,65 @@
+"""The opening of a step: the forwards that all ranks can run before any of them goes on.
+
+Ranks stop before their first operation that is not a forward, or that needs one which a stopped
+rank has not run. So what is sent within the opening can be received within it, and a step that is
+given up at its end leaves nothing behind. It is where an optimizer step that was taken on trust is
+validated (:mod:`megapipe.train.trust`).
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+from megapipe.schedule.ir import Kind, Op, Schedule
+from megapipe.schedule.lower import Do, Program
+
+
+def opening(schedule: Schedule) -> tuple[int, ...]:
+    """Number of operations of each rank's opening, by pipeline rank."""
+    lists = [iter(schedule.rank_ops(rank)) for rank in range(schedule.placement.ranks)]
+    heads: list[Op | None] = [next(ops, None) for ops in lists]
+    counts = [0] * len(lists)
+    done: set[tuple[int, int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(lists):
+            while (op := heads[rank]) is not None and _may_run(op, done):
+                done.add((op.stage, op.microbatch, op.slice))
+                heads[rank] = next(ops, None)
+                counts[rank] += 1
+                moved = True
+    return tuple(counts)
+
+
+def _may_run(op: Op, done: set[tuple[int, int, int]]) -> bool:
+    """Whether it is a forward, on its own, whose input has been made."""
+    if op.kind != Kind.F or op.joined:
+        return False
+    before = (op.stage - 1, op.microbatch, op.slice)
+    return (op.stage == 0 or before in done) and (
+        op.slice == 0 or (op.stage, op.microbatch, op.slice - 1) in done
+    )
+
+
+def cut(program: Program, operations: int) -> int:
+    """Number of actions of a rank's first `operations` operations, messages sent included."""
+    index = 0
+    for _ in range(operations):
+        while program.actions[index].do != Do.COMPUTE:
+            index += 1
+        index += 1
+        while index < len(program.actions) and program.actions[index].do == Do.SEND:
+            index += 1
+    return index
+
+
+def arriving(schedule: Schedule, rank: int, operations: Sequence[int]) -> Counter[int]:
+    """Messages that other ranks send to `rank` within their openings, by sender."""
+    counts: Counter[int] = Counter()
+    for sender, number in enumerate(operations):
+        for op in itertools.islice(schedule.rank_ops(sender), number):
+            homes = schedule.placement.table[schedule.replica_of(op.microbatch)]
+            if sender != rank and homes[op.stage + 1 : op.stage + 2] == (rank,):
+                counts[sender] += 1
+    return counts

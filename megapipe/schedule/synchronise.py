@@ -1,0 +1,122 @@
+"""When data-parallel replicas talk: actions for gradients and weights, put into a rank's program.
+
+Gradients of a stage are sent off directly after its last weight gradient of the step; where they
+have no memory of their own in between (ZeRO-2, 3), after each *run* of weight gradients of one
+stage. A breadth-first order has one run per stage, so it reduces each once (Lamy-Poirier,
+2211.05953). Updated weights are awaited before the first operation that needs them. Where weights
+are gathered on demand (ZeRO-3), those of the next stages are on their way while one computes.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+from megapipe.schedule.ir import Kind
+from megapipe.schedule.lower import Action, Do, Program
+
+_USES_WEIGHTS = frozenset((Kind.F, Kind.B, Kind.I, Kind.R))
+_ADDS_GRADIENTS = frozenset((Kind.B, Kind.W))
+
+
+def synchronise(
+    program: Program,
+    *,
+    shared: Collection[int],
+    in_runs: bool,
+    prefetch: int | None,
+    unsplit: Collection[int] = (),
+) -> Program:
+    """`program` with REDUCE (and OPEN), AWAIT, and UNSHARD and RESHARD put in.
+
+    The gradients of `shared` stages, which other ranks have too, are complete only when the step
+    is: they are left alone. `in_runs`: reduce after each run of weight gradients, and OPEN before
+    it. `prefetch`: weights are gathered on demand, those of so many stages ahead; None: they stay.
+    `unsplit`: stages that compute weight gradients within ``I`` too.
+    """
+    actions: Sequence[Action] = program.actions
+    actions = list(_with_reductions(actions, shared, unsplit, in_runs=in_runs))
+    if prefetch is None:
+        actions = list(_with_awaits(actions))
+    else:
+        actions = list(_with_gathers(actions, prefetch))
+    return Program(program.rank, tuple(actions))
+
+
+def _on(do: Do, stage: int) -> Action:
+    return Action(do, Kind.W, stage, -1)
+
+
+def _with_reductions(
+    actions: Sequence[Action],
+    shared: Collection[int],
+    unsplit: Collection[int],
+    *,
+    in_runs: bool,
+) -> Iterator[Action]:
+    adding = [
+        (i, action.stage)
+        for i, action in enumerate(actions)
+        if action.do == Do.COMPUTE
+        and (action.kind in _ADDS_GRADIENTS or (action.kind == Kind.I and action.stage in unsplit))
+    ]
+    runs = [list(run) for _, run in itertools.groupby(adding, key=lambda use: use[1])]
+    first = {run[0][0] for run in runs} if in_runs else set()
+    last = {run[-1][0] for run in runs}
+    if not in_runs:
+        last = set({stage: i for i, stage in adding}.values())
+    for i, action in enumerate(actions):
+        own = action.stage not in shared
+        if own and i in first:
+            yield _on(Do.OPEN, action.stage)
+        yield action
+        if own and i in last:
+            yield _on(Do.REDUCE, action.stage)
+
+
+def _with_awaits(actions: Sequence[Action]) -> Iterator[Action]:
+    seen = set()
+    for action in actions:
+        if _needs_weights(action) and action.stage not in seen:
+            seen.add(action.stage)
+            yield _on(Do.AWAIT, action.stage)
+        yield action
+
+
+def _needs_weights(action: Action) -> bool:
+    return action.do == Do.COMPUTE and action.kind in _USES_WEIGHTS
+
+
+def _with_gathers(actions: Sequence[Action], prefetch: int) -> Iterator[Action]:
+    """The weights there at any time are those of the next 1 + `prefetch` different stages."""
+    uses: dict[int, list[int]] = defaultdict(list)
+    for i in range(len(actions) - 1, -1, -1):
+        if _needs_weights(actions[i]):
+            uses[actions[i].stage].append(i)
+    gathered: list[int] = []
+    awaited: set[int] = set()
+    held: list[Action] = []  # what waits, or takes memory, until gathers have begun
+    for action in actions:
+        if action.do in (Do.RECV, Do.OPEN):
+            held.append(action)
+            continue
+        if _needs_weights(action):
+            following = sorted((later[-1], stage) for stage, later in uses.items() if later)
+            wanted = [stage for _, stage in following[: 1 + prefetch]]
+            for stage in [stage for stage in gathered if stage not in wanted]:
+                gathered.remove(stage)
+                awaited.discard(stage)
+                yield _on(Do.RESHARD, stage)
+            for stage in wanted:
+                if stage not in gathered:
+                    gathered.append(stage)
+                    yield _on(Do.UNSHARD, stage)
+            uses[action.stage].pop()
+        yield from held
+        held.clear()
+        if _needs_weights(action) and action.stage not in awaited:
+            awaited.add(action.stage)
+            yield _on(Do.AWAIT, action.stage)
+        yield action
+    yield from held
+    for stage in gathered:
+        yield _on(Do.RESHARD, stage)

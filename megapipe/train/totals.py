@@ -1,0 +1,60 @@
+"""What all ranks learn of a step: one vector that is added up over the mesh, once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the ranks that they cover: one pipeline rank and its replicas, or all."""
+
+    squares: tuple[float, ...]
+    """Squared norms of the gradients of each stage and, last, of the tied embedding."""
+    loss_sum: float
+    """Sum of all unmasked token losses, nats."""
+    tokens: int
+    """Unmasked tokens."""
+    stop: bool
+    """Whether some rank was asked to stop."""
+
+    def pack(self) -> Tensor:
+        """[stages + 4], fp64: to be summed."""
+        values = [*self.squares, self.loss_sum, float(self.tokens), float(self.stop)]
+        return torch.tensor(values, dtype=torch.float64)
+
+    @classmethod
+    def unpack(cls, vector: Tensor) -> Totals:
+        *squares, loss_sum, tokens, stop = vector.tolist()
+        return cls(tuple(squares), loss_sum, int(tokens), stop > 0)
+
+    @property
+    def norm(self) -> float:
+        """Root of the sum of the squares, added in stage order, so that no schedule changes a bit
+        of it."""
+        total = 0.0
+        for square in self.squares:
+            total += square
+        return math.sqrt(total)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per unmasked token."""
+        return self.loss_sum / max(self.tokens, 1)
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss_sum) and math.isfinite(self.norm)
+
+    def not_finite(self) -> str:
+        """Where in the model the gradients are not finite."""
+        *stages, tied = (math.isfinite(square) for square in self.squares)
+        wrong = [str(stage) for stage, fine in enumerate(stages) if not fine]
+        parts = [f"stages {', '.join(wrong)}"] if wrong else []
+        if not tied:
+            parts.append("the tied embedding")
+        return "gradients of " + (" and ".join(parts) or "no stage")

@@ -1,0 +1,92 @@
+"""What ranks tell each other of a step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.mesh import sum_in_pairs
+from megapipe.train.totals import Totals
+
+SQUARES = (1.0, 4.0, 20.0)
+"""Of two stages and the tied embedding."""
+COUNTS = st.integers(1, 5)
+VALUES = st.floats(0, 1e300) | st.just(math.inf) | st.just(math.nan)
+
+
+def test_what_is_packed_is_unpacked() -> None:
+    for stop in (False, True):
+        totals = Totals(SQUARES, 3.5, 7, stop)
+        assert Totals.unpack(totals.pack()) == totals
+
+
+def test_sums() -> None:
+    """Of ranks that hold different stages; one of them was asked to stop."""
+    first = Totals((1.0, 0.0, 20.0), 0.0, 0, False).pack()
+    second = Totals((0.0, 4.0, 0.0), 3.5, 7, True).pack()
+    both = Totals.unpack(first + second + second)
+    assert both == Totals((1.0, 8.0, 20.0), 7.0, 14, True)
+
+
+def test_norm_and_loss() -> None:
+    totals = Totals(SQUARES, 3.5, 7, False)
+    assert totals.norm == 5.0
+    assert totals.loss == 0.5
+    assert totals.finite
+
+
+def test_the_norm_is_added_in_the_order_of_stages() -> None:
+    """2^53 swallows a 1, but not two of them added up before."""
+    assert Totals((2.0**53, 1.0, 1.0), 0.0, 1, False).norm == math.sqrt(2.0**53)
+    assert Totals((1.0, 1.0, 2.0**53), 0.0, 1, False).norm == math.sqrt(2.0**53 + 2)
+
+
+def test_no_tokens_make_a_loss_of_zero() -> None:
+    assert Totals(SQUARES, 0.0, 0, False).loss == 0.0
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        ((0,), "gradients of stages 0"),
+        ((0, 1), "gradients of stages 0, 1"),
+        ((2,), "gradients of the tied embedding"),
+        ((1, 2), "gradients of stages 1 and the tied embedding"),
+        ((), "gradients of no stage"),
+    ],
+)
+def test_where_it_is_not_finite(wrong: float, at: tuple[int, ...], text: str) -> None:
+    squares = tuple(wrong if i in at else square for i, square in enumerate(SQUARES))
+    totals = Totals(squares, 1.0, 1, False)
+    assert totals.finite is not bool(at)
+    assert totals.not_finite() == text
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite(wrong: float) -> None:
+    assert not Totals(SQUARES, wrong, 1, False).finite
+
+
+def test_squares_whose_sum_overflows_are_not_finite() -> None:
+    assert not Totals((1e308, 1e308, 0.0), 0.0, 1, False).finite
+
+
+@given(st.data(), COUNTS, COUNTS)
+def test_what_a_part_of_the_ranks_forbids_the_whole_does(
+    data: st.DataObject, ranks: int, buckets: int
+) -> None:
+    """No sum over more ranks, in whichever order, has a smaller norm, or is finite again."""
+    rows = [
+        Totals(tuple(data.draw(VALUES) for _ in range(buckets)), 0.0, 0, False).pack()
+        for _ in range(ranks)
+    ]
+    whole = Totals.unpack(sum_in_pairs(torch.stack(rows)))
+    for row in rows:
+        part = Totals.unpack(row)
+        assert part.finite or not whole.finite
+        assert not part.norm > whole.norm
