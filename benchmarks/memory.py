@@ -4,6 +4,8 @@ Every registered schedule of whole sequences runs one step in one process, with 
 activation policy. Each storage that a stage's operation makes has a finaliser, and after each
 operation those that are alive are added up per rank. The formula (:mod:`megapipe.plan.activations`)
 adds up what the operations of the same schedule should hold. Messages on their way are in neither.
+
+Then the same for what a process holds of the model, in :mod:`model_memory`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import model_memory
 import torch
 from common import Result, parser, report
 from torch import Tensor
@@ -41,6 +44,16 @@ from megapipe.train.feed import pieces
 
 RANKS, ROWS, VOCABULARY = 4, 4, 257
 LEAST_MICROBATCHES = 5
+MODEL_SCHEDULES = [
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "breadth_first",
+    "zb_h1",
+    "zb_v",
+    "dualpipe",
+]
+"""For the memory of the model, which depends on the placement and on the runs of gradients."""
 TOLERANCE = 0.02
 SCALAR = 8
 """Bytes of the loss of a micro-batch, which is kept to the end of the step and not counted."""
@@ -311,6 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sequence = 16 if given.quick else 64
     schedules = ["merak", "zb_v"] if given.quick else list(whole_sequences(sequence))
     results = [result for policy in POLICIES for result in compare(schedules, policy, sequence)]
+    results += model_memory.compare(["interleaved_1f1b"] if given.quick else MODEL_SCHEDULES)
     report("Memory", results, given.json)
     return 0
 

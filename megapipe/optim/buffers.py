@@ -162,6 +162,11 @@ class Bucket:
             for grad in self.grads:
                 grad.zero_()
 
+    @property
+    def early(self) -> list[Tensor]:
+        """Gradients that are kept apart from `grads`, because they may come before these."""
+        return list(self._early.values())
+
     def open_grads(self) -> None:
         """Zeros to add weight gradients to."""
         _restore(self.grads[0])

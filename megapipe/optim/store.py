@@ -97,7 +97,8 @@ class Store:
         self._bucket = bucket
         self._origin = start
         self._step: int | None = None
-        self._kept: list[Tensor] = []
+        self.kept: list[Tensor] = []
+        """What :meth:`keep` saw last: master and states."""
         self._own_master = weights.dtype != self._main and self.policy.master == "fp32"
         master = self._array(MASTER, self._main, given=None if self._own_master else weights)
         narrow = self.policy.state_dtype == "bf16"
@@ -195,17 +196,17 @@ class Store:
     def keep(self) -> None:
         """Remember all values, for :meth:`undo`; state in host memory or on a disk is not."""
         assert self.policy.place == "device"
-        if not self._kept:
-            self._kept = [torch.empty_like(array.values) for array in self._arrays]
-        for copy, array in zip(self._kept, self._arrays, strict=True):
+        if not self.kept:
+            self.kept = [torch.empty_like(array.values) for array in self._arrays]
+        for copy, array in zip(self.kept, self._arrays, strict=True):
             copy.copy_(array.values)
 
     def undo(self) -> None:
         """Put all values back, bitwise, to what :meth:`keep` saw."""
-        for copy, array in zip(self._kept, self._arrays, strict=True):
+        for copy, array in zip(self.kept, self._arrays, strict=True):
             array.values.copy_(copy)
         if self._own_master:
-            self.weights.copy_(self._kept[0])
+            self.weights.copy_(self.kept[0])
 
     def _settle(self, array: Array) -> None:
         """Wait for copies to and from the host, which the computation waits for."""

@@ -1,5 +1,7 @@
 """Bytes that a process holds, counted before it exists: its share of the model, its activations."""
 
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -7,11 +9,13 @@ from math import ceil
 from megapipe.config import Config, OptimizerConfig
 from megapipe.layout import Layout
 from megapipe.plan.activations import Sizes, held
-from megapipe.plan.buckets import main_bytes, process_buckets, zero_stage
+from megapipe.plan.buckets import BucketPlan, main_bytes, process_buckets, zero_stage
 from megapipe.plan.params import DTYPE_BYTES
 from megapipe.plan.traffic import message_bytes
 from megapipe.schedule.cost import plain
 from megapipe.schedule.ir import Kind
+from megapipe.schedule.lower import Action, Do, lower
+from megapipe.schedule.synchronise import for_zero
 
 _STATES = {"adamw": 2, "adam": 2, "lamb": 2, "muon": 2, "sgd": 1, "lars": 1, "lion": 1}
 """Values that an update rule remembers for each parameter."""
@@ -28,8 +32,8 @@ class ModelMemory:
     """States, and master weights where they are no alias of the parameters."""
     passing: int
     """Most that comes on top during a step: this process' slices of the summed gradients, under
-    ZeRO-2 and 3 a stage's gradients and gathered weights, and what post-validation undoes an update
-    from."""
+    ZeRO-2 and 3 the gradients of two stages, one of which are being reduced, and gathered weights,
+    and what post-validation undoes an update from. Slices on their way are left out."""
     elsewhere: int
     """Optimizer state in host memory or on a disk."""
 
@@ -46,35 +50,89 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     """Memory of the model's share of a process at pipeline index `rank`."""
     zero, size = zero_stage(config, layout), DTYPE_BYTES[config.model.dtype]
     main = main_bytes(config.model.dtype)
-    parameters = gradients = optimizer = slices = copies = 0
-    opened, gathered = [0], [0]
-    for bucket in process_buckets(config, layout, rank):
+    parameters = gradients = optimizer = copies = 0
+    buckets = list(process_buckets(config, layout, rank))
+    for bucket in buckets:
         alone = bucket.shard.members == 1
-        own = bucket.numel // bucket.shard.members
+        own = _slice(bucket)
         optimizer += own * _state_bytes(config.optimizer, size, main)
         if config.optimizer.post_validation:
             copies += own * _undo_bytes(config.optimizer, size, main)
         if zero == 3 and not alone:
             parameters += own * size
-            gathered.append(bucket.numel * size)
         else:
             parameters += bucket.numel * size
         if zero >= 2 and not bucket.shared and not alone:
-            opened.append(bucket.numel * main)
             gradients += bucket.norms * main  # kept apart: they may come before the others
         else:
             gradients += bucket.uses * bucket.numel * main
-        if not alone:
-            slices += own * main
-    most = sorted(gathered, reverse=True)[: 1 + config.optimizer.prefetch]
     away = config.optimizer.offload != "none"
     return ModelMemory(
         parameters=parameters,
         gradients=gradients,
         optimizer=0 if away else optimizer,
-        passing=copies + slices + max(opened) + sum(most),
+        passing=copies + _most_passing(config, layout, rank, buckets),
         elsewhere=optimizer if away else 0,
     )
+
+
+def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[BucketPlan]) -> int:
+    """Most bytes of summed slices, whole gradients and gathered weights at once in a step.
+
+    Where one process runs all pipeline ranks, theirs are taken to be there together.
+    """
+    zero, main = zero_stage(config, layout), main_bytes(config.model.dtype)
+    at_the_end = sum(_slice(bucket) * main for bucket in buckets if bucket.shard.members > 1)
+    if zero < 2:
+        return at_the_end
+    in_process = config.pipeline.channels == "in_process"
+    programs = lower(layout.schedule, range(layout.pp) if in_process else [rank])
+    most = 0
+    for program in programs:
+        actions = for_zero(
+            program,
+            layout.schedule.placement,
+            zero=zero,
+            prefetch=config.optimizer.prefetch,
+            chunked_loss=config.kernels.loss_tokens(cuda=config.parallel.device != "cpu") > 0,
+        ).actions
+        most += max(_passing(actions, layout.stages, buckets, config.model.dtype), default=0)
+    return max(most, at_the_end)
+
+
+def _passing(
+    actions: Iterable[Action], stages: int, buckets: Sequence[BucketPlan], dtype: str
+) -> Iterator[int]:
+    """Bytes of slices, gradients and weights after each action of a program under ZeRO-2 or 3."""
+    main, size = main_bytes(dtype), DTYPE_BYTES[dtype]
+    own = {bucket.stage: bucket for bucket in buckets}
+    opened: dict[int, int] = {}
+    summed: dict[int, int] = {}
+    users: Counter[int] = Counter()
+    reducing: int | None = None
+    for do, _, stage, *_ in actions:
+        if reducing is not None and (do == Do.REDUCE or (do == Do.OPEN and stage == reducing)):
+            del opened[reducing]
+            summed[reducing] = _slice(own[reducing]) * main
+            reducing = None
+        used = [stage, stages] if stage in (0, stages - 1) else [stage]
+        if do == Do.OPEN and stage in own:
+            opened[stage] = own[stage].numel * main
+        elif do == Do.REDUCE and stage in own:
+            reducing = stage
+        elif do == Do.UNSHARD:
+            users.update(used)
+        elif do == Do.RESHARD:
+            users.subtract(used)
+        else:
+            continue
+        gathered = sum(own[index].numel for index, count in users.items() if count and index in own)
+        yield gathered * size + sum(opened.values()) + sum(summed.values())
+
+
+def _slice(bucket: BucketPlan) -> int:
+    """Length of the part that one process owns."""
+    return bucket.numel // bucket.shard.members
 
 
 def _state_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:

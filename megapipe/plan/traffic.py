@@ -122,7 +122,7 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
             )
         if layout.stage_layers[stage].head:
             forwards = 1 + (stage in layout.schedule.recompute)
-            chunk = loss_chunk(config)
+            chunk = _loss_tokens(config)
             chunks = sum(-(-piece // chunk) if chunk else 1 for piece in pieces)
             size = layout.tp * _LOSS_NUMBERS * main_bytes(config.model.dtype)
             yield Exchange(
@@ -164,7 +164,7 @@ def _stage_traffic(config: Config, layout: Layout, stage: int) -> dict[tuple[Col
     columns = linears + rerun
     rows = linears + rerun - left_out + spec.embedding * (1 + again)
     head_forwards = spec.head * (1 + again)
-    kept_logits = spec.head * (loss_chunk(config) == 0)
+    kept_logits = spec.head * (_loss_tokens(config) == 0)
     if not config.parallel.sequence_parallel:
         return {("all_reduce", "F"): rows, ("all_reduce", "I"): linears + spec.head}
     return {
@@ -176,12 +176,9 @@ def _stage_traffic(config: Config, layout: Layout, stage: int) -> dict[tuple[Col
     }
 
 
-def loss_chunk(config: Config) -> int:
+def _loss_tokens(config: Config) -> int:
     """Tokens whose logits there are at a time; 0: all."""
-    chosen = config.kernels.loss_chunk
-    if chosen is None:
-        return 512 if config.parallel.device == "cpu" else 4096  # as megapipe.ops.select
-    return chosen
+    return config.kernels.loss_tokens(cuda=config.parallel.device != "cpu")
 
 
 def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
@@ -233,7 +230,7 @@ def _reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Excha
 def _gradient_runs(config: Config, layout: Layout, rank: int) -> Counter[int]:
     """Runs of weight gradients of one stage, by stage: ZeRO-2 reduces after each."""
     runs: Counter[int] = Counter()
-    unsplit = layout.stages - 1 if loss_chunk(config) else -1
+    unsplit = layout.stages - 1 if _loss_tokens(config) else -1
     for ops in _lists(config, layout, rank):
         adding = (
             op.stage

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import Action, Do, Program
+from megapipe.schedule.placement import Placement
 
 _USES_WEIGHTS = frozenset((Kind.F, Kind.B, Kind.I, Kind.R))
 _ADDS_GRADIENTS = frozenset((Kind.B, Kind.W))
@@ -40,6 +41,21 @@ def synchronise(
     else:
         actions = list(_with_gathers(actions, prefetch))
     return Program(program.rank, tuple(actions))
+
+
+def for_zero(
+    program: Program, placement: Placement, *, zero: int, prefetch: int, chunked_loss: bool
+) -> Program:
+    """A rank's program with what its replicas do together at a ZeRO stage; 2 and 3 share out
+    gradients and weights. A `chunked_loss` takes the head's weight gradient within ``I``."""
+    stages = range(placement.stages)
+    return synchronise(
+        program,
+        shared=[stage for stage in stages if len(placement.holders(stage)) > 1],
+        in_runs=zero >= 2,
+        prefetch=prefetch if zero == 3 else None,
+        unsplit=stages[-1:] if chunked_loss else (),
+    )
 
 
 def _on(do: Do, stage: int) -> Action:

@@ -49,7 +49,7 @@ from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.lower import Program, lower, pairs
 from megapipe.schedule.opening import arriving, cut, opening
-from megapipe.schedule.synchronise import synchronise
+from megapipe.schedule.synchronise import for_zero
 from megapipe.tensor_parallel.parameter import ParameterSpec, Sharding
 from megapipe.train import state
 from megapipe.train.feed import Feed, Rows
@@ -226,15 +226,14 @@ class TrainStep:
 
     def _programs(self, schedule: Schedule) -> Iterator[Program]:
         """What this process' pipeline ranks do, with what their replicas do together."""
-        policy, placement = self.optimizer.policy, self.placement
-        shared = [s for s in range(placement.stages) if len(placement.holders(s)) > 1]
+        policy = self.optimizer.policy
         for program in lower(schedule, self.pipeline_ranks):
-            yield synchronise(
+            yield for_zero(
                 program,
-                shared=shared,
-                in_runs=policy.shards_gradients,
-                prefetch=policy.prefetch if policy.shards_weights else None,
-                unsplit=[placement.stages - 1] if self.kernels.loss_chunk else [],
+                self.placement,
+                zero=policy.stage,
+                prefetch=policy.prefetch,
+                chunked_loss=self.kernels.loss_chunk > 0,
             )
 
     def _message_shape(self, schedule: Schedule) -> MessageShape:

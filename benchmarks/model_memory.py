@@ -1,0 +1,143 @@
+"""What a process holds of the model itself, measured for :mod:`memory`: every ZeRO stage.
+
+Real worlds of gloo processes train a step. The storages of weights, gradients and optimizer state
+are added up when the step is over, and each time one of them gets memory during it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from common import Result
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.layout import Layout, resolve
+from megapipe.mesh import Grid
+from megapipe.optim.buffers import Bucket
+from megapipe.optim.shard import Shard
+from megapipe.optim.store import Store
+from megapipe.plan.memory import model_memory
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+DP, PP, VOCABULARY, SEQUENCE = 2, 2, 257, 8
+TOLERANCE = 0.02
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero 0": {"optimizer": {"zero": 0}},
+    "zero 1": {"optimizer": {"zero": 1}},
+    "zero 2": {"optimizer": {"zero": 2}},
+    "zero 3": {"optimizer": {"zero": 3}},
+    "zero 3, prefetch 0, bf16": {
+        "optimizer": {"zero": 3, "prefetch": 0},
+        "model": {"dtype": "bf16"},
+    },
+    "zero 1, bf16 states": {
+        "optimizer": {"zero": 1, "state_dtype": "bf16"},
+        "model": {"dtype": "bf16"},
+    },
+    "zero 1, lion, no masters": {
+        "optimizer": {"rule": "lion", "master": "none"},
+        "model": {"dtype": "bf16"},
+    },
+    "zero 1, post-validation": {"optimizer": {"post_validation": True}},
+}
+
+
+def configure(schedule: str, setting: dict[str, Any]) -> tuple[Config, Layout]:
+    model = {"layers": 8, "hidden": 32, "heads": 4, "vocab_size": VOCABULARY}
+    config = Config.model_validate(
+        {
+            "model": {**model, **setting.get("model", {})},
+            "parallel": {"pp": PP, "dp": DP},
+            "pipeline": {"schedule": schedule},
+            "optimizer": setting["optimizer"],
+            "train": {"sequence_length": SEQUENCE, "microbatch": 1, "global_batch": 4 * DP},
+        }
+    )
+    return resolve(config, DP * PP, VOCABULARY)
+
+
+def storages(step: TrainStep) -> dict[int, int]:
+    """Bytes by storage of all that belongs to the model, weights and gradients and states."""
+    tensors: list[Tensor] = []
+    for shard in step.optimizer.shards:
+        bucket, store = shard.bucket, shard.store
+        tensors += [bucket.weights, shard.weights, *bucket.grads, *bucket.early, shard.grad]
+        tensors += [store.read(name, 0, 0) for name in ("model", *step.optimizer.rule.states)]
+    held = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage.nbytes() for storage in held}
+
+
+def kept(step: TrainStep) -> int:
+    """Bytes of the copies from which an update could be undone."""
+    return sum(copy.nbytes for shard in step.optimizer.shards for copy in shard.store.kept)
+
+
+def measure(world: World, cases: list[tuple[str, str]]) -> list[tuple[int, int]]:
+    """Per case (schedule, setting): bytes held after a step, and the most during it."""
+    found = []
+    for schedule, setting in cases:
+        config, layout = configure(schedule, SETTINGS[setting])
+        step = TrainStep(config, layout, world.mesh(Grid(pp=PP, dp=DP)))
+        lasting, peak = _measured(step)
+        found.append((lasting, peak))
+    return found
+
+
+def _measured(step: TrainStep) -> tuple[int, int]:
+    peak = 0
+
+    def noting(method: Any) -> Any:
+        def noted(self: Any, *args: Any) -> Any:
+            nonlocal peak
+            result = method(self, *args)
+            peak = max(peak, sum(storages(step).values()) + kept(step))
+            return result
+
+        return noted
+
+    def rows(indices: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = torch.tensor([[i + j for j in range(SEQUENCE)] for i in indices]) % VOCABULARY
+        return tokens, tokens, torch.ones_like(tokens, dtype=torch.bool)
+
+    with (
+        mock.patch.object(Bucket, "open_grads", noting(Bucket.open_grads)),
+        mock.patch.object(Bucket, "open_weights", noting(Bucket.open_weights)),
+        mock.patch.object(Shard, "finish_reduce", noting(Shard.finish_reduce)),
+        mock.patch.object(Store, "keep", noting(Store.keep)),
+    ):
+        step.train(0, rows)
+        step.settle()
+        for shard in step.optimizer.shards:
+            shard.grad = torch.empty(0)
+    return sum(storages(step).values()), peak
+
+
+def compare(schedules: list[str]) -> Iterator[Result]:
+    """The largest relative differences of any rank and schedule, per setting."""
+    cases = [(schedule, setting) for setting in SETTINGS for schedule in schedules]
+    ranks = run_world(DP * PP, measure, cases, timeout_s=60 + 5 * len(cases))
+    for setting in SETTINGS:
+        worst: dict[str, tuple[float, str]] = dict.fromkeys(("lasting", "peak"), (0.0, ""))
+        for index, (schedule, of) in enumerate(cases):
+            if of != setting:
+                continue
+            config, layout = configure(schedule, SETTINGS[setting])
+            for rank, found in enumerate(ranks):
+                formula = model_memory(config, layout, rank // DP)
+                wanted = formula.lasting, formula.total
+                for what, measured, predicted in zip(worst, found[index], wanted, strict=True):
+                    difference = abs(measured - predicted) / predicted
+                    worst[what] = max(worst[what], (difference, f": {schedule}, rank {rank}"))
+        for what, (difference, where) in worst.items():
+            yield Result(
+                claim=f"{setting}: parameters, gradients, states, {what}",
+                value=100 * difference,
+                target=100 * TOLERANCE,
+                unit="% off",
+                peer=f"formula, {len(schedules)} schedules{where if difference else ''}",
+            )
