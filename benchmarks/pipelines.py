@@ -115,7 +115,10 @@ class _Idle(nn.Module):
     ) -> Tensor:
         x = mb.tokens if x is None else x
         y = cast(Tensor, _Pass.apply(x, self.weight, self.sharding.queue))
-        return y.squeeze(2) if self.spec.head else y
+        if not self.spec.head:
+            return y
+        assert mb.mask is not None
+        return (y.squeeze(2) * mb.mask.t()).sum()
 
 
 class _SleepingStage(Stage):

@@ -245,8 +245,18 @@ class KernelsConfig(Section):
     loss_chunk: int | None = Field(None, ge=0)
     """Tokens whose logits there are at a time; their losses and all gradients are computed at once
     in the backward, so that the head's weight gradient is part of I. 0: the logits of the whole
-    micro-batch, kept from F to I, and the head's weight gradient is left to W. Default: 512, on a
+    micro-batch, kept from F to I, and the head's weight gradient is left to W. Default: 256, on a
     GPU 4096."""
+
+    def loss_tokens(self, *, cuda: bool) -> int:
+        """`loss_chunk`, with its default filled in.
+
+        On the CPU small enough for the cache. A GPU adds each chunk's weight gradient to the main
+        gradient at the speed of its memory, which many tokens have to outweigh.
+        """
+        if self.loss_chunk is not None:
+            return self.loss_chunk
+        return 4096 if cuda else 256
 
 
 class TrainConfig(Section):

@@ -10,23 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.model.attention import rotary_tables
-from megapipe.model.block import Block, new_norm
+from megapipe.model.block import Block, Blocks, new_norm
 from megapipe.model.carry import Carry
 from megapipe.model.config import ModelConfig
 from megapipe.model.dropout import dropout
 from megapipe.model.microbatch import MicroBatch
 from megapipe.model.partition import StageSpec
 from megapipe.plan.params import WORD_EMBEDDING, padded_vocabulary
-from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapipe.tensor_parallel.cross_entropy import masked_sum, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import PositionEmbedding, WordEmbedding
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megapipe.tensor_parallel.parameter import Sharding
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+TORCH_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 class GPTStage(nn.Module):
-    """tokens [b, s] or hidden [s(/tp), b, h] -> hidden [s(/tp), b, h] or token losses [s, b].
+    """tokens [b, s] or hidden [s(/tp), b, h] -> hidden [s(/tp), b, h] or the sum of the losses.
+
+    The loss is that of the unmasked tokens, in nats, [].
 
     Where sequences are cut, s is the length of a slice, and all slices of a micro-batch are given
     the same :class:`~megapipe.model.carry.Carry`.
@@ -51,7 +59,7 @@ class GPTStage(nn.Module):
                 self.position = PositionEmbedding(
                     sharding, config.max_positions, hidden, config.init_std
                 )
-        self.layers = nn.ModuleList(Block(sharding, config, i) for i in spec.layers)
+        self.layers = Blocks(Block(sharding, config, i) for i in spec.layers)
         self.head: ColumnParallelLinear | None = None
         if spec.head:
             self.final_norm = new_norm(sharding, config, "final_norm")
@@ -81,14 +89,19 @@ class GPTStage(nn.Module):
         x = self.hidden(x, mb, carry, graph_only=graph_only and self.head is None)
         if self.head is None:
             return x
+        return self._loss(self.final_norm(x), self.head, mb)
+
+    def _loss(self, hidden: Tensor, head: ColumnParallelLinear, mb: MicroBatch) -> Tensor:
+        """Sum of the unmasked token losses of normed hidden states [s(/tp), b, h]."""
         assert mb.labels is not None
+        assert mb.mask is not None
         assert self.config.vocab_size is not None
-        return vocab_parallel_cross_entropy(
-            self.head(self.final_norm(x)),
-            mb.labels.t(),
-            self.sharding.tp,
-            self.config.vocab_size,
-        )
+        labels, mask, vocab = mb.labels.t(), mb.mask.t(), self.config.vocab_size
+        chunk = self.sharding.kernels.loss_chunk
+        if chunk:
+            return linear_cross_entropy(hidden, head, labels, mask, vocab_size=vocab, chunk=chunk)
+        losses = vocab_parallel_cross_entropy(head(hidden), labels, self.sharding.tp, vocab)
+        return masked_sum(losses, mask)
 
     def logits(self, x: Tensor | None, mb: MicroBatch) -> Tensor:
         """This rank's columns of the logits, [s, b, V/tp], padding included."""
@@ -113,10 +126,7 @@ class GPTStage(nn.Module):
             x = dropout(x, p, mb, "embedding", 0, self.sharding)
         assert x is not None
         rotary = self._rotary_for(x, mb) if self.config.positions == "rotary" else None
-        last = len(self.layers) - 1
-        for i, layer in enumerate(self.layers):
-            x = layer(x, mb, rotary, carry, graph_only and i == last)
-        return x
+        return self.layers(x, mb, rotary, carry, graph_only)
 
     def _rotary_for(self, x: Tensor, mb: MicroBatch) -> tuple[Tensor, Tensor]:
         split = self.sharding.tp.size if self.sharding.sequence_split else 1

@@ -67,16 +67,8 @@ def select_kernels(
         accumulate=accumulated.kernel,
         adam=updated.kernel,
         choices=used,
-        loss_chunk=_loss_chunk(wanted.loss_chunk, device),
+        loss_chunk=wanted.loss_tokens(cuda=device.type == "cuda"),
     )
-
-
-def _loss_chunk(wanted: int | None, device: torch.device) -> int:
-    """On the CPU small enough for its cache. A GPU adds each chunk's weight gradient to the main
-    gradient at the speed of its memory, which many tokens have to outweigh."""
-    if wanted is None:
-        return 4096 if device.type == "cuda" else 512
-    return wanted
 
 
 def _attention(wanted: str, given: Attended) -> Choice[AttentionKernel]:

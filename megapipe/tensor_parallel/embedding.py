@@ -34,7 +34,8 @@ class _WordTask:
         row, elsewhere = layer.local_rows(self.tokens)
         target = main_grad(layer.weight)
         source = grad.flatten(0, 1).to(target.dtype)
-        source = source.masked_fill(elsewhere.t().reshape(-1, 1), 0)
+        if layer.sharding.tp.size > 1:
+            source = source.masked_fill(elsewhere.t().reshape(-1, 1), 0)
         target.index_add_(0, row.t().flatten(), source)
 
     def tensors(self) -> tuple[Tensor, ...]:

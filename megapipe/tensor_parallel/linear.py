@@ -42,7 +42,8 @@ class _LinearTask:
                 x = all_gather(x, layer.sharding.tp)
             else:
                 grad = all_gather(grad, layer.sharding.tp)
-        add_product(layer.weight, grad.flatten(0, -2), x.flatten(0, -2))
+        left, right = grad.flatten(0, -2), x.flatten(0, -2)
+        add_product(layer.weight, left, right, layer.sharding.kernels.accumulate)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.grad
@@ -100,15 +101,21 @@ class _ParallelLinear(nn.Module):
 
 class _ColumnFunction(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, layer: ColumnParallelLinear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, layer: ColumnParallelLinear, graph_only: bool
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        whole = all_gather(x, layer.sharding.tp) if layer.sharding.sequence_split else x
+        sharding = layer.sharding
+        if graph_only:
+            split = sharding.tp.size if sharding.sequence_split else 1
+            return x.new_empty(x.shape[0] * split, *x.shape[1:-1], len(layer.matrix()))
+        whole = all_gather(x, sharding.tp) if sharding.sequence_split else x
         bias = None if layer.bias is None else layer.bias.view(-1)
         return functional.linear(whole, layer.matrix(), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         layer: ColumnParallelLinear = ctx.layer
         sharding = layer.sharding
@@ -118,16 +125,20 @@ class _ColumnFunction(Function):
         else:
             all_reduce(grad_x, sharding.tp)
         sharding.queue.put(_LinearTask(layer, x.detach(), grad))
-        return grad_x, None, None
+        return grad_x, None, None, None
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """y = x W^T + b with the rows of W split over tp: [s(/tp), b, in] -> [s, b, k * out/tp]."""
+    """y = x W^T + b with the rows of W split over tp: [s(/tp), b, in] -> [s, b, k * out/tp].
+
+    With `graph_only` what is returned can be back-propagated through, but has no value: nothing
+    is gathered and no GEMM is done.
+    """
 
     rows_split = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _ColumnFunction.apply(x, self.weight, self)
+    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
+        return _ColumnFunction.apply(x, self.weight, self, graph_only)
 
 
 class _RowFunction(Function):
@@ -141,6 +152,8 @@ class _RowFunction(Function):
         if graph_only:
             split = sharding.tp.size if sharding.sequence_split else 1
             return x.new_empty(x.shape[0] // split, *x.shape[1:-1], layer.weight.shape[0])
+        if sharding.tp.size == 1:
+            return functional.linear(x, layer.matrix(), layer.bias)
         y = functional.linear(x, layer.matrix())  # [s, b, out], a partial sum over tp
         if sharding.sequence_split:
             y = reduce_scatter(y, sharding.tp)

@@ -12,17 +12,19 @@ from torch.nn import Parameter
 
 from megapipe.engine.weight_grad import WeightGradQueue
 from megapipe.mesh import Axis
+from megapipe.ops.kernels import Kernels
 from megapipe.tensor_parallel.rng import draw_normal
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the layers of one stage are split, and where their weight gradients wait."""
+    """How the layers of one stage are split, where their weight gradients wait, what computes."""
 
     tp: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
+    kernels: Kernels = field(default_factory=Kernels)
 
     @property
     def sequence_split(self) -> bool:

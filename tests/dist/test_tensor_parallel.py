@@ -6,6 +6,7 @@ parallelism, and compares the rank's own part of outputs, input gradients and ma
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,10 +33,11 @@ from megapipe.tensor_parallel.collectives import all_gather, all_reduce
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import PositionEmbedding, WordEmbedding
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megapipe.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megapipe.tensor_parallel.parameter import Sharding, spec_of
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
 
-S, B, VOCAB, HIDDEN = 8, 3, 11, 12
+S, B, VOCAB, HIDDEN = 8, 3, 300, 12
 TPS = (1, 2, 4)
 
 
@@ -225,7 +227,7 @@ def recorded() -> Iterator[list[tuple[str, int]]]:
 
 
 def check_cross_entropy(shardings: list[Sharding]) -> list[Tensor]:
-    labels = torch.arange(S * B).view(S, B) % VOCAB
+    labels = 13 * torch.arange(S * B).view(S, B) % VOCAB
     logits = (3 * randn(S, B, VOCAB, seed=9) + 1e4).requires_grad_()  # exp would overflow
     losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     grad = randn(S, B, seed=10)
@@ -248,8 +250,8 @@ def check_cross_entropy(shardings: list[Sharding]) -> list[Tensor]:
         assert local.grad is not None
         assert_close(local.grad, wanted[..., columns], "gradient, zero in the padding")
         assert local.detach().equal(kept), "the logits are left alone"
-        reductions = 3 if tp.size > 1 else 0
-        assert forward == [("all_reduce", S * B)] * reductions, "a number per token, no logits"
+        exchanges = [("all_gather", 3 * tp.size * S * B)] if tp.size > 1 else []
+        assert forward == exchanges, "three numbers per token and rank, no logits"
         assert calls == forward, "backward communicates nothing"
         seen.append(out.detach())
 
@@ -259,6 +261,71 @@ def check_cross_entropy(shardings: list[Sharding]) -> list[Tensor]:
         assert out.dtype == torch.float32
         assert half.grad is not None
         assert half.grad.dtype == torch.bfloat16
+    return seen
+
+
+CHUNKS = (1, 5, S * B, 100)
+"""Tokens at a time: one, some with a shorter rest, all, more than there are."""
+
+
+def check_linear_cross_entropy(shardings: list[Sharding]) -> list[Tensor]:
+    """Head and loss in chunks against torch's on full logits, with masked tokens, one of whose
+    labels is padding and one none at all."""
+    labels = 13 * torch.arange(S * B).view(S, B) % VOCAB
+    mask = torch.arange(S * B).view(S, B) % 4 > 0
+    hidden = (3 * randn(S, B, HIDDEN, seed=12)).requires_grad_()
+    full = {"head.weight": randn(VOCAB, HIDDEN, seed=13).requires_grad_()}
+    logits = functional.linear(hidden, full["head.weight"])
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    expected = losses[mask.flatten()].sum()
+    expected.backward(torch.tensor(0.7, dtype=torch.float64))
+    assert hidden.grad is not None
+    labels = labels.clone()
+    labels[0, 0], labels[4, 0] = VOCAB, -100
+    assert not mask[0, 0]
+    assert not mask[4, 0]
+    seen = []
+    for sharding, chunk in itertools.product(shardings, CHUNKS):
+        tp = sharding.tp
+        padded = padded_vocabulary(VOCAB, tp.size)
+        head = ColumnParallelLinear(
+            sharding, "head", (VOCAB, HIDDEN), bias=False, std=0.1, padded=padded
+        )
+        give_values(head, {name: tensor.detach() for name, tensor in full.items()})
+        here = by_sequence(hidden.detach(), sharding).clone().requires_grad_()
+
+        def loss(
+            here: Tensor = here, head: ColumnParallelLinear = head, chunk: int = chunk
+        ) -> Tensor:
+            return linear_cross_entropy(here, head, labels, mask, vocab_size=VOCAB, chunk=chunk)
+
+        with torch.no_grad():
+            evaluated = loss()
+        assert_close(evaluated, expected.detach(), "loss without a graph")
+        assert not main_grad(head.weight).any()
+        with recorded() as calls:
+            total = loss()
+            assert total.isnan()
+            assert not calls
+            sharding.queue.open(0)
+            total.backward(torch.tensor(0.7, dtype=torch.float64))
+        assert sharding.queue.pending() == {0: []}, "all is done within I"
+        sharding.queue.clear()
+        assert_close(total, expected.detach(), "loss")
+        assert total.equal(evaluated), "bitwise the same with and without a graph"
+        assert here.grad is not None
+        assert_close(here.grad, by_sequence(hidden.grad, sharding), "input gradient")
+        assert_main_grads(head, grads(full), sharding)
+        counts = [
+            ("all_gather", 3 * tp.size * min(chunk, S * B - i)) for i in range(0, S * B, chunk)
+        ]
+        elements = S * B * HIDDEN
+        if sharding.sequence_split:
+            counts = [("all_gather", elements), *counts, ("reduce_scatter", elements)]
+        else:
+            counts.append(("all_reduce", elements))
+        assert calls == (counts if tp.size > 1 else [])
+        seen.append(total.detach())
     return seen
 
 
@@ -322,7 +389,7 @@ def check_attention(shardings: list[Sharding]) -> list[tuple[int, ...]]:
             layer = Attention(sharding, model, 0)
             give_values(layer, full)
             here = by_sequence(x.detach(), sharding).clone().requires_grad_()
-            out = layer(here, MicroBatch(index=0, step=0, seed=0), None)
+            out = layer(layer.qkv(here), MicroBatch(index=0, step=0, seed=0), None)
             assert_close(out, by_sequence(y.detach(), sharding), "output")
             backward(out, by_sequence(grad, sharding), layer, sharding)
             assert here.grad is not None
@@ -347,7 +414,7 @@ def check_layers(world: World) -> Seen:
     check_linear(shardings)
     return Seen(
         only_padding=check_embedding(shardings),
-        losses=check_cross_entropy(shardings),
+        losses=[*check_cross_entropy(shardings), *check_linear_cross_entropy(shardings)],
         recorded=calls_recorded(shardings[-1].tp),
         qkv_shapes=check_attention(shardings),
     )
@@ -360,8 +427,8 @@ def ranks() -> list[Seen]:
 
 
 def test_some_ranks_hold_padding_alone(ranks: list[Seen]) -> None:
-    """At tp 4 the vocabulary of 11 is padded to 32: the upper two ranks have none of it."""
-    assert [seen.only_padding for seen in ranks] == [0, 0, 2, 2]
+    """At tp 4 the vocabulary of 300 is padded to 512: the last rank has none of it."""
+    assert [seen.only_padding for seen in ranks] == [0, 0, 0, 2]
 
 
 def test_token_losses_are_bitwise_the_same_on_all_ranks(ranks: list[Seen]) -> None:
@@ -380,6 +447,6 @@ def test_a_rank_holds_whole_groups_of_heads(ranks: list[Seen]) -> None:
     assert all(seen.qkv_shapes == grouped + plain for seen in ranks)
 
 
-@pytest.mark.parametrize(("tp", "padded"), [(1, 16), (2, 16), (4, 32)])
+@pytest.mark.parametrize(("tp", "padded"), [(1, 384), (2, 512), (4, 512)])
 def test_padding_of_the_test_vocabulary(tp: int, padded: int) -> None:
     assert padded_vocabulary(VOCAB, tp) == padded

@@ -1,0 +1,319 @@
+"""A whole training step on one CPU core: ``python benchmarks/step.py``.
+
+Forward, backward, clipping and AdamW of a small GPT-2 and a small Llama, against Hugging Face's
+classes and against a plain GPT-2 written for one device (:mod:`plain_gpt`). All sides of a family
+start from the same weights, see the same batches, and must report the same losses.
+
+Every side lives in a process of its own, with one thread; the processes are asked for a step one
+after the other. Times are processor time, and what is compared is the fastest step of each side.
+Memory is what torch has allocated at most, from before the model is built to the end of the second
+step, in a fresh process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from common import Result, parser, report
+
+CHECKED_STEPS = 3
+"""First steps whose losses are compared."""
+TOLERANCE = 1e-5
+LR, CLIP, DECAY, BETAS = 1e-3, 1.0, 0.1, (0.9, 0.95)
+
+Family = Literal["gpt2", "llama"]
+Step = Callable[[int], float]
+"""Runs optimizer step i (from 0) and returns its loss."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of model and batch; everything in fp32."""
+
+    family: Family
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    vocab: int = 8192
+    sequence: int = 256
+    batch: int = 4
+
+    def config(self) -> Any:
+        """The resolved configuration of a run on one process, and its layout."""
+        from megapipe.config import Config
+        from megapipe.layout import resolve
+
+        llama = {
+            "norm": "rmsnorm",
+            "positions": "rotary",
+            "activation": "swiglu",
+            "bias": False,
+        }
+        config = Config.model_validate(
+            {
+                "model": {
+                    "layers": self.layers,
+                    "hidden": self.hidden,
+                    "heads": self.heads,
+                    "vocab_size": self.vocab,
+                    **(llama if self.family == "llama" else {}),
+                },
+                "optimizer": {
+                    "lr": LR,
+                    "warmup_steps": 0,
+                    "schedule": "constant",
+                    "beta1": BETAS[0],
+                    "beta2": BETAS[1],
+                    "weight_decay": DECAY,
+                    "clip": CLIP,
+                },
+                "train": {
+                    "sequence_length": self.sequence,
+                    "global_batch": self.batch,
+                    "microbatch": self.batch,
+                },
+            }
+        )
+        return resolve(config, 1, self.vocab)
+
+    def tokens(self) -> Any:
+        """A few batches, [n, b, s + 1]."""
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        shape = (CHECKED_STEPS, self.batch, self.sequence + 1)
+        return torch.randint(self.vocab, shape, generator=generator)
+
+
+def megapipe_side(size: Size) -> Step:
+    import torch
+    import torch.distributed as dist
+
+    from megapipe.mesh import Grid, ParallelMesh
+    from megapipe.train.step import TrainStep
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = ParallelMesh(Grid(), device=torch.device("cpu"), timeout_s=60.0)
+    config, layout = size.config()
+    train = TrainStep(config, layout, mesh)
+    tokens = size.tokens()
+    mask = torch.ones(size.batch, size.sequence, dtype=torch.bool)
+
+    def rows(indices: Sequence[int]) -> Any:
+        batch = tokens[indices[0] // size.batch % len(tokens)]
+        return batch[:, :-1], batch[:, 1:], mask
+
+    def step(i: int) -> float:
+        result = train.train(i, rows)
+        assert result is not None
+        return result.loss
+
+    return step
+
+
+def initial_weights(size: Size) -> Any:
+    """What megapipe starts from, as Hugging Face's state dict."""
+    import torch
+
+    from megapipe.mesh import Axis
+    from megapipe.model.gpt import GPTStage
+    from megapipe.model.hf import to_hf
+    from megapipe.model.partition import StageSpec
+    from megapipe.tensor_parallel.parameter import Sharding, spec_of
+
+    config, _ = size.config()
+    spec = StageSpec(embedding=True, layers=range(size.layers), head=True)
+    stage = GPTStage(config.model, spec, Sharding(Axis.alone(), False, torch.float32))
+    full = {}
+    for parameter in stage.parameters():
+        spec_ = spec_of(parameter)
+        if spec_.name not in full:
+            values = torch.empty(spec_.sizes)
+            spec_.initialise(values, config.run.seed)
+            full[spec_.name] = values[tuple(map(slice, spec_.shape))].clone()
+    return to_hf(full, config.model)
+
+
+def hugging_face_side(size: Size) -> Step:
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
+    from megapipe.model.hf_config import config_to_hf
+
+    config, _ = size.config()
+    hf_class = GPT2LMHeadModel if size.family == "gpt2" else LlamaForCausalLM
+    model = hf_class(config_to_hf(config.model, attn_implementation="sdpa")).train()
+    model.load_state_dict(initial_weights(size))
+
+    def loss(tokens: Any, labels: Any) -> Any:
+        return model(tokens, labels=labels, shift_labels=labels, use_cache=False).loss
+
+    return training(model, loss, size)
+
+
+def plain_side(size: Size) -> Step:
+    from plain_gpt import PlainGPT
+
+    config, _ = size.config()
+    model = PlainGPT(config.model)
+    model.load_gpt2(initial_weights(size))
+    return training(model, model, size)
+
+
+def training(model: Any, loss_of: Callable[[Any, Any], Any], size: Size) -> Step:
+    """The usual loop: fused AdamW, vectors without weight decay, clipping by the global norm."""
+    import torch
+
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
+    tokens = size.tokens()
+
+    def step(i: int) -> float:
+        batch = tokens[i % len(tokens)]
+        loss = loss_of(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.item())
+
+    return step
+
+
+SIDES: dict[str, Callable[[Size], Step]] = {
+    "megapipe": megapipe_side,
+    "Hugging Face": hugging_face_side,
+    "plain": plain_side,
+}
+
+
+def serve(side: str, size: Size, pipe: Connection) -> None:
+    """Run the step that each message names; answers its loss and its seconds."""
+    import torch
+
+    torch.set_num_threads(1)
+    step = SIDES[side](size)
+    for i in iter(pipe.recv, None):
+        start = time.process_time()
+        loss = step(i)
+        pipe.send((loss, time.process_time() - start))
+
+
+def weigh(side: str, size: Size, pipe: Connection) -> None:
+    """Answers the most bytes that torch had allocated, in building the side and two steps."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.set_num_threads(1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        step = SIDES[side](size)
+        for i in range(2):
+            step(i)
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda e: e.start_ns())
+    pipe.send(max(itertools.accumulate(e.nbytes() for e in events)))
+
+
+@contextmanager
+def process(function: Callable[..., None], *args: Any) -> Iterator[Connection]:
+    """A fresh process that runs `function(*args, pipe)`; yields our end of the pipe."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "megapipe.train.step", "transformers"])
+    ours, theirs = context.Pipe()
+    child = context.Process(target=function, args=(*args, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        child.terminate()
+        child.join()
+        ours.close()
+
+
+def times(size: Size, sides: Sequence[str], rounds: int) -> dict[str, float]:
+    """Seconds of the fastest step of each side; their losses are compared first."""
+    with ExitStack() as stack:
+        pipes = {s: stack.enter_context(process(serve, s, size)) for s in sides}
+
+        def ask(side: str, i: int) -> tuple[float, float]:
+            pipes[side].send(i)
+            return pipes[side].recv()
+
+        for i in range(CHECKED_STEPS):
+            losses = {side: ask(side, i)[0] for side in sides}
+            worst = max(abs(loss - losses[sides[0]]) for loss in losses.values())
+            assert worst <= TOLERANCE * losses[sides[0]], f"step {i}: losses differ: {losses}"
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for i in range(rounds):
+            for turn in range(len(sides)):
+                side = sides[(i + turn) % len(sides)]
+                seconds[side].append(ask(side, CHECKED_STEPS + i)[1])
+    return {side: min(values) for side, values in seconds.items()}
+
+
+def peak(side: str, size: Size) -> float:
+    with process(weigh, side, size) as pipe:
+        return float(pipe.recv())
+
+
+def measure(size: Size, rounds: int) -> list[Result]:
+    hf = f"Hugging Face {'GPT-2' if size.family == 'gpt2' else 'Llama'}"
+    names = {"Hugging Face": hf}
+    targets = {"Hugging Face": 0.97}
+    if size.family == "gpt2":
+        names["plain"] = "plain GPT-2"
+        targets["plain"] = 1.0
+    sides = ["megapipe", *names]
+    fastest = times(size, sides, rounds)
+    peaks = {side: peak(side, size) for side in sides}
+    for side in sides:
+        print(
+            f"{size.family:6}{names.get(side, side):20}{fastest[side] * 1e3:8.1f} ms "
+            f"{peaks[side] / 2**20:8.1f} MiB"
+        )
+    results = []
+    for side, peer in names.items():
+        of = f"of one step, {size.family}"
+        ratio = fastest["megapipe"] / fastest[side]
+        results.append(Result(f"time {of}, against {side}", ratio, targets[side], "x", peer))
+        ratio = peaks["megapipe"] / peaks[side]
+        results.append(Result(f"peak memory {of}, against {side}", ratio, 0.9, "x", peer))
+    if size.family == "gpt2":
+        ratio = fastest["plain"] / fastest["Hugging Face"]
+        claim = "time of one step of the plain GPT-2 (above 1: its row is void)"
+        results.append(Result(claim, ratio, 1.0, "x", hf))
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--rounds", type=int, default=20, help="timed steps per side (20)")
+    given = options.parse_args(argv)
+    if given.rounds < 1:
+        options.error("--rounds must be at least 1")
+    families: tuple[Family, Family] = ("gpt2", "llama")
+    if given.quick:
+        sizes = [Size(f, layers=1, hidden=16, heads=2, vocab=32, sequence=8) for f in families]
+    else:
+        sizes = [Size(f) for f in families]
+    rounds = 2 if given.quick else given.rounds
+    results = [result for size in sizes for result in measure(size, rounds)]
+    report("One training step", results, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
