@@ -1,0 +1,146 @@
+"""The rungs: models from 124M to 7B parameters, and the configurations in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.layout import Layout, resolve
+from megapipe.model.config import ModelConfig
+from megapipe.plan.flops import head_flops, layer_flops, token_flops
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Configuration keys that differ from the base, by section."""
+
+GPT = {"vocab_size": 50257}
+LLAMA = {
+    "vocab_size": 32000,
+    "norm": "rmsnorm",
+    "positions": "rotary",
+    "activation": "swiglu",
+    "bias": False,
+    "tied_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, its sequence length, and how much of it a step takes."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    family: Mapping[str, Any]
+    start: int
+    """Rows of the first micro-batch that the search tries."""
+    most: int
+    """Rows above which it does not search."""
+    microbatches: int
+    """Micro-batches per step: so many that the update is a small part of it."""
+    goal: float | None = None
+    """Model FLOPs utilisation to reach, in percent of the dense peak."""
+    floor: float | None = None
+    weight: float = 1.0
+    """Share of the time, relative to other sizes."""
+
+    def settings(self, rows: int, microbatches: int, device: torch.device) -> dict[str, Any]:
+        """The base configuration, as sections; bf16 on a GPU."""
+        return {
+            "model": {
+                "layers": self.layers,
+                "hidden": self.hidden,
+                "heads": self.heads,
+                "dtype": "bf16" if device.type == "cuda" else "fp32",
+                **self.family,
+            },
+            "parallel": {"device": device.type},
+            "optimizer": {"lr": 1e-4, "warmup_steps": 0, "schedule": "constant"},
+            "train": {
+                "sequence_length": self.sequence,
+                "microbatch": rows,
+                "global_batch": rows * microbatches,
+            },
+        }
+
+    def config(
+        self,
+        rows: int,
+        device: torch.device,
+        changes: Settings | None = None,
+        *,
+        microbatches: int | None = None,
+    ) -> tuple[Config, Layout]:
+        """The resolved configuration of one process, with `changes` on top."""
+        sections = self.settings(rows, microbatches or self.microbatches, device)
+        for section, keys in (changes or {}).items():
+            sections[section] = {**sections.get(section, {}), **keys}
+        return resolve(Config.model_validate(sections), 1, self.family["vocab_size"])
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        return self.config(1, torch.device("cpu"))[0].model
+
+    @property
+    def matmul_parameters(self) -> int:
+        """N of 6N: parameters in matrix products, the head included, embeddings not."""
+        weights = self.layers * layer_flops(self.model, 0) + head_flops(self.model)
+        return weights // 2
+
+    @property
+    def flops(self) -> int:
+        """Model FLOPs of training on one token: 6N + 12 L H Q T."""
+        return token_flops(self.model, self.sequence)
+
+    def batch(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Random tokens and labels, each [rows, s], in host memory."""
+        generator = torch.Generator().manual_seed(rows)
+        shape = (rows, self.sequence + 1)
+        tokens = torch.randint(self.family["vocab_size"], shape, generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+LADDER = [
+    Size("124M", 12, 768, 12, 1024, GPT, 256, 1024, 1, goal=40, floor=35, weight=0.8),
+    Size("350M", 24, 1024, 16, 1024, GPT, 96, 512, 1, goal=45, floor=40, weight=0.9),
+    Size("1.3B", 24, 2048, 16, 2048, GPT, 24, 128, 1, goal=50, floor=45, weight=1.1),
+    Size(
+        "7B", 32, 4096, 32, 4096, {**LLAMA, "ffn_hidden": 11008}, 1, 16, 4, goal=53, floor=48,
+        weight=2.2,
+    ),
+]  # fmt: skip
+"""GPT-2 small and medium, GPT-3 XL and Llama 2 7B."""
+
+TOY = Size("toy", 2, 32, 2, 16, {"vocab_size": 64}, 2, 4, 2)
+
+
+def size_of(name: str) -> Size:
+    return next(size for size in [*LADDER, TOY] if size.name == name)
+
+
+def has_key(section: str, key: str) -> bool:
+    """Whether configurations have `section`.`key`."""
+    fields = Config.model_fields
+    return section in fields and key in fields[section].default.__class__.model_fields
+
+
+def known_changes(changes: Sequence[Settings]) -> list[Settings]:
+    """Those of `changes` whose keys all exist."""
+    return [
+        change
+        for change in changes
+        if all(has_key(section, key) for section, keys in change.items() for key in keys)
+    ]
+
+
+def words(changes: Settings) -> str:
+    """`changes` as on a command line."""
+    pairs = [f"{s}.{key}={value}" for s, keys in changes.items() for key, value in keys.items()]
+    return " ".join(pairs) or "defaults"
