@@ -19,7 +19,7 @@ import torch
 from common import Result, parser, report
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe.config import Config, KernelsConfig
 from megapipe.engine.channels import InProcessChannels
 from megapipe.engine.executor import Executor, run_together
 from megapipe.engine.stage import Key, Stage
@@ -43,6 +43,7 @@ from megapipe.tensor_parallel.parameter import Sharding, spec_of
 from megapipe.train.feed import pieces
 
 RANKS, ROWS, VOCABULARY = 4, 4, 257
+KERNELS = Kernels(loss_chunk=KernelsConfig().loss_tokens(cuda=False))
 LEAST_MICROBATCHES = 5
 MODEL_SCHEDULES = [
     "gpipe",
@@ -192,7 +193,7 @@ def measure(config: Config, layout: Layout) -> list[Alive]:
     schedule, model, length = layout.schedule, config.model, config.train.sequence_length
     modules = []
     for index, spec in enumerate(layout.stage_layers):
-        sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype])
+        sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype], kernels=KERNELS)
         modules.append(GPTStage(model, spec, sharding))
         Bucket(index, list(owned_parameters(modules[-1])), Axis.alone(), torch.device("cpu"))
         for parameter in modules[-1].parameters():
@@ -242,7 +243,7 @@ def microbatches(layout: Layout, length: int) -> dict[Key, MicroBatch]:
 def predict(config: Config, layout: Layout) -> list[Alive]:
     """Per rank, the most that its operations should hold: bytes by formula, activations as the
     validator counts them."""
-    schedule, model, chunk = layout.schedule, config.model, Kernels().loss_chunk
+    schedule, model, chunk = layout.schedule, config.model, KERNELS.loss_chunk
     peaks = []
     for rank, activations in enumerate(validate(schedule).peak_held):
         held: dict[tuple[int, int], Alive] = {}

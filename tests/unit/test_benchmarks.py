@@ -16,7 +16,7 @@ import pytest
 from megapipe.schedule.ir import Kind
 
 ROOT = Path(__file__).parents[2]
-SHARED = ("common.py", "pipelines.py")
+SHARED = ("common.py", "fake_world.py", "model_memory.py", "pipelines.py", "plain_gpt.py")
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 
 

@@ -117,7 +117,7 @@ class FakeEnd:
     def __init__(self, log: list[str], peer: int) -> None:
         self.log, self.peer = log, peer
 
-    def begin(self, expected: list[tuple[Op, tuple[int, ...]]]) -> None:
+    def expect(self, expected: list[tuple[Op, tuple[int, ...]]]) -> None:
         texts = [f"{message} {list(shape)}" for message, shape in expected]
         self.log.append(f"from {self.peer} expect {', '.join(texts)}")
 
