@@ -242,6 +242,13 @@ class KernelsConfig(Section):
     gradient (torch), or both at once by torch (fused) or NVIDIA apex."""
     optimizer: Literal["auto", "torch", "apex"] = "auto"
     """The update of adamw and adam: torch's fused kernel or NVIDIA apex's."""
+    compile: bool = False
+    """Compile the blocks by torch.compile, into one graph that all of them share. It is made, and
+    compared with an uncompiled block, before the first step, which takes up to a minute. Norms,
+    activation functions and sums become fewer kernels, so `norm` and `swiglu` are torch's, and
+    attention is one of torch's backends. Weight gradients still wait for W. What a block keeps for
+    its backward is up to the compiler (activations.policy is keep, full or stage), and a forward
+    that is run again agrees with the first to rounding. Not with dropout or slices of sequences."""
     loss_chunk: int | None = Field(None, ge=0)
     """Tokens whose logits there are at a time; their losses and all gradients are computed at once
     in the backward, so that the head's weight gradient is part of I. 0: the logits of the whole

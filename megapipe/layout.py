@@ -90,6 +90,7 @@ def _resolve(config: Config, world: int | None, vocab_size: int | None) -> tuple
     _check_timeline(config)
     microbatches = _microbatches(config, dp)
     schedule = _recomputing(config, _schedule(config, microbatches))
+    _check_compile(config, schedule.slices)
     stages = _partition(config, schedule.placement.stages)
     layout = Layout(
         dp=dp,
@@ -252,6 +253,22 @@ def _check_timeline(config: Config) -> None:
             f"log.timeline={config.log.timeline}: there is no step {wrong[0]}: expected steps from "
             f"1 to train.steps={steps}"
         )
+
+
+def _check_compile(config: Config, slices: int) -> None:
+    if not config.kernels.compile:
+        return
+    dropout, activations = config.model.dropout, config.activations
+    policies = activations.policy
+    policies = [policies] if isinstance(policies, str) else policies
+    for wrong, expected in (
+        (dropout > 0, f"model.dropout=0, not {dropout:g}"),
+        (slices > 1, f"whole sequences, and pipeline.schedule cuts them into {slices} slices"),
+        ("selective" in policies, "activations.policy=keep, full or stage, not selective"),
+        (activations.offload, "activations.offload=[]"),
+    ):
+        if wrong:
+            raise ConfigError(f"kernels.compile=true needs {expected}")
 
 
 def _microbatches(config: Config, dp: int) -> int:

@@ -57,6 +57,7 @@ class Case:
     reduce_dtype: str | None = None
     activations: str = "keep"
     loss_chunk: int | None = None
+    compile: bool = False
     model: str = "gpt2"
     tied: bool = True
     uneven: bool = False
@@ -156,7 +157,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "debug": case.debug,
             },
             "activations": ACTIVATIONS[case.activations],
-            "kernels": {"loss_chunk": case.loss_chunk},
+            "kernels": {"loss_chunk": case.loss_chunk, "compile": case.compile},
             "data": {"document_mask": case.documents},
             "optimizer": {
                 "lr": LR,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import Parameter
 
 from megapipe.plan.activations import BlockPolicy
@@ -72,7 +72,7 @@ class _Recomputed(Function):
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.part(x, *ctx.rest, graph_only=True)
-        edge = GradientEdge(y.grad_fn, y.output_nr)
+        edge = get_gradient_edge(y)
         del y
         run_backward((edge,), (grad,), False, False, (), True, True)
         return x.grad, None, None

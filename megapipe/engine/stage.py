@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapipe.engine.activations import Entrance, run_backward
 from megapipe.engine.weight_grad import WeightGradQueue, accumulate_in_main_grad
@@ -136,7 +136,7 @@ class Stage:
             root = y * mb.scale
             self._unit = torch.ones_like(y) if self._unit is None else self._unit
         assert root.grad_fn is not None
-        self._in_flight[key] = _InFlight(source, GradientEdge(root.grad_fn, root.output_nr))
+        self._in_flight[key] = _InFlight(source, get_gradient_edge(root))
         return y.detach()
 
     def _carry_of(self, key: Key, mb: MicroBatch) -> Carry | None:

@@ -59,6 +59,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotate.apply(x, cos, sin)
 
 
+def joined(y: Tensor) -> Tensor:
+    """The heads of each position in one row: [b, heads, s, d] -> [s, b, heads * d]."""
+    return y.permute(2, 0, 1, 3).flatten(2)
+
+
 class Attention(nn.Module):
     """Causal self-attention in two steps: `qkv` projects [s(/tp), b, h], a call does the rest.
 
@@ -102,6 +107,16 @@ class Attention(nn.Module):
         `rotary` is for the positions of these; `carry` is there where they are a slice. With
         `graph_only` the output has no value.
         """
+        q, k, v = self.heads(qkv, rotary)
+        if carry is not None:
+            k, v = carry.extend(self.layer, mb.start, k, v)
+        y = self._attend(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), mb)
+        return self.out(joined(y), graph_only)
+
+    def heads(
+        self, qkv: Tensor, rotary: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [s, b, heads / tp, d], keys and values [s, b, kv_heads / tp, d], rotated."""
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)
         # by split, whose backward joins the gradients; that of a slice would fill all of qkv
@@ -110,12 +125,7 @@ class Attention(nn.Module):
         else:
             qk, v = qkv.split((self.queries + 1, 1), dim=3)
             q, k = rotate(qk, *rotary).split((self.queries, 1), dim=3)
-        q = q.reshape(s, b, -1, self.head_dim)
-        k, v = k.squeeze(3), v.squeeze(3)  # [s, b, groups, d]
-        if carry is not None:
-            k, v = carry.extend(self.layer, mb.start, k, v)
-        y = self._attend(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), mb)
-        return self.out(y.permute(2, 0, 1, 3).reshape(s, b, -1), graph_only)
+        return q.reshape(s, b, -1, self.head_dim), k.squeeze(3), v.squeeze(3)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mb: MicroBatch) -> Tensor:
         """q [b, heads, s, d], k and v [b, groups, t, d] -> [b, heads, s, d].

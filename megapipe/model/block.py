@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megapipe.engine.activations import HostMemory, Keeping, Part, keep, keeping
 from megapipe.model.attention import Attention
 from megapipe.model.carry import Carry
+from megapipe.model.compiled import CompiledBlock
 from megapipe.model.config import ModelConfig
 from megapipe.model.dropout import dropout
 from megapipe.model.microbatch import MicroBatch
@@ -30,10 +31,17 @@ class Block(nn.Module):
     backward as the block's policy says.
     """
 
-    def __init__(self, sharding: Sharding, config: ModelConfig, layer: int) -> None:
+    def __init__(
+        self,
+        sharding: Sharding,
+        config: ModelConfig,
+        layer: int,
+        compiled: CompiledBlock | None = None,
+    ) -> None:
         super().__init__()
         self.sharding = sharding
         self.layer = layer
+        self.compiled = compiled
         self.dropout = config.dropout
         self.attention_norm = new_norm(sharding, config, f"layers.{layer}.attention_norm")
         self.attention = Attention(sharding, config, layer)
@@ -55,6 +63,9 @@ class Block(nn.Module):
         carry: Carry | None = None,
         graph_only: bool = False,
     ) -> Tensor:
+        if self.compiled is not None:
+            assert carry is None, "a compiled block takes whole sequences"
+            return self.compiled(self, x, mb, rotary, graph_only)
         qkv = self.of_norms(self._project, x)
         x = x + self.of_attention(self._attend, qkv, mb, rotary, carry)
         wide = self.of_norms(self._widen, x)

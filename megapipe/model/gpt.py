@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megapipe.model.attention import rotary_tables
 from megapipe.model.block import Block, Blocks, new_norm
 from megapipe.model.carry import Carry
+from megapipe.model.compiled import CompiledBlock
 from megapipe.model.config import ModelConfig
 from megapipe.model.dropout import dropout
 from megapipe.model.microbatch import MicroBatch
@@ -59,7 +60,9 @@ class GPTStage(nn.Module):
                 self.position = PositionEmbedding(
                     sharding, config.max_positions, hidden, config.init_std
                 )
-        self.layers = Blocks(Block(sharding, config, i) for i in spec.layers)
+        compiler = sharding.kernels.compiler
+        compiled = None if compiler is None else CompiledBlock(compiler)
+        self.layers = Blocks(Block(sharding, config, i, compiled) for i in spec.layers)
         self.head: ColumnParallelLinear | None = None
         if spec.head:
             self.final_norm = new_norm(sharding, config, "final_norm")

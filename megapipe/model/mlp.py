@@ -44,8 +44,12 @@ class MLP(nn.Module):
 
         With `graph_only` the output has no value.
         """
+        return self.down(self.activate(y), graph_only)
+
+    def activate(self, y: Tensor) -> Tensor:
+        """The output of `up` -> the input of `down`, [s, b, f/tp]."""
         if self.activation == "swiglu":
             gate, up = y.chunk(2, dim=-1)
-            return self.down(self.swiglu(gate, up), graph_only)
+            return self.swiglu(gate, up)
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-        return self.down(functional.gelu(y, approximate=approximate), graph_only)
+        return functional.gelu(y, approximate=approximate)

@@ -21,6 +21,7 @@ from megapipe.ops.probe import (
     load_module,
     needs_cuda,
     needs_half,
+    needs_no_graph,
     small_data,
 )
 
@@ -41,6 +42,8 @@ class Attended:
     """Tokens attend within their document only."""
     cut: bool = False
     """Sequences come in slices, whose queries attend to more keys than they are."""
+    compiled: bool = False
+    """Attention is part of a compiled block."""
 
 
 def candidates(given: Attended) -> list[Candidate[AttentionKernel]]:
@@ -114,6 +117,8 @@ def _pinned(given: Attended, name: str) -> AttentionKernel:
 
     if name in ("efficient", "cudnn"):
         needs_cuda(given.device)
+    if name == "math" and given.compiled:
+        raise Unavailable("is taken apart by inductor and put together wrong (kernels.compile)")
     if given.cut and name == "cudnn":
         raise Unavailable("takes no slices of sequences (pipeline.slices)")
     torch_choice(given, name)
@@ -122,6 +127,7 @@ def _pinned(given: Attended, name: str) -> AttentionKernel:
 
 def _flash_attn(given: Attended) -> AttentionKernel:
     needs_cuda(given.device)
+    needs_no_graph(given.compiled)
     needs_half(given.dtype)
     package = load_module("flash_attn", "flash-attn")
     if not package.__version__.startswith("2."):
@@ -131,6 +137,7 @@ def _flash_attn(given: Attended) -> AttentionKernel:
 
 def _varlen(given: Attended) -> AttentionKernel:
     needs_cuda(given.device)
+    needs_no_graph(given.compiled)
     needs_half(given.dtype)
     _needs_no_dropout(given)
     varlen_attn = load_module("torch.nn.attention.varlen", "torch").varlen_attn
@@ -140,6 +147,7 @@ def _varlen(given: Attended) -> AttentionKernel:
 
 
 def _flex(given: Attended) -> AttentionKernel:
+    needs_no_graph(given.compiled)
     needs_cuda(given.device)
     _needs_no_dropout(given)
     module = load_module("torch.nn.attention.flex_attention", "torch")

@@ -8,6 +8,7 @@ from typing import Any
 
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
+from megapipe.ops.compiler import Compiler
 from megapipe.ops.norm import NormKernel, torch_norm
 from megapipe.ops.probe import Choice
 from megapipe.ops.swiglu import SwigluKernel, torch_swiglu
@@ -23,6 +24,8 @@ class Kernels:
     swiglu: SwigluKernel = torch_swiglu
     accumulate: AccumulateKernel = torch_accumulate
     adam: AdamKernel = torch_adam
+    compiler: Compiler | None = None
+    """What compiles the blocks, if something does."""
     loss_chunk: int = 0
     """Tokens whose logits there are at a time; 0: all of a micro-batch's."""
     choices: Sequence[Choice[Any]] = ()

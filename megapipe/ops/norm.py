@@ -16,6 +16,7 @@ from megapipe.ops.probe import (
     agree,
     load_module,
     needs_cuda,
+    needs_no_graph,
     small_data,
 )
 
@@ -81,12 +82,20 @@ def liger_norm(layer_norm: Any, rms_norm: Any) -> NormKernel:
 
 
 def candidates(
-    *, device: torch.device, dtype: torch.dtype, hidden: int, eps: float, centred: bool, bias: bool
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    hidden: int,
+    eps: float,
+    centred: bool,
+    bias: bool,
+    compiled: bool = False,
 ) -> list[Candidate[NormKernel]]:
-    """apex before Liger before torch."""
+    """apex before Liger before torch, which alone can be part of a compiled block."""
 
     def usable() -> None:
         needs_cuda(device)
+        needs_no_graph(compiled)
         if dtype == torch.float64:
             raise Unavailable("computes in fp32, and the model is fp64")
         if centred and not bias:

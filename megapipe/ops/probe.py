@@ -139,6 +139,12 @@ def needs_half(dtype: torch.dtype) -> None:
         raise Unavailable(f"takes bf16 and fp16, not {str(dtype).removeprefix('torch.')}")
 
 
+def needs_no_graph(compiled: bool) -> None:
+    """`compiled`: the blocks are, and what they call has to be part of their graph."""
+    if compiled:
+        raise Unavailable("cannot be part of a compiled block (kernels.compile)")
+
+
 def agree(
     kernel: K,
     reference: K,

@@ -11,6 +11,7 @@ from megapipe.config import Config
 from megapipe.ops import adam, attention_choice, norm, swiglu, weight_grad
 from megapipe.ops.attention import AttentionKernel
 from megapipe.ops.attention_choice import Attended, torch_choice
+from megapipe.ops.compiler import torch_compile
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.probe import Choice, Unavailable, choose
 
@@ -38,6 +39,7 @@ def select_kernels(
         dropout=model.dropout,
         documents=config.data.document_mask,
         cut=cut,
+        compiled=wanted.compile,
     )
     norms = norm.candidates(
         device=device,
@@ -46,8 +48,9 @@ def select_kernels(
         eps=model.norm_eps,
         centred=model.norm == "layernorm",
         bias=model.bias,
+        compiled=wanted.compile,
     )
-    gates = swiglu.candidates(device=device, dtype=dtype)
+    gates = swiglu.candidates(device=device, dtype=dtype, compiled=wanted.compile)
     products = weight_grad.candidates(device=device, dtype=dtype)
     updates = adam.candidates(device=device, dtype=main)
     attention = _attention(wanted.attention, given)
@@ -58,6 +61,8 @@ def select_kernels(
     used: list[Choice[Any]] = [attention, normed, accumulated]
     if model.activation == "swiglu":
         used.append(gated)
+    if wanted.compile:
+        used.append(Choice("blocks", "compiled", "torch.compile", torch_compile))
     if config.optimizer.rule in ("adamw", "adam", "muon"):
         used.append(updated)
     return Kernels(
@@ -67,6 +72,7 @@ def select_kernels(
         accumulate=accumulated.kernel,
         adam=updated.kernel,
         choices=used,
+        compiler=torch_compile if wanted.compile else None,
         loss_chunk=wanted.loss_tokens(cuda=device.type == "cuda"),
     )
 

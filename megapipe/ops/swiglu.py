@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megapipe.ops.probe import Candidate, Unavailable, agree, load_module, needs_cuda, small_data
+from megapipe.ops.probe import (
+    Candidate,
+    Unavailable,
+    agree,
+    load_module,
+    needs_cuda,
+    needs_no_graph,
+    small_data,
+)
 
 SwigluKernel = Callable[[Tensor, Tensor], Tensor]
 """(gate [..., f], up [..., f]) -> silu(gate) * up."""
@@ -29,11 +37,14 @@ def liger_swiglu(function: Any) -> SwigluKernel:
     return swiglu
 
 
-def candidates(*, device: torch.device, dtype: torch.dtype) -> list[Candidate[SwigluKernel]]:
-    """Liger before torch."""
+def candidates(
+    *, device: torch.device, dtype: torch.dtype, compiled: bool = False
+) -> list[Candidate[SwigluKernel]]:
+    """Liger before torch, which alone can be part of a compiled block."""
 
     def liger() -> SwigluKernel:
         needs_cuda(device)
+        needs_no_graph(compiled)
         if dtype == torch.float64:
             raise Unavailable("computes in fp32, and the model is fp64")
         module = load_module("liger_kernel.ops.swiglu", "liger-kernel")

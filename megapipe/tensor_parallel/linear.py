@@ -28,7 +28,7 @@ from megapipe.tensor_parallel.parameter import Sharding, new_parameter
 class _LinearTask:
     """main gradients of one linear layer: x [s(/tp), b, in], grad [s(/tp), b, out]."""
 
-    layer: _ParallelLinear
+    layer: ParallelLinear
     x: Tensor
     grad: Tensor
 
@@ -49,7 +49,7 @@ class _LinearTask:
         return self.x, self.grad
 
 
-class _ParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
     """A linear layer whose weight may be 3-D, [k, out, in]: k matrices applied as one."""
 
     weight: Parameter
@@ -98,6 +98,51 @@ class _ParallelLinear(nn.Module):
         """The local weight as one matrix [k * out, in]."""
         return self.weight.view(-1, self.weight.shape[-1])
 
+    def vector(self) -> Tensor | None:
+        """The local bias, if there is one, as one vector [k * out]."""
+        return None if self.bias is None else self.bias.view(-1)
+
+    def output_shape(self, x: Tensor) -> tuple[int, ...]:
+        split = self.sharding.tp.size if self.sharding.sequence_split else 1
+        length = x.shape[0] * split if self.rows_split else x.shape[0] // split
+        return length, *x.shape[1:-1], len(self.matrix())
+
+    def defer(self, x: Tensor, grad: Tensor) -> None:
+        """Leave the weight gradient to ``W``: `x` was the input, `grad` is of the output."""
+        self.sharding.queue.put(_LinearTask(self, x, grad))
+
+
+def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
+    """x [s(/tp), b, in] by rows [out/tp, in] of a matrix: [s, b, out/tp]."""
+    whole = all_gather(x, sharding.tp) if sharding.sequence_split else x
+    return functional.linear(whole, weight, bias)
+
+
+def column_input_grad(grad: Tensor, weight: Tensor, sharding: Sharding) -> Tensor:
+    """The gradient of the input of :func:`column_product`, from that of its output."""
+    grad_x = grad @ weight  # [s, b, in], a partial sum over tp
+    if sharding.sequence_split:
+        return reduce_scatter(grad_x, sharding.tp)
+    return all_reduce(grad_x, sharding.tp)
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
+    """x [s, b, in/tp] by columns [out, in/tp] of a matrix, summed over tp: [s(/tp), b, out]."""
+    if sharding.tp.size == 1:
+        return functional.linear(x, weight, bias)
+    y = functional.linear(x, weight)  # [s, b, out], a partial sum over tp
+    if sharding.sequence_split:
+        y = reduce_scatter(y, sharding.tp)
+    else:
+        all_reduce(y, sharding.tp)
+    return y if bias is None else y.add_(bias)
+
+
+def row_input_grad(grad: Tensor, weight: Tensor, sharding: Sharding) -> Tensor:
+    """The gradient of the input of :func:`row_product`, from that of its output."""
+    whole = all_gather(grad, sharding.tp) if sharding.sequence_split else grad
+    return whole @ weight
+
 
 class _ColumnFunction(Function):
     @staticmethod
@@ -106,29 +151,20 @@ class _ColumnFunction(Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        sharding = layer.sharding
         if graph_only:
-            split = sharding.tp.size if sharding.sequence_split else 1
-            return x.new_empty(x.shape[0] * split, *x.shape[1:-1], len(layer.matrix()))
-        whole = all_gather(x, sharding.tp) if sharding.sequence_split else x
-        bias = None if layer.bias is None else layer.bias.view(-1)
-        return functional.linear(whole, layer.matrix(), bias)
+            return x.new_empty(layer.output_shape(x))
+        return column_product(x, layer.matrix(), layer.vector(), layer.sharding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         layer: ColumnParallelLinear = ctx.layer
-        sharding = layer.sharding
-        grad_x = grad @ layer.matrix()  # [s, b, in], a partial sum over tp
-        if sharding.sequence_split:
-            grad_x = reduce_scatter(grad_x, sharding.tp)
-        else:
-            all_reduce(grad_x, sharding.tp)
-        sharding.queue.put(_LinearTask(layer, x.detach(), grad))
+        grad_x = column_input_grad(grad, layer.matrix(), layer.sharding)
+        layer.defer(x.detach(), grad)
         return grad_x, None, None, None
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """y = x W^T + b with the rows of W split over tp: [s(/tp), b, in] -> [s, b, k * out/tp].
 
     With `graph_only` what is returned can be back-propagated through, but has no value: nothing
@@ -148,30 +184,20 @@ class _RowFunction(Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        sharding = layer.sharding
         if graph_only:
-            split = sharding.tp.size if sharding.sequence_split else 1
-            return x.new_empty(x.shape[0] // split, *x.shape[1:-1], layer.weight.shape[0])
-        if sharding.tp.size == 1:
-            return functional.linear(x, layer.matrix(), layer.bias)
-        y = functional.linear(x, layer.matrix())  # [s, b, out], a partial sum over tp
-        if sharding.sequence_split:
-            y = reduce_scatter(y, sharding.tp)
-        else:
-            all_reduce(y, sharding.tp)
-        return y if layer.bias is None else y.add_(layer.bias)
+            return x.new_empty(layer.output_shape(x))
+        return row_product(x, layer.matrix(), layer.vector(), layer.sharding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         layer: RowParallelLinear = ctx.layer
-        sharding = layer.sharding
-        whole = all_gather(grad, sharding.tp) if sharding.sequence_split else grad
-        sharding.queue.put(_LinearTask(layer, x.detach(), grad))
-        return whole @ layer.matrix(), None, None, None
+        grad_x = row_input_grad(grad, layer.matrix(), layer.sharding)
+        layer.defer(x.detach(), grad)
+        return grad_x, None, None, None
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """y = x W^T + b with the columns of W split over tp: [s, b, in/tp] -> [s(/tp), b, out].
 
     With `graph_only` what is returned can be back-propagated through, but has no value: no GEMM

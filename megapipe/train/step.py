@@ -37,6 +37,7 @@ from megapipe.engine.stage import Key, Stage
 from megapipe.errors import CheckpointError, NumericError, ScheduleError
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
+from megapipe.model.compiled_check import check_compiled
 from megapipe.model.gpt import TORCH_DTYPES, GPTStage
 from megapipe.model.microbatch import MicroBatch
 from megapipe.optim.buffers import make_buckets
@@ -107,6 +108,15 @@ class TrainStep:
         self.pipeline_ranks = range(layout.pp) if self.in_process else [mesh.pp.index]
         self.dtype = TORCH_DTYPES[config.model.dtype]
         self.kernels = agreed_kernels(config, mesh, self.dtype, cut=self.schedule.slices > 1)
+        if self.kernels.compiler is not None:
+            check_compiled(
+                config.model,
+                self._sharding(),
+                length=config.train.sequence_length,
+                rows=config.train.microbatch,
+                documents=config.data.document_mask,
+                device=mesh.device,
+            )
         self.modules = {
             s: GPTStage(config.model, layout.stage_layers[s], self._sharding())
             for rank in self.pipeline_ranks

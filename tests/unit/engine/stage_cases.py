@@ -13,6 +13,8 @@ from megapipe.mesh import Axis
 from megapipe.model.config import ModelConfig
 from megapipe.model.gpt import TORCH_DTYPES, GPTStage
 from megapipe.model.partition import StageSpec
+from megapipe.ops.compiler import Compiler
+from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.plan.activations import Unit
 from megapipe.tensor_parallel.parameter import Sharding
@@ -25,11 +27,14 @@ def new_stage(
     *,
     units: Sequence[Unit] = (),
     recompute: bool = False,
+    compiler: Compiler | None = None,
 ) -> tuple[Stage, Bucket]:
     """A stage, by default of the whole model."""
     if spec is None:
         spec = StageSpec(embedding=True, layers=range(model.layers), head=True)
-    module = GPTStage(model, spec, Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype]))
+    kernels = Kernels(compiler=compiler)
+    sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype], kernels=kernels)
+    module = GPTStage(model, spec, sharding)
     bucket = Bucket(0, list(owned_parameters(module)), Axis.alone(), torch.device("cpu"))
     for entry in bucket.entries:
         take_box(params[entry.spec.name], entry.spec, bucket.view(bucket.weights, entry))

@@ -1,0 +1,182 @@
+"""Blocks under torch.compile, whose weight gradients still wait for ``W``.
+
+What a compiled graph keeps to itself, inductor may write over, so all that is queued has to leave
+the graph. A block is traced as a pure function. The inputs of its linear layers are further
+outputs of the forward. Each layer has a *sink*, an input that the forward does not read, whose
+gradient is that of the layer's output. Outside the graph an autograd function gives out the sinks,
+is given their gradients when the compiled backward is done, and queues the pairs for the kernels
+that run without compilation too (:mod:`megapipe.engine.weight_grad`). The gradients of norms are
+computed by the graph, within ``I``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megapipe.model.attention import joined
+from megapipe.model.microbatch import MicroBatch
+from megapipe.ops.compiler import Compiler
+from megapipe.ops.documents import Documents
+from megapipe.tensor_parallel.linear import (
+    ParallelLinear,
+    column_input_grad,
+    column_product,
+    row_input_grad,
+    row_product,
+)
+from megapipe.tensor_parallel.parameter import Sharding
+
+if TYPE_CHECKING:
+    from megapipe.model.block import Block, Rotary
+
+
+class CompiledBlock:
+    """Runs blocks that are alike by one graph. Dropout and slices are for uncompiled blocks.
+
+    The graph is made by the first call, one for each shape and for each of what a block is asked:
+    to train, to leave its output without a value, to keep nothing.
+    """
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._run = compiler(run_block)
+
+    def __call__(
+        self, block: Block, x: Tensor, mb: MicroBatch, rotary: Rotary, graph_only: bool
+    ) -> Tensor:
+        """[s(/tp), b, h] -> [s(/tp), b, h]; with `graph_only` the output has no value."""
+        assert not (block.training and block.dropout), "a compiled block has no dropout"
+        layers = (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down)
+        sinks: Sequence[Tensor | None] = [None] * len(layers)
+        harvest = _Harvest(layers)
+        if torch.is_grad_enabled():
+            sinks = _Sinks.apply(x.new_empty(0).requires_grad_(), harvest, x)
+        linears = [_linear(layer, sink) for layer, sink in zip(layers, sinks, strict=True)]
+        length = layers[0].output_shape(x)[0]
+        mask = None if mb.documents is None else mb.documents.mask(length)
+        y, harvest.inputs = self._run(block, x, rotary, mask, linears, graph_only)
+        return y
+
+
+class _Harvest:
+    """What the weight gradients of one block and micro-batch need."""
+
+    def __init__(self, layers: Sequence[ParallelLinear]) -> None:
+        self.layers = layers
+        self.inputs: Sequence[Tensor] = ()
+
+    def queue(self, grads: Sequence[Tensor]) -> None:
+        """Leave the weight gradients to ``W``, in the order of the backward."""
+        taken = zip(self.layers, self.inputs, grads, strict=True)
+        for layer, x, grad in reversed(list(taken)):
+            layer.defer(x, grad)
+
+
+class _Sinks(Function):
+    """Gives out the sinks of a block's layers; its backward runs after that of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, harvest: _Harvest, x: Tensor) -> tuple[Tensor, ...]:
+        ctx.harvest = harvest
+        shapes = [
+            layer.output_shape(x) if layer.rows_split else x.shape for layer in harvest.layers
+        ]
+        return tuple(x.new_zeros(()).expand(shape) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.harvest.queue(grads)
+        return None, None, None
+
+
+class _Linear(NamedTuple):
+    """A linear layer as the graph sees it."""
+
+    weight: Tensor
+    """[out, in]; the graph has no gradient for it, nor for the bias."""
+    bias: Tensor | None
+    sink: Tensor | None
+
+
+def _linear(layer: ParallelLinear, sink: Tensor | None) -> _Linear:
+    # data: weights that are gathered again between forward and backward are no change of values
+    bias = layer.vector()
+    return _Linear(layer.matrix().data, None if bias is None else bias.data, sink)
+
+
+class _Column(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        sharding: Sharding,
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.sharding = sharding
+        return column_product(x, weight, bias, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return column_input_grad(grad, weight, ctx.sharding), None, None, grad, None
+
+
+class _Row(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        sharding: Sharding,
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.sharding = sharding
+        return row_product(x, weight, bias, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return row_input_grad(grad, weight, ctx.sharding), None, None, grad, None
+
+
+class _Masked:
+    """Documents of which only the mask [b, 1, s, s] is known."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask = mask
+
+    def mask(self, s: int) -> Tensor:
+        return self._mask
+
+
+def run_block(
+    block: Block,
+    x: Tensor,
+    rotary: Rotary,
+    mask: Tensor | None,
+    linears: Sequence[_Linear],
+    graph_only: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What is compiled: the output [s(/tp), b, h], and the inputs of the linear layers."""
+    sharding, attention, mlp = block.sharding, block.attention, block.mlp
+    qkv, out, up, down = linears
+    documents = None if mask is None else cast(Documents, _Masked(mask))
+
+    normed = block.attention_norm(x)
+    heads = attention.heads(_Column.apply(normed, *qkv, sharding), rotary)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in heads)
+    mixed = joined(sharding.kernels.attention(q, k, v, 0.0, documents))
+    x = x + _Row.apply(mixed, *out, sharding)
+    widened = block.mlp_norm(x)
+    active = mlp.activate(_Column.apply(widened, *up, sharding))
+    y = x + _Row.apply(active, *down, sharding)
+    return y, tuple(t.detach() for t in (normed, mixed, widened, active))

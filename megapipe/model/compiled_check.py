@@ -1,0 +1,118 @@
+"""Whether this torch compiles the blocks of a model right, before a run relies on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.autograd import backward
+
+from megapipe.engine.weight_grad import WeightGradQueue
+from megapipe.errors import ConfigError
+from megapipe.model.attention import rotary_tables
+from megapipe.model.block import Block, Rotary
+from megapipe.model.compiled import CompiledBlock
+from megapipe.model.config import ModelConfig
+from megapipe.model.microbatch import MicroBatch
+from megapipe.ops.documents import Documents
+from megapipe.tensor_parallel.parameter import Sharding
+
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 0.2,
+    torch.bfloat16: 0.2,
+}
+"""Most that a result may differ, in norms. What was written over differs by about 1."""
+
+
+def check_compiled(
+    config: ModelConfig,
+    sharding: Sharding,
+    *,
+    length: int,
+    rows: int,
+    documents: bool,
+    device: torch.device,
+) -> None:
+    """Compare a compiled block of random weights with the same block as it is.
+
+    Of two micro-batches of `rows` x `length` tokens, both in flight at once: outputs, input
+    gradients, gradients of norms, and everything that is queued for the weight gradients. The
+    processes of a tp group do it together. The graph is then there for the first step, on all
+    pipeline ranks at the same time. Raises :class:`ConfigError`.
+    """
+    assert sharding.kernels.compiler is not None
+    own = replace(sharding, queue=WeightGradQueue())
+    compiled = CompiledBlock(sharding.kernels.compiler)
+    block = Block(own, config, 0, compiled).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(sharding.dtype)
+
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            drawn = draw(parameter.shape)
+            parameter.copy_(1 + drawn / 10 if "norm" in name else drawn * config.init_std)
+    split = sharding.tp.size if sharding.sequence_split else 1
+    shape = (length // split, rows, config.hidden)
+    data = [(draw(shape), draw(shape)) for _ in range(2)]
+    rotary: Rotary = None
+    if config.positions == "rotary":
+        assert config.head_dim is not None
+        rotary = rotary_tables(length, config.head_dim, config.rotary_base, device, sharding.dtype)
+    ids = (torch.arange(length) * 3 // length).expand(rows, length)
+    mb = MicroBatch(0, 0, 0, documents=Documents(ids, device) if documents else None)
+    try:
+        found = _results(block, data, mb, rotary)
+    except Exception as error:  # a compiler that is missing or fails does so in many ways
+        raise ConfigError(
+            f"kernels.compile=true: torch.compile fails here: {_reason(error)}; expected false"
+        ) from error
+    block.compiled = None
+    for name, right in _results(block, data, mb, rotary).items():
+        off, limit = _norm(found[name] - right) / _norm(right), TOLERANCE[sharding.dtype]
+        if not off <= limit:
+            raise ConfigError(
+                f"kernels.compile=true: the {name} of a compiled block is {off:.1e} off, at most "
+                f"{limit:.0e}: torch {torch.__version__} compiles it wrong; expected false"
+            )
+
+
+def _results(
+    block: Block, data: list[tuple[Tensor, Tensor]], mb: MicroBatch, rotary: Rotary
+) -> dict[str, Tensor]:
+    """What two micro-batches give, the backward of the first after the forward of the last."""
+    queue = block.sharding.queue
+    found: dict[str, Tensor] = {}
+    xs = [x.clone().requires_grad_() for x, _ in data]
+    ys = [block(x, mb, rotary) for x in xs]
+    for i, (y, (_, grad)) in enumerate(zip(ys, data, strict=True)):
+        queue.open(i)
+        backward(y, grad)
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        assert x.grad is not None
+        found |= {f"output {i}": y.detach(), f"input gradient {i}": x.grad}
+        for task, layer in zip(queue.pending()[i], ("down", "up", "out", "qkv"), strict=True):
+            for what, tensor in zip(("input", "gradient"), task.tensors(), strict=True):
+                found[f"{what} {i} of {layer}"] = tensor
+    for name, parameter in block.named_parameters():
+        if parameter.grad is not None:
+            found[f"gradient of {name}"] = parameter.grad
+    queue.clear()
+    block.zero_grad()
+    return found
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x, dtype=torch.float64).item()
+
+
+def _reason(error: BaseException) -> str:
+    """What failed first, in one line; torch wraps it, and puts headings before it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    said = [line for line in str(error).splitlines() if line.strip() and not line.endswith(":")]
+    return said[0].strip() if said else type(error).__name__

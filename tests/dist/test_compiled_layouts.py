@@ -1,0 +1,66 @@
+"""Compiled blocks in every kind of layout: collectives are part of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from parity import Case, Outcome, check_case, run_cases
+
+from megapipe.testing import World, run_world
+
+CASES = [
+    Case(tp=2, compile=True),
+    Case(
+        tp=2,
+        pp=2,
+        in_process=True,
+        schedule="zb_h1",
+        sequence_parallel=True,
+        model="llama",
+        documents=True,
+        activations="full",
+        compile=True,
+    ),
+    Case(dp=2, pp=2, chunks=2, in_process=True, schedule="interleaved_1f1b", zero=3, compile=True),
+    Case(pp=2, m=3, schedule="zb_h1", model="mixed", activations="stage", compile=True),
+]
+
+
+def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[Outcome], list[int]]:
+    """By graphs that are traced with their backward, and run uncompiled; and their numbers."""
+    outcomes, numbers = [], []
+    for case in cases:
+        torch.compiler.reset()
+        graphs: list[Any] = []
+
+        def backend(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            from torch._dynamo.backends.debugging import aot_eager
+
+            graphs.append(graph)
+            return aot_eager(graph, inputs)
+
+        def compiler(function: Any, backend: Any = backend) -> Any:
+            return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+        with mock.patch("megapipe.ops.select.torch_compile", compiler):
+            outcomes += run_cases(world, [case])
+        numbers.append(len(graphs))
+    return outcomes, numbers
+
+
+def test_traced_blocks_in_every_kind_of_layout() -> None:
+    results = run_world(2, run_traced, CASES, timeout_s=120)
+    for i, case in enumerate(CASES):
+        check_case(case, [outcomes[i] for outcomes, _ in results])
+        for _, numbers in results:
+            assert 2 <= numbers[i] <= 5, "one to train, one to validate, others if run again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_inductor_in_every_kind_of_layout(case: Case) -> None:
+    check_case(case, [outcomes[0] for outcomes in run_world(2, run_cases, [case], timeout_s=600)])
