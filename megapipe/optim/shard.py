@@ -83,7 +83,9 @@ class Shard:
         return slice(start - self.start, stop - self.start)
 
     def zero_grad(self) -> None:
+        """Begin a step; the sum of the last one's gradients is let go."""
         self.bucket.zero_grad()
+        self.grad = self.grad.new_empty(0)
         self._parts = False
         self._reduction = None
 

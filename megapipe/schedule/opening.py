@@ -33,13 +33,11 @@ def opening(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _may_run(op: Op, done: set[tuple[int, int, int]]) -> bool:
-    """Whether it is a forward, on its own, whose input has been made."""
+    """Whether it is a forward, on its own, whose input has been made; the slice before it, whose
+    keys and values it needs, comes before it on its own rank."""
     if op.kind != Kind.F or op.joined:
         return False
-    before = (op.stage - 1, op.microbatch, op.slice)
-    return (op.stage == 0 or before in done) and (
-        op.slice == 0 or (op.stage, op.microbatch, op.slice - 1) in done
-    )
+    return op.stage == 0 or (op.stage - 1, op.microbatch, op.slice) in done
 
 
 def cut(program: Program, operations: int) -> int:

@@ -133,6 +133,5 @@ def _with_gathers(actions: Sequence[Action], prefetch: int) -> Iterator[Action]:
             awaited.add(action.stage)
             yield _on(Do.AWAIT, action.stage)
         yield action
-    yield from held
     for stage in gathered:
         yield _on(Do.RESHARD, stage)

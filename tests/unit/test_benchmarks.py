@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megapipe.schedule.ir import Kind
+from megapipe.schedule.validate import validate
 
 ROOT = Path(__file__).parents[2]
 SHARED = ("common.py", "fake_world.py", "model_memory.py", "pipelines.py", "plain_gpt.py")
@@ -137,3 +138,35 @@ def test_no_operation_is_shorter_than_asked_for(load: Callable[[str], Any], time
         }[times]
         table = cost.table(4)
         assert (table[Kind.F], table[Kind.I]) == wanted
+
+
+def test_steps_that_do_not_wait_follow_each_other_without_a_bubble(
+    load: Callable[[str], Any],
+) -> None:
+    """Eight micro-batches of F = I = W = 1 are 24 of work per rank."""
+    bench = load("post_validation")
+    case = bench.Case("zb_2p", 4, 8, 1.0)
+    assert validate(bench.chained(case.schedule(), 3)).bitwise_order
+    wanted = bench.predicted(case, 6)
+    assert (wanted.waiting, wanted.trusting) == (27.0, 24.0)
+    assert wanted.saved == 3.0
+    assert wanted.ratio == 24 / 27
+
+
+def test_the_pace_is_the_median_after_the_warm_up(load: Callable[[str], Any]) -> None:
+    pace = load("post_validation").pace
+    first, second = [0.0, 9.0, 10.0, 12.0, 40.0], [0.0, 9.0, 12.0, 14.0, 42.0]
+    assert pace([first, second]) == 2.0, "of 2, 2 and 28"
+
+
+def test_a_ring_sends_each_piece_to_all_others(load: Callable[[str], Any]) -> None:
+    zero, fake = load("zero"), load("fake_world")
+    for collective, sent in (("all_reduce", 150), ("all_gather", 75), ("reduce_scatter", 75)):
+        seen, amount = fake.Seen("dp", collective), fake.Amount(3, 100)
+        assert zero.on_the_wire(seen, amount, 4) == sent
+
+
+def test_a_round_lasts_until_the_slowest_is_done(load: Callable[[str], Any]) -> None:
+    zero = load("zero")
+    ranks = [zero.Sides([3.0, 5.0], [4.0, 8.0]), zero.Sides([6.0, 2.0], [2.0, 9.0])]
+    assert zero.ratio(ranks) == (5.0 / 4.0, 4.0)

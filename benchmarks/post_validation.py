@@ -1,0 +1,252 @@
+"""The bubble that post-validation removes: ``python benchmarks/post_validation.py``.
+
+Waiting for the global gradient norm makes every step as long as the schedule's makespan. Without,
+steps follow each other as closely as their operations allow. Real training steps of a small model
+run one after the other, once with ``optimizer.post_validation`` and once without; each operation is
+made to last a given time by sleeping, so four ranks show their true bubbles on two cores. The
+simulator is given these times: it predicts the step that waits by the makespan, the one that does
+not by the pace of many steps in one list. Both trainings must give the same losses and norms.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from common import Result, parser, report
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.engine.stage import Key, Stage
+from megapipe.layout import Layout, resolve
+from megapipe.mesh import Grid
+from megapipe.model.microbatch import MicroBatch
+from megapipe.schedule.cost import Cost
+from megapipe.schedule.generators import build
+from megapipe.schedule.ir import MICROBATCH_SHIFT, Schedule, packed
+from megapipe.schedule.simulate import simulate
+from megapipe.testing import World, run_world
+from megapipe.train import step as training
+from megapipe.train.step import StepResult, TrainStep
+
+VOCABULARY = 64
+WARM_UP = 2
+"""Steps before the pace is measured."""
+SPEED, SAVED, SLACK = 0.96, 0.9, 1.02
+"""Least share of the predicted pace, and of the predicted saving; most of the predicted ratio."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule; every F, I and W takes `seconds`."""
+
+    name: str
+    ranks: int
+    microbatches: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name}, p={self.ranks}, m={self.microbatches}, F=I=W"
+
+    def schedule(self) -> Schedule:
+        return build(self.name, ranks=self.ranks, microbatches=self.microbatches)
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(F=self.seconds, I=self.seconds, W=self.seconds)
+
+    def configure(self, steps: int, *, trust: bool) -> tuple[Config, Layout]:
+        config = Config.model_validate(
+            {
+                "model": {
+                    "layers": self.schedule().placement.stages,
+                    "hidden": 16,
+                    "heads": 2,
+                    "tied_embeddings": False,
+                },
+                "parallel": {"pp": self.ranks},
+                "pipeline": {"schedule": self.name},
+                "optimizer": {"clip": 1e6, "post_validation": trust, "warmup_steps": 0},
+                "train": {
+                    "steps": steps,
+                    "sequence_length": 8,
+                    "microbatch": 1,
+                    "global_batch": self.microbatches,
+                },
+            }
+        )
+        return resolve(config, self.ranks, VOCABULARY)
+
+
+class Pace(NamedTuple):
+    """Seconds per step."""
+
+    waiting: float
+    """With the norm before the update."""
+    trusting: float
+    """With the norm after it."""
+
+    @property
+    def saved(self) -> float:
+        return self.waiting - self.trusting
+
+    @property
+    def ratio(self) -> float:
+        return self.trusting / self.waiting
+
+
+class _Lasting(Stage):
+    """Each operation takes `seconds`, of which it sleeps what it does not compute."""
+
+    def __init__(self, *args: Any, seconds: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seconds = seconds
+
+    def _last(self, operation: Callable[[], Tensor | None]) -> Tensor | None:
+        end = time.perf_counter() + self.seconds
+        result = operation()
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return result
+
+    def forward(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
+        return self._last(partial(super().forward, key, x, mb))
+
+    def input_grad(self, key: Key, grad: Tensor | None) -> Tensor | None:
+        return self._last(partial(super().input_grad, key, grad))
+
+    def weight_grad(self, key: Key) -> None:
+        self._last(partial(super().weight_grad, key))
+
+
+def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Samples [b, 8]: each counts up from its number."""
+    tokens = (torch.tensor(indices)[:, None] + torch.arange(9)) % VOCABULARY
+    return tokens[:, :-1], tokens[:, 1:], torch.ones(len(tokens), 8, dtype=torch.bool)
+
+
+class Trained(NamedTuple):
+    """One rank's steps."""
+
+    ends: list[float]
+    """When each ended, on the clock that the ranks share."""
+    results: list[StepResult]
+
+
+def train(world: World, case: Case, steps: int) -> tuple[Trained, Trained]:
+    """Waiting, and trusting."""
+    waiting, trusting = (train_one(world, case, steps, trust=trust) for trust in (False, True))
+    return waiting, trusting
+
+
+def train_one(world: World, case: Case, steps: int, *, trust: bool) -> Trained:
+    config, layout = case.configure(steps, trust=trust)
+    mesh = world.mesh(Grid(pp=case.ranks))
+    with mock.patch.object(training, "Stage", partial(_Lasting, seconds=case.seconds)):
+        step = TrainStep(config, layout, mesh)
+    ends, results = [], []
+    for index in range(steps):
+        results.append(step.train(index, rows))
+        ends.append(time.perf_counter())
+    results.append(step.settle())
+    assert step.trust is None or step.trust.undone == 0
+    return Trained(ends, [result for result in results if result is not None])
+
+
+def chained(schedule: Schedule, steps: int) -> Schedule:
+    """The operations of several steps, one after the other on each rank."""
+    step = schedule.microbatches << MICROBATCH_SHIFT
+    return replace(
+        schedule,
+        microbatches=steps * schedule.microbatches,
+        ops=tuple(
+            packed(code + i * step for i in range(steps) for code in ops) for ops in schedule.ops
+        ),
+        replica=schedule.replica and steps * schedule.replica,
+        sizes=schedule.sizes and steps * schedule.sizes,
+    )
+
+
+def pace(ends: Sequence[Sequence[float]]) -> float:
+    """Seconds per step, the median after the warm-up of the ranks' means; ends[rank][step]."""
+    steps = list(zip(*ends, strict=True))
+    times = [statistics.fmean(step) for step in steps[WARM_UP - 1 :]]
+    return statistics.median(after - before for before, after in pairwise(times))
+
+
+def predicted(case: Case, steps: int) -> Pace:
+    schedule = case.schedule()
+    alone, many = simulate(schedule, case.cost), simulate(chained(schedule, steps), case.cost)
+    lengths = [len(ops) for ops in schedule.ops]
+    ends = [
+        [float(own[(i + 1) * length - 1]) for i in range(steps)]
+        for own, length in zip(many.ends, lengths, strict=True)
+    ]
+    return Pace(float(alone.makespan), pace(ends))
+
+
+def measured(case: Case, steps: int) -> Pace:
+    timeout_s = 60 + 4 * steps * len(case.schedule().ops[0]) * case.seconds
+    ranks = run_world(case.ranks, train, case, steps, timeout_s=timeout_s)
+    for waiting, trusting in ranks:
+        assert len(waiting.results) == steps
+        assert waiting.results == trusting.results, "not the same training"
+    waiting_s, trusting_s = (pace([rank[mode].ends for rank in ranks]) for mode in (0, 1))
+    return Pace(waiting_s, trusting_s)
+
+
+def claims(case: Case, steps: int) -> list[Result]:
+    wanted, found = predicted(case, steps), measured(case, steps)
+    return [
+        Result(
+            claim=f"{case}: time per step",
+            value=found.ratio,
+            target=SLACK * wanted.ratio,
+            unit="x",
+            peer=f"waiting for the norm, {found.waiting:.3f} s",
+        ),
+        Result(
+            claim=f"{case}: time saved",
+            value=found.saved / wanted.saved,
+            target=SAVED,
+            unit="x",
+            peer=f"simulator, {wanted.saved:.3f} s",
+            at_least=True,
+        ),
+        Result(
+            claim=f"{case}: speed",
+            value=wanted.trusting / found.trusting,
+            target=SPEED,
+            unit="x",
+            peer=f"simulator, {wanted.trusting:.3f} s",
+            at_least=True,
+        ),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--ms", type=float, default=20.0, help="each operation (20 ms)")
+    options.add_argument("--steps", type=int, default=8, help="timed steps (8)")
+    given = options.parse_args(argv)
+    if given.steps < 1 or given.ms <= 0:
+        options.error("--steps must be at least 1 and --ms above 0")
+    cases = [Case(name, 4, 8, given.ms / 1e3) for name in ("zb_2p", "zb_v")]
+    steps = WARM_UP + given.steps
+    if given.quick:
+        cases, steps = [Case("zb_2p", 2, 4, 0.001)], WARM_UP + 1
+    results = [result for case in cases for result in claims(case, steps)]
+    report("Post-validation", results, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,367 @@
+"""Steps that are taken on trust and validated later are, bitwise, those of a run that waits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import statistics
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import reference
+import torch
+from parity import Case, Rows, configure, take_box
+from test_resume import DP, HALF, Play, assert_same_files, checkpoint, run
+from test_resume import STEPS as JOB_STEPS
+
+from megapipe.config import Config
+from megapipe.errors import NumericError
+from megapipe.layout import resolve
+from megapipe.mesh import Grid
+from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.scaler import LossScaler
+from megapipe.optim.shard import Shard
+from megapipe.optim.store import Store
+from megapipe.testing import World, WorldError, run_world
+from megapipe.train.step import StepResult, TrainStep
+from megapipe.train.trust import Trust
+
+STEPS = 6
+Poison = Mapping[tuple[int, int], float]
+"""What one gradient becomes, by step and rank."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case, with what is to happen in it."""
+
+    case: Case
+    clip: float | None = None
+    poison: Poison = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What a rank sees of a run."""
+
+    results: list[StepResult] = field(default_factory=list)
+    bits: dict[str, str] = field(default_factory=dict)
+    """Digests of this rank's copies of weights, and of its slices of master weights and states."""
+    count: int = 0
+    """Updates that the optimizer made."""
+    scaler: Mapping[str, float] = field(default_factory=dict)
+    undone: int | None = None
+    error: str | None = None
+
+
+def poisoned(poison: Poison, rank: int, now: list[int]) -> AbstractContextManager[Any]:
+    """One value among the gradients of a rank is changed before they are sent off."""
+    start = Shard.start_reduce
+
+    def changed(self: Shard) -> None:
+        value = poison.get((now[0], rank))
+        if value is not None:
+            grads = self.bucket.grads[0]
+            grads[self.bucket.entries[-1].stop // 2] = value
+        start(self)
+
+    return mock.patch.object(Shard, "start_reduce", changed)
+
+
+def trained(world: World, this: Run, *, trust: bool) -> Outcome:
+    """Some steps of a run, with validation before or after."""
+    case = this.case
+    settings = configure(case)[0].model_dump()
+    settings["train"]["steps"] = STEPS
+    settings["optimizer"] |= {"clip": this.clip, "post_validation": trust, **this.optimizer}
+    config, layout = resolve(Config.model_validate(settings), case.world, case.vocab)
+    step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
+    params = reference.init_random(config.model, seed=3)
+    step.optimizer.set_weights(lambda spec, out: take_box(params[spec.name], spec, out))
+    outcome, rows, now = Outcome(), Rows(case), [0]
+    with poisoned(this.poison, world.rank, now):
+        try:
+            for now[0] in range(STEPS):
+                outcome.results.append(step.train(now[0], rows))
+            outcome.results.append(step.settle())
+        except NumericError as error:
+            outcome.error = str(error)
+    outcome.results = [result for result in outcome.results if result is not None]
+    step.optimizer.await_all_weights()
+    outcome.bits = {
+        f"weights of stage {stage}: {name}": digest(parameter.detach())
+        for stage, module in step.modules.items()
+        for name, parameter in module.named_parameters()
+    }
+    for own in step.optimizer.own_slices():
+        for kind, values in own.values.items():
+            outcome.bits[f"{kind} {own.spec.name} {own.spec.replica}"] = digest(values)
+    outcome.count = step.optimizer.count
+    outcome.scaler = step.scaler.state()
+    outcome.undone = None if step.trust is None else step.trust.undone
+    return outcome
+
+
+def digest(values: torch.Tensor) -> str:
+    return hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def both(world: World, runs: list[Run]) -> list[tuple[Outcome, Outcome]]:
+    """Each with validation before, and after."""
+    return [(trained(world, r, trust=False), trained(world, r, trust=True)) for r in runs]
+
+
+def alone(world: World, this: Run) -> Outcome:
+    return trained(world, this, trust=False)
+
+
+def must_wait(result: StepResult, clip: float | None) -> bool:
+    """Whether an update by these gradients clips, or is none."""
+    return not math.isfinite(result.grad_norm) or (clip is not None and result.grad_norm > clip)
+
+
+def assert_alike(this: Run, before: Outcome, after: Outcome) -> None:
+    assert [repr(r) for r in after.results] == [repr(r) for r in before.results]  # nan is nan
+    assert after.error == before.error
+    assert (after.count, after.scaler) == (before.count, before.scaler)
+    assert list(after.bits) == list(before.bits)
+    for name, bits in before.bits.items():
+        assert after.bits[name] == bits, name
+    undone = sum(must_wait(result, this.clip) for result in before.results)
+    assert after.undone == undone + (before.error is not None)
+
+
+BASE = Case(pp=2, dp=2, m=4, batch=1)
+SCHEDULES = [
+    replace(BASE, schedule="zb_h1"),
+    replace(BASE, schedule="zb_2p", tied=False),
+    replace(BASE, schedule="zb_v"),
+    replace(BASE, schedule="chimera"),
+    replace(BASE, schedule="interleaved_1f1b", chunks=2),
+]
+TYPES = ("fp32", "bf16", "fp16")
+CASES = [
+    replace(case, dtype=dtype, zero=(i + j) % 3)
+    for (i, case), (j, dtype) in product(enumerate(SCHEDULES), enumerate(TYPES))
+]
+"""Each schedule with each type; each of both with each ZeRO stage."""
+FURTHER = [
+    (replace(BASE, pp=4, dp=1, m=8, schedule="zb_2p", dtype="bf16"), {}),
+    (replace(BASE, tp=2, dp=1, m=8, sequence_parallel=True, dtype="fp16"), {}),
+    (replace(BASE, schedule="seq1f1b", slices=2, dtype="fp16", shard_size=1), {}),
+    (replace(BASE, schedule="gpipe", dtype="fp16"), {"rule": "lion"}),
+    (replace(BASE, dtype="fp32"), {"rule": "sgd"}),
+    (replace(BASE, dtype="bf16"), {"state_dtype": "bf16", "master": "none"}),
+    (replace(BASE, dtype="fp16", debug=True), {"reduce_dtype": "bf16"}),
+]
+
+
+@pytest.fixture(scope="module")
+def norms() -> dict[bool, float]:
+    """That half of the steps exceed, by whether embeddings are tied; layouts and types hardly
+    change it."""
+    one = replace(BASE, pp=1, dp=1, m=8, dtype="fp32")
+    return {
+        tied: statistics.median(result.grad_norm for result in outcome.results)
+        for tied in (True, False)
+        for outcome in run_world(1, alone, Run(replace(one, tied=tied)))
+    }
+
+
+def with_mishaps(case: Case, norms: Mapping[bool, float], seed: int, **settings: Any) -> Run:
+    """fp16 meets values that are not finite, in two steps on any ranks."""
+    draw = random.Random(seed)
+    poison = {
+        (step, draw.randrange(case.world)): draw.choice([math.inf, -math.inf, math.nan])
+        for step in (draw.sample(range(STEPS), 2) if case.dtype == "fp16" else ())
+    }
+    return Run(case, norms[case.tied], poison, settings)
+
+
+def check(runs: list[Run]) -> None:
+    ranks = run_world(4, both, runs, timeout_s=60 + 10 * len(runs))
+    for this, outcomes in zip(runs, zip(*ranks, strict=True), strict=True):
+        for before, after in outcomes:
+            assert before.error is None
+            waits = [must_wait(result, this.clip) for result in before.results]
+            assert len(waits) == STEPS
+            assert 0 < sum(waits) < STEPS, "some clip, some do not"
+            skipped = sum(not math.isfinite(result.grad_norm) for result in before.results)
+            assert skipped == len(this.poison)
+            try:
+                assert_alike(this, before, after)
+            except AssertionError as error:
+                error.add_note(f"{this}")
+                raise
+
+
+def test_clipping_and_values_that_are_not_finite(norms: dict[bool, float]) -> None:
+    check([with_mishaps(case, norms, seed) for seed, case in enumerate(CASES)])
+
+
+def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
+    check(
+        [
+            with_mishaps(case, norms, 100 + seed, **settings)
+            for seed, (case, settings) in enumerate(FURTHER)
+        ]
+    )
+
+
+def test_a_value_that_is_not_finite_is_the_same_error_on_all_ranks() -> None:
+    """In fp32 and bf16: of the same step, and weights and states are those before it."""
+    runs = [
+        Run(replace(BASE, dtype=dtype, schedule="zb_h1"), 1.0, {(at, rank): math.nan})
+        for dtype, at, rank in (("fp32", 2, 3), ("bf16", 0, 0), ("fp32", STEPS - 1, 1))
+    ]
+    for this, outcomes in zip(runs, zip(*run_world(4, both, runs), strict=True), strict=True):
+        ((at, _),) = this.poison
+        errors = {outcome.error for pair in outcomes for outcome in pair}
+        (error,) = errors
+        assert error is not None
+        assert error.startswith(f"step {at + 1}: ")
+        assert "gradients of stages" in error
+        for before, after in outcomes:
+            assert_alike(this, before, after)
+
+
+def test_steps_that_are_all_plain_are_never_undone() -> None:
+    this = Run(replace(BASE, dtype="fp32"), clip=1e9)
+    for ((before, after),) in run_world(4, both, [this]):
+        assert after.undone == 0
+        assert after.count == STEPS
+        assert_alike(this, before, after)
+
+
+def states_are_forgotten() -> AbstractContextManager[Any]:
+    """What is undone is the weights alone."""
+    undo = Store.undo
+
+    def wrong(self: Store) -> None:
+        states = [array.values.clone() for array in self._arrays[1:]]
+        undo(self)
+        for array, values in zip(self._arrays[1:], states, strict=True):
+            array.values.copy_(values)
+
+    return mock.patch.object(Store, "undo", wrong)
+
+
+def weights_are_forgotten() -> AbstractContextManager[Any]:
+    """The weights keep the update that the master weights have lost, until the next."""
+    undo = Store.undo
+
+    def wrong(self: Store) -> None:
+        weights = self.weights.clone()
+        undo(self)
+        self.weights.copy_(weights)
+
+    return mock.patch.object(Store, "undo", wrong)
+
+
+def updates_are_counted_twice() -> AbstractContextManager[Any]:
+    undo = Optimizer.undo
+
+    def wrong(self: Optimizer) -> None:
+        count = self.count
+        undo(self)
+        self.count = count
+
+    return mock.patch.object(Optimizer, "undo", wrong)
+
+
+def the_opening_is_not_given_up() -> AbstractContextManager[Any]:
+    """The step goes on from what forwards with the wrong weights have made."""
+    validate = Trust._validate
+    return mock.patch.object(Trust, "_validate", lambda self: (validate(self)[0], True))
+
+
+def the_loss_scale_is_not_put_back() -> AbstractContextManager[Any]:
+    return mock.patch.object(LossScaler, "load")
+
+
+FAULTS = [
+    states_are_forgotten,
+    weights_are_forgotten,
+    updates_are_counted_twice,
+    the_loss_scale_is_not_put_back,
+]
+
+
+def faulty(world: World, this: Run) -> tuple[Outcome, dict[str, Outcome]]:
+    """The run that waits, and by fault, the one that does not."""
+    after = {}
+    for fault in (nullcontext, *FAULTS):
+        with fault():
+            after[fault.__name__] = trained(world, this, trust=True)
+    return trained(world, this, trust=False), after
+
+
+def is_alike(this: Run, before: Outcome, after: Outcome) -> bool:
+    try:
+        assert_alike(this, before, after)
+    except AssertionError:
+        return False
+    return True
+
+
+def fault_case(norms: dict[bool, float]) -> Run:
+    """After two good steps the loss scale is doubled, so it has to be put back, too."""
+    case = replace(BASE, dp=1, m=8, schedule="zb_h1", dtype="fp16")
+    return Run(case, norms[True], {(1, 1): math.inf}, {"loss_scale_window": 2})
+
+
+def test_faults_are_noticed(norms: dict[bool, float]) -> None:
+    this = fault_case(norms)
+    ranks = run_world(2, faulty, this)
+    for before, after in ranks:
+        assert_alike(this, before, after["nullcontext"])
+    for fault in FAULTS:
+        found = [is_alike(this, before, after[fault.__name__]) for before, after in ranks]
+        assert not all(found), fault.__name__
+
+
+def with_its_opening(world: World, this: Run) -> Outcome:
+    with the_opening_is_not_given_up():
+        return trained(world, this, trust=True)
+
+
+def test_an_opening_that_is_not_given_up_is_noticed(norms: dict[bool, float]) -> None:
+    """By autograd, which knows that the weights have changed."""
+    with pytest.raises(WorldError, match="modified by an inplace operation"):
+        run_world(2, with_its_opening, fault_case(norms))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_run_that_stops_and_goes_on(dtype: str, tmp_path: Path) -> None:
+    """Bitwise the one that does not stop, and the one that waits."""
+    given = {**DP, "model.dtype": dtype, "pipeline.schedule": "zb_h1", "optimizer.clip": "1.0"}
+    trust = {**given, "optimizer.post_validation": "true"}
+    run(
+        tmp_path,
+        Play("waits", given),
+        Play("full", trust),
+        Play("parts", trust, stop_after=HALF),
+        Play("parts", trust),
+    )
+    for step in (HALF, JOB_STEPS):
+        first = checkpoint(tmp_path, "waits", step)
+        for name in ("full", "parts"):
+            assert_same_files(first, checkpoint(tmp_path, name, step))
+    lines = (tmp_path / "runs/waits/log.jsonl").read_text().splitlines()
+    steps = [x for x in map(json.loads, lines) if x["kind"] == "step"]
+    assert len(steps) == JOB_STEPS
+    assert any(x["grad_norm"] > 1.0 for x in steps[HALF:]), "some clip after going on"
+    for name in ("full", "parts"):
+        lines = (tmp_path / f"runs/{name}/log.jsonl").read_text().splitlines()
+        again = [x for x in map(json.loads, lines) if x["kind"] == "step"]
+        for key in ("step", "loss", "grad_norm", "lr"):
+            assert [x[key] for x in again] == [x[key] for x in steps]
