@@ -35,7 +35,8 @@ from megapipe.schedule.ir import MICROBATCH_SHIFT, Schedule, packed
 from megapipe.schedule.simulate import simulate
 from megapipe.testing import World, run_world
 from megapipe.train import step as training
-from megapipe.train.step import StepResult, TrainStep
+from megapipe.train.step import TrainStep
+from megapipe.train.update import StepResult
 
 VOCABULARY = 64
 WARM_UP = 2

@@ -262,7 +262,7 @@ def optimizer_part(world: World, size: Size, rounds: int) -> Sides:
     def step(i: int) -> None:
         train.optimizer.reduce(0)
         own = train.own_totals(1, lambda: False).pack()
-        train.apply(i, Totals.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp")))
+        train.update.apply(i, Totals.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp")))
         train.optimizer.await_all_weights()
 
     for i in range(CHECKED_STEPS):

@@ -109,7 +109,8 @@ class ActivationsConfig(Section):
     """full: consecutive blocks that are run again together, from the input of the first."""
     offload: list[ActivationModule] = Field([])
     """Modules whose activations wait in host memory for the backward, whether they are all kept or
-    run again from an input. norm includes the input of a block, all that one keeps under full."""
+    run again from an input. norm includes the input of a block, all that one keeps under full.
+    Stages that are run again as a whole, as some schedules have them, keep what they keep."""
 
 
 class DataConfig(Section):
@@ -181,8 +182,9 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; null: no clipping."""
     zero: Literal[0, 1, 2, 3] = 1
     """What is sharded over dp (ZeRO): 0 nothing, 1 master weights and optimizer state, 2 also
-    gradients, 3 also the weights of stages that are not being computed. From 2 on a process
-    gains memory with several stages (`pipeline.chunks`), on one pipeline rank too."""
+    gradients, 3 also the weights of stages that are not being computed. 2 and 3 save memory where a
+    process has several stages (`pipeline.chunks`; `parallel.pp` may be 1). Gradients of a tied
+    embedding and of stages with several holders stay whole."""
     shard_size: int | None = Field(None, ge=1)
     """Data-parallel replicas that share one copy of what is sharded (hybrid sharding); a divisor
     of dp, all of them by default."""
@@ -195,7 +197,7 @@ class OptimizerConfig(Section):
     """Update weights without waiting for the global gradient norm, begin the next step, and take
     the update back where the norm asks for clipping or a value is not finite: the same weights,
     bitwise, without a barrier. Takes memory for a copy of weights and state; for adamw, adam, sgd
-    and lion, zero up to 2, no offload."""
+    and lion, zero up to 2, no offload. Holders of a tied embedding still wait for each other."""
     master: Literal["fp32", "none"] = "fp32"
     """Master weights of a bf16 model; none: the weights are their own, updated in fp32 and rounded
     back as `rounding` says."""

@@ -4,12 +4,12 @@
 before any process group exists. It imports no torch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megapipe.config import Config, OptimizerConfig, ParallelConfig, PipelineConfig
+from megapipe.checks import check, check_compile, choices, multiples
+from megapipe.config import Config, ParallelConfig, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
-from megapipe.model.config import Dtype, ModelConfig
+from megapipe.model.config import ModelConfig
 from megapipe.model.partition import StageSpec, even, from_counts, parse_layout
 from megapipe.plan.activations import Unit, recomputed_stages, stage_units
 from megapipe.plan.flops import head_flops, layer_flops
@@ -82,15 +82,10 @@ def _resolve(config: Config, world: int | None, vocab_size: int | None) -> tuple
     parallel, processes = _resolved_mesh(config, world)
     dp = parallel.dp or 1
     config = config.model_copy(update={"model": model, "parallel": parallel})
-    _check_model(model, parallel)
-    _check_sequence(config)
-    _check_optimizer(config.optimizer, config.train.steps, dp)
-    _check_post_validation(config)
-    _check_precision(config.optimizer, model.dtype)
-    _check_timeline(config)
+    check(config, dp)
     microbatches = _microbatches(config, dp)
     schedule = _recomputing(config, _schedule(config, microbatches))
-    _check_compile(config, schedule.slices)
+    check_compile(config, schedule.slices)
     stages = _partition(config, schedule.placement.stages)
     layout = Layout(
         dp=dp,
@@ -117,7 +112,7 @@ def _resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
     if model.head_dim is None and model.hidden % model.heads:
         raise ConfigError(
             f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "
-            f"set model.head_dim, or {_choices('heads', model.hidden, model.heads)}"
+            f"set model.head_dim, or {choices('heads', model.hidden, model.heads)}"
         )
     size = model.vocab_size or tokenizer_size
     resolved = model.resolved(
@@ -151,126 +146,6 @@ def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, i
     return parallel.model_copy(update={"dp": dp}), dp * inner
 
 
-def _check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
-    heads, kv_heads, tp = model.heads, model.kv_heads or model.heads, parallel.tp
-    if heads % kv_heads:
-        raise ConfigError(
-            f"model.heads={heads} is not divisible by model.kv_heads={kv_heads}: "
-            f"{_choices('kv_heads', heads, kv_heads)}"
-        )
-    for key, size in (("heads", heads), ("kv_heads", kv_heads), ("ffn_hidden", model.ffn_hidden)):
-        if size is not None and size % tp:
-            raise ConfigError(
-                f"model.{key}={size} is not divisible by parallel.tp={tp}: "
-                f"{_choices('tp', size, tp)}"
-            )
-    if model.positions == "rotary" and (model.head_dim or 0) % 2:
-        raise ConfigError(
-            f"model.head_dim={model.head_dim} (hidden / heads by default) is odd: "
-            "model.positions=rotary turns pairs of coordinates and needs an even one"
-        )
-
-
-def _check_sequence(config: Config) -> None:
-    length, model, tp = config.train.sequence_length, config.model, config.parallel.tp
-    if model.positions == "learned" and model.max_positions and length > model.max_positions:
-        raise ConfigError(
-            f"train.sequence_length={length} is longer than the position table, "
-            f"model.max_positions={model.max_positions}: expected at most that"
-        )
-    if config.parallel.sequence_parallel and length % tp:
-        raise ConfigError(
-            f"train.sequence_length={length} is not divisible by parallel.tp={tp}, which "
-            f"parallel.sequence_parallel needs: {_multiples(length, tp)}"
-        )
-
-
-def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int) -> None:
-    if optimizer.shard_size is not None and dp % optimizer.shard_size:
-        raise ConfigError(
-            f"optimizer.shard_size={optimizer.shard_size} does not divide dp {dp}: "
-            f"{_choices('shard_size', dp, optimizer.shard_size)}"
-        )
-    if optimizer.min_lr > optimizer.lr:
-        raise ConfigError(
-            f"optimizer.min_lr={optimizer.min_lr} is above the peak, optimizer.lr={optimizer.lr}: "
-            "expected at most that"
-        )
-    decay = optimizer.decay_steps
-    if optimizer.schedule == "constant":
-        decay = 0
-    elif decay is None:
-        decay = max(1, steps // 10) if optimizer.schedule == "wsd" else 1
-    if decay > steps:
-        raise ConfigError(
-            f"optimizer.decay_steps={decay} is more than train.steps={steps}: expected at most that"
-        )
-    if optimizer.warmup_steps + decay > steps:
-        raise ConfigError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves too few of train.steps="
-            f"{steps} for a decay of {decay} or more: expected at most {steps - decay}"
-        )
-
-
-def _check_precision(optimizer: OptimizerConfig, dtype: Dtype) -> None:
-    if optimizer.master == "none" and dtype != "bf16":
-        raise ConfigError(
-            f"optimizer.master=none is for model.dtype=bf16, not {dtype}: expected fp32 (fp32 and "
-            "fp64 weights are their own masters anyway)"
-        )
-    if optimizer.state_dtype == "bf16" and dtype == "fp64":
-        raise ConfigError(
-            "optimizer.state_dtype=bf16 does not go with model.dtype=fp64: expected fp32, which "
-            "then means fp64"
-        )
-    if optimizer.loss_scale is not None and dtype != "fp16":
-        raise ConfigError(
-            f"optimizer.loss_scale={optimizer.loss_scale:g} is for model.dtype=fp16, not {dtype}: "
-            "expected null"
-        )
-
-
-def _check_post_validation(config: Config) -> None:
-    optimizer = config.optimizer
-    if not optimizer.post_validation:
-        return
-    for wrong, expected in (
-        (optimizer.rule in ("muon", "lars", "lamb"), f"adamw, not optimizer.rule={optimizer.rule}"),
-        (optimizer.zero == 3, "optimizer.zero=2 at most, not 3"),
-        (optimizer.offload != "none", f"optimizer.offload=none, not {optimizer.offload}"),
-        (config.pipeline.channels == "in_process", "pipeline.channels=process_group"),
-        (config.pipeline.schedule == "auto", "a pipeline.schedule other than auto"),
-    ):
-        if wrong:
-            raise ConfigError(f"optimizer.post_validation=true needs {expected}")
-
-
-def _check_timeline(config: Config) -> None:
-    steps = config.train.steps
-    wrong = [step for step in config.log.timeline if not 1 <= step <= steps]
-    if wrong:
-        raise ConfigError(
-            f"log.timeline={config.log.timeline}: there is no step {wrong[0]}: expected steps from "
-            f"1 to train.steps={steps}"
-        )
-
-
-def _check_compile(config: Config, slices: int) -> None:
-    if not config.kernels.compile:
-        return
-    dropout, activations = config.model.dropout, config.activations
-    policies = activations.policy
-    policies = [policies] if isinstance(policies, str) else policies
-    for wrong, expected in (
-        (dropout > 0, f"model.dropout=0, not {dropout:g}"),
-        (slices > 1, f"whole sequences, and pipeline.schedule cuts them into {slices} slices"),
-        ("selective" in policies, "activations.policy=keep, full or stage, not selective"),
-        (activations.offload, "activations.offload=[]"),
-    ):
-        if wrong:
-            raise ConfigError(f"kernels.compile=true needs {expected}")
-
-
 def _microbatches(config: Config, dp: int) -> int:
     train = config.train
     per_round = train.microbatch * dp
@@ -278,7 +153,7 @@ def _microbatches(config: Config, dp: int) -> int:
         raise ConfigError(
             f"train.global_batch={train.global_batch} is not divisible by train.microbatch="
             f"{train.microbatch} x dp {dp} = {per_round}: "
-            f"{_multiples(train.global_batch, per_round)}"
+            f"{multiples(train.global_batch, per_round)}"
         )
     return train.global_batch // per_round
 
@@ -404,20 +279,3 @@ def _begin_auto(pipeline: PipelineConfig, ranks: int, microbatches: int) -> Sche
         if limit is None or max(peak_held(schedule)) <= limit:
             break
     return split_backwards(schedule)
-
-
-def _choices(name: str, size: int, near: int) -> str:
-    """The values of `name` that divide `size`, the eight nearest to `near`."""
-    divisors = [d for d in range(1, min(size, 4096) + 1) if size % d == 0]
-    return f"{name} could be {_either(sorted(sorted(divisors, key=lambda d: abs(d - near))[:8]))}"
-
-
-def _multiples(value: int, factor: int) -> str:
-    """The multiples of `factor` next to `value`."""
-    below = value // factor * factor
-    return f"expected a multiple, such as {_either([m for m in (below, below + factor) if m])}"
-
-
-def _either(values: Sequence[int]) -> str:
-    *head, last = map(str, values)
-    return f"{', '.join(head)} or {last}" if head else last

@@ -35,6 +35,8 @@ class StepRecord:
     """Expected time to the end of the run."""
     samples: int
     """Samples consumed since step 0."""
+    loss_scale: float | None = None
+    """Factor of the loss in the backward pass; None where there is none."""
 
     def metrics(self) -> dict[str, float]:
         """The known values under the names that tensorboard and Weights & Biases show."""
@@ -43,6 +45,7 @@ class StepRecord:
             "train/lr": self.lr,
             "train/grad_norm": self.grad_norm,
             "train/samples": self.samples,
+            "train/loss_scale": self.loss_scale,
             "speed/step_seconds": self.seconds,
             "speed/tokens_per_second": self.tokens_per_second,
             "speed/tflops_per_device": self.tflops_per_device,

@@ -16,6 +16,7 @@ from megapipe.ops.probe import (
     agree,
     load_module,
     needs_cuda,
+    needs_fp32,
     needs_no_graph,
     small_data,
 )
@@ -96,8 +97,7 @@ def candidates(
     def usable() -> None:
         needs_cuda(device)
         needs_no_graph(compiled)
-        if dtype == torch.float64:
-            raise Unavailable("computes in fp32, and the model is fp64")
+        needs_fp32(dtype)
         if centred and not bias:
             raise Unavailable("has no layernorm without bias (model.bias)")
 

@@ -139,6 +139,11 @@ def needs_half(dtype: torch.dtype) -> None:
         raise Unavailable(f"takes bf16 and fp16, not {str(dtype).removeprefix('torch.')}")
 
 
+def needs_fp32(dtype: torch.dtype) -> None:
+    if dtype == torch.float64:
+        raise Unavailable("computes in fp32, and the model is fp64")
+
+
 def needs_no_graph(compiled: bool) -> None:
     """`compiled`: the blocks are, and what they call has to be part of their graph."""
     if compiled:

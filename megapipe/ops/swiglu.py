@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from megapipe.ops.probe import (
     Candidate,
-    Unavailable,
     agree,
     load_module,
     needs_cuda,
+    needs_fp32,
     needs_no_graph,
     small_data,
 )
@@ -45,8 +45,7 @@ def candidates(
     def liger() -> SwigluKernel:
         needs_cuda(device)
         needs_no_graph(compiled)
-        if dtype == torch.float64:
-            raise Unavailable("computes in fp32, and the model is fp64")
+        needs_fp32(dtype)
         module = load_module("liger_kernel.ops.swiglu", "liger-kernel")
         return liger_swiglu(module.LigerSiLUMulFunction)
 

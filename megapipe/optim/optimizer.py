@@ -141,7 +141,7 @@ class Optimizer:
             shard.store.begin(self.count)
         self.rule.step(self.shards, lr, self.count)
         self.count += 1
-        for shard in self.shards:
+        for shard in self._in_use_order():
             shard.publish()
 
     def keep(self) -> None:
@@ -159,13 +159,19 @@ class Optimizer:
         for shard in self.shards:
             shard.await_weights()
             shard.store.undo()
+        for shard in self._in_use_order():
             shard.publish()
 
     def publish_shared(self) -> None:
         """Take part in the gathers of buckets that other pipeline ranks may have updated."""
-        for shard in self.shards:
+        for shard in self._in_use_order():
             if shard.bucket.shared:
                 shard.publish()
+
+    def _in_use_order(self) -> list[Shard]:
+        """As a step first uses them, alike on all ranks that share one: the tied embedding, then
+        the stages."""
+        return sorted(self.shards, key=lambda shard: shard.bucket.index % self.stages)
 
     def await_all_weights(self) -> None:
         """Until the weights that the last update made are everywhere."""

@@ -24,6 +24,7 @@ import torch
 
 from megapipe.config import OptimizerConfig
 from megapipe.mesh import Axis, ParallelMesh
+from megapipe.plan.buckets import zero_stage
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -49,9 +50,10 @@ class ZeroPolicy:
 
     @classmethod
     def of(cls, config: OptimizerConfig, dp: int) -> ZeroPolicy:
-        """The policy of `dp` replicas; a group of one has no gradients or weights to share out."""
-        stage = config.zero if (config.shard_size or dp) > 1 else min(config.zero, 1)
-        return cls(stage, config.shard_size, config.prefetch, _DTYPES[config.reduce_dtype])
+        """The policy of `dp` replicas."""
+        return cls(
+            zero_stage(config, dp), config.shard_size, config.prefetch, _DTYPES[config.reduce_dtype]
+        )
 
     @property
     def shards_gradients(self) -> bool:

@@ -23,12 +23,14 @@ class LossScaler:
     """The scale of the next backward pass; 1 for models that are not fp16."""
 
     def __init__(self, config: OptimizerConfig, dtype: Dtype) -> None:
-        self.dynamic = dtype == "fp16" and config.loss_scale is None
+        self.scales = dtype == "fp16"
+        """Whether gradients may be out of range for want of a better scale."""
+        self.dynamic = self.scales and config.loss_scale is None
         self.window = config.loss_scale_window
         self.good_steps = 0
         """Steps since the scale last changed."""
         self.scale = 1.0
-        if dtype == "fp16":
+        if self.scales:
             self.scale = config.loss_scale or FIRST
 
     def update(self, *, finite: bool) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from megapipe.config import Config
+from megapipe.config import Config, OptimizerConfig
 from megapipe.layout import Layout
 from megapipe.plan.params import (
     DTYPE_BYTES,
@@ -85,10 +85,9 @@ class BucketPlan:
         return sum(prod(shape) for name, shape in self.shapes.items() if "norm." in name)
 
 
-def zero_stage(config: Config, layout: Layout) -> int:
-    """The ZeRO stage in force: 1 at most where one process alone would share out."""
-    zero = config.optimizer.zero
-    return zero if (config.optimizer.shard_size or layout.dp) > 1 else min(zero, 1)
+def zero_stage(optimizer: OptimizerConfig, dp: int) -> int:
+    """The ZeRO stage in force: 1 at most where a group of one has nothing to share out."""
+    return optimizer.zero if (optimizer.shard_size or dp) > 1 else min(optimizer.zero, 1)
 
 
 def process_stages(config: Config, layout: Layout, rank: int) -> Sequence[int]:
@@ -137,7 +136,7 @@ def _groups(config: Config, layout: Layout, holders: tuple[int, ...]) -> tuple[G
             parts.append("pp" if whole else f"pp[{','.join(map(str, pp_indices))}]")
         return Group("*".join(parts) or "dp", members * len(pp_indices))
 
-    zero, shard_size = zero_stage(config, layout), config.optimizer.shard_size
+    zero, shard_size = zero_stage(config.optimizer, layout.dp), config.optimizer.shard_size
     if zero == 0:
         return group(1, 1, own), group(dp, 1, holders)
     if shard_size is None and zero < 3:

@@ -48,7 +48,7 @@ class ModelMemory:
 
 def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     """Memory of the model's share of a process at pipeline index `rank`."""
-    zero, size = zero_stage(config, layout), DTYPE_BYTES[config.model.dtype]
+    zero, size = zero_stage(config.optimizer, layout.dp), DTYPE_BYTES[config.model.dtype]
     main = main_bytes(config.model.dtype)
     parameters = gradients = optimizer = copies = 0
     buckets = list(process_buckets(config, layout, rank))
@@ -81,7 +81,7 @@ def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[B
 
     Where one process runs all pipeline ranks, theirs are taken to be there together.
     """
-    zero, main = zero_stage(config, layout), main_bytes(config.model.dtype)
+    zero, main = zero_stage(config.optimizer, layout.dp), main_bytes(config.model.dtype)
     at_the_end = sum(_slice(bucket) * main for bucket in buckets if bucket.shard.members > 1)
     if zero < 2:
         return at_the_end

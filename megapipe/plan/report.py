@@ -114,7 +114,7 @@ def _run_lines(
             f"messages      {_range(ends)} point-to-point communicators per process, "
             f"at most {depth} received ahead in one"
         ),
-        f"sent          {_sent(config, layout, schedule):,} bytes between pipeline ranks per step",
+        f"sent          {_sent(config, layout, schedule):,} bytes between all pipeline ranks",
     ]
 
 

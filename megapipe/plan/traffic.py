@@ -182,7 +182,7 @@ def _loss_tokens(config: Config) -> int:
 
 
 def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    zero, main = zero_stage(config, layout), main_bytes(config.model.dtype)
+    zero, main = zero_stage(config.optimizer, layout.dp), main_bytes(config.model.dtype)
     runs = _gradient_runs(config, layout, rank) if zero >= 2 else Counter()
     ends = frozenset((0, layout.stages - 1))
     for bucket in process_buckets(config, layout, rank):

@@ -3,9 +3,11 @@
 Every rank has one lane for both, beside computation and beside messages, with one of them at a
 time. The gathers come first: from the beginning of the step, in the order in which the rank uses
 its stages; the first operation of a stage waits for its own, and each copy of a stage is gathered
-by itself. A reduction is ready when the last gradient of the step is in on all ranks that hold the
-stage; those that are ready go in that order, and all holders take part from its start to its end.
-No gather is in its way, as each micro-batch has been forward through all stages before.
+by itself. A reduction is ready when the last gradient of the step is in; that of a stage with
+several holders when all of them are through with their lists, for only then do they agree on what
+comes next. Those that are ready go in that order, and all holders take part from start to end. No
+gather is in the way, as each micro-batch has been forward through all stages before. There is one
+reduction and one gather per stage and step, as for ZeRO-0 and 1.
 """
 
 from collections.abc import Sequence
@@ -53,6 +55,10 @@ def reductions(
     for ops, ended in zip(schedule.ops, ends, strict=True):
         for stage, index in _last_gradients(ops).items():
             ready[stage] = max(ready.get(stage, 0), ended[index])
+    for stage in ready:
+        holders = schedule.placement.holders(stage)
+        if len(holders) > 1:
+            ready[stage] = max(ends[rank][-1] for rank in holders if ends[rank])
     free: dict[int, Time] = {}
     found = []
     for stage in sorted(ready, key=lambda stage: (ready[stage], stage)):

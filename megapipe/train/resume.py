@@ -104,6 +104,12 @@ def _verified(path: Path, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
 def _check_model(checkpoint: Checkpoint, config: Config, states: Sequence[str]) -> None:
     """Refuse the weights of a model that computes something else, or without these states."""
     stored = checkpoint.manifest.config
+    rule = stored.get("optimizer.rule", "adamw")
+    if rule != config.optimizer.rule:
+        raise CheckpointError(
+            f"{checkpoint.path}: its optimizer state is of optimizer.rule={rule}, the "
+            f"configuration has {config.optimizer.rule}"
+        )
     for key, value in flatten(config).items():
         if key.startswith("model.") and key not in FREE and stored.get(key) != value:
             raise CheckpointError(

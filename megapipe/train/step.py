@@ -14,9 +14,7 @@ micro-batch back-propagates its sum by that global count, so gradients only ever
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +32,13 @@ from megapipe.engine.channels import (
 from megapipe.engine.executor import Executor, Opening, run_together
 from megapipe.engine.recorder import Record, Recorder
 from megapipe.engine.stage import Key, Stage
-from megapipe.errors import CheckpointError, NumericError, ScheduleError
+from megapipe.errors import CheckpointError, ScheduleError
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
 from megapipe.model.compiled_check import check_compiled
 from megapipe.model.gpt import TORCH_DTYPES, GPTStage
 from megapipe.model.microbatch import MicroBatch
 from megapipe.optim.buffers import make_buckets
-from megapipe.optim.lr import learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.scaler import LossScaler
@@ -57,28 +54,10 @@ from megapipe.train.feed import Feed, Rows
 from megapipe.train.kernels import agreed_kernels
 from megapipe.train.totals import Totals
 from megapipe.train.trust import Trust
+from megapipe.train.update import StepResult, Update
 
 VALIDATION_MICROBATCHES = 64
 """Most micro-batches of one validation program."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did, the same on every rank."""
-
-    step: int
-    """Counted from 0."""
-    loss: float
-    """Mean loss per unmasked token of the global batch, nats."""
-    grad_norm: float
-    """Global gradient norm before clipping; not finite where the step was skipped."""
-    lr: float
-    tokens: int
-    """Unmasked tokens in the global batch."""
-    loss_scale: float = 1.0
-    """Factor of the loss in the backward pass (fp16)."""
-    stop: bool = False
-    """Whether some rank was asked to stop by then."""
 
 
 class TrainStep:
@@ -136,6 +115,7 @@ class TrainStep:
             document_end = None
         self._feed = Feed(config, layout, mesh, self.pipeline_ranks, document_end=document_end)
         self.scaler = LossScaler(config.optimizer, config.model.dtype)
+        self.update = Update(config.optimizer, self.optimizer, self.scaler, config.train.steps)
         self._executors = self._make_executors(self.schedule, train=True)
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
         self._recorders = [Recorder(mesh.device) for _ in self.pipeline_ranks]
@@ -143,7 +123,9 @@ class TrainStep:
         self.last = self.stages.get(self.placement.stages - 1)
         seed = config.run.seed
         self.optimizer.set_weights(initial or (lambda spec, out: spec.initialise(out, seed)))
-        self.trust = Trust(self) if config.optimizer.post_validation else None
+        self.trust: Trust | None = None
+        if config.optimizer.post_validation:
+            self.trust = Trust(self.update, mesh, self.fetch, self.own_totals)
 
     def _check_schedule(self) -> None:
         """Refuse a schedule of another number of ranks, stages or micro-batches."""
@@ -286,7 +268,8 @@ class TrainStep:
         self.optimizer.zero_grad()
         self._run(executors, microbatches)
         own = self.own_totals(tokens, stop).pack()
-        return self.apply(step, Totals.unpack(self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp")))
+        totals = Totals.unpack(self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp"))
+        return self.update.apply(step, totals)
 
     def settle(self) -> StepResult | None:
         """Make sure of all steps so far: the result of the last if it was still open.
@@ -304,38 +287,6 @@ class TrainStep:
         """What this rank adds to the totals of a step whose backward passes are done."""
         squares = self.optimizer.finish_reduce(self.scaler.scale)
         return Totals(tuple(squares.tolist()), *self._own_loss(tokens), stop())
-
-    def lr(self, step: int) -> float:
-        return learning_rate(self.config.optimizer, step, self.config.train.steps)
-
-    def clipping(self, totals: Totals) -> float:
-        """What gradients are multiplied by to keep to the largest norm; 1 if they do."""
-        clip = self.config.optimizer.clip
-        return 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
-
-    def apply(self, step: int, totals: Totals) -> StepResult:
-        """Update by gradients with these totals of all ranks; fp16 may skip the update instead."""
-        result = self.result(step, totals)
-        if not totals.finite and (not self.scaler.dynamic or not math.isfinite(totals.loss_sum)):
-            raise NumericError(
-                f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm} "
-                f"({totals.not_finite()}): not finite; "
-                "lower optimizer.lr or resume from an earlier checkpoint"
-            )
-        if self.scaler.update(finite=totals.finite):
-            self.optimizer.update(result.lr, self.clipping(totals))
-        return result
-
-    def result(self, step: int, totals: Totals) -> StepResult:
-        return StepResult(
-            step=step,
-            loss=totals.loss,
-            grad_norm=totals.norm,
-            lr=self.lr(step),
-            tokens=totals.tokens,
-            loss_scale=self.scaler.scale,
-            stop=totals.stop,
-        )
 
     def coordinates(self) -> dict[str, Any]:
         """What a checkpoint says of the optimizer besides tensors, as JSON takes it."""

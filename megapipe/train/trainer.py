@@ -37,7 +37,8 @@ from megapipe.train.agreement import all_or_none
 from megapipe.train.auto import AutoSchedule
 from megapipe.train.resume import choose, load
 from megapipe.train.signals import StopRequest
-from megapipe.train.step import StepResult, TrainStep
+from megapipe.train.step import TrainStep
+from megapipe.train.update import StepResult
 
 CORPUS_PATIENCE = datetime.timedelta(days=7)
 """How long the other processes wait for one of their node to tokenize a corpus."""
@@ -135,6 +136,7 @@ class Trainer:
         auto = self._auto_schedule()
         began = time.perf_counter()
         losses: list[float] = []
+        times: dict[int, float] = {}
         pace = None
         for step in range(self.first_step, steps):
             start = time.perf_counter()
@@ -151,12 +153,13 @@ class Trainer:
             stop = results[0] is not None and results[0].stop
             if validate or save or stop:
                 results.append(self.step.settle())
-            seconds = time.perf_counter() - start
+            seconds = times[step] = time.perf_counter() - start
             pace = seconds if pace is None else SMOOTHING * pace + (1 - SMOOTHING) * seconds
             for result in results:
                 if result is not None:
+                    stop |= result.stop
                     losses.append(result.loss)
-                    self._report(result, seconds, pace)
+                    self._report(result, times.pop(result.step), pace)
                     if not math.isfinite(result.grad_norm):
                         self._note(
                             f"step {result.step + 1} is skipped: gradients are not finite at loss "
@@ -168,7 +171,7 @@ class Trainer:
                 auto.after(seconds, recorded=recorded)
             if validate and not stop:
                 self._validate(step + 1)
-            if stop or save:
+            if save or stop:
                 self._save(step + 1)
             if stop and not last:
                 raise Preempted(f"stopped by a signal; saved step {step + 1} of {steps}")
@@ -184,6 +187,7 @@ class Trainer:
         parts = (
             f"{count(parameter_shapes(config.model)):,} parameters, {config.model.dtype}",
             f"{grid}, {mesh.world} processes on {mesh.device.type} with {mesh.backend}",
+            f"{config.optimizer.rule}, ZeRO-{self.step.optimizer.policy.stage}",
             f"{self.step.schedule.name} of {layout.microbatches} micro-batches",
             f"{config.train.steps:,} steps of {tokens:,} tokens",
             "bitwise reproducible" if exact else "not bitwise reproducible (run.deterministic)",
@@ -220,6 +224,7 @@ class Trainer:
                 memory_gib=memory_gib(device),
                 eta_seconds=pace * (train.steps - step),
                 samples=step * train.global_batch,
+                loss_scale=result.loss_scale if self.config.model.dtype == "fp16" else None,
             )
         )
 

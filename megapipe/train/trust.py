@@ -11,17 +11,24 @@ bit, make the right one, and begin again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 from megapipe.engine.executor import Executor
+from megapipe.engine.stage import Key
+from megapipe.mesh import ParallelMesh
+from megapipe.model.microbatch import MicroBatch
 from megapipe.train.feed import Rows
 from megapipe.train.totals import Totals
+from megapipe.train.update import StepResult, Update
 
-if TYPE_CHECKING:
-    from megapipe.train.step import StepResult, TrainStep
+Fetch = Callable[[int, Rows], tuple[Mapping[Key, MicroBatch], int]]
+"""(step, rows) -> its micro-batches, and the number of unmasked tokens that count here."""
+Stop = Callable[[], bool]
+OwnTotals = Callable[[int, Stop], Totals]
+"""(tokens, whether to stop) -> what this rank adds to the totals of a step that has run."""
 
 
 class _Taken(NamedTuple):
@@ -35,10 +42,15 @@ class _Taken(NamedTuple):
 
 
 class Trust:
-    """Trains with validation after the fact; used by one :class:`TrainStep`."""
+    """Trains with validation after the fact."""
 
-    def __init__(self, train_step: TrainStep) -> None:
-        self._train_step = train_step
+    def __init__(
+        self, update: Update, mesh: ParallelMesh, fetch: Fetch, own_totals: OwnTotals
+    ) -> None:
+        self._update = update
+        self._mesh = mesh
+        self._fetch = fetch
+        self._own_totals = own_totals
         self._taken: _Taken | None = None
         self.undone = 0
         """Updates that were taken back, or held back, so far."""
@@ -48,21 +60,18 @@ class Trust:
         """Whether a step is still to be validated."""
         return self._taken is not None
 
-    def train(
-        self, executor: Executor, step: int, rows: Rows, stop: Callable[[], bool]
-    ) -> StepResult | None:
+    def train(self, executor: Executor, step: int, rows: Rows, stop: Stop) -> StepResult | None:
         """Step `step`; returns the result of the one before."""
-        own = self._train_step
-        microbatches, tokens = own.fetch(step, rows)
+        microbatches, tokens = self._fetch(step, rows)
         executor.open(microbatches)
         result, held = self._validate()
         if not held:
             executor.give_up()
-            microbatches, tokens = own.fetch(step, rows)
+            microbatches, tokens = self._fetch(step, rows)
             executor.open(microbatches)
-        own.optimizer.zero_grad()
+        self._update.optimizer.zero_grad()
         executor.go_on()
-        self._take(step, own.own_totals(tokens, stop))
+        self._take(step, self._own_totals(tokens, stop))
         return result
 
     def settle(self) -> StepResult | None:
@@ -71,38 +80,33 @@ class Trust:
         return result
 
     def _take(self, step: int, totals: Totals) -> None:
-        """Update by what this pipeline rank and its replicas know."""
-        own = self._train_step
-        vector = own.mesh.ordered_sum(totals.pack(), "tp", "cp", "dp")
-        self._taken = _Taken(step, own.mesh.start_ordered_sum(vector, "pp"), own.scaler.state())
-        here = Totals.unpack(vector)
-        own.optimizer.keep()
-        if self._is_plain(here):
-            own.optimizer.update(own.lr(step))
-            own.scaler.update(finite=True)
-        else:
-            own.optimizer.publish_shared()
-
-    def _is_plain(self, totals: Totals) -> bool:
-        """Whether an update by these gradients neither clips nor skips.
+        """Update by what this pipeline rank and its replicas know.
 
         Adding ranks never makes a norm smaller: what a part forbids, the whole does.
         """
-        return totals.finite and self._train_step.clipping(totals) == 1.0
+        update = self._update
+        vector = self._mesh.ordered_sum(totals.pack(), "tp", "cp", "dp")
+        totals_of_all = self._mesh.start_ordered_sum(vector, "pp")
+        self._taken = _Taken(step, totals_of_all, update.scaler.state())
+        update.optimizer.keep()
+        if update.is_plain(Totals.unpack(vector)):
+            update.apply_plainly(step)
+        else:
+            update.optimizer.publish_shared()
 
     def _validate(self) -> tuple[StepResult | None, bool]:
         """The result of the step that is open, and whether its update held."""
         if self._taken is None:
             return None, True
-        own = self._train_step
-        (step, totals_of, scaler), self._taken = self._taken, None
+        update = self._update
+        (step, totals_of, before), self._taken = self._taken, None
         totals = Totals.unpack(totals_of())
-        after = own.scaler.state()
-        own.scaler.load(scaler)
-        if self._is_plain(totals):
-            result = own.result(step, totals)
-            own.scaler.load(after)
+        after = update.scaler.state()
+        update.scaler.load(before)
+        if update.is_plain(totals):
+            result = update.result(step, totals)
+            update.scaler.load(after)
             return result, True
         self.undone += 1
-        own.optimizer.undo()
-        return own.apply(step, totals), False
+        update.optimizer.undo()
+        return update.apply(step, totals), False

@@ -31,7 +31,8 @@ from megapipe.optim.scaler import LossScaler
 from megapipe.optim.shard import Shard
 from megapipe.optim.store import Store
 from megapipe.testing import World, WorldError, run_world
-from megapipe.train.step import StepResult, TrainStep
+from megapipe.train.step import TrainStep
+from megapipe.train.update import StepResult
 from megapipe.train.trust import Trust
 
 STEPS = 6

@@ -20,10 +20,12 @@ from megapipe.model.gpt import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.scaler import LossScaler
 from megapipe.tensor_parallel.parameter import ParameterSpec, Sharding
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from megapipe.train.totals import Totals
+from megapipe.train.update import Update
 
 CASE = Case(dp=2, tp=2, m=2, dtype="fp32", layers=1, sequence_parallel=True)
 REPLICATED = replace(CASE, tp=1, pp=2, schedule="chimera", sequence_parallel=False)
@@ -172,10 +174,10 @@ def reduced(optimizer: Optimizer) -> Tensor:
 def test_gradients_are_clipped_by_the_global_norm(clip: float | None, active: bool) -> None:
     optimizer, bucket = alone(clip=clip)
     given = bucket.grads[0].clone()
-    step: Any = SimpleNamespace(config=SimpleNamespace(optimizer=optimizer.config))
+    update = Update(optimizer.config, optimizer, LossScaler(optimizer.config, "bf16"), steps=1)
     totals = Totals(tuple(reduced(optimizer).tolist()), 0.0, 1, False)
     assert totals.norm == pytest.approx(given.double().norm().item(), rel=1e-12)
-    optimizer.update(1e-3, TrainStep.clipping(step, totals))
+    optimizer.update(1e-3, update.clipping(totals))
     used = optimizer.shards[0].grad
     if active:
         assert clip is not None

@@ -56,7 +56,7 @@ def test_numbers() -> None:
     assert "2 point-to-point communicators per process" in text
     # 8 micro-batches cross 3 borders twice, on 2 replicas and on both tp ranks
     sent = 8 * 3 * 2 * 2 * 2 * (256 * 4 * config.model.hidden * 4)
-    assert f"sent          {sent:,} bytes between pipeline ranks per step" in text
+    assert f"sent          {sent:,} bytes between all pipeline ranks" in text
     schedule = build("interleaved_1f1b", ranks=2, microbatches=8, chunks=2)
     assert draw(schedule) in text
     low, high = sorted(held_by_process(config, layout, schedule))

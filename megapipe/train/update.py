@@ -1,0 +1,89 @@
+"""From the totals of a step to its update: loss scale, clipping, learning rate, result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megapipe.config import OptimizerConfig
+from megapipe.errors import NumericError
+from megapipe.optim.lr import learning_rate
+from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.scaler import LossScaler
+from megapipe.train.totals import Totals
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, the same on every rank."""
+
+    step: int
+    """Counted from 0."""
+    loss: float
+    """Mean loss per unmasked token of the global batch, nats."""
+    grad_norm: float
+    """Global gradient norm before clipping; not finite where the step was skipped."""
+    lr: float
+    tokens: int
+    """Unmasked tokens in the global batch."""
+    loss_scale: float = 1.0
+    """Factor of the loss in the backward pass (fp16)."""
+    stop: bool = False
+    """Whether some rank was asked to stop by then."""
+
+
+class Update:
+    """Makes the updates of a run of `steps`, whose gradients `optimizer` has reduced."""
+
+    def __init__(
+        self, config: OptimizerConfig, optimizer: Optimizer, scaler: LossScaler, steps: int
+    ) -> None:
+        self.config = config
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.steps = steps
+
+    def apply(self, step: int, totals: Totals) -> StepResult:
+        """Update by gradients with these totals of all ranks; fp16 may skip the update instead.
+
+        Raises :class:`NumericError`, before the update, where there is nothing to go on with.
+        """
+        result = self.result(step, totals)
+        overflow = self.scaler.scales and math.isfinite(totals.loss_sum)
+        if not totals.finite and not overflow:
+            raise NumericError(
+                f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm} "
+                f"({totals.not_finite()}): not finite; "
+                "lower optimizer.lr or resume from an earlier checkpoint"
+            )
+        if self.scaler.update(finite=totals.finite):
+            self.optimizer.update(result.lr, self.clipping(totals))
+        return result
+
+    def apply_plainly(self, step: int) -> None:
+        """Update without clipping by gradients that are known to be finite."""
+        self.optimizer.update(self.lr(step))
+        self.scaler.update(finite=True)
+
+    def is_plain(self, totals: Totals) -> bool:
+        """Whether an update by gradients with these totals neither clips nor skips."""
+        return totals.finite and self.clipping(totals) == 1.0
+
+    def clipping(self, totals: Totals) -> float:
+        """What gradients are multiplied by to keep to the largest norm; 1 if they do."""
+        clip = self.config.clip
+        return 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
+
+    def lr(self, step: int) -> float:
+        return learning_rate(self.config, step, self.steps)
+
+    def result(self, step: int, totals: Totals) -> StepResult:
+        return StepResult(
+            step=step,
+            loss=totals.loss,
+            grad_norm=totals.norm,
+            lr=self.lr(step),
+            tokens=totals.tokens,
+            loss_scale=self.scaler.scale,
+            stop=totals.stop,
+        )
