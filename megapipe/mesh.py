@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megapipe.axis import Axis as Axis
 from megapipe.errors import LaunchError
+from megapipe.tensor_parallel.collectives import all_gather, start_all_gather
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
@@ -81,23 +83,6 @@ class Grid:
         stride = math.prod(self.size(inner) for inner in AXES[AXES.index(axis) + 1 :])
         first = self.rank_of(at) - stride * int(getattr(at, axis))
         return range(first, first + stride * self.size(axis), stride)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """This process' place in a group: its size, its own index, and who the members are.
-
-    `group` is None where the process is alone, and then no collective is ever called.
-    """
-
-    size: int
-    index: int
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None
-
-    @classmethod
-    def alone(cls, rank: int = 0) -> Axis:
-        return cls(size=1, index=0, ranks=(rank,), group=None)
 
 
 def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
@@ -198,9 +183,6 @@ class ParallelMesh:
         the place in a buffer, so the result is bitwise the same on every rank and in every
         schedule.
         """
-        # collectives know what an Axis is: they cannot be imported while this module is
-        from megapipe.tensor_parallel.collectives import all_gather
-
         total = vector.to(self.scalar_device)
         for name in axes:
             axis: Axis = getattr(self, name)
@@ -210,8 +192,6 @@ class ParallelMesh:
 
     def start_ordered_sum(self, vector: torch.Tensor, name: AxisName) -> Callable[[], torch.Tensor]:
         """Begin an :meth:`ordered_sum` over one axis; what is returned waits for it."""
-        from megapipe.tensor_parallel.collectives import start_all_gather
-
         axis: Axis = getattr(self, name)
         if axis.group is None:
             return lambda: vector

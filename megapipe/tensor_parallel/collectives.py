@@ -1,4 +1,4 @@
-"""Collectives over an :class:`~megapipe.mesh.Axis`.
+"""Collectives over an :class:`~megapipe.axis.Axis`.
 
 The functions hide two differences: torch 2.13 renamed the tensor collectives, and gloo
 takes CUDA tensors for some operations only, so with gloo they travel through host memory (which
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.mesh import Axis
+from megapipe.axis import Axis
 
 Wait = Callable[[], None]
 """Returns when the operation is complete, for the host (gloo) or the current stream (NCCL)."""

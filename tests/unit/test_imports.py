@@ -48,6 +48,7 @@ BELOW_TRAIN = (
     "tensor_parallel",
 )
 MAY_COMMUNICATE = (
+    "megapipe.axis",  # names the type of a group
     "megapipe.mesh",
     "megapipe.testing",
     "megapipe.tensor_parallel.collectives",
