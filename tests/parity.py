@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,6 +56,8 @@ class Case:
     shard_size: int | None = None
     prefetch: int = 1
     reduce_dtype: str | None = None
+    offload: str = "none"
+    post_validation: bool = False
     activations: str = "keep"
     loss_chunk: int | None = None
     compile: bool = False
@@ -168,6 +171,9 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "shard_size": case.shard_size,
                 "prefetch": case.prefetch,
                 "reduce_dtype": case.reduce_dtype,
+                "offload": case.offload,
+                "offload_folder": tempfile.gettempdir(),
+                "post_validation": case.post_validation,
             },
             "train": {
                 "steps": STEPS,
@@ -258,13 +264,14 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
         outcome.validation, _ = step.evaluate(validation_rows(case), validation_samples(case))
     update = step.optimizer.update
 
-    def spy(lr: float, factor: float) -> None:
+    def spy(lr: float, factor: float = 1.0) -> None:
         outcome.grads.append(list(own_grads(step.optimizer)))
         update(lr, factor)
 
     step.optimizer.update = spy  # type: ignore[method-assign]
     for i in range(STEPS):
-        result = step.train(i, rows)
+        result = step.train(i, rows) or step.settle()
+        assert result is not None
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
         outcome.copies.append(list(local_copies(step)))
@@ -385,6 +392,8 @@ def plain(case: Case) -> Case:
         zero=1,
         shard_size=None,
         prefetch=1,
+        offload="none",
+        post_validation=False,
         uneven=False,
         debug=False,
         activations="keep",

@@ -40,6 +40,8 @@ DIMENSIONS: dict[str, list[Any]] = {
     "zero": [0, 1, 2, 3],
     "shard_size": [None, 1, 2],
     "prefetch": [0, 1],
+    "offload": ["none", "host", "disk"],
+    "post_validation": [False, True],
     "loss_chunk": [None, 0, 5],
     "model": ["gpt2", "llama", "mixed", "gelu"],
     "activations": ["keep", "stage", "full, two together", "of each some"],
@@ -58,6 +60,10 @@ def to_case(choice: dict[str, Any]) -> Case | None:
     if values["kv_heads"] == 2 and tp > 2:
         return None
     if values["uneven"] and stages == 1:
+        return None
+    if values["post_validation"] and (
+        values["zero"] == 3 or values["offload"] != "none" or values["in_process"]
+    ):
         return None
     if values["shard_size"] is not None and (dp % values["shard_size"] or not values["zero"]):
         return None
