@@ -136,6 +136,7 @@ def test_the_peer_s_layers_share_a_compilation(ladder: Any) -> None:
 
     size = replace(ladder.sizes.TOY, layers=10)
     losses = []
+    counters.clear()
     for compiled in (False, True):
         torch.manual_seed(0)
         side = ladder.sides.HuggingFace(size, CPU, "fp32", compile=compiled)
