@@ -108,7 +108,9 @@ def _linear(layer: ParallelLinear, sink: Tensor | None) -> _Linear:
     return _Linear(layer.matrix().data, None if bias is None else bias.data, sink)
 
 
-class _Column(Function):
+class _Product(Function):
+    """A column- or row-parallel layer, whose sink gets the gradient of the output."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -117,35 +119,18 @@ class _Column(Function):
         bias: Tensor | None,
         sink: Tensor | None,
         sharding: Sharding,
+        column: bool,
     ) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.sharding = sharding
-        return column_product(x, weight, bias, sharding)
+        ctx.sharding, ctx.column = sharding, column
+        product = column_product if column else row_product
+        return product(x, weight, bias, sharding)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return column_input_grad(grad, weight, ctx.sharding), None, None, grad, None
-
-
-class _Row(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        sharding: Sharding,
-    ) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.sharding = sharding
-        return row_product(x, weight, bias, sharding)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return row_input_grad(grad, weight, ctx.sharding), None, None, grad, None
+        input_grad = column_input_grad if ctx.column else row_input_grad
+        return input_grad(grad, weight, ctx.sharding), None, None, grad, None, None
 
 
 class _Masked:
@@ -172,11 +157,11 @@ def run_block(
     documents = None if mask is None else cast(Documents, _Masked(mask))
 
     normed = block.attention_norm(x)
-    heads = attention.heads(_Column.apply(normed, *qkv, sharding), rotary)
+    heads = attention.heads(_Product.apply(normed, *qkv, sharding, True), rotary)
     q, k, v = (t.permute(1, 2, 0, 3) for t in heads)
     mixed = joined(sharding.kernels.attention(q, k, v, 0.0, documents))
-    x = x + _Row.apply(mixed, *out, sharding)
+    x = x + _Product.apply(mixed, *out, sharding, False)
     widened = block.mlp_norm(x)
-    active = mlp.activate(_Column.apply(widened, *up, sharding))
-    y = x + _Row.apply(active, *down, sharding)
+    active = mlp.activate(_Product.apply(widened, *up, sharding, True))
+    y = x + _Product.apply(active, *down, sharding, False)
     return y, tuple(t.detach() for t in (normed, mixed, widened, active))

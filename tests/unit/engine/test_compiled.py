@@ -298,7 +298,7 @@ class KeptInside(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        return kept_product(grad, weight), None, None, torch.zeros_like(grad), None
+        return kept_product(grad, weight), None, None, torch.zeros_like(grad), None, None
 
 
 def queue_kept(harvest: Any, _grads: Any) -> None:
@@ -308,8 +308,7 @@ def queue_kept(harvest: Any, _grads: Any) -> None:
 
 def test_what_is_kept_inside_the_graph_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is right as long as nothing reuses memory, and wrong under inductor."""
-    monkeypatch.setattr(compiled, "_Column", KeptInside)
-    monkeypatch.setattr(compiled, "_Row", KeptInside)
+    monkeypatch.setattr(compiled, "_Product", KeptInside)
     monkeypatch.setattr(compiled._Harvest, "queue", queue_kept)
     model = model_of("mixed", "fp32")
     check(model, Traced())
