@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from megapipe.engine.activations import HostMemory, Keeping, Part, keep, keeping
 from megapipe.model.attention import Attention
 from megapipe.model.carry import Carry
-from megapipe.model.compiled import CompiledBlock
 from megapipe.model.config import ModelConfig
 from megapipe.model.dropout import dropout
 from megapipe.model.microbatch import MicroBatch
@@ -21,6 +20,9 @@ from megapipe.plan.activations import BlockPolicy, Unit
 from megapipe.tensor_parallel.parameter import Sharding
 
 Rotary = tuple[Tensor, Tensor] | None
+
+RunBlock = Callable[["Block", Tensor, MicroBatch, Rotary, bool], Tensor]
+"""(block, x, micro-batch, rotary, graph_only) -> y, of whole sequences."""
 
 
 class Block(nn.Module):
@@ -36,7 +38,7 @@ class Block(nn.Module):
         sharding: Sharding,
         config: ModelConfig,
         layer: int,
-        compiled: CompiledBlock | None = None,
+        compiled: RunBlock | None = None,
     ) -> None:
         super().__init__()
         self.sharding = sharding

@@ -12,13 +12,14 @@ computed by the graph, within ``I``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from megapipe.model.attention import joined
+from megapipe.model.block import Block, Rotary
 from megapipe.model.microbatch import MicroBatch
 from megapipe.ops.compiler import Compiler
 from megapipe.ops.documents import Documents
@@ -30,9 +31,6 @@ from megapipe.tensor_parallel.linear import (
     row_product,
 )
 from megapipe.tensor_parallel.parameter import Sharding
-
-if TYPE_CHECKING:
-    from megapipe.model.block import Block, Rotary
 
 
 class CompiledBlock:
