@@ -95,11 +95,11 @@ class Executor:
             stage.begin(train=self.train)
         self._microbatches = microbatches
         self._next = 0
+        if self.recorder is not None:
+            self.recorder.begin()  # waits for the device, and so for receives that are posted
         for peer, expected in self._expected.items():
             first = len(expected) if self._opening is None else self._opening.arriving[peer]
             self.channels.incoming[peer].expect(expected[:first])
-        if self.recorder is not None:
-            self.recorder.begin()
 
     @property
     def done(self) -> bool:
@@ -174,7 +174,7 @@ class Executor:
             return self._bind_synchronisation(action)
         call = {
             Kind.F: self._bind_forward,
-            Kind.I: self._bind_input_grad,
+            Kind.I: self._bind_backward,
             Kind.B: self._bind_backward,
             Kind.W: self._bind_weight_grad,
             Kind.R: self._bind_recompute,
@@ -235,9 +235,9 @@ class Executor:
 
         return call
 
-    def _bind_input_grad(self, action: Action) -> Call:
+    def _bind_backward(self, action: Action) -> Call:
         stage, key, inbox = self.stages[action.stage], _key(action), self._inbox
-        run = stage.input_grad
+        run = stage.backward if action.kind == Kind.B else stage.input_grad
         own = message_of(action)._replace(kind=Kind.I)
         source = None if stage.is_last else own._replace(stage=own.stage + 1)
 
@@ -251,15 +251,6 @@ class Executor:
     def _bind_weight_grad(self, action: Action) -> Call:
         run, key = self.stages[action.stage].weight_grad, _key(action)
         return lambda: run(key)
-
-    def _bind_backward(self, action: Action) -> Call:
-        input_grad, weight_grad = self._bind_input_grad(action), self._bind_weight_grad(action)
-
-        def call() -> None:
-            input_grad()
-            weight_grad()
-
-        return call
 
     def _bind_recompute(self, action: Action) -> Call:
         run, key = self.stages[action.stage].recompute_ahead, _key(action)

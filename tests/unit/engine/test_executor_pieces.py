@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import registry_cases
@@ -226,6 +226,18 @@ def test_a_recorder_is_told_of_every_op_and_of_no_message() -> None:
     while not first.done:
         first.advance()
     assert logs[0][6:] == ["<0R0", "0R0", "0R0>", "<0B0", "0I0=1", "0W0", "0B0>"]
+
+
+def test_a_recording_begins_before_receives_are_posted() -> None:
+    """On a GPU it waits for the device, and a posted receive is part of what that does."""
+    recorder = CountingRecorder()
+    executors, _ = fake_executors(build("1f1b", ranks=2, microbatches=2), train=True)
+    for executor in executors:
+        executor.recorder = cast(Recorder, recorder)
+        for end in executor.channels.incoming.values():
+            end.expect = lambda messages: recorder.log.append("expect")  # type: ignore[method-assign]
+        executor.begin({})
+    assert recorder.log == ["begin", "expect"] * 2
 
 
 def test_the_recorder_of_a_step_has_the_ops_of_a_rank_in_order() -> None:
