@@ -32,8 +32,8 @@ from megapipe.optim.shard import Shard
 from megapipe.optim.store import Store
 from megapipe.testing import World, WorldError, run_world
 from megapipe.train.step import TrainStep
-from megapipe.train.update import StepResult
 from megapipe.train.trust import Trust
+from megapipe.train.update import StepResult
 
 STEPS = 6
 Poison = Mapping[tuple[int, int], float]
