@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         command = cli.parse(argv)
         if command.help:
             if place.rank == 0:
-                print(cli.help_text(), end="")
+                cli.show(cli.help_text())
             return 0
         return job.run(command, place)
     except MegapipeError as error:

@@ -4,6 +4,7 @@ Values come from the configuration file, then from the command line, where a lat
 rest are defaults. Nothing here imports torch, so that a mistake is reported at once.
 """
 
+import contextlib
 import json
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -124,6 +125,12 @@ def help_text() -> str:
         lines.append(f"  {error.exit_code:>3}  {meaning}")
     lines.append("  130  interrupted from the keyboard")
     return "\n".join(lines) + "\n"
+
+
+def show(text: str) -> None:
+    """Print what was asked for, as far as somebody reads it."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, end="")
 
 
 def _override(key: str, text: str) -> list[_Given]:

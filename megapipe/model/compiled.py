@@ -53,6 +53,8 @@ class CompiledBlock:
         harvest = _Harvest(layers)
         if torch.is_grad_enabled():
             sinks = _Sinks.apply(x.new_empty(0).requires_grad_(), harvest, x)
+        else:
+            x = x.detach()  # one graph, whatever x could be differentiated for
         linears = [_linear(layer, sink) for layer, sink in zip(layers, sinks, strict=True)]
         length = layers[0].output_shape(x)[0]
         mask = None if mb.documents is None else mb.documents.mask(length)
@@ -107,7 +109,10 @@ def _linear(layer: ParallelLinear, sink: Tensor | None) -> _Linear:
 
 
 class _Product(Function):
-    """A column- or row-parallel layer, whose sink gets the gradient of the output."""
+    """A column- or row-parallel layer, whose sink gets the gradient of the output.
+
+    With `graph_only` the output has no value.
+    """
 
     @staticmethod
     def forward(
@@ -118,17 +123,22 @@ class _Product(Function):
         sink: Tensor | None,
         sharding: Sharding,
         column: bool,
+        graph_only: bool = False,
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.sharding, ctx.column = sharding, column
+        if graph_only:
+            assert not column, "it is the row-parallel layer at its end that a part leaves out"
+            split = sharding.tp.size if sharding.sequence_split else 1
+            return x.new_zeros(x.shape[0] // split, *x.shape[1:-1], len(weight))
         product = column_product if column else row_product
         return product(x, weight, bias, sharding)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         input_grad = column_input_grad if ctx.column else row_input_grad
-        return input_grad(grad, weight, ctx.sharding), None, None, grad, None, None
+        return input_grad(grad, weight, ctx.sharding), None, None, grad, None, None, None
 
 
 class _Masked:
@@ -161,5 +171,5 @@ def run_block(
     x = x + _Product.apply(mixed, *out, sharding, False)
     widened = block.mlp_norm(x)
     active = mlp.activate(_Product.apply(widened, *up, sharding, True))
-    y = x + _Product.apply(active, *down, sharding, False)
+    y = x + _Product.apply(active, *down, sharding, False, graph_only)
     return y, tuple(t.detach() for t in (normed, mixed, widened, active))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -32,16 +33,20 @@ def check_compiled(
     sharding: Sharding,
     *,
     length: int,
-    rows: int,
+    rows: Collection[int],
+    again: bool,
     documents: bool,
     device: torch.device,
 ) -> None:
     """Compare a compiled block of random weights with the same block as it is.
 
-    Of two micro-batches of `rows` x `length` tokens, both in flight at once: outputs, input
-    gradients, gradients of norms, and everything that is queued for the weight gradients. The
-    processes of a tp group do it together. The graph is then there for the first step, on all
-    pipeline ranks at the same time. Raises :class:`ConfigError`.
+    Of two micro-batches of `length` tokens in each of as many `rows`, both in flight at once:
+    outputs, input gradients, gradients of norms, and everything that is queued for the weight
+    gradients; if forwards are run `again`, also without a graph and with nothing but the graph. The
+    processes of a tp group do it together. Raises :class:`ConfigError`.
+
+    All graphs of a training step are there when it begins. Compiling waits for the device, which
+    within the step would wait for a receive, and so for another pipeline rank.
     """
     assert sharding.kernels.compiler is not None
     own = replace(sharding, queue=WeightGradQueue())
@@ -57,23 +62,31 @@ def check_compiled(
             drawn = draw(parameter.shape)
             parameter.copy_(1 + drawn / 10 if "norm" in name else drawn * config.init_std)
     split = sharding.tp.size if sharding.sequence_split else 1
-    shape = (length // split, rows, config.hidden)
-    data = [(draw(shape), draw(shape)) for _ in range(2)]
     rotary: Rotary = None
     if config.positions == "rotary":
         assert config.head_dim is not None
         rotary = rotary_tables(length, config.head_dim, config.rotary_base, device, sharding.dtype)
-    ids = (torch.arange(length) * 3 // length).expand(rows, length)
-    mb = MicroBatch(0, 0, 0, documents=Documents(ids, device) if documents else None)
-    try:
-        found = _results(block, data, mb, rotary)
-    except Exception as error:  # a compiler that is missing or fails does so in many ways
-        raise ConfigError(
-            f"kernels.compile=true: torch.compile fails here: {_reason(error)}; expected false"
-        ) from error
-    block.compiled = None
-    for name, right in _results(block, data, mb, rotary).items():
-        off, limit = _norm(found[name] - right) / _norm(right), TOLERANCE[sharding.dtype]
+    for number in sorted(rows):
+        shape = (length // split, number, config.hidden)
+        data = [(draw(shape), draw(shape)) for _ in range(2)]
+        ids = (torch.arange(length) * 3 // length).expand(number, length)
+        mb = MicroBatch(0, 0, 0, documents=Documents(ids, device) if documents else None)
+        for graph_only in (False, True) if again else (False,):
+            block.compiled = compiled
+            try:
+                found = _results(block, data, mb, rotary, again, graph_only)
+            except Exception as error:  # a compiler that is missing or fails does so in many ways
+                raise ConfigError(
+                    "kernels.compile=true: torch.compile fails here: "
+                    f"{_reason(error)}; expected false"
+                ) from error
+            block.compiled = None
+            _compare(found, _results(block, data, mb, rotary, again, graph_only))
+
+
+def _compare(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    for name, wanted in right.items():
+        off, limit = _norm(found[name] - wanted) / _norm(wanted), TOLERANCE[wanted.dtype]
         if not off <= limit:
             raise ConfigError(
                 f"kernels.compile=true: the {name} of a compiled block is {off:.1e} off, at most "
@@ -82,19 +95,29 @@ def check_compiled(
 
 
 def _results(
-    block: Block, data: list[tuple[Tensor, Tensor]], mb: MicroBatch, rotary: Rotary
+    block: Block,
+    data: list[tuple[Tensor, Tensor]],
+    mb: MicroBatch,
+    rotary: Rotary,
+    again: bool,
+    graph_only: bool,
 ) -> dict[str, Tensor]:
     """What two micro-batches give, the backward of the first after the forward of the last."""
     queue = block.sharding.queue
     found: dict[str, Tensor] = {}
+    if again and not graph_only:
+        with torch.no_grad():
+            found["output without a graph"] = block(data[0][0], mb, rotary)
     xs = [x.clone().requires_grad_() for x, _ in data]
-    ys = [block(x, mb, rotary) for x in xs]
+    ys = [block(x, mb, rotary, None, graph_only) for x in xs]
     for i, (y, (_, grad)) in enumerate(zip(ys, data, strict=True)):
         queue.open(i)
         backward(y, grad)
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         assert x.grad is not None
-        found |= {f"output {i}": y.detach(), f"input gradient {i}": x.grad}
+        if not graph_only:
+            found[f"output {i}"] = y.detach()
+        found[f"input gradient {i}"] = x.grad
         for task, layer in zip(queue.pending()[i], ("down", "up", "out", "qkv"), strict=True):
             for what, tensor in zip(("input", "gradient"), task.tensors(), strict=True):
                 found[f"{what} {i} of {layer}"] = tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from megapipe.cli import Command, flatten
+from megapipe.cli import Command, flatten, show
 from megapipe.config import ParallelConfig
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import ConfigError, LaunchError, MegapipeError
@@ -39,7 +39,7 @@ def run(command: Command, place: Place) -> int:
         config, layout = resolve(config, world, tokenizer.vocab_size, where=command.where)
     if command.dry_run:
         if place.rank == 0:
-            print(plan_report(config, layout))
+            show(plan_report(config, layout))
         return 0
     set_environment(deterministic=config.run.deterministic)
     # torch is loaded after the configuration is known to be right, and in that environment

@@ -14,7 +14,7 @@ micro-batch back-propagates its sum by that global count, so gradients only ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,15 @@ from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config import Config
-from megapipe.engine.channels import (
-    Channels,
-    InProcessChannels,
-    MessageShape,
-    ProcessGroupChannels,
-)
-from megapipe.engine.executor import Executor, Opening, run_together
-from megapipe.engine.recorder import Record, Recorder
+from megapipe.engine.executor import Executor
+from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Key, Stage
 from megapipe.errors import CheckpointError, ScheduleError
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
-from megapipe.model.compiled_check import check_compiled
-from megapipe.model.gpt import TORCH_DTYPES, GPTStage
+from megapipe.model.gpt import GPTStage
 from megapipe.model.microbatch import MicroBatch
+from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import make_buckets
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.policy import ZeroPolicy
@@ -45,13 +39,11 @@ from megapipe.optim.scaler import LossScaler
 from megapipe.optim.store import StatePolicy
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.lower import Program, lower, pairs
-from megapipe.schedule.opening import arriving, cut, opening
-from megapipe.schedule.synchronise import for_zero
-from megapipe.tensor_parallel.parameter import ParameterSpec, Sharding
+from megapipe.tensor_parallel.parameter import ParameterSpec
 from megapipe.train import state
 from megapipe.train.feed import Feed, Rows
-from megapipe.train.kernels import agreed_kernels
+from megapipe.train.kernels import agreed_kernels, make_sharding
+from megapipe.train.pipeline import Pipeline
 from megapipe.train.totals import Totals
 from megapipe.train.trust import Trust
 from megapipe.train.update import StepResult, Update
@@ -63,6 +55,7 @@ VALIDATION_MICROBATCHES = 64
 class TrainStep:
     """The computation of one process; `schedule` replaces the configured one if given.
 
+    `kernels` are those of :func:`~megapipe.train.kernels.agreed_kernels`, chosen here by default.
     `document_end` is the token that ends a document, needed with ``data.document_mask``.
     `initial` writes the initial weights, each time a box of a global tensor; by default they are
     drawn from ``run.seed``.
@@ -75,6 +68,7 @@ class TrainStep:
         mesh: ParallelMesh,
         *,
         schedule: Schedule | None = None,
+        kernels: Kernels | None = None,
         document_end: int | None = None,
         initial: Callable[[ParameterSpec, Tensor], None] | None = None,
     ) -> None:
@@ -83,26 +77,18 @@ class TrainStep:
         self.mesh = mesh
         self.schedule = schedule or layout.schedule
         self.placement = self.schedule.placement
-        self.in_process = config.pipeline.channels == "in_process"
-        self.pipeline_ranks = range(layout.pp) if self.in_process else [mesh.pp.index]
-        self.dtype = TORCH_DTYPES[config.model.dtype]
-        self.kernels = agreed_kernels(config, mesh, self.dtype, cut=self.schedule.slices > 1)
-        if self.kernels.compiler is not None:
-            check_compiled(
-                config.model,
-                self._sharding(),
-                length=config.train.sequence_length,
-                rows=config.train.microbatch,
-                documents=config.data.document_mask,
-                device=mesh.device,
-            )
+        self._check_schedule()
+        self.kernels = kernels or agreed_kernels(config, layout, mesh, self.schedule)
+        self.pipeline = Pipeline(
+            config, layout, mesh, self.placement, chunked_loss=self.kernels.loss_chunk > 0
+        )
         self.modules = {
-            s: GPTStage(config.model, layout.stage_layers[s], self._sharding())
-            for rank in self.pipeline_ranks
+            s: GPTStage(
+                config.model, layout.stage_layers[s], make_sharding(config, mesh, self.kernels)
+            )
+            for rank in self.pipeline.ranks
             for s in self.placement.stages_of(rank)
         }
-        self._check_schedule()
-        channels = self._connect()
         self.optimizer = self._make_optimizer()
         self.stages = {
             s: Stage(module, layout.units[s], recompute=s in self.schedule.recompute)
@@ -110,15 +96,13 @@ class TrainStep:
         }
         for stage in self.stages.values():
             stage.own_autograd_parameters()
-        self._channels = channels
         if not config.data.document_mask:
             document_end = None
-        self._feed = Feed(config, layout, mesh, self.pipeline_ranks, document_end=document_end)
+        self._feed = Feed(config, layout, mesh, self.pipeline.ranks, document_end=document_end)
         self.scaler = LossScaler(config.optimizer, config.model.dtype)
         self.update = Update(config.optimizer, self.optimizer, self.scaler, config.train.steps)
         self._executors = self._make_executors(self.schedule, train=True)
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
-        self._recorders = [Recorder(mesh.device) for _ in self.pipeline_ranks]
         self._recording: list[Executor] = []
         self.last = self.stages.get(self.placement.stages - 1)
         seed = config.run.seed
@@ -139,23 +123,6 @@ class TrainStep:
                 f"{layout.stages} and {layout.microbatches}"
             )
 
-    def _sharding(self) -> Sharding:
-        parallel = self.config.parallel
-        return Sharding(self.mesh.tp, parallel.sequence_parallel, self.dtype, kernels=self.kernels)
-
-    def _connect(self) -> list[Channels]:
-        """This process' channel ends, one per pipeline rank that it runs."""
-        if self.in_process:
-            return list(InProcessChannels.connect(self.layout.pp))
-        return [
-            ProcessGroupChannels(
-                self.mesh,
-                pairs(self.placement),
-                dtype=self.dtype,
-                debug=self.config.pipeline.debug,
-            )
-        ]
-
     def _make_optimizer(self) -> Optimizer:
         placement = self.placement
         buckets = make_buckets(
@@ -164,7 +131,7 @@ class TrainStep:
             ZeroPolicy.of(self.config.optimizer, self.layout.dp),
             tied=self.config.model.tied_embeddings,
             holders=[placement.holders(stage) for stage in range(placement.stages)],
-            in_process=self.in_process,
+            in_process=self.pipeline.in_process,
         )
         run = self.config.run
         states = StatePolicy.of(self.config.optimizer, run.seed, Path(run.folder) / run.name)
@@ -190,55 +157,9 @@ class TrainStep:
     def _make_executors(
         self, schedule: Schedule, *, train: bool, record: bool = False
     ) -> list[Executor]:
-        recorders = self._recorders if record else [None] * len(self.pipeline_ranks)
-        executors = [
-            Executor(
-                program,
-                {s: self.stages[s] for s in self.placement.stages_of(program.rank)},
-                channels,
-                shape=self._message_shape(schedule),
-                train=train,
-                recorder=recorder,
-                replicas=self.optimizer,
-            )
-            for program, channels, recorder in zip(
-                self._programs(schedule), self._channels, recorders, strict=True
-            )
-        ]
-        if train and self.config.optimizer.post_validation:
-            self._set_opening(executors[0], schedule)
-        return executors
-
-    def _set_opening(self, executor: Executor, schedule: Schedule) -> None:
-        """Tell where the executor's steps can be given up."""
-        rank, operations = executor.program.rank, opening(schedule)
-        executor.set_opening(
-            Opening(cut(executor.program, operations[rank]), arriving(schedule, rank, operations))
+        return self.pipeline.executors(
+            schedule, self.stages, self.optimizer, train=train, record=record
         )
-
-    def _programs(self, schedule: Schedule) -> Iterator[Program]:
-        """What this process' pipeline ranks do, with what their replicas do together."""
-        policy = self.optimizer.policy
-        for program in lower(schedule, self.pipeline_ranks):
-            yield for_zero(
-                program,
-                self.placement,
-                zero=policy.stage,
-                prefetch=policy.prefetch,
-                chunked_loss=self.kernels.loss_chunk > 0,
-            )
-
-    def _message_shape(self, schedule: Schedule) -> MessageShape:
-        """[slice length (/tp), rows, hidden] of what is sent for a (micro-batch, slice)."""
-        split = self.layout.tp if self.config.parallel.sequence_parallel else 1
-        train, hidden = self.config.train, self.config.model.hidden
-        lengths = self.layout.slice_lengths if schedule.slices > 1 else (train.sequence_length,)
-
-        def shape(microbatch: int, part: int) -> tuple[int, int, int]:
-            rows = int(schedule.size_of(microbatch) * train.microbatch)
-            return lengths[part] // split, rows, hidden
-
-        return shape
 
     def train(
         self,
@@ -266,7 +187,7 @@ class TrainStep:
             return self.trust.train(executors[0], step, rows, stop)
         microbatches, tokens = self.fetch(step, rows)
         self.optimizer.zero_grad()
-        self._run(executors, microbatches)
+        self.pipeline.run(executors, microbatches)
         own = self.own_totals(tokens, stop).pack()
         totals = Totals.unpack(self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp"))
         return self.update.apply(step, totals)
@@ -303,8 +224,7 @@ class TrainStep:
 
     def records(self) -> list[Record]:
         """The last recorded step of every pipeline rank, on the processes of the first one."""
-        own = [recorder.record() for recorder in self._recorders]
-        return [record for records in self.mesh.gather(own, "pp") for record in records]
+        return self.pipeline.records()
 
     def evaluate(self, rows: Rows, samples: int) -> tuple[float, int]:
         """Mean loss per unmasked token over samples 0 .. `samples` - 1, and their count.
@@ -327,7 +247,7 @@ class TrainStep:
                 self._validators[m] = schedule, self._make_executors(schedule, train=False)
             schedule, executors = self._validators[m]
             microbatches, own = self._feed.fetch(schedule, masked, 0, first)
-            self._run(executors, microbatches)
+            self.pipeline.run(executors, microbatches)
             sums = torch.tensor(self._own_loss(own), dtype=torch.float64)
             loss_sum, count = self.mesh.ordered_sum(sums, "tp", "dp", "pp").tolist()
             total += loss_sum
@@ -335,12 +255,6 @@ class TrainStep:
             first += m * per_microbatch
             left -= m
         return total / max(tokens, 1), tokens
-
-    def _run(self, executors: list[Executor], microbatches: Mapping[Key, MicroBatch]) -> None:
-        if self.in_process:
-            run_together(executors, microbatches)
-        else:
-            executors[0].run(microbatches)
 
     def _own_loss(self, tokens: int) -> tuple[float, int]:
         """Sum of this rank's unmasked token losses, micro-batches in order, and its `tokens`;

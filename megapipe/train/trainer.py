@@ -35,6 +35,7 @@ from megapipe.plan.params import count, parameter_shapes
 from megapipe.train import state
 from megapipe.train.agreement import all_or_none
 from megapipe.train.auto import AutoSchedule
+from megapipe.train.kernels import agreed_kernels
 from megapipe.train.resume import choose, load
 from megapipe.train.signals import StopRequest
 from megapipe.train.step import TrainStep
@@ -49,7 +50,8 @@ SMOOTHING = 0.9
 class Trainer:
     """Runs `config` on this process' part of the mesh.
 
-    `local_rank` 0 prepares the corpus for its node. Raises a :class:`MegapipeError` on every rank
+    `local_rank` 0 prepares the corpus for its node, once everything that can be known to be wrong
+    without it is known. Raises a :class:`MegapipeError` on every rank
     when any rank meets one while setting up.
     """
 
@@ -70,12 +72,13 @@ class Trainer:
         self.folder = Path(config.run.folder) / config.run.name
         self.checkpoints = self.folder / "checkpoints"
         self._make_folder()
+        kernels = agreed_kernels(config, layout, mesh, layout.schedule)
+        self.source = choose(config, self.checkpoints, mesh)
         self.prepared = self._prepare(local_rank)
         self.training, self.validation = build_batches(config, tokenizer, self.prepared)
-        self.step = TrainStep(config, layout, mesh, document_end=tokenizer.eod)
+        self.step = TrainStep(config, layout, mesh, kernels=kernels, document_end=tokenizer.eod)
         self.first_step = 0
         self.run_id = mesh.share(uuid.uuid4().hex)
-        self.source = choose(config, self.checkpoints, mesh)
         if self.source.checkpoint is not None:
             load(self.source.checkpoint, config, self.step, mesh)
             self.first_step = self.source.checkpoint.step

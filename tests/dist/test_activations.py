@@ -170,7 +170,7 @@ def measure(world: World, case: Case) -> list[tuple[int, int, int, Fraction]]:
     step = make_step(world, case)
     schedule = step.schedule
     after = bytes_after(step, case)
-    own = {rank: {key_of(op) for op in schedule.rank_ops(rank)} for rank in step.pipeline_ranks}
+    own = {rank: {key_of(op) for op in schedule.rank_ops(rank)} for rank in step.pipeline.ranks}
     peaks: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
     def sample(ledger: Ledger, rank: int, action: Action) -> None:
@@ -191,7 +191,7 @@ def measure(world: World, case: Case) -> list[tuple[int, int, int, Fraction]]:
     if schedule.held_limit is not None:
         assert promise == schedule.held_limit
     result = []
-    for rank in step.pipeline_ranks:
+    for rank in step.pipeline.ranks:
         predicted = Fraction(0)
         held: dict[Key, Fraction] = {}
         for op in schedule.rank_ops(rank):

@@ -95,6 +95,16 @@ EARLY = [
     Bad("world size", 4, ("world size",), settings(parallel__pp="3")),
     Bad("tokenizer", 3, ("tokenizer",), settings(data__tokenizer="./no/such/folder")),
 ]
+BEFORE_DATA = [
+    Bad("run folder", 2, ("run.folder",), occupied_folder("run.folder")),
+    Bad(
+        "kernel",
+        2,
+        ("kernels.attention=flash_attn", "expected auto"),
+        settings(kernels__attention="flash_attn"),
+    ),
+    Bad("checkpoint", 5, ("checkpoint.load", "gone"), settings(checkpoint__load="./gone")),
+]
 LATE = [
     Bad("missing corpus", 3, ("no such file", "gone.txt"), source("gone.txt", None)),
     Bad("empty corpus", 3, ("empty",), source("empty.txt", b"")),
@@ -102,8 +112,6 @@ LATE = [
     Bad("corpus is junk", 3, ("junk.parquet", "cannot be read"), source("junk.parquet", b"PAR1x")),
     Bad("corpus is not UTF-8", 3, ("latin.txt", "offset 3"), source("latin.txt", b"caf\xe9 noir")),
     Bad("cache", 3, ("data.cache",), occupied_folder("data.cache")),
-    Bad("run folder", 2, ("run.folder",), occupied_folder("run.folder")),
-    Bad("checkpoint", 5, ("checkpoint.load", "gone"), settings(checkpoint__load="./gone")),
     Bad("token id", 3, ("token id 300", "0 to 256", "train.bin"), foreign_token),
     Bad("numbers", 6, ("not finite",), settings(optimizer__lr="1e38", optimizer__clip="null")),
 ]
@@ -115,15 +123,28 @@ def overridden(folder: Path, bad: Bad) -> list[str]:
     return arguments({**tiny(folder), **bad.prepare(folder)})
 
 
-@pytest.mark.parametrize("bad", [*EARLY, *LATE], ids=lambda bad: bad.name)
+@pytest.mark.parametrize("bad", [*EARLY, *BEFORE_DATA, *LATE], ids=lambda bad: bad.name)
 def test_under_torchrun(bad: Bad, tmp_path: Path) -> None:
     outcome = run_torchrun(tmp_path, 2, *overridden(tmp_path, bad))
     outcome.assert_one_line(bad.code, *bad.words)
+    if bad not in LATE:
+        assert not (tmp_path / "cache").exists(), "a corpus was prepared for nothing"
 
 
 @pytest.mark.parametrize("bad", [*EARLY, LATE[0]], ids=lambda bad: bad.name)
 def test_as_one_process(bad: Bad, tmp_path: Path) -> None:
     run_plain(tmp_path, *overridden(tmp_path, bad)).assert_one_line(bad.code, *bad.words)
+
+
+def test_a_compiler_that_fails_is_told_before_data_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    given = {**tiny(tmp_path), "kernels.compile": "true", "parallel.device": "cpu"}
+    outcome = run_plain(tmp_path, *arguments(given))
+    outcome.assert_one_line(2, "kernels.compile=true", "no-such-compiler", "expected false")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_key_that_every_rank_has_wrong_is_reported_once_without_a_launcher(
@@ -227,6 +248,17 @@ def test_output_that_nobody_reads_does_not_end_a_run(tmp_path: Path) -> None:
     assert outcome.text.startswith("megapipe: console does not take records")
     assert len(outcome.text.splitlines()) == 1
     assert (tmp_path / "runs/run/checkpoints/step-00000030/manifest.json").exists()
+
+
+@pytest.mark.parametrize("given", ["--help", "--dry-run"])
+def test_a_reader_that_has_read_enough(tmp_path: Path, given: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with Job(tmp_path) as job:
+        job.start(["train.py", given], stdout=writer)
+        os.close(writer)
+        outcome = job.end()
+    assert (outcome.codes, outcome.text) == ([0], "")
 
 
 @pytest.mark.parametrize("given", [["--help"], ["--dry-run"], ["model.hiden=16"]])

@@ -13,6 +13,7 @@ from parity import Case, Rows, configure
 from megapipe.config import Config
 from megapipe.layout import resolve
 from megapipe.mesh import Grid
+from megapipe.model.gpt import TORCH_DTYPES
 from megapipe.optim.scaler import FIRST, LARGEST
 from megapipe.testing import World, WorldError, run_world
 from megapipe.train.step import TrainStep
@@ -60,7 +61,7 @@ def trained(world: World, case: Case, optimizer: dict[str, Any], scale: float | 
         run.norms.append(result.grad_norm)
         run.scales.append(result.loss_scale)
         run.changed.append(any(not a.equal(b) for a, b in zip(after, before, strict=True)))
-    assert all(weights.dtype == step.dtype for weights in after)
+    assert all(weights.dtype == TORCH_DTYPES[case.dtype] for weights in after)
     run.count = step.optimizer.count
     return run
 

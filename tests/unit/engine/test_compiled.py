@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import pytest
 import reference
@@ -14,6 +14,7 @@ from stage_cases import main_grads, new_stage
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.config import Config
 from megapipe.engine.stage import Stage
@@ -21,6 +22,7 @@ from megapipe.errors import ConfigError
 from megapipe.layout import resolve
 from megapipe.mesh import Axis
 from megapipe.model import compiled
+from megapipe.model.block import Block
 from megapipe.model.compiled_check import check_compiled
 from megapipe.model.config import ModelConfig
 from megapipe.model.gpt import TORCH_DTYPES
@@ -30,6 +32,7 @@ from megapipe.ops.compiler import Compiler, torch_compile
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.select import select_kernels
 from megapipe.optim.buffers import Bucket
+from megapipe.plan.activations import BlockPolicy, Unit
 from megapipe.tensor_parallel.parameter import Sharding
 
 SPLIT = "F0 F1 F2 I0 F3 I1 W0 I2 I3 W1 W2 W3"
@@ -134,6 +137,68 @@ def test_every_gradient_under_inductor() -> None:
     assert_like_uncompiled(model_of("mixed", "fp32"), torch_compile, 1e-5)
 
 
+def two_in_one_graph(stage: Stage) -> None:
+    """Let inductor see the stage's two blocks as one function of eight linear layers."""
+    first, second = (cast(Block, block) for block in stage.module.layers)
+
+    def both(x: Tensor, rotary: Any, linears: Sequence[Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, inputs = compiled.run_block(first, x, rotary, None, linears[:4], False)
+        z, others = compiled.run_block(second, y, rotary, None, linears[4:], False)
+        return z, (*inputs, *others)
+
+    graph = torch_compile(both)
+    layers = [
+        layer
+        for block in (first, second)
+        for layer in (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down)
+    ]
+
+    def run_both(_block: Any, x: Tensor, _mb: Any, rotary: Any, _graph_only: bool) -> Tensor:
+        harvest = compiled._Harvest(layers)
+        sinks = compiled._Sinks.apply(x.new_empty(0).requires_grad_(), harvest, x)
+        linears = [compiled._linear(*both) for both in zip(layers, sinks, strict=True)]
+        y, harvest.inputs = graph(x, rotary, linears)
+        return y
+
+    def run_none(_block: Any, x: Tensor, *_rest: Any) -> Tensor:
+        return x
+
+    first.compiled, second.compiled = run_both, run_none
+
+
+def test_eight_linear_layers_in_one_graph_under_inductor() -> None:
+    """What inductor may reuse spans both blocks, and micro-batches are in flight beside."""
+    model = model_of("mixed", "fp32")
+    right = run(*stage_of(model, None), SPLIT)
+    stage, bucket = stage_of(model, None)
+    two_in_one_graph(stage)
+    assert_close(run(stage, bucket, SPLIT), right, 1e-5)
+
+
+def products(stage: Stage, bucket: Bucket) -> int:
+    """GEMMs of one micro-batch."""
+    with FlopCounterMode(display=False) as counter:
+        run(stage, bucket, "F0 I0 W0")
+    counts = counter.get_flop_counts()["Global"]
+    return sum(counts.values())
+
+
+@pytest.mark.parametrize("policy", ["full", "stage"])
+def test_a_product_that_nobody_needs_is_left_out(policy: str) -> None:
+    """A block that is run again ends without its last product, compiled or not."""
+    model = model_of("llama")
+
+    def stage(compiler: Compiler | None) -> tuple[Stage, Bucket]:
+        made, bucket = stage_of(model, compiler)
+        if policy == "stage":
+            return Stage(made.module, recompute=True), bucket
+        unit = Unit(1, BlockPolicy(recompute=frozenset({"block"})))
+        return Stage(made.module, [unit, unit]), bucket
+
+    assert_close(run(*stage(Traced()), SPLIT), run(*stage(None), SPLIT), 1e-12)
+    assert products(*stage(plain)) == products(*stage(None))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixed", "gelu"])
 def test_every_gradient_under_inductor_in_fp64(name: str) -> None:
@@ -171,18 +236,22 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def check(model: ModelConfig, compiler: Compiler, *, documents: bool = False) -> None:
+def check(
+    model: ModelConfig, compiler: Compiler, *, documents: bool = False, again: bool = False
+) -> None:
     kernels = Kernels(compiler=compiler)
     sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype], kernels=kernels)
     device = torch.device("cpu")
-    check_compiled(model, sharding, length=8, rows=2, documents=documents, device=device)
+    check_compiled(
+        model, sharding, length=8, rows=[2], again=again, documents=documents, device=device
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_check_passes_what_is_right(dtype: str, documents: bool) -> None:
-    for name in ("gpt2", "llama"):
-        check(model_of(name, dtype), plain, documents=documents)
+    for name, again in (("gpt2", False), ("llama", True)):
+        check(model_of(name, dtype), plain, documents=documents, again=again)
 
 
 def overwritten(index: int) -> Compiler:

@@ -1,0 +1,53 @@
+"""All graphs of a training step are compiled before it: a compiler may wait for the device, and on
+a GPU a receive that is posted ahead is part of what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from parity import Case, Rows, configure
+
+from megapipe.mesh import Grid
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+CASES = [
+    Case(pp=2, m=4, schedule="1f1b", compile=True),
+    Case(pp=2, m=4, schedule="1f1b", activations="full", compile=True),
+    Case(pp=2, m=4, schedule="zb_h1", activations="stage", documents=True, compile=True),
+    Case(pp=2, m=4, schedule="chimera_backward_halving", activations="full", compile=True),
+]
+
+
+def graphs(world: World, cases: Sequence[Case]) -> list[tuple[int, int]]:
+    """Per case: graphs made before the first step, and in two steps."""
+    counts = []
+    for case in cases:
+        torch.compiler.reset()
+        made: list[Any] = []
+
+        def backend(graph: Any, _inputs: Any, made: list[Any] = made) -> Any:
+            made.append(graph)
+            return graph.forward
+
+        def compiler(function: Any, backend: Any = backend) -> Any:
+            return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+        with mock.patch("megapipe.ops.select.torch_compile", compiler):
+            config, layout = configure(case)
+            step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp)), document_end=5)
+            before = len(made)
+            for i in range(2):
+                step.train(i, Rows(case))
+        counts.append((before, len(made) - before))
+    return counts
+
+
+def test_every_graph_is_there_when_the_step_begins() -> None:
+    for counts in run_world(2, graphs, CASES, timeout_s=120):
+        for case, (before, within) in zip(CASES, counts, strict=True):
+            assert before >= 1, case.name
+            assert within == 0, case.name
