@@ -2,8 +2,8 @@
 
     python scripts/prepare_data.py --source corpus.jsonl --tokenizer ./tokenizer --cache cache
 
-The options are the keys of `data` in a run's config; with the same values the run finds the corpus
-in the cache.
+The options are the keys of `data` in a run's config, without the masks; with the same values the
+run finds the corpus in the cache.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main() -> int:
         start = time.perf_counter()
         prepared = prepare(config, load_tokenizer(config.tokenizer))
     except MegapipeError as error:
-        print(f"megapipe: {error}", file=sys.stderr)
+        print(f"megapipe: error: {error}", file=sys.stderr)
         return error.exit_code
     meta = prepared.meta
     print(f"{prepared.folder} ({time.perf_counter() - start:.1f} s)")
@@ -42,7 +42,7 @@ def parse() -> DataConfig:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, field in DataConfig.model_fields.items():
-        if name == "mask_document_ends":  # of training, not of the token files
+        if field.annotation is bool:  # masks are of training, not of the token files
             continue
         parser.add_argument(
             f"--{name.replace('_', '-')}",

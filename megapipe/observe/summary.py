@@ -58,7 +58,7 @@ def main() -> int:
             raise ConfigError("usage: python -m megapipe.observe.summary RUN_FOLDER")
         print(format_summary(read_summary(Path(sys.argv[1]))))
     except MegapipeError as error:
-        print(f"megapipe: {error}", file=sys.stderr)
+        print(f"megapipe: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 

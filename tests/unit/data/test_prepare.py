@@ -303,7 +303,9 @@ def test_command(folder_config: DataConfig, tmp_path: Path) -> None:
     assert f"{prepared.meta.train.tokens:,} tokens" in done.stdout
     assert json.loads((prepared.folder / "meta.json").read_text())["source"] in options
 
-    assert "--validation-fraction" in run("--help").stdout
+    shown = run("--help").stdout
+    assert "--validation-fraction" in shown
+    assert "-mask" not in shown, "masks are of training"
     for wrong, code, says in (
         (["--source", str(tmp_path / "none.txt")], 3, "no such file or folder"),
         (["--validation-fraction", "2"], 2, "data.validation_fraction=2.0: "),
@@ -311,5 +313,5 @@ def test_command(folder_config: DataConfig, tmp_path: Path) -> None:
         failed = run(*options, *wrong)
         assert failed.returncode == code
         assert failed.stderr.count("\n") == 1
-        assert failed.stderr.startswith("megapipe: ")
+        assert failed.stderr.startswith("megapipe: error: ")
         assert says in failed.stderr

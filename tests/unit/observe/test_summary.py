@@ -52,7 +52,7 @@ def test_a_folder_without_a_summary_is_one_line(tmp_path):
         text=True,
     )
     assert result.returncode == ConfigError.exit_code
-    assert result.stderr.startswith(f"megapipe: {tmp_path}/summary.json: No such file")
+    assert result.stderr.startswith(f"megapipe: error: {tmp_path}/summary.json: No such file")
     assert len(result.stderr.splitlines()) == 1
 
 
