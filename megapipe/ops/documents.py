@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megapipe.ops.transfer import to_device
+
 
 class Runs(NamedTuple):
     """Lengths of documents, row after row, as flash kernels with variable lengths take them."""
@@ -48,13 +50,14 @@ class Documents:
     def __init__(self, ids: Tensor, device: torch.device) -> None:
         self.ids = ids
         self.device = device
+        self._near = to_device(ids, device)
         self._forms: dict[Any, Any] = {}
 
     def mask(self, s: int) -> Tensor:
         """[b, 1, s, t] bool: true where a query may see a key: same document, not later."""
         key = ("mask", s)
         if key not in self._forms:
-            ids = self.ids.to(self.device)
+            ids = self._near
             t = ids.shape[1]
             same = ids[:, -s:, None] == ids[:, None, :]
             past = torch.ones(s, t, dtype=torch.bool, device=self.device).tril(t - s)
@@ -80,7 +83,7 @@ class Documents:
 
         key = ("blocks", s)
         if key not in self._forms:
-            ids = self.ids.to(self.device)
+            ids = self._near
             b, t = ids.shape
 
             def allowed(row: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -93,4 +96,4 @@ class Documents:
     def _ends(self, lengths: Tensor) -> Tensor:
         ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         ends[1:] = lengths.cumsum(0)
-        return ends.to(self.device, non_blocking=True)
+        return to_device(ends, self.device)

@@ -19,6 +19,7 @@ from megapipe.layout import Layout
 from megapipe.mesh import AxisName, ParallelMesh
 from megapipe.model.microbatch import MicroBatch
 from megapipe.ops.documents import Documents, document_ids
+from megapipe.ops.transfer import to_device
 from megapipe.schedule.ir import Schedule
 
 Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
@@ -98,7 +99,7 @@ class Feed:
             tokens = labels = mask = None
             if any(self._ends(schedule, piece)):
                 tokens, labels, mask = (
-                    tensor[piece.rows, piece.positions].to(self.mesh.device)
+                    to_device(tensor[piece.rows, piece.positions], self.mesh.device)
                     for tensor in fetched[piece.whole]
                 )
             result[piece.key] = MicroBatch(
