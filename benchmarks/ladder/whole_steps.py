@@ -13,10 +13,10 @@ from ladder.sizes import Settings, has_key, known_changes, words
 COMPILE: Settings = {"kernels": {"compile": True}}
 STATES: list[Settings] = [
     {},
-    {"optimizer": {"state_dtype": "bf16"}},
-    {"optimizer": {"state_dtype": "bf16", "master": "none"}},
+    {"optimizer": {"state_dtype": "bf16", "rounding": "nearest"}},
+    {"optimizer": {"state_dtype": "bf16", "rounding": "nearest", "master": "none"}},
 ]
-"""Ways to keep weights and state, the first that fits is taken."""
+"""Ways to keep weights and state, the first that fits is taken; they round as the peer does."""
 
 
 def ours(bench: Bench) -> None:

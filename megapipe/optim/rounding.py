@@ -3,7 +3,7 @@
 A state that changes by less than half of bf16's spacing (2^-9 of its value) stays where it is when
 it is rounded to the nearest value; rounded at random it moves by the right amount on average
 (Gupta et al., 1502.02551). The random numbers are functions of coordinates: a position's are those
-of its tile of TILE values, whatever part of it is rounded here.
+of its tile (:func:`tile_length` values), whatever part of it is rounded here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from torch import Tensor
 
 from megapipe.tensor_parallel.rng import seed_of
 
-TILE = 1 << 18
-"""Values that share a stream of random numbers."""
-SCRATCH_BYTES = 16 * TILE
-"""Most memory that :func:`round_at_random` needs at a time."""
 _LARGEST = torch.finfo(torch.bfloat16).max
+
+
+def tile_length(device: torch.device) -> int:
+    """Values that share a stream of random numbers: what a CPU's cache holds, and on a GPU enough
+    to outweigh the start of some twenty kernels."""
+    return 1 << 18 if device.type == "cpu" else 1 << 21
+
+
+def scratch_bytes(device: torch.device) -> int:
+    """Most memory that :func:`round_at_random` needs at a time."""
+    return 16 * tile_length(device)
 
 
 def stochastic_bf16(x: Tensor, noise: Tensor) -> Tensor:
@@ -35,9 +42,10 @@ def stochastic_bf16(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def noise_of_tile(seed: int, device: torch.device) -> Tensor:
-    """int32 [TILE], uniform over 0 .. 65535, a function of the seed (and of the kind of device)."""
+    """int32 of a tile's length, uniform over 0 .. 65535, a function of the seed (and of the kind of
+    device)."""
     generator = torch.Generator(device).manual_seed(seed)
-    words = torch.empty(TILE // 4, dtype=torch.int64, device=device)
+    words = torch.empty(tile_length(device) // 4, dtype=torch.int64, device=device)
     words.random_(-(2**63), None, generator=generator)
     return words.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
 
@@ -48,11 +56,12 @@ def round_at_random(out: Tensor, x: Tensor, stream: tuple[int | str, ...], posit
     Any cut of the array into ranges gives the same values; `stream` are the other coordinates.
     """
     start, stop = position, position + x.numel()
+    length = tile_length(x.device)
     while start < stop:
-        tile = start // TILE
-        end = min(stop, (tile + 1) * TILE)
+        tile = start // length
+        end = min(stop, (tile + 1) * length)
         noise = noise_of_tile(seed_of(*stream, tile), x.device)
-        noise = noise[start - tile * TILE : end - tile * TILE]
+        noise = noise[start - tile * length : end - tile * length]
         here = slice(start - position, end - position)
         out[here] = stochastic_bf16(x[here], noise)
         start = end

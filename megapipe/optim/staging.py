@@ -3,7 +3,8 @@
 An array of another type than the update's is widened for it and rounded back after. One in host
 memory or on a disk is copied to the device window by window: while one window is updated the next
 is on its way, on a stream of its own, and the one before goes back (Rajbhandari et al.,
-2104.07857). On the CPU the same copies are made, one after the other.
+2104.07857). Copies that are not from pinned memory are made one after the other: those on the CPU,
+and those of a mapped file.
 """
 
 from __future__ import annotations
@@ -172,6 +173,7 @@ class Staging:
             for x, near in zip(self._arrays, self._near(index), strict=True):
                 if x.away:
                     near.copy_(x.values[a:b], non_blocking=True)
+                    x.release(a, b)
         self._fetched[index] = self._copies.mark()
 
     def widen(self, index: int) -> list[Tensor]:

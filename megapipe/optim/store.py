@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import OptimizerConfig
-from megapipe.optim.rounding import SCRATCH_BYTES, round_at_random
+from megapipe.optim.rounding import round_at_random, scratch_bytes
 from megapipe.optim.staging import Array, Place, Staging
 
 MASTER = "model"
@@ -126,17 +126,24 @@ class Store:
     def _at_random(self) -> bool:
         return self.policy.rounding == "stochastic" and any(x.narrow for x in self._arrays)
 
+    @property
+    def _scratch_bytes(self) -> int:
+        return scratch_bytes(self.weights.device) if self._at_random else 0
+
     def _window_length(self) -> int | None:
         """Values of a window; None: everything is used in place."""
         each = sum(array.staging_bytes for array in self._arrays)
         if each == 0:
             return None
-        budget = self.policy.window_bytes - (SCRATCH_BYTES if self._at_random else 0)
+        budget = self.policy.window_bytes - self._scratch_bytes
         return max(budget // each // ALIGNMENT, 1) * ALIGNMENT
 
     def begin(self, step: int) -> None:
-        """Random numbers from here on are those of this step, counted from 0."""
+        """Random numbers from here on are those of this step, counted from 0. What was read of
+        files since the last one does not stay in memory."""
         self._step = step
+        for array in self._arrays:
+            array.release(0, self.weights.numel())
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """The range [start, stop) of the shard, in windows.
@@ -221,6 +228,6 @@ class Store:
                 places[array.place] += array.values.nbytes
         values = min(self._window or 0, self.weights.numel())
         windows = values * sum(array.staging_bytes for array in self._arrays)
-        if self._at_random and values:
-            windows += SCRATCH_BYTES
+        if values:
+            windows += self._scratch_bytes
         return StateBytes(**places, windows=windows)

@@ -8,9 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.optim.rounding import TILE, noise_of_tile, round_at_random, stochastic_bf16
+from megapipe.optim.rounding import (
+    noise_of_tile,
+    round_at_random,
+    stochastic_bf16,
+    tile_length,
+)
 
 CPU = torch.device("cpu")
+TILE = tile_length(CPU)
 LARGEST = torch.finfo(torch.bfloat16).max
 
 
