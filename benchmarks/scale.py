@@ -29,7 +29,8 @@ from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.layout import Layout, resolve
 from megapipe.mesh import Grid
-from megapipe.plan.memory import model_memory, peak_activations
+from megapipe.plan.in_flight import peak_activations
+from megapipe.plan.memory import model_memory
 from megapipe.plan.traffic import step_traffic
 from megapipe.train.feed import Rows
 from megapipe.train.step import TrainStep
@@ -313,7 +314,7 @@ def giant_claims(name: str, keys: Sequence[str]) -> list[Result]:
         wrong, checked = wrong + len(unlike(giant.seen, formula)), checked + len(formula)
         memory = model_memory(config, layout, index)
         off = max(off, abs(giant.lasting - memory.lasting))
-        activations = peak_activations(config, layout, index)
+        activations = peak_activations(config, layout, index).device
         sizes = (memory.parameters, memory.gradients, memory.optimizer, activations, giant.peak)
         excess.append(giant.peak / (memory.lasting + activations))
         table.add_row(str(index), *(f"{size / GIB:.2f}" for size in sizes))

@@ -34,8 +34,9 @@ from megapipe.plan.buckets import (
     process_stages,
     zero_stage,
 )
+from megapipe.plan.chunks import loss_chunk
 from megapipe.plan.params import DTYPE_BYTES
-from megapipe.schedule.ir import Kind, Op
+from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
@@ -122,8 +123,8 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
             )
         if layout.stage_layers[stage].head:
             forwards = 1 + (stage in layout.schedule.recompute)
-            chunk = _loss_tokens(config)
-            chunks = sum(-(-piece // chunk) if chunk else 1 for piece in pieces)
+            most = _loss_tokens(config)
+            chunks = sum(-(-n // loss_chunk(n, most)) if most else 1 for n in pieces)
             size = layout.tp * _LOSS_NUMBERS * main_bytes(config.model.dtype)
             yield Exchange(
                 axis="tp",
@@ -183,23 +184,22 @@ def _loss_tokens(config: Config) -> int:
 
 def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
     zero, main = zero_stage(config.optimizer, layout.dp), main_bytes(config.model.dtype)
-    runs = _gradient_runs(config, layout, rank) if zero >= 2 else Counter()
-    ends = frozenset((0, layout.stages - 1))
+    actions = replica_actions(config, layout, rank) if zero >= 2 else []
+    ends = (0, layout.stages - 1)
     for bucket in process_buckets(config, layout, rank):
-        reductions = 1
-        if zero >= 2 and not bucket.shared and bucket.shard.members > 1:
-            reductions = runs[bucket.stage]
+        users = ends if bucket.stage == layout.stages else (bucket.stage,)
+        reductions = gathers = 1
+        if zero >= 2 and not bucket.shared:
+            reductions = reductions_of(actions, bucket.stage)
+        if zero == 3:
+            gathers = gathers_of(actions, users)
         yield from _reduction(config, bucket, reductions)
         if config.parallel.sequence_parallel and bucket.whole:
             parts = reductions * bucket.whole * main
             yield Exchange("tp", "all_reduce", "sequence shards", reductions, parts, layout.tp)
-        count = 1
-        if zero == 3:
-            users = ends if bucket.stage == layout.stages else frozenset((bucket.stage,))
-            count = _weight_gathers(config, layout, rank, users)
-        weights = count * bucket.numel * DTYPE_BYTES[config.model.dtype]
+        weights = gathers * bucket.numel * DTYPE_BYTES[config.model.dtype]
         yield Exchange(
-            bucket.shard.axis, "all_gather", "weights", count, weights, bucket.shard.members
+            bucket.shard.axis, "all_gather", "weights", gathers, weights, bucket.shard.members
         )
 
 
@@ -225,48 +225,6 @@ def _reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Excha
         yield exchange(shard, "all_to_all", bucket.numel, narrow)
         yield exchange(replicate, "all_to_all", piece, narrow)
         yield exchange(replicate, "all_gather", piece, narrow)
-
-
-def _gradient_runs(config: Config, layout: Layout, rank: int) -> Counter[int]:
-    """Runs of weight gradients of one stage, by stage: ZeRO-2 reduces after each."""
-    runs: Counter[int] = Counter()
-    unsplit = layout.stages - 1 if _loss_tokens(config) else -1
-    for ops in _lists(config, layout, rank):
-        adding = (
-            op.stage
-            for op in ops
-            if op.kind in (Kind.B, Kind.W) or (op.kind == Kind.I and op.stage == unsplit)
-        )
-        runs.update(stage for stage, _ in groupby(adding))
-    return runs
-
-
-def _weight_gathers(config: Config, layout: Layout, rank: int, users: frozenset[int]) -> int:
-    """How often ZeRO-3 gathers a bucket that the stages `users` compute with.
-
-    The weights of the next 1 + prefetch different stages are there at any time; what no user keeps
-    is let go. With in-process channels, where the ranks' uses of a tied bucket may overlap, this is
-    the most that it can be.
-    """
-    count = 0
-    for ops in _lists(config, layout, rank):
-        needing = [op.stage for op in ops if op.kind != Kind.W]
-        following: list[int] = []  # stages in the order of their next use
-        there: set[int] = set()  # of the users, at the use after the present one
-        for stage in reversed(needing):
-            following = [stage, *(other for other in following if other != stage)]
-            before = users.intersection(following[: 1 + config.optimizer.prefetch])
-            count += bool(there) and there.isdisjoint(before)
-            there = set(before)
-        count += bool(there)
-    return count
-
-
-def _lists(config: Config, layout: Layout, rank: int) -> Iterator[Iterable[Op]]:
-    """The operations of a process, one list per pipeline rank that it runs."""
-    alone = config.pipeline.channels == "in_process"
-    for own in range(layout.pp) if alone else [rank]:
-        yield layout.schedule.rank_ops(own)
 
 
 def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:

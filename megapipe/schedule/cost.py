@@ -1,7 +1,7 @@
 """What operations and messages cost, in any unit of time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -47,10 +47,17 @@ class Cost:
     seed: int = 0
     """Of the jitter."""
     reduce: PerStage = 0
-    """Reduction of a stage's gradients over its data-parallel peers, once per step, when the last
-    of them is in."""
+    """One reduction of a stage's gradients over its data-parallel peers."""
     gather: PerStage = 0
-    """Gathering of a stage's updated parameters, once per step, ahead of its first operation."""
+    """One gathering of a stage's parameters from its data-parallel peers."""
+    zero: int = 1
+    """The ZeRO stage, which says when there are reductions and gathers: see
+    :mod:`megapipe.schedule.collectives`."""
+    prefetch: int = 1
+    """Stages whose parameters ZeRO-3 gathers before they are needed."""
+    chunked_loss: bool = False
+    """The last stage has its head's weight gradient within ``I``, not ``W``, as with a loss that
+    takes a few tokens at a time. It matters to ZeRO-2 and 3."""
 
     @classmethod
     def full_rank(
@@ -87,13 +94,15 @@ class Cost:
         """Times by kind (F, B, I, W, R) and stage.
 
         Raises:
-            ScheduleError: a tuple that is not of length stages, a negative time or factor, or a
-                jitter above 1.
+            ScheduleError: a tuple that is not of length stages, a negative time, factor or
+                prefetch, a jitter above 1, or a ZeRO stage that there is not.
         """
         given = {kind.name: getattr(self, kind.name) for kind in Kind}
-        for name, factor in (("overlap_factor", self.overlap_factor), ("jitter", self.jitter)):
-            if factor < 0:
-                raise ScheduleError(f"cost {name}: {factor} is negative")
+        if self.zero not in (0, 1, 2, 3):
+            raise ScheduleError(f"cost zero: {self.zero} is not 0, 1, 2 or 3")
+        for name in ("overlap_factor", "jitter", "prefetch"):
+            if getattr(self, name) < 0:
+                raise ScheduleError(f"cost {name}: {getattr(self, name)} is negative")
         if self.jitter > 1:
             raise ScheduleError(f"cost jitter: {self.jitter} is more than the whole time, 1")
         if self.slices is not None and min(self.slices) < 0:
@@ -114,6 +123,18 @@ class Cost:
             ScheduleError: a tuple that is not of length stages, or a negative time.
         """
         return _row(what, getattr(self, what), stages)
+
+    def has_replicas(self, stages: int) -> bool:
+        """Whether there is anything to gather or reduce.
+
+        Raises:
+            ScheduleError: a tuple that is not of length stages, or a negative time.
+        """
+        return any((*self.per_stage("gather", stages), *self.per_stage("reduce", stages)))
+
+    def without_replicas(self) -> "Cost":
+        """The same with nothing to gather or reduce."""
+        return replace(self, reduce=0, gather=0)
 
     def link(self, src: int, dst: int, size: Fraction = Fraction(1)) -> Time:
         """Time that the message of `size` micro-batches takes from one rank to another.

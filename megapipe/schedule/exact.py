@@ -53,7 +53,7 @@ def solve(
     """Find the shortest order with split backwards, and a bound for all of them.
 
     Args:
-        cost: whole numbers and fractions; jitter is left out.
+        cost: whole numbers and fractions, nothing to gather or reduce; jitter is left out.
         objective: "span" only where each rank's first start is the same in every order: the stages
             before its lowest one are all the lowest of their ranks, as on loop, V and wave.
         seconds: of the solver.
@@ -104,6 +104,8 @@ def solve(
 
 
 def _check(problem: Problem) -> None:
+    if problem.cost.has_replicas(problem.stages):
+        raise ScheduleError("exact: gathers and reductions must cost 0; they are not in the model")
     if any(isinstance(time, float) for time in problem.duration + problem.lag):
         raise ScheduleError("exact: costs must be whole numbers or fractions, not floats")
     if not can_run(problem):

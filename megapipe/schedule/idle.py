@@ -5,9 +5,9 @@ Within the makespan a rank's time that is not computation is
 - *warm-up*: before the first backward of the rank starts;
 - *drain*: after its last forward has ended, with the reductions that nothing hides;
 - and in between *waiting*, while the message that the next operation needs is on its way (or is
-  being sent, where messages do not overlap with computation) or the parameters of its stage are
-  gathered, and *imbalance*, while the
-  operation that makes it has not ended yet.
+  being sent, where messages do not overlap with computation), the parameters of its stage are
+  gathered or a reduction is to be over first, and *imbalance*, while the operation that makes the
+  message has not ended yet.
 
 A rank without a backward has warm-up until its first operation and drain after its last.
 """

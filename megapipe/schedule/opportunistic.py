@@ -10,7 +10,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.collectives import gathers, reductions
+from megapipe.schedule.collectives import complete, make_lanes
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import JOINED, STAGE_SHIFT, Schedule, packed
@@ -26,13 +26,19 @@ def deviate(schedule: Schedule, cost: Cost, window: int) -> Timeline:
     lists as they were run.
 
     Raises:
-        ScheduleError: a window below 1, or a schedule with joined operations or slices.
+        ScheduleError: a window below 1, a schedule with joined operations or slices, or ZeRO-2 or
+            3, whose gathers and reductions go with a fixed order.
     """
     if window < 1:
         raise ScheduleError(f"schedule {schedule.name}: the window must be at least 1: {window}")
     if schedule.slices > 1 or any(max(ops, default=0) >= JOINED for ops in schedule.ops):
         raise ScheduleError(
             f"schedule {schedule.name}: slices and joined operations have no other order"
+        )
+    if cost.zero >= 2 and cost.has_replicas(schedule.placement.stages):
+        raise ScheduleError(
+            f"schedule {schedule.name}: ZeRO-{cost.zero} gathers and reduces as a fixed order asks "
+            "for; deviate with zero 0 or 1"
         )
     return _Run(schedule, cost, window).timeline()
 
@@ -58,8 +64,7 @@ class _Run:
         self.lists: list[list[int]] = [[] for _ in ranks]
         self.starts: list[list[Time]] = [[] for _ in ranks]
         self.ends: list[list[Time]] = [[] for _ in ranks]
-        self.gathered = gathers(schedule, cost)
-        self.there = {(each.rank, each.stage): each.end for each in self.gathered}
+        self.lanes = make_lanes(schedule, cost)
         need, _ = self.edges.base
         self.arrived: dict[int, Time] = {
             self.edges.always + unit: 0 for unit in range(self.edges.units)
@@ -91,10 +96,12 @@ class _Run:
         assert not any(self.pending), "the schedule deadlocks"
         lists = tuple(map(packed, self.lists))
         run = replace(self.schedule, ops=lists, held_limit=None)
-        reduced = reductions(run, self.cost, self.ends)
-        return Timeline(
-            run, tuple(self.starts), tuple(self.ends), self.cost, self.gathered, reduced
-        )
+        beside = make_lanes(run, self.cost)
+        for lane, planned in zip(beside, self.lanes, strict=True):
+            lane.gathers = planned.gathers
+            lane.replay(self.ends[lane.rank])
+        between = complete(run, beside, self.ends)
+        return Timeline(run, tuple(self.starts), tuple(self.ends), self.cost, *between)
 
     def _choose(self, rank: int, now: Time) -> tuple[int | None, Time | None]:
         """The place in the list of what to run now, or else when the next input arrives."""
@@ -112,11 +119,15 @@ class _Run:
             if blocked or end is None:
                 continue
             stage = (low >> STAGE_SHIFT) % self.edges.stages
-            at = max(end + self.times.lag[low], self.there.get((rank, stage), 0))
+            at = max(end + self.times.lag[low], self._gathered(rank, stage))
             if at <= now:
                 return place, None
             soon = at if soon is None else min(soon, at)
         return None, soon
+
+    def _gathered(self, rank: int, stage: int) -> Time:
+        """When the weights of a stage are there."""
+        return self.lanes[rank].gathered(stage) if self.lanes else 0
 
     def _execute(self, rank: int, place: int, now: Time) -> int:
         """Run an operation of the list; the slot that it fills."""

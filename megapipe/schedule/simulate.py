@@ -14,7 +14,7 @@ from itertools import repeat
 from typing import cast
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.collectives import Interval, first_uses, gathers, reductions
+from megapipe.schedule.collectives import Interval, complete, make_lanes
 from megapipe.schedule.cost import Cost, Time, plain, ratio
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, Kind, Schedule
@@ -33,7 +33,7 @@ class Timeline:
     gathers: tuple[Interval, ...] = ()
     """When parameters are gathered, by rank and start; none where that takes no time."""
     reductions: tuple[Interval, ...] = ()
-    """When gradients are reduced, by start; one for each holder of a stage."""
+    """When gradients are reduced, by start, on each holder of a stage; likewise."""
 
     @cached_property
     def begin(self) -> Time:
@@ -54,12 +54,12 @@ class Timeline:
 
     @property
     def exposed_gather(self) -> Time:
-        """What of the makespan is before the first operation of all."""
+        """What of the makespan is before the first operation of all: gathers alone."""
         return min(starts[0] for starts in self.starts if starts) - self.begin
 
     @property
     def exposed_reduce(self) -> Time:
-        """What of the makespan is after the last operation of all."""
+        """What of the makespan is after the last operation of all: reductions alone."""
         return self.finish - max(ends[-1] for ends in self.ends if ends)
 
     @cached_property
@@ -117,6 +117,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     edges = Edges(schedule)
     lists = [edges.tokens(rank) for rank in range(schedule.placement.ranks)]
     times = Times(edges, cost)
+    beside = make_lanes(schedule, cost)
     lag, hold, factor = times.lag, times.hold, cost.overlap_factor
     need_base, make_base = edges.base
     finished = times.many(-1, edges.slots)
@@ -126,9 +127,9 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     free: list[Time] = [0] * len(lists)
     lengths = [times.by_operation(rank, tokens) for rank, tokens in enumerate(lists)]
     length = times.length
-    gathered = gathers(schedule, cost)
-    pauses = _pauses(schedule, gathered)
-    stops = [pauses[rank][-1][0] if rank in pauses else len(ops) for rank, ops in enumerate(lists)]
+    stops = list(map(len, lists))
+    for lane in beside:
+        stops[lane.rank] = lane.next_stop
     waiting: dict[int, int] = {}
     ready = list(range(len(lists)))
     while ready:
@@ -179,28 +180,14 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
                     ready.append(waiting.pop(slot))
             index += 2
         else:
-            if pauses.get(rank):  # the next operation is a stage's first
-                now = max(now, pauses[rank].pop()[1])
-                stops[rank] = pauses[rank][-1][0] if pauses[rank] else len(tokens)
+            if beside and beside[rank].stops:
+                now = beside[rank].act(my_ends[-1] if my_ends else 0, now)
+                stops[rank] = beside[rank].next_stop
                 ready.append(rank)
         free[rank] = now
     if waiting:
         raise ScheduleError(f"schedule {schedule.name}: it deadlocks, so it has no timeline")
-    return Timeline(schedule, starts, ends, cost, gathered, reductions(schedule, cost, ends))
-
-
-def _pauses(schedule: Schedule, gathered: Sequence[Interval]) -> dict[int, list[tuple[int, Time]]]:
-    """By rank, the index of each stage's first operation and when its parameters are there, the
-    last first. One of a joined pair holds up both."""
-    pauses: dict[int, list[tuple[int, Time]]] = {}
-    for rank in {each.rank for each in gathered}:
-        ops, there = schedule.ops[rank], {e.stage: e.end for e in gathered if e.rank == rank}
-        pauses[rank] = [
-            (index - (index > 0 and ops[index - 1] >= JOINED), there[stage])
-            for stage, index in reversed(first_uses(ops).items())
-            if stage in there
-        ]
-    return pauses
+    return Timeline(schedule, starts, ends, cost, *complete(schedule, beside, ends))
 
 
 class Times:
@@ -231,6 +218,8 @@ class Times:
                 self.hold[low] = plain(cost.link(*goes, lane.size * part))
         times = [*self.length, *self.lag, *self.hold, *(cost.slices or ()), cost.overlap_factor]
         times += cost.per_stage("gather", edges.stages)
+        if cost.zero >= 2:  # a rank may wait for a reduction
+            times += cost.per_stage("reduce", edges.stages)
         floating = cost.jitter or any(isinstance(time, float) for time in times)
         whole = all(isinstance(time, int) for time in times)
         self.typecode = "d" if floating else "q" if whole else None

@@ -1,17 +1,19 @@
 """When data-parallel replicas talk: actions for gradients and weights, put into a rank's program.
 
-Gradients of a stage are sent off directly after its last weight gradient of the step; where they
-have no memory of their own in between (ZeRO-2, 3), after each *run* of weight gradients of one
-stage. A breadth-first order has one run per stage, so it reduces each once (Lamy-Poirier,
-2211.05953). Updated weights are awaited before the first operation that needs them. Where weights
-are gathered on demand (ZeRO-3), those of the next stages are on their way while one computes.
+Gradients of a stage are sent off after its last weight gradient of the step and the message that
+goes with it; where they have no memory of their own in between (ZeRO-2, 3), after each *run* of
+weight gradients of one stage: then a rank may have to wait for the reduction before, and its
+neighbour should not. A breadth-first order has one run per stage, so it reduces each once
+(Lamy-Poirier, 2211.05953). Updated weights are awaited before the first operation that needs them.
+Where weights are gathered on demand (ZeRO-3), those of the next stages are on their way while one
+computes.
 """
 
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from megapipe.schedule.ir import Kind
+from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.lower import Action, Do, Program
 from megapipe.schedule.placement import Placement
 
@@ -58,6 +60,15 @@ def for_zero(
     )
 
 
+def operations(schedule: Schedule, rank: int) -> Program:
+    """A rank's operations without their messages, which make no difference to what replicas do
+    together between them."""
+    return Program(
+        rank,
+        tuple(Action(Do.COMPUTE, *op[:4]) for op in schedule.rank_ops(rank)),
+    )
+
+
 def _on(do: Do, stage: int) -> Action:
     return Action(do, Kind.W, stage, -1)
 
@@ -80,13 +91,19 @@ def _with_reductions(
     last = {run[-1][0] for run in runs}
     if not in_runs:
         last = set({stage: i for i, stage in adding}.values())
+    complete: int | None = None
     for i, action in enumerate(actions):
+        if complete is not None and action.do != Do.SEND:
+            yield _on(Do.REDUCE, complete)
+            complete = None
         own = action.stage not in shared
         if own and i in first:
             yield _on(Do.OPEN, action.stage)
         yield action
         if own and i in last:
-            yield _on(Do.REDUCE, action.stage)
+            complete = action.stage
+    if complete is not None:
+        yield _on(Do.REDUCE, complete)
 
 
 def _with_awaits(actions: Sequence[Action]) -> Iterator[Action]:

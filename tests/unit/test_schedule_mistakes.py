@@ -42,6 +42,11 @@ def refuse(capsys):
         (["simulate", "1f1b", *SMALL, "--cost", "G=1"], "--cost: 'G=1' is not one of F, I, W, B"),
         (["simulate", "1f1b", *SMALL, "--cost", "F=1,F=2"], "--cost: F is given twice"),
         (["simulate", "1f1b", *SMALL, "--cost", "reduce=-1"], "'-1' is not a number >= 0"),
+        (
+            ["simulate", "1f1b", *SMALL, "--zero", "4"],
+            "--zero: invalid choice: 4 (choose from 0, 1",
+        ),
+        (["simulate", "1f1b", *SMALL, "--prefetch", "-1"], "'-1' is not a whole number from 0 to"),
         (["simulate", "1f1b", *SMALL, "--cost", "F=-1"], "'-1' is not a number >= 0"),
         (["simulate", "1f1b", *SMALL, "--cost", "F=nan"], "'nan' is not a number >= 0"),
         (["simulate", "1f1b", *SMALL, "--cost", "F=1e999"], "'1e999' is not a number >= 0"),

@@ -108,6 +108,7 @@ def test_simulate_json_of_zb_h1(ask):
         "span": 27,
         "bubble": {"makespan": 1 / 9, "ideal": 1 / 8, "span": 1 / 9},
         "exposed": {"gather": 0, "reduce": 0},
+        "replicas": {"zero": 1, "gathers": 0, "reductions": 0, "added": 0},
         "idle": [{"warmup": 3, "waiting": 0, "drain": 0, "imbalance": 0}] * 4,
         "peak_held": [4, 4, 4, 4],
         "peak_weighted": [4, 4, 4, 4],
@@ -168,11 +169,48 @@ def test_gathers_and_reductions(ask, tmp_path):
         "  exposed   2 of the gathers, before the first operation; "
         "6 of the reductions, after the last"
     )
+    assert shown[-2] == "  replicas  ZeRO-1: 4 gathers and 4 reductions add 8 to the makespan"
     path = tmp_path / "costs.json"
     stages = [{"F": 1, "I": 1, "W": 1, "reduce": stage, "gather": "1/2"} for stage in range(4)]
     path.write_text(json.dumps(stages))
     assert told("1f1b", "--stage-cost", path)["exposed"] == {"gather": 0.5, "reduce": 0}
     assert told("gpipe", "--stage-cost", path)["makespan"] == 33.5
+
+
+COLLECTIVES = ("--cost", "reduce=8,gather=4")
+
+
+def test_zero_stages(ask):
+    """Two chunks on each of two ranks, 4 micro-batches: depth-first has two runs of each."""
+
+    def told(name, *more):
+        size = ("--ranks", "2", "--microbatches", "4", "--chunks", "2")
+        return json.loads(ask("simulate", name, *size, *COLLECTIVES, *more, "--json"))
+
+    def counts(*more):
+        replicas = told("interleaved_1f1b", *more)["replicas"]
+        return replicas["zero"], replicas["gathers"], replicas["reductions"]
+
+    assert counts() == (1, 4, 4)
+    assert counts("--zero", "0") == (0, 4, 4)
+    assert counts("--zero", "2") == (2, 4, 8)
+    assert counts("--zero", "3") == (3, 4, 8)  # both chunks are there all the time
+    assert counts("--zero", "3", "--prefetch", "0") == (3, 16, 8)
+    for name in ("interleaved_1f1b", "breadth_first"):
+        plain = told(name, "--cost", "comm=0")
+        assert plain["replicas"] == {"zero": 1, "gathers": 0, "reductions": 0, "added": 0}
+        for zero in ("1", "2", "3"):
+            more = told(name, "--zero", zero, "--prefetch", "0")
+            assert more["makespan"] == plain["makespan"] + more["replicas"]["added"]
+
+
+def test_a_chunked_loss_is_a_run_of_its_own(ask, tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,1F0,1I0,0I0,0W0,1W0\n")
+    size = (path, "--ranks", "1", "--microbatches", "1", "--zero", "2", *COLLECTIVES)
+    for more, reductions in ((), 2), (("--chunked-loss",), 3):
+        told = json.loads(ask("simulate", *size, *more, "--json"))
+        assert told["replicas"]["reductions"] == reductions
 
 
 def test_memory_limits_and_accountings(ask):

@@ -71,8 +71,28 @@ def add_costs(parser: Parser) -> None:
         metavar="F=1,I=1,W=1,comm=0",
         help="times per micro-batch and full rank (a chunk takes 1/V of it) and of a message; "
         "B: fused backward (I+W), R: recomputation (F), overlap: share of their sum that two "
-        "joined operations take (1); reduce, gather: of a full rank's gradients after the last of "
-        "them, and of its parameters ahead of their first use (0)",
+        "joined operations take (1); reduce, gather: of a full rank's gradients and of its "
+        "parameters, over data-parallel peers, each time that --zero has it (0)",
+    )
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=range(4),
+        default=1,
+        help="0, 1: reduce and gather once per step; 2: reduce after each run of one stage's "
+        "weight gradients; 3: so, and gather when a stage is needed (1)",
+    )
+    parser.add_argument(
+        "--prefetch",
+        type=none_or_more,
+        default=1,
+        metavar="N",
+        help="stages gathered ahead, for --zero 3 (1)",
+    )
+    parser.add_argument(
+        "--chunked-loss",
+        action="store_true",
+        help="I of the last stage adds to its gradients, as W does",
     )
     parser.add_argument(
         "--stage-cost",
@@ -160,6 +180,11 @@ def seed(text: str) -> int:
 def count(text: str) -> int:
     """A number of ranks, or of anything of which a rank has a few."""
     return _whole(text, 1, STAGE_MASK + 1)
+
+
+def none_or_more(text: str) -> int:
+    """A number of anything of which a rank has a few, or none."""
+    return _whole(text, 0, STAGE_MASK + 1)
 
 
 def microbatches(text: str) -> int:

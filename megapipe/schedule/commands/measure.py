@@ -15,6 +15,7 @@ from megapipe.schedule.ledger import (
     weight_copies,
 )
 from megapipe.schedule.render.boxes import most_chunks
+from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 
 
@@ -52,6 +53,7 @@ def measure(setting: Setting, schedule: Schedule, generate_seconds: float) -> di
     start = time.perf_counter()
     timeline = setting.time(schedule)
     seconds = time.perf_counter() - start
+    alone = simulate(schedule, timeline.cost.without_replicas())
     weighted = peak_weighted(schedule, setting.freed)
     counted = weighted if setting.accounting == "weighted" else peak_held(schedule)
     limit = setting.memory_limit
@@ -67,6 +69,12 @@ def measure(setting: Setting, schedule: Schedule, generate_seconds: float) -> di
         "exposed": {
             "gather": json_number(timeline.exposed_gather),
             "reduce": json_number(timeline.exposed_reduce),
+        },
+        "replicas": {
+            "zero": timeline.cost.zero,
+            "gathers": len(timeline.gathers),
+            "reductions": len(timeline.reductions),
+            "added": json_number(timeline.makespan - alone.makespan),
         },
         "idle": [
             {cause: json_number(value) for cause, value in causes._asdict().items()}
@@ -84,7 +92,7 @@ def measure(setting: Setting, schedule: Schedule, generate_seconds: float) -> di
 def lines(told: dict[str, Any]) -> list[str]:
     """The same for a reader."""
     bubble, idle_by, limit = told["bubble"], told["idle"], told["memory_limit"]
-    exposed = told["exposed"]
+    exposed, replicas = told["exposed"], told["replicas"]
     causes = {cause: sum(rank[cause] for rank in idle_by) for cause in idle_by[0]}
     order = "" if told["bitwise_order"] else "NOT "
     rows = {
@@ -104,6 +112,11 @@ def lines(told: dict[str, Any]) -> list[str]:
         "took": f"{told['generate_seconds']:.3f} s to generate, "
         f"{told['simulate_seconds']:.3f} s to simulate",
     }
+    if replicas["gathers"] or replicas["reductions"]:
+        rows["replicas"] = (
+            f"ZeRO-{replicas['zero']}: {replicas['gathers']:,} gathers and "
+            f"{replicas['reductions']:,} reductions add {replicas['added']:g} to the makespan"
+        )
     if any(exposed.values()):
         rows["exposed"] = (
             f"{exposed['gather']:g} of the gathers, before the first operation; "

@@ -38,6 +38,9 @@ class Setting:
     accounting: Literal["held", "weighted"]
     objective: Literal["makespan", "span"]
     placement: str | None
+    zero: int
+    prefetch: int
+    chunked_loss: bool
 
     @classmethod
     def of(cls, given: argparse.Namespace) -> "Setting":
@@ -64,6 +67,9 @@ class Setting:
             accounting=given.memory_accounting,
             objective=given.objective,
             placement=given.placement,
+            zero=given.zero,
+            prefetch=given.prefetch,
+            chunked_loss=given.chunked_loss,
         )
 
     def cost(self, placement: Placement) -> Cost:
@@ -77,6 +83,9 @@ class Setting:
             overlap_factor=self.costs.get("overlap", 1),
             bandwidth=self.bandwidth,
             message=1,
+            zero=self.zero,
+            prefetch=self.prefetch,
+            chunked_loss=self.chunked_loss,
         )
 
     def build(self, name: str, *, lenient: bool = False) -> tuple[Schedule, float]:

@@ -37,6 +37,10 @@ FULL, SMALL, LEAST = 15_000_000, 3000, 40
 quickly less for larger ones, but no less than LEAST whole orders."""
 
 
+COMPARED = 16
+"""Orders of each kind that are timed with gathers and reductions, where there are any."""
+
+
 @dataclass(frozen=True)
 class Found:
     """What a search found. Times are those of the simulator."""
@@ -90,8 +94,8 @@ def search(
     Args:
         ranks: pipeline ranks.
         microbatches: micro-batches per step.
-        cost_of: what operations cost on a placement; jitter is left out. Gathers and reductions
-            count in every comparison of schedules; orders are improved without them.
+        cost_of: what operations cost on a placement; jitter is left out. Orders are improved
+            without gathers and reductions, which count when the best ones are compared.
         placements: where to search: placements with one replica, or names of :data:`PLACEMENTS`.
         memory_limit: micro-batches of a full rank that may be alive at once, one number for all
             ranks or one for each; None: no limit.
@@ -186,6 +190,7 @@ class _Site:
                 instance(self.placement, self.microbatches, self.cost, fused=True, **self.terms)
             )
         found = []
+        replicas = self.cost.has_replicas(self.placement.stages)
         for problem in problems:
             timings = evaluations or _default_evaluations(problem.size)
             effort = timings * problem.size // len(problems)
@@ -196,9 +201,11 @@ class _Site:
                 self._starts,
                 lambda value: progress(Progress(self.placement, self.time(value))),
             )
-            schedule = problem.schedule(portfolio.run().order)
-            value = objective_of(schedule, self.cost, problem.objective)
-            found.append(Candidate(schedule, self.time(value)))
+            portfolio.run()
+            for timed in portfolio.pool[: COMPARED if replicas else 1]:
+                schedule = problem.schedule(timed.order)
+                value = objective_of(schedule, self.cost, problem.objective)
+                found.append(Candidate(schedule, self.time(value)))
             self.spent += -(-(effort - portfolio.left) // problem.size)
         return min(found, key=_value)
 

@@ -43,6 +43,11 @@ def test_floats_are_refused():
         solve(loop(2), 2, Cost(F=1.5))
 
 
+def test_gathers_and_reductions_are_refused():
+    with pytest.raises(ScheduleError, match="gathers and reductions must cost 0"):
+        solve(loop(2), 2, Cost(reduce=1))
+
+
 def test_span_needs_first_starts_that_no_order_delays():
     late = Placement(2, ((0, 0, 1),))
     with pytest.raises(ScheduleError, match='objective "span" needs a placement'):

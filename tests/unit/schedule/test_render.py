@@ -146,6 +146,18 @@ def test_text_of_gathers_and_reductions():
     assert legend.endswith("letter: chunk; < gathers a stage; > reduces a stage; . idle")
 
 
+def test_text_of_runs_and_gathers_on_demand():
+    """A rank of two chunks, one of them at a time: the gather of chunk b begins when a has ended,
+    and its gradients' reduction comes before the gather that a's backward waits for."""
+    schedule = build("breadth_first", ranks=1, microbatches=1, chunks=2)
+    timeline = simulate(schedule, Cost(gather=2, reduce=3, zero=3, prefetch=0))
+    row, below, *_ = text(timeline, width=100).splitlines()
+    assert (row, below) == (
+        "rank 0 ........F0a ........F0b B0b---- ....................B0a---- ............",
+        "       <0<<<<<<    <1<<<<<<            >1>>>>>>>>>><0<<<<<<        >0>>>>>>>>>>",
+    )
+
+
 # pictures
 
 

@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from longest_paths import Clocks
 from schedule_cases import of, schedules
-from token_game import home_of
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
@@ -211,91 +211,6 @@ def test_costs_for_a_full_rank_are_shared_by_its_stages():
     assert Cost.full_rank(vee(2), F=0.5) == Cost(F=0.25, I=Fraction(1, 2), W=Fraction(1, 2))
 
 
-def longest_paths(schedule, cost):
-    """(start, end) of every operation, from the meaning of the lists and costs alone."""
-    stages, slices = schedule.placement.stages, schedule.slices
-
-    def stage_time(kind, stage):
-        value = getattr(cost, kind)
-        if value is None:
-            value = {"B": "IW", "R": "F"}[kind]
-            return sum(stage_time(each, stage) for each in value)
-        return value[stage] if isinstance(value, tuple) else value
-
-    ahead = {
-        (op.stage, op.microbatch)
-        for rank in range(len(schedule.ops))
-        for op in schedule.rank_ops(rank)
-        if op.kind == Kind.R
-    }
-
-    def length(op):
-        time = stage_time(op.kind.name, op.stage)
-        late = op.stage in schedule.recompute and (op.stage, op.microbatch) not in ahead
-        if op.kind in (Kind.I, Kind.B) and late:
-            time += stage_time("R", op.stage)
-        share = cost.slices[op.slice] if cost.slices else Fraction(1, slices)
-        return time * share * schedule.size_of(op.microbatch)
-
-    def link(op, step):
-        """Time from an operation to that of the stage `step` further."""
-        other = op._replace(stage=op.stage + step)
-        if not 0 <= other.stage < stages:
-            return 0
-        pair = home_of(op, schedule), home_of(other, schedule)
-        if pair[0] == pair[1]:
-            return 0
-        latency = cost.latency.get(pair, 0) if isinstance(cost.latency, dict) else cost.latency
-        size = cost.message * schedule.size_of(op.microbatch) / slices
-        return latency + (size / cost.bandwidth if cost.bandwidth else 0)
-
-    def hold(op):
-        if cost.overlap or op.kind in (Kind.W, Kind.R):
-            return 0
-        return link(op, 1 if op.kind == Kind.F else -1)
-
-    sent = {}  # (forward?, stage, micro-batch, slice): when it leaves
-    there = {}  # (rank, stage): when its parameters are
-    for rank in range(len(schedule.ops)):
-        now = 0
-        for op in schedule.rank_ops(rank):
-            if (rank, op.stage) not in there:
-                now += stage_time("gather", op.stage)
-                there[rank, op.stage] = now
-
-    def arrival(op):
-        if op.kind in (Kind.W, Kind.R):
-            return 0
-        forward = op.kind == Kind.F
-        other = op._replace(stage=op.stage + (-1 if forward else 1))
-        if not 0 <= other.stage < stages:
-            return 0
-        left = sent.get((forward, *other[1:4]))
-        if left is None:
-            return None
-        return left + (link(other, 1 if forward else -1) if cost.overlap else 0)
-
-    lists = [schedule.rank_ops(rank) for rank in range(len(schedule.ops))]
-    result, free = [[] for _ in lists], [0] * len(lists)
-    while any(len(done) < len(ops) for done, ops in zip(result, lists, strict=True)):
-        for rank, ops in enumerate(lists):
-            while len(result[rank]) < len(ops):
-                index = len(result[rank])
-                group = ops[index : index + 1 + ops[index].joined]
-                arrivals = [arrival(op) for op in group]
-                if None in arrivals:
-                    break
-                start = max(free[rank], *arrivals, *(there[rank, op.stage] for op in group))
-                factor = cost.overlap_factor if len(group) > 1 else 1
-                end = start + factor * sum(length(op) for op in group)
-                result[rank] += [(start, end)] * len(group)
-                free[rank] = end + sum(hold(op) for op in group)
-                for op in group:
-                    if op.kind not in (Kind.W, Kind.R):
-                        sent[(op.kind == Kind.F, *op[1:4])] = free[rank]
-    return result
-
-
 @st.composite
 def costs(draw, schedule) -> Cost:
     """Any cost that a schedule can have."""
@@ -318,6 +233,9 @@ def costs(draw, schedule) -> Cost:
         slices=draw(st.none() | shares),
         reduce=draw(st.just(0) | per_stage),
         gather=draw(st.just(0) | per_stage),
+        zero=draw(st.integers(0, 3)),
+        prefetch=draw(st.integers(0, 3)),
+        chunked_loss=draw(st.booleans()),
     )
 
 
@@ -326,8 +244,11 @@ def costs(draw, schedule) -> Cost:
 def test_every_start_is_the_longest_path_to_it(schedule, data):
     cost = data.draw(costs(schedule))
     timeline = simulate(schedule, cost)
-    expected = longest_paths(schedule, cost)
+    clocks = Clocks(schedule, cost)
+    expected = clocks.times
     assert times_of(timeline) == expected
+    assert sorted(timeline.gathers) == sorted(clocks.gathers)
+    assert sorted(timeline.reductions) == sorted(clocks.reductions)
     for rank, ops in enumerate(map(schedule.rank_ops, range(len(expected)))):
         own = [
             end - start
@@ -369,6 +290,10 @@ def test_errors():
         simulate(schedule, Cost(reduce=(1,)))
     with pytest.raises(ScheduleError, match="cost gather: -1 is negative"):
         simulate(schedule, Cost(gather=-1))
+    with pytest.raises(ScheduleError, match="cost zero: 4 is not 0, 1, 2 or 3"):
+        simulate(schedule, Cost(zero=4))
+    with pytest.raises(ScheduleError, match="cost prefetch: -1 is negative"):
+        simulate(schedule, Cost(prefetch=-1))
     with pytest.raises(ScheduleError, match="cost latency: -1 is negative"):
         simulate(schedule, Cost(latency=-1))
     with pytest.raises(ScheduleError, match="cost latency: -1 is negative"):

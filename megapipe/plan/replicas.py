@@ -1,0 +1,56 @@
+"""How often a process reduces gradients and gathers weights with its replicas in a step, counted
+before it exists: from the very actions that :mod:`megapipe.schedule.synchronise` gives it."""
+
+from collections.abc import Collection, Sequence
+
+from megapipe.config import Config
+from megapipe.layout import Layout
+from megapipe.plan.buckets import zero_stage
+from megapipe.schedule.lower import Action, Do
+from megapipe.schedule.synchronise import for_zero, operations
+
+
+def replica_actions(config: Config, layout: Layout, rank: int) -> list[list[Action]]:
+    """What a process does between its operations, for each pipeline rank that it runs."""
+    schedule = layout.schedule
+    alone = config.pipeline.channels == "in_process"
+    return [
+        [
+            action
+            for action in for_zero(
+                operations(schedule, own),
+                schedule.placement,
+                zero=zero_stage(config.optimizer, layout.dp),
+                prefetch=config.optimizer.prefetch,
+                chunked_loss=config.kernels.loss_tokens(cuda=config.parallel.device != "cpu") > 0,
+            ).actions
+            if action.do != Do.COMPUTE
+        ]
+        for own in (range(layout.pp) if alone else [rank])
+    ]
+
+
+def reductions_of(programs: Sequence[Sequence[Action]], stage: int) -> int:
+    """How often the gradients of a stage are sent off."""
+    return sum(
+        (action.do, action.stage) == (Do.REDUCE, stage) for own in programs for action in own
+    )
+
+
+def gathers_of(programs: Sequence[Sequence[Action]], users: Collection[int]) -> int:
+    """How often ZeRO-3 gathers a bucket that the stages `users` compute with: not again while one
+    of them has it.
+
+    Pipeline ranks in one process that use a tied bucket may have it at the same time; then this is
+    the most that it can be.
+    """
+    count = 0
+    for actions in programs:
+        having = 0
+        for action in actions:
+            if action.stage in users and action.do == Do.UNSHARD:
+                count += having == 0
+                having += 1
+            elif action.stage in users and action.do == Do.RESHARD:
+                having -= 1
+    return count
