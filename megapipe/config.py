@@ -209,13 +209,14 @@ class OptimizerConfig(Section):
     kept on average, or to the nearest value."""
     offload: Literal["none", "host", "disk"] = "none"
     """Where optimizer state and master weights of a type of their own are: with the weights, in
-    host memory, or in a memory-mapped file."""
+    host memory, or in a memory-mapped file. A GPU's host memory is pinned, which torch does in
+    powers of two: up to twice what the plan says."""
     offload_folder: str | None = None
     """offload disk: folder of the files, best on a disk of the node's own; default: the run
     folder. The files have no name and vanish with the process."""
     window_mib: float = Field(64.0, ge=8)
     """Most memory, in MiB, for the windows through which an update sees state that is not fp32
-    beside the weights."""
+    beside the weights. Random numbers for stochastic rounding take 4 of it, on a GPU 32."""
     loss_scale: float | None = Field(None, gt=0)
     """fp16: factor of the loss in the backward pass, best a power of two. Default: dynamic, halved
     when a gradient is not finite (the step is skipped) and doubled after `loss_scale_window` good
@@ -252,10 +253,10 @@ class KernelsConfig(Section):
     its backward is up to the compiler (activations.policy is keep, full or stage), and a forward
     that is run again agrees with the first to rounding. Not with dropout or slices of sequences."""
     loss_chunk: int | None = Field(None, ge=0)
-    """Tokens whose logits there are at a time; their losses and all gradients are computed at once
-    in the backward, so that the head's weight gradient is part of I. 0: the logits of the whole
-    micro-batch, kept from F to I, and the head's weight gradient is left to W. Default: 256, on a
-    GPU 4096."""
+    """Tokens whose logits there are at a time, at most half of a micro-batch's; their losses and
+    all gradients are computed at once in the backward, so that the head's weight gradient is part
+    of I. 0: the logits of the whole micro-batch, kept from F to I, and the head's weight gradient
+    is left to W. Default: 256, on a GPU 4096."""
 
     def loss_tokens(self, *, cuda: bool) -> int:
         """`loss_chunk`, with its default filled in.

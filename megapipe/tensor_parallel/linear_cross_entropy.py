@@ -24,6 +24,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from megapipe.engine.weight_grad import add_product
+from megapipe.plan.chunks import loss_chunk
 from megapipe.tensor_parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megapipe.tensor_parallel.cross_entropy import (
     Exponentials,
@@ -64,7 +65,7 @@ class _Loss:
     def chunks(self, x: Tensor) -> Iterator[_Chunk]:
         """The tokens of x, [s * b, h], in order; the chunks share their memory."""
         matrix, labels = self.head.matrix(), self.labels.flatten()
-        size = min(self.chunk, len(x))
+        size = loss_chunk(len(x), self.chunk)
         scratch = x.new_empty(size, len(matrix))
         high = loss_dtype(x.dtype)
         logits = scratch if high == x.dtype else torch.empty_like(scratch, dtype=high)
@@ -139,10 +140,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the unmasked token losses in nats, [], in fp32 (fp64 for fp64).
 
-    `hidden` is [s(/tp), b, h]; `labels`, global ids, and `mask` are [s, b]; the logits of `chunk`
-    tokens are there at a time. Over tp there is one small all-gather per chunk, and one reduction
-    of the gradient of `hidden`. With a graph the value is NaN until the backward has run: only
-    there is it computed, together with the gradients.
+    `hidden` is [s(/tp), b, h]; `labels`, global ids, and `mask` are [s, b]. The logits of `chunk`
+    tokens are there at a time, at most of half of them all. Over tp there is one small all-gather
+    per chunk, and one reduction of the gradient of `hidden`. With a graph the value is NaN until
+    the backward has run: only there is it computed, together with the gradients.
     """
     loss = _Loss(head, labels, mask, vocab_size, chunk)
     if not torch.is_grad_enabled():

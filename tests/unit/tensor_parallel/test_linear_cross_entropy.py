@@ -102,6 +102,9 @@ def test_there_are_never_more_logits_than_those_of_a_chunk(dtype: torch.dtype) -
     with Largest() as chunked:
         run(dtype, 8)
     assert chunked.elements == VOCAB * HIDDEN, "the weight is the largest"
+    with Largest() as large:
+        run(dtype, 10 * TOKENS)
+    assert large.elements == TOKENS // 2 * VOCAB, "a chunk for all would be their whole array"
 
 
 def test_a_token_that_is_masked_may_have_any_label() -> None:
