@@ -6,9 +6,10 @@ formulas of Rajbhandari et al. (1910.02054), for two stages on one pipeline rank
 
 Time. Two processes on gloo. The optimizer's part of a step (sum gradients, global norm, clip,
 AdamW, gather weights) is timed by turns with a bare loop of torch's calls over arrays of the same
-sizes, which must give the same weights. Whole steps are timed by turns with
-DistributedDataParallel and ZeroRedundancyOptimizer around a plain GPT-2 (:mod:`plain_gpt`) with the
-same weights, batches and losses. Of both the fastest rounds are compared.
+sizes, which must give the same weights. For gloo torch's reduce-scatter is an all-reduce; ours
+sends each owner its slice (:mod:`megapipe.tensor_parallel.direct`). Whole steps are timed by turns
+with DistributedDataParallel and ZeroRedundancyOptimizer around a plain GPT-2 (:mod:`plain_gpt`)
+with the same weights, batches and losses. Of both the fastest rounds are compared.
 """
 
 from __future__ import annotations

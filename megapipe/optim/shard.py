@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megapipe.mesh import Axis
 from megapipe.optim.buffers import Bucket, Entry
+from megapipe.optim.norm import squared_norm
 from megapipe.optim.reduction import Reduction
 from megapipe.optim.store import StatePolicy, Store
 from megapipe.tensor_parallel.collectives import Wait, all_reduce, done, start_all_gather
@@ -89,12 +90,6 @@ class Shard:
         self._parts = False
         self._reduction = None
 
-    def open_grads(self) -> None:
-        """Make room for weight gradients, where they have none between their reductions."""
-        if self.bucket.sharded_grads:
-            self.finish_reduce()
-            self.bucket.open_grads()
-
     def start_reduce(self) -> None:
         """Send off the gradients that are in the bucket."""
         bucket = self.bucket
@@ -105,6 +100,11 @@ class Shard:
         self._reduction = Reduction(
             bucket.grads[0], bucket.shard, bucket.replicate, self.reduce_dtype
         )
+
+    def go_on_reducing(self) -> None:
+        """Begin the second part, if there is one, of the reduction that was sent off."""
+        if self._reduction is not None:
+            self._reduction.go_on()
 
     def finish_reduce(self) -> None:
         """Wait for what was sent off, and add it to `grad`."""
@@ -184,16 +184,3 @@ class Shard:
         if a < b:
             flat = values.reshape(-1)[a - entry.start : b - entry.start]
             self.store.write(name, a - self.start, b - self.start, flat)
-
-
-def squared_norm(values: Tensor) -> Tensor:
-    """Sum of the squares of flat `values`, in fp64.
-
-    torch makes an fp64 copy of what it is given: on the CPU here one that stays in the cache, on a
-    GPU one of 512 MiB at most.
-    """
-    length = 1 << 16 if values.device.type == "cpu" else 1 << 26
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for block in values.split(length):
-        total += torch.linalg.vector_norm(block, dtype=torch.float64).square()
-    return total

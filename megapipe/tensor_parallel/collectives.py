@@ -4,8 +4,9 @@ The functions hide two differences: torch 2.13 renamed the tensor collectives, a
 takes CUDA tensors for some operations only, so with gloo they travel through host memory (which
 lets several ranks share one GPU). Each is its partner's gradient: all-gather and reduce-scatter,
 all-reduce and identity; the layers pair them in their own backward, where the weight gradient
-is split off. Those called `start_...` return before they are done: what they give must stay as it
-is, and what they return must not be read, until the returned wait has been called.
+is split off. Those called `start_...` return before they are done: what they are given must stay as
+it is, and what they return must not be read, until the returned wait has been called. On gloo these
+are messages between the members (:mod:`megapipe.tensor_parallel.direct`), all-to-alls excepted.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.axis import Axis
+from megapipe.tensor_parallel import direct
 
 Wait = Callable[[], None]
 """Returns when the operation is complete, for the host (gloo) or the current stream (NCCL)."""
@@ -28,8 +30,12 @@ _reduce_scatter: Callable[..., Any] = getattr(
 )
 
 
+def _on_gloo(axis: Axis) -> bool:
+    return bool(dist.get_backend(axis.group) == "gloo")
+
+
 def _staged(tensor: Tensor, axis: Axis) -> bool:
-    return tensor.is_cuda and dist.get_backend(axis.group) == "gloo"
+    return tensor.is_cuda and _on_gloo(axis)
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
@@ -86,6 +92,8 @@ def start_all_reduce(tensor: Tensor, axis: Axis) -> Wait:
     if axis.group is None or _staged(tensor, axis):
         all_reduce(tensor, axis)
         return done
+    if _on_gloo(axis):
+        return direct.start_all_reduce(tensor, axis)
     return _wait_of(dist.all_reduce(tensor, group=axis.group, async_op=True))
 
 
@@ -93,6 +101,8 @@ def start_reduce_scatter(tensor: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
     """Sum over the axis into this member's piece: [size * n] -> [n]."""
     if axis.group is None or _staged(tensor, axis):
         return reduce_scatter(tensor, axis), done
+    if _on_gloo(axis):
+        return direct.start_reduce_scatter(tensor, axis)
     piece = tensor.new_empty(tensor.shape[0] // axis.size)
     return piece, _wait_of(_reduce_scatter(piece, tensor, group=axis.group, async_op=True))
 
@@ -106,6 +116,8 @@ def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Wait:
     if _staged(whole, axis):
         whole.copy_(all_gather(piece, axis))
         return done
+    if _on_gloo(axis):
+        return direct.start_all_gather(whole, piece, axis)
     return _wait_of(_all_gather(whole, piece, group=axis.group, async_op=True))
 
 

@@ -41,9 +41,13 @@ class Part(NamedTuple):
         """The part in pieces whose temporaries are small; those of a CPU stay in its cache."""
         length = CPU_BLOCK if self.master.device.type == "cpu" else GPU_BLOCK
         for start in range(0, len(self.master), length):
-            here = slice(start, start + length)
-            states = tuple(state[here] for state in self.states)
-            yield Part(self.master[here], self.grad[here], states, self.weight_decay)
+            yield self.cut(start, start + length)
+
+    def cut(self, start: int, stop: int) -> Part:
+        """The values [start, stop) of it."""
+        here = slice(start, stop)
+        states = tuple(state[here] for state in self.states)
+        return Part(self.master[here], self.grad[here], states, self.weight_decay)
 
 
 class Rule(ABC):

@@ -18,7 +18,8 @@ from torch import Tensor
 from megapipe.config import OptimizerConfig
 from megapipe.mesh import Axis
 from megapipe.optim.buffers import Entry
-from megapipe.optim.rules.rule import Part, Rule, overlap
+from megapipe.optim.norm import squared_norm
+from megapipe.optim.rules.rule import Part, Rule, overlap, ranges
 from megapipe.tensor_parallel.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -54,18 +55,26 @@ class TrustRatio(Rule):
             self.prepare(part, count)
             if entry.spec.decay and (entry.spec.split_dim is not None or self.tp.index == 0):
                 for column, values in enumerate((part.master, part.grad)):
-                    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-                    squares[index, column] += norm.square()
+                    squares[index, column] += squared_norm(values)
         return all_reduce(squares, shard.axis)
 
     def _parameters(self, shard: Shard) -> Iterator[tuple[int, Entry, Part]]:
-        """The parameters that reach into the shard, each in one block or several."""
-        for index, entry in enumerate(shard.bucket.entries):
-            here = overlap(shard, entry)
-            if here.start < here.stop:
-                for part in self.parts(shard, [here]):
-                    for block in part.blocks():
-                        yield index, entry, block
+        """The parameters that reach into the shard, each in one block or several.
+
+        State comes in by ranges and not by parameters: what is rounded at random is so in long
+        pieces, which use most of the random numbers that are drawn for them.
+        """
+        for range_ in ranges(shard):
+            start = range_.start
+            for part in self.parts(shard, [range_]):
+                stop = start + len(part.master)
+                for index, entry in enumerate(shard.bucket.entries):
+                    here = overlap(shard, entry)
+                    a, b = max(here.start, start), min(here.stop, stop)
+                    if a < b:
+                        for block in part.cut(a - start, b - start).blocks():
+                            yield index, entry, block
+                start = stop
 
     @abstractmethod
     def prepare(self, part: Part, count: int) -> None:

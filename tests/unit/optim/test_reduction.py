@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,21 +84,27 @@ def plain_sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def emulated(case: int) -> Tensor:
-    """What the reduction in bf16 should be, to the last bit."""
-    sent = [narrow(gradient(rank)) for rank in range(4)]
+def emulated(case: int, sent_as: Callable[[Tensor], Tensor]) -> Tensor:
+    """What the reduction should be, to the last bit, where values are sent in some type."""
+    sent = [sent_as(gradient(rank)) for rank in range(4)]
     zero, size = SHARD_SIZES[case]
     if zero == 0 or size == 1:
-        return narrow(plain_sum(sent))  # the sum travels, too
+        return sent_as(plain_sum(sent))  # the sum travels, too
     if size is None:
         return plain_sum(sent)
     inner = [plain_sum(sent[:2]), plain_sum(sent[2:])]
-    return narrow(plain_sum([narrow(each) for each in inner]))
+    return sent_as(plain_sum([sent_as(each) for each in inner]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_are_added_one_after_the_other(case: int, ranks: list[Any]) -> None:
+    """So a sum has the same bits however it is shared out."""
+    assert whole(ranks, case, 0).equal(emulated(case, lambda x: x))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_travels_in_bf16_is_added_in_fp32(case: int, ranks: list[Any]) -> None:
-    assert whole(ranks, case, 2).equal(emulated(case))
+    assert whole(ranks, case, 2).equal(emulated(case, narrow))
 
 
 @pytest.mark.parametrize(("case", "roundings"), [(0, 2), (1, 1), (2, 3), (3, 2)])
