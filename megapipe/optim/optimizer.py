@@ -72,8 +72,8 @@ class Optimizer:
         """Shards whose gradients are complete with one stage's."""
         self._of_stage: dict[int, list[Shard]] = defaultdict(list)
         """All that a stage computes with."""
-        self._reducing: Shard | None = None
-        """What was sent off last of those that give their gradients' memory back."""
+        self._reducing: list[Shard] = []
+        """What was sent off of those that give their gradients' memory back, the oldest first."""
         for shard in self.shards:
             index = shard.bucket.index
             users = [index] if index < stages else [0, stages - 1]
@@ -87,18 +87,22 @@ class Optimizer:
             shard.zero_grad()
 
     def open_grads(self, stage: int) -> None:
-        if stage in self._own:
-            self._own[stage].open_grads()
+        shard = self._own.get(stage)
+        if shard is None or not shard.bucket.sharded_grads:
+            return
+        # with those being added to, two stages at most have memory for gradients
+        while len(self._reducing) > 1 or shard in self._reducing:
+            self._reducing.pop(0).finish_reduce()
+        shard.bucket.open_grads()
 
     def reduce(self, stage: int) -> None:
         shard = self._own.get(stage)
         if shard is None:
             return
+        for earlier in self.shards:
+            earlier.go_on_reducing()
         if shard.bucket.sharded_grads:
-            # with those being added to, two stages at most have memory for gradients
-            if self._reducing is not None:
-                self._reducing.finish_reduce()
-            self._reducing = shard
+            self._reducing.append(shard)
         shard.start_reduce()
 
     def unshard(self, stage: int) -> None:
@@ -122,6 +126,9 @@ class Optimizer:
         for shard in self.shards:
             if shard.bucket.shared:
                 shard.start_reduce()
+        for shard in self.shards:
+            shard.go_on_reducing()
+        self._reducing.clear()
         squares = torch.zeros(self.stages + 1, dtype=torch.float64, device=self.mesh.device)
         for shard in self.shards:
             shard.finish_reduce()

@@ -9,7 +9,6 @@ from megapipe.mesh import Axis
 from megapipe.tensor_parallel.collectives import (
     Wait,
     all_gather,
-    all_reduce,
     done,
     start_all_reduce,
     start_all_to_all,
@@ -20,9 +19,10 @@ from megapipe.tensor_parallel.collectives import (
 class Reduction:
     """The sum of a flat array over shard x replicate, of which this rank gets its slice.
 
-    Begins when it is made, and does not hold up the computation. With `dtype` values travel in
-    that type and are added up in their own: pieces are exchanged, then each owner adds its own
-    in rank order. `grads` must stay untouched until :meth:`wait` returns.
+    Begins when it is made, and does not hold up the computation: first within the shard group, and
+    of the slices between groups from :meth:`go_on` on. With `dtype` values travel in that type and
+    are added up in their own: pieces are exchanged, then each owner adds its own in rank order.
+    `grads` must stay untouched until :meth:`wait` returns.
     """
 
     def __init__(
@@ -30,39 +30,47 @@ class Reduction:
     ) -> None:
         self._shard = shard
         self._replicate = replicate
-        self._grads = grads
+        self._values = grads
         self._narrow = dtype if dtype != grads.dtype else None
-        self._piece = grads
+        self._hops = [axis for axis in (shard, replicate) if axis.group is not None]
+        """Those to come, the one that has begun among them."""
+        self._arriving = grads
         self._wait: Wait = done
-        first = shard if shard.group is not None else replicate
-        if first.group is None:
-            return
-        if self._narrow is not None:
-            self._piece, self._wait = start_all_to_all(grads.to(self._narrow), first)
-        elif shard.group is not None:
-            self._piece, self._wait = start_reduce_scatter(grads, shard)
-        else:
-            self._wait = start_all_reduce(grads, replicate)
+        self._begin()
+
+    def go_on(self) -> None:
+        """Begin what follows the sum within the shard group, which is waited for."""
+        if len(self._hops) > 1:
+            self._complete()
+            self._begin()
 
     def wait(self) -> Tensor:
         """The summed slice, once it is complete: [n / shard.size]."""
+        while self._hops:
+            self._complete()
+            self._begin()
+        return self._values
+
+    def _begin(self) -> None:
+        if not self._hops:
+            return
+        axis = self._hops[0]
+        if self._narrow is not None:
+            self._arriving, self._wait = start_all_to_all(self._values.to(self._narrow), axis)
+        elif axis is self._shard:
+            self._arriving, self._wait = start_reduce_scatter(self._values, axis)
+        else:
+            self._arriving, self._wait = self._values, start_all_reduce(self._values, axis)
+
+    def _complete(self) -> None:
+        axis, dtype = self._hops.pop(0), self._values.dtype
         self._wait()
         if self._narrow is None:
-            if self._shard.group is not None:
-                all_reduce(self._piece, self._replicate)
-            return self._piece
-        if self._shard.group is not None:
-            piece = _add_up(self._piece, self._shard, self._grads.dtype)
-            if self._replicate.group is None:
-                return piece
-            received, wait = start_all_to_all(piece.to(self._narrow), self._replicate)
-            wait()
-        elif self._replicate.group is not None:
-            received = self._piece
-        else:
-            return self._grads
-        own = _add_up(received, self._replicate, self._grads.dtype).to(self._narrow)
-        return all_gather(own, self._replicate).to(self._grads.dtype)
+            self._values = self._arriving
+            return
+        self._values = _add_up(self._arriving, axis, dtype)
+        if axis is self._replicate:
+            self._values = all_gather(self._values.to(self._narrow), axis).to(dtype)
 
 
 def _add_up(received: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:

@@ -1,21 +1,15 @@
-"""Bytes that a process holds, counted before it exists: its share of the model, its activations."""
+"""Bytes that a process holds of the model, counted before it exists."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import ceil
 
 from megapipe.config import Config, OptimizerConfig
 from megapipe.layout import Layout
-from megapipe.plan.activations import Sizes, held
 from megapipe.plan.buckets import BucketPlan, main_bytes, process_buckets, zero_stage
 from megapipe.plan.params import DTYPE_BYTES
-from megapipe.plan.traffic import message_bytes
-from megapipe.schedule.cost import plain
-from megapipe.schedule.ir import Kind
-from megapipe.schedule.lower import Action, Do, lower
-from megapipe.schedule.synchronise import for_zero
+from megapipe.plan.replicas import replica_actions
+from megapipe.schedule.lower import Action, Do
 
 _STATES = {"adamw": 2, "adam": 2, "lamb": 2, "muon": 2, "sgd": 1, "lars": 1, "lion": 1}
 """Values that an update rule remembers for each parameter."""
@@ -32,8 +26,8 @@ class ModelMemory:
     """States, and master weights where they are no alias of the parameters."""
     passing: int
     """Most that comes on top during a step: this process' slices of the summed gradients, under
-    ZeRO-2 and 3 the gradients of two stages, one of which are being reduced, and gathered weights,
-    and what post-validation undoes an update from. Slices on their way are left out."""
+    ZeRO-2 and 3 the gradients of two stages, which are added to or being reduced, and gathered
+    weights, and what post-validation undoes an update from. Slices on their way are left out."""
     elsewhere: int
     """Optimizer state in host memory or on a disk."""
 
@@ -85,18 +79,10 @@ def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[B
     at_the_end = sum(_slice(bucket) * main for bucket in buckets if bucket.shard.members > 1)
     if zero < 2:
         return at_the_end
-    in_process = config.pipeline.channels == "in_process"
-    programs = lower(layout.schedule, range(layout.pp) if in_process else [rank])
-    most = 0
-    for program in programs:
-        actions = for_zero(
-            program,
-            layout.schedule.placement,
-            zero=zero,
-            prefetch=config.optimizer.prefetch,
-            chunked_loss=config.kernels.loss_tokens(cuda=config.parallel.device != "cpu") > 0,
-        ).actions
-        most += max(_passing(actions, layout.stages, buckets, config.model.dtype), default=0)
+    most = sum(
+        max(_passing(actions, layout.stages, buckets, config.model.dtype), default=0)
+        for actions in replica_actions(config, layout, rank)
+    )
     return max(most, at_the_end)
 
 
@@ -109,17 +95,17 @@ def _passing(
     opened: dict[int, int] = {}
     summed: dict[int, int] = {}
     users: Counter[int] = Counter()
-    reducing: int | None = None
+    reducing: list[int] = []  # the oldest first
     for do, _, stage, *_ in actions:
-        if reducing is not None and (do == Do.REDUCE or (do == Do.OPEN and stage == reducing)):
-            del opened[reducing]
-            summed[reducing] = _slice(own[reducing]) * main
-            reducing = None
         used = [stage, stages] if stage in (0, stages - 1) else [stage]
         if do == Do.OPEN and stage in own:
+            while len(reducing) > 1 or stage in reducing:
+                summed_up = reducing.pop(0)
+                del opened[summed_up]
+                summed[summed_up] = _slice(own[summed_up]) * main
             opened[stage] = own[stage].numel * main
         elif do == Do.REDUCE and stage in own:
-            reducing = stage
+            reducing.append(stage)
         elif do == Do.UNSHARD:
             users.update(used)
         elif do == Do.RESHARD:
@@ -150,49 +136,3 @@ def _undo_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:
 
 def _has_master(optimizer: OptimizerConfig, weight: int, main: int) -> bool:
     return weight < main and optimizer.master == "fp32"
-
-
-def peak_activations(config: Config, layout: Layout, rank: int) -> int:
-    """Most bytes that the layers of pipeline rank `rank` hold at once for their backwards.
-
-    As its list of operations goes: from F to I what they save, from I to W what weight gradients
-    wait with. Embedding, head and messages come on top.
-    """
-    train, schedule = config.train, layout.schedule
-    sizes = Sizes(
-        train.sequence_length,
-        train.microbatch,
-        layout.tp,
-        config.parallel.sequence_parallel,
-        cuda=config.parallel.device != "cpu",
-    )
-    per_stage = {
-        stage: held(config.model, layout.units[stage], sizes)
-        for stage in schedule.placement.stages_of(rank)
-    }
-    boundary = message_bytes(config, layout)
-    shares = [
-        plain(schedule.size_of(microbatch) / schedule.slices)
-        for microbatch in range(schedule.microbatches)
-    ]
-    alive = peak = plain(Fraction(0))
-    rerun: set[tuple[int, int]] = set()  # (stage, micro-batch) whose graph is there already
-    for op in schedule.rank_ops(rank):
-        share = shares[op.microbatch]
-        stage, key = per_stage[op.stage], (op.stage, op.microbatch)
-        again = op.stage in schedule.recompute
-        if op.kind == Kind.F:
-            alive += share * (boundary if again else stage.device)
-        elif op.kind == Kind.W:
-            alive -= share * stage.queued
-        else:
-            if again and key not in rerun:
-                rerun.add(key)
-                alive += share * (stage.device - boundary)
-            peak = max(peak, alive)
-            if op.kind != Kind.R:
-                alive -= share * stage.device
-            if op.kind == Kind.I:
-                alive += share * stage.queued
-        peak = max(peak, alive)
-    return ceil(peak)

@@ -57,10 +57,8 @@ class Lane:
         self.free: Time = 0
         self._gather = cost.per_stage("gather", stages)
         self._reduce = cost.per_stage("reduce", stages)
-        self._in_runs = cost.zero >= 2
         self._gathered: dict[int, Time] = {}
         self._reduced: dict[int, Time] = {}
-        self._last_reduced: Time = 0
         self.stops = self._stops(ops, actions)
         """Those to come, the next one last."""
         if cost.zero < 3:
@@ -103,11 +101,10 @@ class Lane:
         """
         for action in self.stops.pop().actions:
             if action.do == Do.REDUCE:
-                if self._in_runs:
-                    now = max(now, self._last_reduced)
                 self.begin_reduce(action.stage, ended)
             elif action.do == Do.OPEN:
-                now = max(now, self._reduced.get(action.stage, 0))
+                others = self.reductions[-2].end if len(self.reductions) > 1 else 0
+                now = max(now, others, self._reduced.get(action.stage, 0))
             elif action.do == Do.UNSHARD:
                 self._begin_gather(action.stage, now)
             else:
@@ -123,9 +120,7 @@ class Lane:
 
     def begin_reduce(self, stage: int, ready: Time) -> None:
         """Reduce a stage as soon as its gradients are ready and the lane is free."""
-        self._last_reduced = self._reduced[stage] = self._next(
-            self.reductions, stage, ready, self._reduce[stage]
-        )
+        self._reduced[stage] = self._next(self.reductions, stage, ready, self._reduce[stage])
 
     def _begin_gather(self, stage: int, ready: Time) -> None:
         self._gathered[stage] = self._next(self.gathers, stage, ready, self._gather[stage])

@@ -89,7 +89,6 @@ def watch(world: World, case: Case) -> Seen:
         counted(reduction, "start_reduce_scatter"),
         counted(reduction, "start_all_reduce"),
         counted(reduction, "start_all_to_all"),
-        counted(reduction, "all_reduce"),
         counted(reduction, "all_gather"),
         counted(shard, "start_all_gather"),
     ):
@@ -145,16 +144,18 @@ def test_gradients_have_memory_while_they_are_added_to_or_reduced(
             assert all(moment.grads == everything for moment in (*rank.moments, rank.left))
             continue
         opened: set[int] = set()
-        reducing: int | None = None
+        reducing: list[int] = []
         for action, grads, _ in rank.moments:
             if action.do == Do.OPEN:
+                while len(reducing) > 1 or action.stage in reducing:
+                    reducing.pop(0)
                 opened.add(action.stage)
             elif action.do == Do.REDUCE:
                 opened.remove(action.stage)
-                reducing = action.stage
+                reducing.append(action.stage)
             assert len(grads - tied) <= 2
             assert tied <= grads, "which is complete at the end of the step only"
-            assert opened <= grads <= opened | tied | {reducing}
+            assert grads - tied == opened.union(reducing)
         assert rank.left.grads == tied
 
 
@@ -224,6 +225,23 @@ def test_reductions_begin_long_before_the_step_ends(zero: int) -> None:
     assert sum(i > starts[0] for i in operations) == 2 * CHUNKS.m
     assert sum(starts[0] < i < ends[0] for i in operations) >= CHUNKS.m, "of the next chunk"
     assert sum(i > starts[1] for i in operations) == CHUNKS.m
+
+
+def test_sums_between_shard_groups_begin_with_the_reduction_of_the_next_stage() -> None:
+    cases = [replace(CHUNKS, dp=4, shard_size=2, zero=zero) for zero in (1, 2, 3)]
+    for case, ranks in zip(cases, seen(*cases), strict=True):
+        for rank in ranks:
+            reduced = [
+                (i, moment.action.stage)
+                for i, moment in enumerate(rank.moments)
+                if moment.action.do == Do.REDUCE
+            ]
+            assert [stage for _, stage in reduced] == [2, 1, 0]
+            said = {(when, size) for name, size, when in rank.said if name == "start_all_reduce"}
+            end = len(rank.moments)
+            slices = {index: 4 * length // 2 for index, length in rank.buckets.items()}
+            wanted = {(reduced[1][0], slices[2]), (reduced[2][0], slices[1]), (end, slices[0])}
+            assert said == wanted | {(end, slices[case.layers])}, case.name
 
 
 def order(world: World, case: Case) -> list[str]:

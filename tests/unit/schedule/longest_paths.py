@@ -80,7 +80,7 @@ class Clocks:
         self._shared()
 
     def _rank(self, rank: int) -> Iterator[None]:
-        now, there, reduced, before = 0, {}, {}, 0
+        now, there, reduced, under_way = 0, {}, {}, []
         groups = grouped(self.schedule, self.programs[rank], self.cost)
         if self.cost.zero < 3:
             for action in (action for first, _, _ in groups for action in first):
@@ -93,7 +93,7 @@ class Clocks:
                 elif action.do == Do.AWAIT:
                     now = max(now, there[action.stage])
                 elif action.do == Do.OPEN:
-                    now = max(now, reduced.get(action.stage, 0))
+                    now = max(now, reduced.get(action.stage, 0), *under_way[:-1])
             while None in (arrivals := [self._arrival(op) for op in ops]):
                 yield
             start = max(now, *arrivals)
@@ -106,10 +106,8 @@ class Clocks:
                     self._sent[(op.kind == Kind.F, *op[1:4])] = now
             for action in last:
                 if self.meaning.of_stage("reduce", action.stage):
-                    if self.cost.zero >= 2:
-                        now = max(now, before)
-                    before = self._collective("reduce", action.stage, rank, end)
-                    reduced[action.stage] = before
+                    reduced[action.stage] = self._collective("reduce", action.stage, rank, end)
+                    under_way.append(reduced[action.stage])
 
     def _arrival(self, op: Op):
         if op.kind in (Kind.W, Kind.R):
