@@ -10,9 +10,9 @@ def squared_norm(values: Tensor) -> Tensor:
     """Sum of the squares of flat `values` [n], in fp64.
 
     They pass through an fp64 copy of a block: on the CPU one that stays in the cache, on a GPU one
-    of 512 MiB at most.
+    of 128 MiB at most.
     """
-    length = 1 << 16 if values.device.type == "cpu" else 1 << 26
+    length = 1 << 16 if values.device.type == "cpu" else 1 << 24
     wide = values.new_empty(min(length, len(values)), dtype=torch.float64)
     total = wide.new_zeros(())
     for block in values.split(length):
