@@ -120,6 +120,14 @@ class Stage:
         """Run ``W``: the queued weight gradients, of tensors without a graph."""
         self.queue.run(key)
 
+    def backward(self, key: Key, grad: Tensor | None) -> Tensor | None:
+        """Run ``B``: ``I`` and ``W``, with each weight gradient as early as can be."""
+        self.queue.at_once = True
+        grad = self.input_grad(key, grad)
+        self.queue.at_once = False
+        self.weight_grad(key)
+        return grad
+
     def _build(
         self, key: Key, x: Tensor | None, mb: MicroBatch, *, graph_only: bool = False
     ) -> Tensor:

@@ -7,7 +7,8 @@ again for each parameter. Here the layers split their own backward instead: thei
 function returns the input gradient and *queues* the weight gradient as a task that holds what
 the GEMM needs. ``W`` runs the queued tasks, which add straight into the main gradient.
 
-``B`` is ``I`` then ``W`` through the same kernels, so fused and split schedules agree bitwise.
+``B`` is ``I`` and ``W`` through the same kernels, so fused and split schedules agree bitwise. Only
+that it lets each task run as soon as it comes (:attr:`WeightGradQueue.at_once`), and nothing wait.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class WeightGradQueue:
     def __init__(self) -> None:
         self._tasks: dict[Hashable, list[WeightGradTask]] = {}
         self._filling: list[WeightGradTask] | None = None
+        self.at_once = False
+        """Run tasks instead of collecting them."""
 
     def open(self, key: Hashable) -> None:
         """Collect tasks for `key` from here on; a key's tasks are collected once."""
@@ -45,7 +48,10 @@ class WeightGradQueue:
 
     def put(self, task: WeightGradTask) -> None:
         assert self._filling is not None, "a backward pass ran outside the engine"
-        self._filling.append(task)
+        if self.at_once:
+            task.run()
+        else:
+            self._filling.append(task)
 
     def run(self, key: Hashable) -> None:
         """Compute the gradients of `key` and let go of what they held."""
@@ -61,6 +67,7 @@ class WeightGradQueue:
     def clear(self) -> None:
         self._tasks.clear()
         self._filling = None
+        self.at_once = False
 
 
 def main_grad(parameter: Parameter) -> Tensor:

@@ -70,15 +70,12 @@ def replicated_parameters_counted_on_every_tp_rank() -> Patch:
 
 
 def one_weight_gradient_dropped() -> Patch:
-    run = Stage.weight_grad
+    backward = Stage.backward
 
-    def wrong(self: Stage, key: Key) -> None:
-        if key == (1, 0):
-            self.queue._tasks.pop(key)
-        else:
-            run(self, key)
+    def wrong(self: Stage, key: Key, grad: Tensor | None) -> Tensor | None:
+        return self.input_grad(key, grad) if key == (1, 0) else backward(self, key, grad)
 
-    return mock.patch.object(Stage, "weight_grad", wrong)
+    return mock.patch.object(Stage, "backward", wrong)
 
 
 def weight_gradients_overwritten_instead_of_added() -> Patch:

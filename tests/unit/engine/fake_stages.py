@@ -42,6 +42,11 @@ class FakeStage:
         start = 100.0 * key[0] + 10.0 * key[1]
         return self._run("I", key, grad, start, begins=self.is_last, ends=self.is_first)
 
+    def backward(self, key: Key, grad: torch.Tensor | None) -> torch.Tensor | None:
+        result = self.input_grad(key, grad)
+        self.weight_grad(key)
+        return result
+
     def weight_grad(self, key: Key) -> None:
         self.log.append(name(self.stage, "W", key))
 

@@ -52,6 +52,27 @@ def test_tasks_run_by_key_in_the_order_of_the_backward() -> None:
     assert not queue.pending()
 
 
+def test_tasks_that_run_at_once_are_not_held() -> None:
+    queue, log = WeightGradQueue(), []
+    queue.at_once = True
+    queue.open(0)
+    queue.put(first := Task("a", log))
+    watched, name = weakref.ref(first.held), "b"
+    del first
+    queue.put(Task(name, log, watched=[watched]))
+    assert log == ["a0", "b0"]
+    assert queue.pending() == {0: []}
+    queue.run(0)
+    assert log == ["a0", "b0"]
+    queue.at_once = False
+    queue.open(1)
+    queue.put(Task("c", log))
+    assert len(log) == 2
+    queue.at_once = True
+    queue.clear()
+    assert not queue.at_once
+
+
 def test_each_key_is_filled_once_and_run_once() -> None:
     queue = WeightGradQueue()
     queue.open(3)
