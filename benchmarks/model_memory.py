@@ -6,7 +6,7 @@ are added up when the step is over, and each time one of them gets memory during
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from common import Result
 from torch import Tensor
 
 from megapipe.config import Config
+from megapipe.errors import ConfigError
 from megapipe.layout import Layout, resolve
 from megapipe.mesh import Grid
 from megapipe.optim.buffers import Bucket
@@ -24,7 +25,8 @@ from megapipe.plan.memory import model_memory
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
-DP, PP, VOCABULARY, SEQUENCE = 2, 2, 257, 8
+DP, PP, MICROBATCHES, ROWS, SEQUENCE, VOCABULARY = 2, 2, 4, 2, 8, 257
+"""As small as goes with every schedule."""
 TOLERANCE = 0.02
 SETTINGS: dict[str, dict[str, Any]] = {
     "zero 0": {"optimizer": {"zero": 0}},
@@ -52,10 +54,14 @@ def configure(schedule: str, setting: dict[str, Any]) -> tuple[Config, Layout]:
     config = Config.model_validate(
         {
             "model": {**model, **setting.get("model", {})},
-            "parallel": {"pp": PP, "dp": DP},
+            "parallel": {"pp": PP, "dp": DP, "device": "cpu"},
             "pipeline": {"schedule": schedule},
             "optimizer": setting["optimizer"],
-            "train": {"sequence_length": SEQUENCE, "microbatch": 1, "global_batch": 4 * DP},
+            "train": {
+                "sequence_length": SEQUENCE,
+                "microbatch": ROWS,
+                "global_batch": MICROBATCHES * ROWS * DP,
+            },
         }
     )
     return resolve(config, DP * PP, VOCABULARY)
@@ -80,11 +86,10 @@ def kept(step: TrainStep) -> int:
 def measure(world: World, cases: list[tuple[str, str]]) -> list[tuple[int, int]]:
     """Per case (schedule, setting): bytes held after a step, and the most during it."""
     found = []
+    mesh = world.mesh(Grid(pp=PP, dp=DP))
     for schedule, setting in cases:
         config, layout = configure(schedule, SETTINGS[setting])
-        step = TrainStep(config, layout, world.mesh(Grid(pp=PP, dp=DP)))
-        lasting, peak = _measured(step)
-        found.append((lasting, peak))
+        found.append(_measured(TrainStep(config, layout, mesh)))
     return found
 
 
@@ -117,15 +122,28 @@ def _measured(step: TrainStep) -> tuple[int, int]:
     return sum(storages(step).values()), peak
 
 
-def compare(schedules: list[str]) -> Iterator[Result]:
-    """The largest relative differences of any rank and schedule, per setting."""
-    cases = [(schedule, setting) for setting in SETTINGS for schedule in schedules]
+def compare(schedules: Sequence[str], refused: list[str]) -> Iterator[Result]:
+    """The largest relative differences of any rank and schedule, per setting.
+
+    Adds to `refused` what the layout says of schedules that do not go with a setting.
+    """
+    cases = []
+    for setting in SETTINGS:
+        for schedule in schedules:
+            try:
+                configure(schedule, SETTINGS[setting])
+            except ConfigError as error:
+                refused.append(f"{setting}: {error}")
+            else:
+                cases.append((schedule, setting))
     ranks = run_world(DP * PP, measure, cases, timeout_s=60 + 5 * len(cases))
     for setting in SETTINGS:
         worst: dict[str, tuple[float, str]] = dict.fromkeys(("lasting", "peak"), (0.0, ""))
+        compared = 0
         for index, (schedule, of) in enumerate(cases):
             if of != setting:
                 continue
+            compared += 1
             config, layout = configure(schedule, SETTINGS[setting])
             for rank, found in enumerate(ranks):
                 formula = model_memory(config, layout, rank // DP)
@@ -133,11 +151,12 @@ def compare(schedules: list[str]) -> Iterator[Result]:
                 for what, measured, predicted in zip(worst, found[index], wanted, strict=True):
                     difference = abs(measured - predicted) / predicted
                     worst[what] = max(worst[what], (difference, f": {schedule}, rank {rank}"))
+        assert compared, f"{setting}: every schedule is refused"
         for what, (difference, where) in worst.items():
             yield Result(
                 claim=f"{setting}: parameters, gradients, states, {what}",
                 value=100 * difference,
                 target=100 * TOLERANCE,
                 unit="% off",
-                peer=f"formula, {len(schedules)} schedules{where if difference else ''}",
+                peer=f"formula, {compared} schedules{where if difference else ''}",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -35,10 +36,7 @@ def measure(stage: Stage, x: Tensor, mb: MicroBatch) -> Alive:
     stage.forward((0, 0), x, mb)  # makes the rotary tables
     stage.input_grad((0, 0), x)
     stage.weight_grad((0, 0))
-    known = [x, *(getattr(p, what) for p in stage.module.parameters() for what in _STORED)]
-    if stage.module._rotary is not None:
-        known += stage.module._rotary[1]
-    with LiveStorages(known) as live:
+    with LiveStorages(known_of(stage, x)) as live:
         y = stage.forward((0, 0), x.clone(), mb)
         assert y is not None
         del y
@@ -50,6 +48,35 @@ def measure(stage: Stage, x: Tensor, mb: MicroBatch) -> Alive:
         stage.weight_grad((0, 0))
         settle()
         return Alive(device, host, queued, live.sizes + live.byte_sizes)
+
+
+def measure_slices(
+    stage: Stage, inputs: Sequence[Tensor], mbs: Sequence[MicroBatch]
+) -> list[list[int]]:
+    """Run the slices of one micro-batch through a middle stage, whose inputs [slice, b, h] are like
+    `inputs`: sorted sizes after each F, and in descending order after each I and W."""
+    moments = []
+    stage.begin(train=True)
+    stage.forward((0, 0), inputs[0], mbs[0])  # makes the rotary tables
+    stage.begin(train=True)
+    with LiveStorages(known_of(stage, *inputs)) as live:
+        for j, (x, mb) in enumerate(zip(inputs, mbs, strict=True)):
+            stage.forward((0, j), x.clone(), mb)
+            moments.append(live.sizes)
+        for j in reversed(range(len(inputs))):
+            stage.input_grad((0, j), inputs[j].clone())
+            moments.append(live.sizes)
+            stage.weight_grad((0, j))
+            moments.append(live.sizes)
+    return moments
+
+
+def known_of(stage: Stage, *inputs: Tensor) -> list[Tensor]:
+    """What is there without a micro-batch."""
+    known = [getattr(p, what) for p in stage.module.parameters() for what in _STORED]
+    if stage.module._rotary is not None:
+        known += stage.module._rotary[1]
+    return [*inputs, *known]
 
 
 def settle() -> None:

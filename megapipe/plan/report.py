@@ -6,9 +6,10 @@ from fractions import Fraction
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout import Layout
-from megapipe.model.partition import StageSpec
+from megapipe.model.partition import StageSpec, format_layout
 from megapipe.plan.flops import head_flops, layer_flops, token_flops
-from megapipe.plan.memory import model_memory, peak_activations
+from megapipe.plan.in_flight import Activations, peak_activations
+from megapipe.plan.memory import model_memory
 from megapipe.plan.params import (
     count,
     count_held,
@@ -17,6 +18,7 @@ from megapipe.plan.params import (
     parameter_shapes,
     stage_shapes,
 )
+from megapipe.plan.slices import slice_shares
 from megapipe.plan.traffic import by_axis, message_bytes, step_traffic
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.ledger import peak_held, volume, weight_copies
@@ -96,6 +98,7 @@ def _run_lines(
             f"step          {train.global_batch:,} samples x {length:,} = {tokens:,} tokens, in "
             f"{layout.microbatches:,} micro-batches of {train.microbatch} per replica"
         ),
+        *([_slices_line(config, layout)] if schedule.slices > 1 else []),
         (
             f"compute       {per_token * tokens:.4g} FLOPs per step, {per_token:.4g} per token, "
             f"{per_token * tokens / layout.world:.4g} per process and step"
@@ -118,23 +121,35 @@ def _run_lines(
     ]
 
 
+def _slices_line(config: Config, layout: Layout) -> str:
+    """Where sequences are cut, and how even that is."""
+    lengths = layout.slice_lengths
+    shares = [f"{float(share):.1%}" for share in slice_shares(config.model, lengths)]
+    return (
+        f"slices        of {', '.join(map(str, lengths))} tokens, with {', '.join(shares)} of a "
+        "layer's FLOPs"
+    )
+
+
 def _memory_line(config: Config, layout: Layout) -> str:
     """Bytes of the process that holds most."""
     ranks = range(layout.pp)
     if config.pipeline.channels == "in_process":
         memory = model_memory(config, layout, 0)
-        activations = sum(peak_activations(config, layout, rank) for rank in ranks)
+        each = [peak_activations(config, layout, rank) for rank in ranks]
+        activations = Activations(sum(a.device for a in each), sum(a.host for a in each))
     else:
         both = [
             (model_memory(config, layout, r), peak_activations(config, layout, r)) for r in ranks
         ]
-        memory, activations = max(both, key=lambda pair: pair[0].total + pair[1])
+        memory, activations = max(both, key=lambda pair: pair[0].total + pair[1].device)
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
         "more during a step": memory.passing,
-        "activations of the layers": activations,
+        "activations": activations.device,
+        "activations in host memory": activations.host,
         "optimizer state elsewhere": memory.elsewhere,
     }
     text = ", ".join(f"{what} {_size(size)}" for what, size in parts.items() if size)
@@ -195,6 +210,7 @@ def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str
     return [
         *lines,
         f"layers add up: {'+'.join(map(str, counts))} = {sum(counts)} of {model.layers}",
+        f"the same stages: pipeline.layout={format_layout(layout.stage_layers)!r}",
     ]
 
 

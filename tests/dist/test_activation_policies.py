@@ -14,7 +14,7 @@ from storages import Alive, measure
 
 from megapipe.mesh import Grid
 from megapipe.model.microbatch import MicroBatch
-from megapipe.plan.activations import Sizes, held, held_tensors
+from megapipe.plan.held import Sizes, held, held_tensors
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 

@@ -170,3 +170,26 @@ def test_a_round_lasts_until_the_slowest_is_done(load: Callable[[str], Any]) -> 
     zero = load("zero")
     ranks = [zero.Sides([3.0, 5.0], [4.0, 8.0]), zero.Sides([6.0, 2.0], [2.0, 9.0])]
     assert zero.ratio(ranks) == (5.0 / 4.0, 4.0)
+
+
+@pytest.mark.parametrize("policy", ["keep", "selective", "full"])
+@pytest.mark.parametrize("schedule", ["terapipe", "seq1f1b", "interleaved_seq1f1b"])
+def test_slices_of_unequal_lengths_hold_what_the_formula_says(
+    load: Callable[[str], Any], schedule: str, policy: str
+) -> None:
+    memory = load("memory")
+    config, layout = memory.configure(schedule, memory.POLICIES[policy], 27)
+    assert len(layout.slice_lengths) == 2
+    assert len(set(layout.slice_lengths)) == 2
+    predicted = memory.predict(config, layout)
+    assert memory.measure(config, layout) == predicted
+    assert all(rank.device > 0 for rank in predicted)
+
+
+def test_what_a_layout_refuses_is_left_out_and_said(load: Callable[[str], Any]) -> None:
+    memory, refused = load("memory"), []
+    of_bytes, of_pieces = memory.compare(["zb_h1", "seq1f1b"], "offload", 8, refused)
+    assert "formula, 1 schedules" == of_bytes.peer == of_pieces.peer
+    assert (of_bytes.value, of_pieces.value) == (0, 0)
+    (line,) = refused
+    assert line.startswith("policy offload: configuration: activations.offload=")

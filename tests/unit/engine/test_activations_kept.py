@@ -21,6 +21,7 @@ from torch.nn import functional
 from megapipe.engine import activations
 from megapipe.engine.activations import HostMemory, keep, recompute
 from megapipe.engine.stage import Stage
+from megapipe.engine.weight_grad import WeightGradQueue, WeightGradTask
 from megapipe.model.attention import Attention
 from megapipe.model.block import Block
 from megapipe.model.config import ModelConfig
@@ -28,7 +29,8 @@ from megapipe.model.microbatch import MicroBatch
 from megapipe.model.mlp import MLP
 from megapipe.model.norm import Norm
 from megapipe.model.partition import StageSpec
-from megapipe.plan.activations import Sizes, Unit, held, held_tensors, stage_units
+from megapipe.plan.activations import Unit, stage_units
+from megapipe.plan.held import Sizes, held, held_tensors
 
 LAYERS, ROWS, LENGTH = 3, 2, 8
 MIDDLE = StageSpec(embedding=False, layers=range(LAYERS), head=False)
@@ -100,6 +102,35 @@ def test_losses_and_gradients_are_the_same_bitwise(name: str, kind: str, norm: s
     assert all(grad.any() for key, grad in grads.items() if "position" not in key)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_backward_in_one_is_the_same_bitwise_and_lets_nothing_wait(name: str) -> None:
+    model = model_of("llama", dropout=0.3)
+    put, found = WeightGradQueue.put, []
+    for in_one in (False, True):
+        waiting = []
+
+        def spy(queue: WeightGradQueue, task: WeightGradTask, waiting: Any = waiting) -> None:
+            put(queue, task)
+            waiting.append(len(queue.pending()[0, 0]))
+
+        params = reference.init_random(model, seed=3)
+        stage, bucket = new_stage(model, params, MIDDLE, units=units_of(name))
+        stage.forward((0, 0), hidden(model), microbatch(model, 0))
+        with mock.patch.object(WeightGradQueue, "put", spy):
+            if in_one:
+                x = stage.backward((0, 0), hidden(model, 1))
+            else:
+                x = stage.input_grad((0, 0), hidden(model, 1))
+                stage.weight_grad((0, 0))
+        assert waiting == ([0] * 4 * LAYERS if in_one else [*range(1, 4 * LAYERS + 1)])
+        assert not stage.queue.pending()
+        assert x is not None
+        found.append((x, main_grads([bucket])))
+    (one, grads), (other, others) = found
+    assert one.equal(other)
+    assert all(grads[key].equal(others[key]) for key in others)
+
+
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Calls of what a block is made of."""
@@ -153,6 +184,7 @@ MODELS = [
     ("gpt2", {}),
     ("gpt2", {"kv_heads": 2, "dropout": 0.1}),
     ("llama", {"kv_heads": 2}),
+    ("llama", {"kv_heads": 1}),
     ("mixed", {"dropout": 0.1, "dtype": "bf16"}),
     ("gelu", {"dtype": "fp32"}),
 ]

@@ -10,7 +10,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout import Layout, resolve
 from megapipe.plan.flops import token_flops
-from megapipe.plan.memory import peak_activations
+from megapipe.plan.in_flight import peak_activations
 from megapipe.plan.params import count, parameter_shapes, stage_shapes
 from megapipe.plan.report import held_by_process, report
 from megapipe.plan.traffic import by_axis, step_traffic
@@ -44,6 +44,7 @@ def test_stage_map_adds_up() -> None:
         ("2", "0", "layers 7-10"),
         ("3", "1", "layers 11-13, head"),
     ]
+    assert "the same stages: pipeline.layout='E L*3 | L*4 | L*4 | L*3 H'\n" in text
 
 
 def test_numbers() -> None:
@@ -70,11 +71,11 @@ def test_memory_and_wire_are_of_the_process_with_most() -> None:
     config, layout, text = plan(*UNEVEN, *keys)
     most = max(held_by_process(config, layout, layout.schedule))  # no padding: even, and dp is 2
     states = most // 2 * (4 + 4 + 4)
-    activations = max(peak_activations(config, layout, rank) for rank in range(2))
+    activations = max(peak_activations(config, layout, rank).device for rank in range(2))
     assert (
         f"at most, per process: parameters {2 * most / 1e6:.3g} MB, gradients {4 * most / 1e6:.3g} "
         f"MB, optimizer state {states / 1e6:.3g} MB, more during a step "
-        f"{4 * most // 2 / 1e6:.3g} MB, activations of the layers {activations / 1e6:.3g} MB\n"
+        f"{4 * most // 2 / 1e6:.3g} MB, activations {activations / 1e6:.3g} MB\n"
     ) in text
     by_rank = [by_axis(step_traffic(config, layout, rank)) for rank in range(2)]
     sent = {axis: max(each[axis] for each in by_rank) for axis in ("dp", "pp", "tp")}
@@ -137,6 +138,21 @@ def test_the_plan_draws_the_schedule_of_the_layout() -> None:
     assert layout.schedule == build("seq1f1b", ranks=2, microbatches=2, slices=2)
     assert f"schedule seq1f1b: {2 * 2 * 2 * 2} operations, proved executable" in text
     assert draw(layout.schedule) in text
+
+
+def test_slices_and_what_they_take() -> None:
+    """All but attention is 2 x 12 x 128^2 FLOPs a token, attention 4 x 128 for each position."""
+    _, layout, text = plan(
+        "pipeline.schedule=seq1f1b", "pipeline.slices=2", "train.sequence_length=1024"
+    )
+    first, second = layout.slice_lengths
+    assert first + second == 1024
+    flops = [2 * 12 * 128**2 * n + 4 * 128 * n * (n + 1) // 2 for n in (first, 1024)]
+    share = flops[0] / flops[1]
+    line = (
+        f"slices        of {first}, {second} tokens, with {share:.1%}, {1 - share:.1%} of a layer"
+    )
+    assert line in text
 
 
 def test_in_process() -> None:
