@@ -11,6 +11,7 @@ Members start operations of one kind, and wait for all-reduces, in one order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -69,6 +70,25 @@ def _start_gather(whole: Tensor, piece: Tensor, axis: Axis, tag: int) -> Callabl
     return _start_exchange([piece] * axis.size, pieces, axis, tag)
 
 
+class _Exchange:
+    """Messages on their way, and their `tensors`. gloo cannot take back what it has begun, so they
+    are waited for even if nobody asks for what they bring."""
+
+    def __init__(self, works: list[Any], tensors: Sequence[Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        self._tensors = ()
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # a peer is gone, which others will notice
+            self.wait()
+
+
 def _start_exchange(
     sent: Sequence[Tensor], received: Sequence[Tensor], axis: Axis, tag: int
 ) -> Callable[[], None]:
@@ -77,9 +97,4 @@ def _start_exchange(
     others = [(axis.index + i) % axis.size for i in range(1, axis.size)]
     works = [group.recv([received[other]], other, tag) for other in others]
     works += [group.send([sent[other]], other, tag) for other in others]
-
-    def wait() -> None:
-        for work in works:
-            work.wait()
-
-    return wait
+    return _Exchange(works, [*sent, *received]).wait

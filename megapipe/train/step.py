@@ -197,7 +197,9 @@ class TrainStep:
 
         To be called before weights are used for anything but the next step.
         """
-        return None if self.trust is None else self.trust.settle()
+        result = None if self.trust is None else self.trust.settle()
+        self.optimizer.await_all_weights()
+        return result
 
     def fetch(self, step: int, rows: Rows) -> tuple[dict[Key, MicroBatch], int]:
         """The micro-batches of a step, and the number of unmasked tokens that count here."""

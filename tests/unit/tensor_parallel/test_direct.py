@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megapipe.mesh import Grid
 from megapipe.tensor_parallel import direct
+from megapipe.tensor_parallel.collectives import all_gather
 from megapipe.testing import World, run_world
 
 LENGTHS = (7, 1 << 19, 64)
@@ -112,3 +113,22 @@ def kept_bytes(world: World) -> int:
     piece, wait = direct.start_reduce_scatter(torch.ones(axis.size * LENGTHS[1]), axis)
     wait()
     return piece.untyped_storage().nbytes()
+
+
+def let_go(world: World) -> list[bool]:
+    """Operations that nobody waits for, then one that somebody does."""
+    axis = world.mesh(Grid(dp=world.size)).dp
+    n = axis.size * LENGTHS[1]
+    for _ in range(3):
+        direct.start_reduce_scatter(torch.ones(n), axis)
+        direct.start_all_gather(torch.ones(n), torch.ones(LENGTHS[1]), axis)
+        direct.start_all_reduce(torch.ones(n), axis)
+    barrier = all_gather(torch.ones(1), axis)
+    piece, wait = direct.start_reduce_scatter(torch.ones(n), axis)
+    wait()
+    return [bool(barrier.eq(1).all()), bool(piece.eq(axis.size).all())]
+
+
+def test_what_is_let_go_of_leaves_nothing_behind() -> None:
+    for rank in run_world(3, let_go):
+        assert rank == [True, True]
