@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from plain_rules import is_hidden as is_hidden
+from plain_rules import is_matrix, step
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -53,14 +55,6 @@ def draw(config: ModelConfig, what: str, seed: int, dtype: torch.dtype) -> Tenso
     return drawn
 
 
-def is_matrix(name: str) -> bool:
-    return name.endswith("weight") and "norm" not in name
-
-
-def is_hidden(name: str) -> bool:
-    return is_matrix(name) and name.startswith("layers.")
-
-
 # Plain rules. Each takes whole tensors through all steps.
 
 
@@ -88,76 +82,16 @@ def torch_rule(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> A
     return run
 
 
-def lion(weights: Tensors, config: OptimizerConfig, grads: Sequence[Tensors]) -> Tensors:
+def by_formula(weights: Tensors, config: OptimizerConfig, grads: Sequence[Tensors]) -> Tensors:
+    """The formulas of plain_rules."""
     weights = dict(weights)
-    m = {name: torch.zeros_like(w) for name, w in weights.items()}
-    for lr, grad in zip(RATES, grads, strict=True):
-        for name, w in weights.items():
-            g = grad[name]
-            u = torch.sign(config.beta1 * m[name] + (1 - config.beta1) * g)
-            decay = config.weight_decay if is_matrix(name) else 0.0
-            weights[name] = w - lr * (u + decay * w)
-            m[name] = config.beta2 * m[name] + (1 - config.beta2) * g
+    states: dict[str, Tensors] = {name: {} for name in weights}
+    for count, (lr, grad) in enumerate(zip(RATES, grads, strict=True)):
+        for name, weight in weights.items():
+            weights[name], states[name] = step(
+                config, name, weight, grad[name], states[name], lr, count
+            )
     return weights
-
-
-def lars(weights: Tensors, config: OptimizerConfig, grads: Sequence[Tensors]) -> Tensors:
-    weights = dict(weights)
-    v = {name: torch.zeros_like(w) for name, w in weights.items()}
-    for lr, grad in zip(RATES, grads, strict=True):
-        for name, w in weights.items():
-            g, rate = grad[name], lr
-            if is_matrix(name):
-                decayed = g.norm() + config.weight_decay * w.norm()
-                rate = lr * config.trust_coefficient * w.norm() / decayed
-                g = g + config.weight_decay * w
-            v[name] = config.momentum * v[name] + rate * g
-            weights[name] = w - v[name]
-    return weights
-
-
-def lamb(weights: Tensors, config: OptimizerConfig, grads: Sequence[Tensors]) -> Tensors:
-    weights = dict(weights)
-    m = {name: torch.zeros_like(w) for name, w in weights.items()}
-    v = {name: torch.zeros_like(w) for name, w in weights.items()}
-    for t, (lr, grad) in enumerate(zip(RATES, grads, strict=True), start=1):
-        for name, w in weights.items():
-            g = grad[name]
-            m[name] = config.beta1 * m[name] + (1 - config.beta1) * g
-            v[name] = config.beta2 * v[name] + (1 - config.beta2) * g**2
-            first, second = m[name] / (1 - config.beta1**t), v[name] / (1 - config.beta2**t)
-            u = first / (second.sqrt() + config.eps)
-            if is_matrix(name):
-                u = u + config.weight_decay * w
-                u = u * w.norm() / u.norm()
-            weights[name] = w - lr * u
-    return weights
-
-
-def muon(weights: Tensors, config: OptimizerConfig, grads: Sequence[Tensors]) -> Tensors:
-    """With singular values in the place of matrix products: they alone pass through the quintic."""
-    weights = dict(weights)
-    adamw = torch_rule(torch.optim.AdamW, betas=(config.beta1, config.beta2), eps=config.eps)
-    m = {name: torch.zeros_like(w) for name, w in weights.items() if is_hidden(name)}
-    for lr, grad in zip(RATES, grads, strict=True):
-        for name in m:
-            g, w = grad[name], weights[name]
-            m[name] = config.momentum * m[name] + (1 - config.momentum) * g
-            u = m[name]
-            if config.nesterov:
-                u = config.momentum * u + (1 - config.momentum) * g
-            left, s, right = torch.linalg.svd(u, full_matrices=False)  # [..., m, n]: both of two
-            s = s / s.square().sum(-1, keepdim=True).sqrt()
-            for _ in range(5):
-                s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-            rows, columns = w.shape[-2:]
-            factor = max(1.0, rows / columns) ** 0.5
-            if config.muon_adjust == "match_rms_adamw":
-                factor = 0.2 * max(rows, columns) ** 0.5
-            step = factor * (left * s[..., None, :]) @ right
-            weights[name] = w - lr * config.weight_decay * w - lr * step
-    others = {name: w for name, w in weights.items() if name not in m}
-    return weights | adamw(others, config, grads)
 
 
 class Plain(NamedTuple):
@@ -186,12 +120,12 @@ PLAIN: dict[str, Plain] = {
         torch_rule(torch.optim.SGD, momentum=0.7, nesterov=True),
     ),
     "sgd plain": Plain({"rule": "sgd", "momentum": 0.0}, torch_rule(torch.optim.SGD)),
-    "lion": Plain({"rule": "lion", "beta1": 0.8, "beta2": 0.95}, lion),
-    "lars": Plain({"rule": "lars", "trust_coefficient": 0.3}, lars),
-    "lamb": Plain({"rule": "lamb", **_ADAM}, lamb),
-    "muon": Plain({"rule": "muon", "momentum": 0.9, **_ADAM}, muon),
+    "lion": Plain({"rule": "lion", "beta1": 0.8, "beta2": 0.95}, by_formula),
+    "lars": Plain({"rule": "lars", "trust_coefficient": 0.3}, by_formula),
+    "lamb": Plain({"rule": "lamb", **_ADAM}, by_formula),
+    "muon": Plain({"rule": "muon", "momentum": 0.9, **_ADAM}, by_formula),
     "muon original": Plain(
-        {"rule": "muon", "muon_adjust": "original", "nesterov": False, **_ADAM}, muon
+        {"rule": "muon", "muon_adjust": "original", "nesterov": False, **_ADAM}, by_formula
     ),
 }
 

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from compare import assert_error_like as assert_error_like
+from compare import assert_grads_close as assert_grads_close
+from compare import assert_weights_close as assert_weights_close
+from compare import gradient_scales as gradient_scales
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,6 +22,9 @@ from megapipe.model.config import ModelConfig
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor]
 """tokens [b, s], labels [b, s] and mask [b, s] (0 or false: not in the loss) of a global batch."""
+Noise = Mapping[tuple[str, int], Tensor]
+"""Dropout: what (a place, its layer) is multiplied by, 0 or 1 / (1 - p). "attention": [b, heads, s,
+s], of the probabilities; "embedding", "attention_out" and "mlp_out": [b, s, h]."""
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
@@ -124,22 +131,27 @@ def random_batch(model: ModelConfig, b: int, s: int, seed: int, masked: float = 
 
 
 def logits(
-    params: Mapping[str, Tensor], model: ModelConfig, tokens: Tensor, end: int | None = None
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    tokens: Tensor,
+    end: int | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Logits [b, s, V] in the dtype of `params`.
 
     With `end`, the token that ends a document, nothing is seen of earlier documents.
     """
-    assert model.dropout == 0, "the reference has no dropout"
     hidden = _hidden_from(tokens, end)
     x = params["embedding.word.weight"][tokens]  # [b, s, h]
     if model.positions == "learned":
         x = x + params["embedding.position.weight"][: tokens.shape[1]]
+    x = _drop(x, noise, "embedding", 0)
     for i in range(model.layers):
         normed = _norm(x, params, f"layers.{i}.attention_norm", model)
-        x = x + _attention(normed, params, f"layers.{i}.attention", model, hidden)
+        y = _attention(normed, params, i, model, hidden, noise)
+        x = x + _drop(y, noise, "attention_out", i)
         normed = _norm(x, params, f"layers.{i}.mlp_norm", model)
-        x = x + _mlp(normed, params, f"layers.{i}.mlp", model)
+        x = x + _drop(_mlp(normed, params, f"layers.{i}.mlp", model), noise, "mlp_out", i)
     x = _norm(x, params, "final_norm", model)
     head = "embedding.word.weight" if model.tied_embeddings else "head.weight"
     return x @ params[head].T
@@ -151,9 +163,10 @@ def token_losses(
     tokens: Tensor,
     labels: Tensor,
     end: int | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Cross-entropy of every token, [b, s]; of bf16 and fp16 logits in fp32."""
-    out = logits(params, model, tokens, end)
+    out = logits(params, model, tokens, end, noise)
     if out.dtype in (torch.bfloat16, torch.float16):
         out = out.float()
     return -F.log_softmax(out, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -166,22 +179,32 @@ def loss(
     labels: Tensor,
     mask: Tensor,
     end: int | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Sum of the unmasked token losses / number of unmasked tokens; 0 if there are none."""
-    losses = token_losses(params, model, tokens, labels, end)
+    losses = token_losses(params, model, tokens, labels, end, noise)
     kept = mask.to(losses.dtype)
     return (losses * kept).sum() / kept.sum().clamp(min=1)
 
 
 def loss_and_grads(
-    params: Mapping[str, Tensor], model: ModelConfig, batch: Batch, end: int | None = None
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    batch: Batch,
+    end: int | None = None,
+    *,
+    noise: Noise | None = None,
+    scale: float = 1.0,
 ) -> tuple[float, Params]:
-    """Loss and gradients, computed in `model.dtype` and returned in its main-gradient dtype."""
+    """Loss and gradients, computed in `model.dtype` and returned in its main-gradient dtype.
+
+    The loss is multiplied by `scale` on the way back, and the gradients are divided by it.
+    """
     compute, master = COMPUTE_DTYPES[model.dtype], MASTER_DTYPES[model.dtype]
     leaves = {name: p.detach().to(compute).requires_grad_() for name, p in params.items()}
-    value = loss(leaves, model, *batch, end)
-    grads = torch.autograd.grad(value, list(leaves.values()))
-    return value.item(), {name: g.to(master) for name, g in zip(leaves, grads, strict=True)}
+    value = loss(leaves, model, *batch, end, noise)
+    grads = torch.autograd.grad(value * scale, list(leaves.values()))
+    return value.item(), {n: g.to(master) / scale for n, g in zip(leaves, grads, strict=True)}
 
 
 def train(
@@ -193,6 +216,7 @@ def train(
 ) -> list[Step]:
     """One AdamW step per global batch on master weights (fp32, for an fp64 model fp64)."""
     assert len(optimizer.lr) == len(batches), "one learning rate per step"
+    assert model.dropout == 0, "dropout needs its noise, which differs from step to step"
     dtype = MASTER_DTYPES[model.dtype]
     masters = {n: torch.nn.Parameter(p.detach().to(dtype, copy=True)) for n, p in params.items()}
     decayed = [p for n, p in masters.items() if p.ndim >= 2 and not n.endswith(".bias")]
@@ -221,52 +245,6 @@ def train(
     return steps
 
 
-def assert_grads_close(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-10
-) -> None:
-    """Per tensor max|a - b| <= tolerance x max(max|b| of the tensor, 1e-3 x max|b| over all).
-
-    The second term is for gradients that are zero but for rounding, such as a key bias's.
-    """
-    floor = 1e-3 * max(_largest(g) for g in expected.values())
-    scales = {name: max(_largest(g), floor) for name, g in expected.items()}
-    _assert_close("gradient", actual, expected, scales, tolerance)
-
-
-def assert_weights_close(
-    actual: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    lr: float,
-    tolerance: float = 1e-10,
-) -> None:
-    """Per tensor max|a - b| <= tolerance x max(max|b| of the tensor, lr)."""
-    scales = {name: max(_largest(w), lr) for name, w in expected.items()}
-    _assert_close("weight", actual, expected, scales, tolerance)
-
-
-def assert_error_like(
-    actual: Mapping[str, Tensor],
-    baseline: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    factor: float = 2.0,
-) -> None:
-    """`actual` is at most `factor` times as far from `expected` as `baseline` is: for bf16.
-
-    Distances are root-mean-square ones per tensor; a baseline counts as at least 1e-3 x the
-    rounding (2**-8) of the largest value over all, as for the gradients in `assert_grads_close`.
-    """
-    _assert_same_tensors(actual, expected)
-    _assert_same_tensors(baseline, expected)
-    floor = 1e-3 * 2**-8 * max(_largest(t) for t in expected.values())
-    ratios = {}
-    for name, reference in expected.items():
-        least = floor * math.sqrt(reference.numel())
-        allowed = max(_distance(baseline[name], reference), least)
-        ratios[name] = _ratio(_distance(actual[name], reference), allowed)
-    name, worst = _worst(ratios)
-    assert worst <= factor, f"{name}: error is {worst:.3g} x the baseline's, above {factor:.3g}"
-
-
 def _norm(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
     weight = params[f"{name}.weight"]
     if model.norm == "rmsnorm":
@@ -290,10 +268,19 @@ def _hidden_from(tokens: Tensor, end: int | None) -> Tensor:
     return hidden
 
 
+def _drop(x: Tensor, noise: Noise | None, place: str, layer: int) -> Tensor:
+    return x if noise is None else x * noise[place, layer].to(x.dtype)
+
+
 def _attention(
-    x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig, hidden: Tensor
+    x: Tensor,
+    params: Mapping[str, Tensor],
+    layer: int,
+    model: ModelConfig,
+    hidden: Tensor,
+    noise: Noise | None,
 ) -> Tensor:
-    d = model.head_dim
+    d, name = model.head_dim, f"layers.{layer}.attention"
     per_group = model.heads // model.kv_heads
     qkv = _linear(x, params, f"{name}.qkv")  # [b, s, kv_heads x (per_group + 2) x d]
     queries, keys, values = [], [], []
@@ -303,11 +290,14 @@ def _attention(
         keys += [k] * per_group
         values += [v] * per_group
     heads = []
-    for q, k, v in zip(queries, keys, values, strict=True):
+    for head, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
         if model.positions == "rotary":
             q, k = _rotate(q, model), _rotate(k, model)
         scores = q @ k.transpose(-1, -2) / math.sqrt(d)  # [b, s, s]
-        heads.append(scores.masked_fill(hidden, -math.inf).softmax(dim=-1) @ v)
+        shares = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+        if noise is not None:
+            shares = shares * noise["attention", layer][:, head].to(x.dtype)
+        heads.append(shares @ v)
     return _linear(torch.cat(heads, dim=-1), params, f"{name}.out")
 
 
@@ -330,50 +320,3 @@ def _mlp(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig)
         tanh = "tanh" if model.activation == "gelu_tanh" else "none"
         inner = F.gelu(_linear(x, params, f"{name}.up"), approximate=tanh)
     return _linear(inner, params, f"{name}.down")
-
-
-def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item()
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return (a.double() - b.double()).norm().item()
-
-
-def _ratio(difference: float, scale: float) -> float:
-    """difference / scale, with anything that is not a finite number as infinite."""
-    if difference == 0:
-        return 0.0
-    ratio = difference / scale if scale else math.inf
-    return math.inf if math.isnan(ratio) else ratio
-
-
-def _worst(ratios: Mapping[str, float]) -> tuple[str, float]:
-    return max(ratios.items(), key=lambda item: item[1])
-
-
-def _assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    differing = sorted(actual.keys() ^ expected.keys())
-    assert not differing, f"tensors in only one of the two: {differing}"
-    for name, tensor in expected.items():
-        found = tuple(actual[name].shape)
-        assert found == tuple(tensor.shape), f"{name}: shape {found}, not {tuple(tensor.shape)}"
-
-
-def _assert_close(
-    what: str,
-    actual: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    scales: Mapping[str, float],
-    tolerance: float,
-) -> None:
-    _assert_same_tensors(actual, expected)
-    ratios = {
-        name: _ratio(_largest(actual[name].double() - reference.double()), scales[name])
-        for name, reference in expected.items()
-    }
-    name, worst = _worst(ratios)
-    assert worst <= tolerance, (
-        f"{what} {name}: largest difference is {worst:.3g} x its scale {scales[name]:.3g}, "
-        f"above {tolerance:.3g}"
-    )

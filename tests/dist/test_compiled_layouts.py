@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 from parity import Case, Outcome, check_case, run_cases
+from traced import traced_blocks
 
 from megapipe.testing import World, run_world
 
@@ -34,19 +32,7 @@ def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[Outcome], list
     """By graphs that are traced with their backward, and run uncompiled; and their numbers."""
     outcomes, numbers = [], []
     for case in cases:
-        torch.compiler.reset()
-        graphs: list[Any] = []
-
-        def backend(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
-            from torch._dynamo.backends.debugging import aot_eager
-
-            graphs.append(graph)
-            return aot_eager(graph, inputs)
-
-        def compiler(function: Any, backend: Any = backend) -> Any:
-            return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
-
-        with mock.patch("megapipe.ops.select.torch_compile", compiler):
+        with traced_blocks() as graphs:
             outcomes += run_cases(world, [case])
         numbers.append(len(graphs))
     return outcomes, numbers

@@ -1,133 +1,57 @@
-"""Every layout computes what the plain single-process reference computes (fp64)."""
+"""Every layout and every switch computes what the plain single-process reference computes."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from collections.abc import Iterator
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import fields
 
 import pytest
-from parity import Case, check_case, run_cases
+from matrix import (
+    DIMENSIONS,
+    ELSEWHERE,
+    JOINT,
+    SCHEDULES,
+    Choice,
+    all_pairs,
+    completion,
+    covering,
+    layouts_in_full,
+    pairs_of,
+    to_case,
+)
+from parity import Case, Outcome, check_case, run_case
+from traced import traced_blocks
 
-from megapipe.testing import run_world
+from megapipe.testing import World, run_world
 
 WORLDS = (1, 2, 4, 8)
-SCHEDULES = (
-    ("gpipe", 1),
-    ("gpipe", 2),
-    ("1f1b", 1),
-    ("interleaved_1f1b", 1),
-    ("interleaved_1f1b", 2),
-    ("zb_h1", 1),
-)
-LAYOUTS = [
-    (dp, tp, pp)
-    for dp, tp, pp in itertools.product((1, 2, 4), repeat=3)
-    if dp * tp * pp <= 8
-]
-DIMENSIONS: dict[str, list[Any]] = {
-    "layout": LAYOUTS,
-    "schedule": list(SCHEDULES),
-    "m": list(range(1, 10)),
-    "sequence_parallel": [False, True],
-    "tied": [False, True],
-    "uneven": [False, True],
-    "vocab": [300, 512],
-    "kv_heads": [None, 2],
-    "masked": [0.0, 0.4],
-    "documents": [False, True],
-    "zero": [0, 1, 2, 3],
-    "shard_size": [None, 1, 2],
-    "prefetch": [0, 1],
-    "offload": ["none", "host", "disk"],
-    "post_validation": [False, True],
-    "loss_chunk": [None, 0, 5],
-    "model": ["gpt2", "llama", "mixed", "gelu"],
-    "activations": ["keep", "stage", "full, two together", "of each some"],
-    "in_process": [False, True],
-    "debug": [False, True],
-    "clip": [0.05, None],
-}
 
 
-def to_case(choice: dict[str, Any]) -> Case | None:
-    """The case of one value per dimension; None where they exclude each other."""
-    values = dict(choice)
-    dp, tp, pp = values.pop("layout")
-    schedule, chunks = values.pop("schedule")
-    stages = pp * chunks
-    if values["kv_heads"] == 2 and tp > 2:
-        return None
-    if values["uneven"] and stages == 1:
-        return None
-    if values["post_validation"] and (
-        values["zero"] == 3 or values["offload"] != "none" or values["in_process"]
-    ):
-        return None
-    if values["shard_size"] is not None and (dp % values["shard_size"] or not values["zero"]):
-        return None
-    group = 1 + values["m"] // 2 if schedule == "interleaved_1f1b" and values["m"] % 2 else None
-    return Case(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        schedule=schedule,
-        chunks=chunks,
-        group=group,
-        layers=max(3, stages + values["uneven"]),
-        batch=1 if values["m"] > 4 else 2,
-        **values,
-    )
+@functools.cache
+def choices_of_pairs() -> list[Choice]:
+    return covering(random.Random(0))
 
 
-def covering(rng: random.Random) -> list[Case]:
-    """Cases that between them hold every possible pair of values of two dimensions.
-
-    Greedy: of some random choices that contain a missing pair, take the one with most of them.
-    """
-    names = list(DIMENSIONS)
-    missing = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(names, 2)
-        for i, j in itertools.product(range(len(DIMENSIONS[a])), range(len(DIMENSIONS[b])))
-    }
-    cases: list[Case] = []
-    for pair in sorted(missing):
-        if pair not in missing:
-            continue
-        best: tuple[int, Case | None, set[Any]] = (0, None, set())
-        for _ in range(60):
-            index = {name: rng.randrange(len(values)) for name, values in DIMENSIONS.items()}
-            index.update(dict(pair))
-            case = to_case({name: DIMENSIONS[name][i] for name, i in index.items()})
-            if case is None:
-                continue
-            held = set(itertools.combinations(index.items(), 2)) & missing
-            if len(held) > best[0]:
-                best = len(held), case, held
-        missing -= best[2] | {pair}  # a pair that no legal case holds is dropped here
-        if best[1] is not None:
-            cases.append(best[1])
-    return cases
-
-
-def layouts_in_full(rng: random.Random) -> Iterator[Case]:
-    """The full product of layouts, schedules and micro-batches, other values drawn for each."""
-    for layout, schedule, m in itertools.product(LAYOUTS, SCHEDULES, range(1, 10)):
-        while True:
-            choice = {name: rng.choice(values) for name, values in DIMENSIONS.items()}
-            choice.update(layout=layout, schedule=schedule, m=m)
-            case = to_case(choice)
-            if case is not None:
-                yield case
-                break
+def run_traced(world: World, cases: list[Case]) -> list[Outcome]:
+    """All cases of one world size; compiled blocks are traced, but not by inductor."""
+    outcomes = []
+    for case in cases:
+        with traced_blocks() if case.compile else nullcontext():
+            try:
+                outcomes.append(run_case(world, case))
+            except Exception as error:
+                error.add_note(f"case: {case.name}")
+                raise
+    return outcomes
 
 
 def check(cases: list[Case], world: int) -> None:
     cases = [case for case in cases if case.world == world]
     assert cases
-    results = run_world(world, run_cases, cases, timeout_s=30 + 10 * len(cases))
+    results = run_world(world, run_traced, cases, timeout_s=30 + 10 * len(cases))
     for i, case in enumerate(cases):
         try:
             check_case(case, [outcomes[i] for outcomes in results])
@@ -137,13 +61,28 @@ def check(cases: list[Case], world: int) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_pairs(world: int) -> None:
-    check(covering(random.Random(0)), world)
+    check([to_case(choice) for choice in choices_of_pairs()], world)
+
+
+def test_every_possible_pair_is_held() -> None:
+    held = set().union(*map(pairs_of, choices_of_pairs()))
+    for pair in all_pairs():
+        assert pair in held or completion(dict(pair)) is None, pair
+    values = set(itertools.chain.from_iterable(held))
+    for name in DIMENSIONS:
+        assert [v for v in DIMENSIONS[name] if (name, v) not in values] == [], name
+
+
+def test_every_switch_is_a_dimension() -> None:
+    inside = set(DIMENSIONS) - set(JOINT) | set(itertools.chain.from_iterable(JOINT.values()))
+    assert inside | set(ELSEWHERE) == {field.name for field in fields(Case)}
+    assert not inside & set(ELSEWHERE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_full_product(world: int) -> None:
-    check(list(layouts_in_full(random.Random(1))), world)
+    check([to_case(choice) for choice in layouts_in_full(random.Random(1))], world)
 
 
 def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups() -> None:

@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+from cases import Case
+from compare import assert_within
+from dropout_noise import noise_of
 from reference import (
     Optimizer,
     assert_error_like,
@@ -200,3 +203,80 @@ def test_weight_comparison_scales_with_the_learning_rate() -> None:
     assert_weights_close({"a": expected["a"] + 0.9e-13}, expected, lr=1e-3)
     with pytest.raises(AssertionError, match="weight a"):
         assert_weights_close({"a": expected["a"] + 0.9e-13}, expected, lr=1e-4)
+
+
+def test_bounds_of_single_values_name_the_worst() -> None:
+    expected = {"a": torch.tensor([1.0, 2.0]).double(), "b": torch.zeros(2).double()}
+    allowed = {"a": torch.tensor([1e-3, 0.1]).double(), "b": torch.full((2,), 1e-3).double()}
+    assert_within("state", {**expected, "a": expected["a"] + 0.9e-3}, expected, allowed)
+    message = r"state a: 1 of 2 values are wrong; the largest difference is 0\.05, and 0\.001"
+    with pytest.raises(AssertionError, match=message):
+        assert_within("state", {**expected, "a": expected["a"] + 0.05}, expected, allowed)
+    with pytest.raises(AssertionError, match="state b: 2 of 2"):
+        assert_within("state", {**expected, "b": expected["b"] * math.nan}, expected, allowed)
+
+
+def test_errors_of_one_kind_are_taken_together_and_hide_none() -> None:
+    torch.manual_seed(0)
+    expected = {f"{i}.x": torch.randn(16).double() * 10**i for i in range(4)}
+    baseline = {name: t * (1 + 0.01 * torch.randn(16)) for name, t in expected.items()}
+    actual = {name: t * (1 + 0.01 * torch.randn(16)) for name, t in expected.items()}
+    unlucky = {**actual, "2.x": expected["2.x"] + 2.5 * (baseline["2.x"] - expected["2.x"])}
+    with pytest.raises(AssertionError, match=r"2\.x: error is 2\.5 x"):
+        assert_error_like(unlucky, baseline, expected)
+    assert_error_like(unlucky, baseline, expected, kind=lambda name: name[-1])
+    wrong = {**actual, "2.x": 1.1 * expected["2.x"]}
+    with pytest.raises(AssertionError, match="x: error is"):
+        assert_error_like(wrong, baseline, expected, kind=lambda name: name[-1])
+    extra = {name: 0.1 * t.abs() for name, t in expected.items()}
+    assert_error_like(wrong, baseline, expected, slack=extra)
+
+
+def test_a_scale_of_the_loss_keeps_what_fp16_would_lose() -> None:
+    fp16 = MODEL.model_copy(update={"dtype": "fp16"})
+    params = init_random(MODEL, seed=0)
+    batch = random_batch(MODEL, b=4, s=12, seed=1)
+    _, exact = loss_and_grads(params, MODEL, batch)
+    _, scaled = loss_and_grads(params, fp16, batch, scale=2.0**10)
+    _, lost = loss_and_grads(params, fp16, batch, scale=2.0**-12)
+    name = "layers.0.mlp.up.weight"
+    assert (scaled[name] - exact[name]).norm() < 0.1 * (lost[name] - exact[name]).norm()
+
+
+def test_dropout_multiplies_where_it_is() -> None:
+    params = init_random(MODEL, seed=0)
+    tokens, labels, _ = random_batch(MODEL, b=2, s=8, seed=1)
+    places = [("embedding", 0), *((p, i) for p in ("attention_out", "mlp_out") for i in (0, 1))]
+    noise = {place: torch.ones(2, 8, 16).double() for place in places}
+    noise |= {("attention", i): torch.ones(2, 4, 8, 8).double() for i in (0, 1)}
+    whole = token_losses(params, MODEL, tokens, labels)
+    assert token_losses(params, MODEL, tokens, labels, noise=noise).equal(whole)
+    for place, ones in noise.items():
+        changed = ones.clone()
+        changed[1, 3] = 0  # position 3 or, of attention, head 3
+        losses = token_losses(params, MODEL, tokens, labels, noise={**noise, place: changed})
+        assert losses[0].equal(whole[0])
+        if place[0] == "attention":
+            assert (losses[1] != whole[1]).all(), place
+        else:
+            assert losses[1, :3].equal(whole[1, :3])
+            assert losses[1, 3] != whole[1, 3], place
+
+
+def test_noise_is_a_function_of_coordinates() -> None:
+    noise = noise_of(Case(m=4, dropout=0.2, layers=2), step=1)
+    assert noise is not None
+    assert len(noise) == 1 + 3 * 2
+    for (place, _), values in noise.items():
+        seen = values.tril() if place == "attention" else values
+        assert set(seen.unique().tolist()) == {0.0, 1.25}
+    layouts = [Case(dp=2, m=2, pp=2, dropout=0.2, layers=2), Case(m=4, tp=2, dropout=0.2, layers=2)]
+    for case in layouts:
+        other = noise_of(case, step=1)
+        assert other is not None
+        assert other["mlp_out", 1].equal(noise["mlp_out", 1])
+        assert other["attention", 1].equal(noise["attention", 1]) == (case.tp == 1)
+    later = noise_of(Case(m=4, dropout=0.2, layers=2), step=2)
+    assert later is not None
+    assert not any(later[place].equal(noise[place]) for place in noise)
+    assert noise_of(Case(), step=0) is None

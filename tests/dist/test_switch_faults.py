@@ -1,0 +1,39 @@
+"""The parity check sees mistakes in rules, types, state, dropout and compiled blocks, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from parity import check_case
+from switch_faults import FAULTS, run_faults, run_right
+
+from megapipe.testing import run_world
+
+SIZES = sorted({case.world for case, _ in FAULTS.values()})
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    """Per fault, every rank's outcome."""
+    found: dict[str, list[Any]] = {}
+    for size in SIZES:
+        for rank in run_world(size, run_faults):
+            for name, outcome in rank:
+                found.setdefault(name, []).append(outcome)
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
+    case, message = FAULTS[fault]
+    with pytest.raises(AssertionError, match=message):
+        check_case(case, outcomes[fault.__name__])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_cases_pass_without_a_fault(size: int) -> None:
+    cases = sorted({case for case, _ in FAULTS.values() if case.world == size}, key=str)
+    results = run_world(size, run_right, cases)
+    for i, case in enumerate(cases):
+        check_case(case, [rank[i] for rank in results])

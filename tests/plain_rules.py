@@ -1,0 +1,162 @@
+"""One step of each update rule on one whole tensor, in plain formulas.
+
+For the reader and not for speed, and sharing no code with the package. `states` are those of the
+tensor by name, empty before the first step; nothing that is given is changed.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+States = Mapping[str, Tensor]
+Stepped = tuple[Tensor, dict[str, Tensor]]
+"""The weight and the states after the step."""
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a parameter decays (and LARS and LAMB scale it)."""
+    return name.endswith("weight") and "norm" not in name
+
+
+def is_hidden(name: str) -> bool:
+    """Whether Muon makes a parameter's momentum orthogonal."""
+    return is_matrix(name) and name.startswith("layers.")
+
+
+def by_singular_values(matrix: Tensor) -> Tensor:
+    """Muon's quintic of [..., m, n], which singular values alone pass through."""
+    left, s, right = torch.linalg.svd(matrix, full_matrices=False)  # [..., m, n]: both of two
+    s = s / s.square().sum(-1, keepdim=True).sqrt()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (left * s[..., None, :]) @ right
+
+
+def by_products(matrix: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Muon's quintic of [..., m, n] by products of matrices in `dtype`, as it is run."""
+    x = matrix.to(dtype)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.flatten(-2).norm(dim=-1)[..., None, None].clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrix.dtype)
+
+
+def step(
+    config: Any,
+    name: str,
+    weight: Tensor,
+    grad: Tensor,
+    states: States,
+    lr: float,
+    count: int,
+    orthogonalise: Callable[[Tensor], Tensor] = by_singular_values,
+) -> Stepped:
+    """The rule `config.rule` after `count` steps; `config` has the names of `optimizer`."""
+    decay = config.weight_decay if is_matrix(name) else 0.0
+    match config.rule:
+        case "adamw":
+            return adam(config, weight * (1 - lr * decay), grad, states, lr, count)
+        case "adam":
+            return adam(config, weight, grad + decay * weight, states, lr, count)
+        case "sgd":
+            return sgd(config, weight, grad + decay * weight, states, lr)
+        case "lion":
+            return lion(config, weight, grad, states, lr, decay)
+        case "lars":
+            return lars(config, name, weight, grad, states, lr)
+        case "lamb":
+            return lamb(config, name, weight, grad, states, lr, count)
+        case "muon" if is_hidden(name):
+            return muon(config, weight, grad, states, lr, orthogonalise)
+        case "muon":
+            lr = lr * config.adamw_lr_scale
+            return adam(config, weight * (1 - lr * decay), grad, states, lr, count)
+    raise ValueError(config.rule)
+
+
+def moments(config: Any, grad: Tensor, states: States) -> tuple[Tensor, Tensor]:
+    first = config.beta1 * states.get("exp_avg", 0) + (1 - config.beta1) * grad
+    second = config.beta2 * states.get("exp_avg_sq", 0) + (1 - config.beta2) * grad**2
+    return first, second
+
+
+def adams_direction(config: Any, first: Tensor, second: Tensor, count: int) -> Tensor:
+    t = count + 1
+    root = (second / (1 - config.beta2**t)).sqrt() + config.eps
+    return first / (1 - config.beta1**t) / root
+
+
+def adam(
+    config: Any, weight: Tensor, grad: Tensor, states: States, lr: float, count: int
+) -> Stepped:
+    first, second = moments(config, grad, states)
+    weight = weight - lr * adams_direction(config, first, second, count)
+    return weight, {"exp_avg": first, "exp_avg_sq": second}
+
+
+def sgd(config: Any, weight: Tensor, grad: Tensor, states: States, lr: float) -> Stepped:
+    if not config.momentum:
+        return weight - lr * grad, {}
+    momentum = config.momentum * states.get("momentum_buffer", 0) + grad
+    direction = grad + config.momentum * momentum if config.nesterov else momentum
+    return weight - lr * direction, {"momentum_buffer": momentum}
+
+
+def lion_direction(config: Any, grad: Tensor, states: States) -> Tensor:
+    """What Lion takes the sign of."""
+    return config.beta1 * states.get("exp_avg", 0) + (1 - config.beta1) * grad
+
+
+def lion(
+    config: Any, weight: Tensor, grad: Tensor, states: States, lr: float, decay: float
+) -> Stepped:
+    direction = torch.sign(lion_direction(config, grad, states))
+    momentum = config.beta2 * states.get("exp_avg", 0) + (1 - config.beta2) * grad
+    return weight - lr * (direction + decay * weight), {"exp_avg": momentum}
+
+
+def lars(
+    config: Any, name: str, weight: Tensor, grad: Tensor, states: States, lr: float
+) -> Stepped:
+    if is_matrix(name):
+        decayed = grad.norm() + config.weight_decay * weight.norm()
+        lr = lr * config.trust_coefficient * weight.norm() / decayed
+        grad = grad + config.weight_decay * weight
+    momentum = config.momentum * states.get("momentum_buffer", 0) + lr * grad
+    return weight - momentum, {"momentum_buffer": momentum}
+
+
+def lamb(
+    config: Any, name: str, weight: Tensor, grad: Tensor, states: States, lr: float, count: int
+) -> Stepped:
+    first, second = moments(config, grad, states)
+    direction = adams_direction(config, first, second, count)
+    if is_matrix(name):
+        direction = direction + config.weight_decay * weight
+        direction = direction * weight.norm() / direction.norm()
+    return weight - lr * direction, {"exp_avg": first, "exp_avg_sq": second}
+
+
+def muon(
+    config: Any,
+    weight: Tensor,
+    grad: Tensor,
+    states: States,
+    lr: float,
+    orthogonalise: Callable[[Tensor], Tensor],
+) -> Stepped:
+    momentum = config.momentum * states.get("exp_avg", 0) + (1 - config.momentum) * grad
+    direction = momentum
+    if config.nesterov:
+        direction = config.momentum * momentum + (1 - config.momentum) * grad
+    rows, columns = weight.shape[-2:]
+    factor = max(1.0, rows / columns) ** 0.5
+    if config.muon_adjust == "match_rms_adamw":
+        factor = 0.2 * max(rows, columns) ** 0.5
+    weight = weight - lr * config.weight_decay * weight - lr * factor * orthogonalise(direction)
+    return weight, {"exp_avg": momentum}
