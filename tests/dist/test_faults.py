@@ -44,7 +44,7 @@ def test_the_cases_pass_without_a_fault() -> None:
 
 
 def test_random_numbers_of_a_recomputation_are_noticed() -> None:
-    """The reference has no dropout: a run without recomputation stands in for it."""
+    """Bitwise: a run without recomputation stands in for the reference."""
     ((plain, recomputing, wrong),) = run_world(1, run_with_dropout)
     assert_bitwise(recomputing, plain)
     assert wrong[0].losses[0] == plain[0].losses[0], "the forward is right"

@@ -126,14 +126,11 @@ def test_the_copies_of_replicated_stages_stay_bitwise_equal(zero: int) -> None:
         assert all(np.array_equal(copy, values[0]) for copy in values), name
 
 
-def test_dropout_is_the_same_in_every_layout_of_one_tp() -> None:
-    """At fixed tp and micro-batch size dp, pp, chunks and schedule leave the masks alone."""
+def test_dropout_is_the_same_for_replicas_and_parts() -> None:
+    """At fixed tp and micro-batch size no schedule changes the masks; of plain ones the parity
+    matrix sees to it."""
     base = Case(m=8, dropout=0.2, masked=0.2)
     layouts = [
-        replace(base, dp=2, m=4),
-        replace(base, pp=2, schedule="zb_h1"),
-        replace(base, dp=2, m=4, pp=2, chunks=2, schedule="interleaved_1f1b"),
-        replace(base, pp=4, in_process=True, schedule="gpipe"),
         replace(base, pp=2, schedule="chimera"),
         replace(base, pp=4, in_process=True, schedule="varuna"),
     ]
