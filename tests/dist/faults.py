@@ -5,7 +5,7 @@ Every fault is a patch of one place in the package, applied inside the ranks of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ from megapipe.optim.shard import Shard
 from megapipe.schedule.ir import Schedule
 from megapipe.tensor_parallel import linear
 from megapipe.tensor_parallel.embedding import PositionEmbedding
-from megapipe.testing import World
+from megapipe.testing import World, run_world
 from megapipe.train.feed import Feed
 from megapipe.train.step import TrainStep
 
@@ -385,3 +385,15 @@ def run_faults(world: World) -> list[tuple[str, Outcome | str]]:
     """Every fault whose case has this world's size."""
     mine = {fault: case for fault, case in FAULTS.items() if case.world == world.size}
     return [(fault.__name__, run_with(world, fault, case)) for fault, case in mine.items()]
+
+
+def outcomes_of_faults(
+    sizes: Iterable[int], run: Callable[[World], list[tuple[str, Any]]]
+) -> dict[str, list[Any]]:
+    """Per fault, every rank's outcome: what `run` returns, in worlds of these sizes."""
+    found: dict[str, list[Any]] = {}
+    for size in sizes:
+        for rank in run_world(size, run):
+            for name, outcome in rank:
+                found.setdefault(name, []).append(outcome)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faults import FAULTS, OUTRIGHT, run_faults, run_with_dropout
+from faults import FAULTS, OUTRIGHT, outcomes_of_faults, run_faults, run_with_dropout
 from parity import Case, check_case, run_cases
 from test_numerics import assert_bitwise
 
@@ -14,13 +14,7 @@ from megapipe.testing import run_world
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Any]]:
-    """Per fault, every rank's outcome."""
-    found: dict[str, list[Any]] = {}
-    for size in sorted({case.world for case in FAULTS.values()}):
-        for rank in run_world(size, run_faults):
-            for name, outcome in rank:
-                found.setdefault(name, []).append(outcome)
-    return found
+    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from faults import outcomes_of_faults
 from parity import check_case
 from switch_faults import FAULTS, run_faults, run_right
 
@@ -15,13 +16,7 @@ SIZES = sorted({case.world for case, _ in FAULTS.values()})
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Any]]:
-    """Per fault, every rank's outcome."""
-    found: dict[str, list[Any]] = {}
-    for size in SIZES:
-        for rank in run_world(size, run_faults):
-            for name, outcome in rank:
-                found.setdefault(name, []).append(outcome)
-    return found
+    return outcomes_of_faults(SIZES, run_faults)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
