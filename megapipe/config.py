@@ -216,7 +216,8 @@ class OptimizerConfig(Section):
     folder. The files have no name and vanish with the process."""
     window_mib: float = Field(64.0, ge=8)
     """Most memory, in MiB, for the windows through which an update sees state that is not fp32
-    beside the weights. Random numbers for stochastic rounding take 4 of it, on a GPU 32."""
+    beside the weights. Random numbers for stochastic rounding take 4 of it, on a GPU 32: there it
+    has to be 64 at least."""
     loss_scale: float | None = Field(None, gt=0)
     """fp16: factor of the loss in the backward pass, best a power of two. Default: dynamic, halved
     when a gradient is not finite (the step is skipped) and doubled after `loss_scale_window` good

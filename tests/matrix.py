@@ -97,7 +97,7 @@ Choice = dict[str, Any]
 
 
 def excluded(c: Mapping[str, Any]) -> bool:
-    """Whether values exclude each other."""
+    """Whether values exclude each other, or one does nothing beside another."""
     dp, tp, pp = c["layout"]
     stages = pp * c["schedule"][1]
     world = dp * tp * (1 if c["in_process"] else pp)
@@ -107,6 +107,10 @@ def excluded(c: Mapping[str, Any]) -> bool:
         (c["kv_heads"] == 2 and tp > 2)
         or (c["uneven"] and stages == 1)
         or (sharded and (dp % c["shard_size"] > 0 or not c["zero"]))
+        or (c["shard_size"] == dp > 1)
+        or (c["zero"] >= 2 and 1 in (dp, c["shard_size"]))
+        or (c["prefetch"] == 0 and c["zero"] < 3)
+        or (c["reduce_dtype"] is not None and dp == 1)
         or (master == "none" and c["dtype"] != "bf16")
         or (state_dtype == "bf16" and c["dtype"] == "fp64")
         or (c["post_validation"] and not _can_be_undone(c))
@@ -117,7 +121,8 @@ def excluded(c: Mapping[str, Any]) -> bool:
 def _can_be_undone(c: Mapping[str, Any]) -> bool:
     elementwise = c["rule"] not in ("muon", "lars", "lamb")
     here = c["offload"] == "none" and not c["in_process"]
-    return elementwise and here and c["zero"] < 3
+    several = c["layout"][2] > 1
+    return elementwise and here and several and c["zero"] < 3
 
 
 def _can_be_compiled(c: Mapping[str, Any]) -> bool:

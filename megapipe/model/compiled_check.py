@@ -41,12 +41,12 @@ def check_compiled(
     """Compare a compiled block of random weights with the same block as it is.
 
     Of two micro-batches of `length` tokens in each of as many `rows`, both in flight at once:
-    outputs, input gradients, gradients of norms, and everything that is queued for the weight
-    gradients; if forwards are run `again`, also without a graph and with nothing but the graph. The
-    processes of a tp group do it together. Raises :class:`ConfigError`.
+    outputs, with a graph and without, input gradients, gradients of norms, and everything that is
+    queued for the weight gradients; if forwards are run `again`, also with nothing but the graph.
+    The processes of a tp group do it together. Raises :class:`ConfigError`.
 
-    All graphs of a training step are there when it begins. Compiling waits for the device, which
-    within the step would wait for a receive, and so for another pipeline rank.
+    All graphs of training steps and validation are there when they begin. Compiling waits for the
+    device, which within a step would wait for a receive, and so for another pipeline rank.
     """
     assert sharding.kernels.compiler is not None
     own = replace(sharding, queue=WeightGradQueue())
@@ -74,14 +74,14 @@ def check_compiled(
         for graph_only in (False, True) if again else (False,):
             block.compiled = compiled
             try:
-                found = _results(block, data, mb, rotary, again, graph_only)
+                found = _results(block, data, mb, rotary, graph_only=graph_only)
             except Exception as error:  # a compiler that is missing or fails does so in many ways
                 raise ConfigError(
                     "kernels.compile=true: torch.compile fails here: "
                     f"{_reason(error)}; expected false"
                 ) from error
             block.compiled = None
-            _compare(found, _results(block, data, mb, rotary, again, graph_only))
+            _compare(found, _results(block, data, mb, rotary, graph_only=graph_only))
 
 
 def _compare(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -99,13 +99,13 @@ def _results(
     data: list[tuple[Tensor, Tensor]],
     mb: MicroBatch,
     rotary: Rotary,
-    again: bool,
+    *,
     graph_only: bool,
 ) -> dict[str, Tensor]:
     """What two micro-batches give, the backward of the first after the forward of the last."""
     queue = block.sharding.queue
     found: dict[str, Tensor] = {}
-    if again and not graph_only:
+    if not graph_only:
         with torch.no_grad():
             found["output without a graph"] = block(data[0][0], mb, rotary)
     xs = [x.clone().requires_grad_() for x, _ in data]

@@ -155,10 +155,12 @@ class Bucket:
             self.grads[0] += other
 
     def zero_grad(self) -> None:
-        """Begin a step. Gradients without memory are zeroed when they are opened."""
+        """Begin a step. Gradients that are sharded get memory, and zeros, when they are opened."""
         for grad in self._early.values():
             grad.zero_()
-        if not self.sharded_grads:
+        if self.sharded_grads:
+            self.close_grads()
+        else:
             for grad in self.grads:
                 grad.zero_()
 

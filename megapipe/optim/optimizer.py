@@ -83,6 +83,8 @@ class Optimizer:
                 self._own[index] = shard
 
     def zero_grad(self) -> None:
+        """Begin a step; what is left of one that was given up is let go."""
+        self._reducing.clear()
         for shard in self.shards:
             shard.zero_grad()
 
@@ -176,8 +178,8 @@ class Optimizer:
                 shard.publish()
 
     def _in_use_order(self) -> list[Shard]:
-        """As a step first uses them, alike on all ranks that share one: the tied embedding, then
-        the stages."""
+        """As a step first uses them, alike on all ranks that share one: the stages, the tied
+        embedding beside the first."""
         return sorted(self.shards, key=lambda shard: shard.bucket.index % self.stages)
 
     def await_all_weights(self) -> None:

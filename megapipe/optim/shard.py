@@ -85,10 +85,10 @@ class Shard:
 
     def zero_grad(self) -> None:
         """Begin a step; the sum of the last one's gradients is let go."""
+        self._reduction = None
         self.bucket.zero_grad()
         self.grad = self.grad.new_empty(0)
         self._parts = False
-        self._reduction = None
 
     def start_reduce(self) -> None:
         """Send off the gradients that are in the bucket."""

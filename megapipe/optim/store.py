@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import OptimizerConfig
+from megapipe.errors import ConfigError
 from megapipe.optim.rounding import round_at_random, scratch_bytes
 from megapipe.optim.staging import Array, Place, Staging
 
@@ -39,7 +40,17 @@ class StatePolicy:
     seed: int = 0
 
     @classmethod
-    def of(cls, config: OptimizerConfig, seed: int, run_folder: Path) -> StatePolicy:
+    def of(
+        cls, config: OptimizerConfig, seed: int, run_folder: Path, device: torch.device
+    ) -> StatePolicy:
+        """Raises :class:`ConfigError` where random numbers would leave no room in the windows."""
+        least = 2 * scratch_bytes(device) / MIB
+        narrow = config.state_dtype == "bf16" or config.master == "none"
+        if narrow and config.rounding == "stochastic" and config.window_mib < least:
+            raise ConfigError(
+                f"optimizer.window_mib={config.window_mib:g}: random numbers for rounding take "
+                f"{least / 2:g} of it on this device; expected at least {least:g}"
+            )
         folder = run_folder if config.offload_folder is None else Path(config.offload_folder)
         return cls(
             master=config.master,

@@ -1,7 +1,14 @@
 """Chunks of tokens whose logits there are at a time."""
 
+from megapipe.config import Config
+
+
+def most_tokens(config: Config) -> int:
+    """``kernels.loss_chunk`` on the device of a run; 0: the loss is not chunked."""
+    return config.kernels.loss_tokens(cuda=config.parallel.device != "cpu")
+
 
 def loss_chunk(tokens: int, most: int) -> int:
-    """Length of the chunks in which the loss of `tokens` is computed, `most` being
-    ``kernels.loss_chunk``: at most half of them, so that their logits are never there in full."""
+    """Length of the chunks in which the loss of `tokens` is computed, `most` being that of
+    :func:`most_tokens`: at most half of them, so that their logits are never there in full."""
     return min(most, -(-tokens // 2))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.layout import Layout
+from megapipe.plan.chunks import most_tokens
 from megapipe.plan.held import Held, Sizes, carried_bytes, carried_gradients, stage_held
 from megapipe.plan.params import DTYPE_BYTES
 from megapipe.schedule.ir import Kind, Op
@@ -104,9 +105,8 @@ def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -
         carried = carried_bytes(model, len(spec.layers), whole)
         gradients = carried_gradients(model, len(spec.layers), sizes)
     tokens = sizes.sequence * rows // (layout.tp if split else 1)
-    loss_chunk = config.kernels.loss_tokens(cuda=cuda)
     return _Piece(
-        held=stage_held(model, spec, layout.units[stage], sizes, loss_chunk=loss_chunk),
+        held=stage_held(model, spec, layout.units[stage], sizes, loss_chunk=most_tokens(config)),
         message=tokens * model.hidden * DTYPE_BYTES[model.dtype],
         carried=carried,
         carried_gradients=gradients,

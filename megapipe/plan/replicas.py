@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from megapipe.config import Config
 from megapipe.layout import Layout
 from megapipe.plan.buckets import zero_stage
+from megapipe.plan.chunks import most_tokens
 from megapipe.schedule.lower import Action, Do
 from megapipe.schedule.synchronise import for_zero, operations
 
@@ -22,7 +23,7 @@ def replica_actions(config: Config, layout: Layout, rank: int) -> list[list[Acti
                 schedule.placement,
                 zero=zero_stage(config.optimizer, layout.dp),
                 prefetch=config.optimizer.prefetch,
-                chunked_loss=config.kernels.loss_tokens(cuda=config.parallel.device != "cpu") > 0,
+                chunked_loss=most_tokens(config) > 0,
             ).actions
             if action.do != Do.COMPUTE
         ]

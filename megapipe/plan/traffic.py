@@ -34,7 +34,7 @@ from megapipe.plan.buckets import (
     process_stages,
     zero_stage,
 )
-from megapipe.plan.chunks import loss_chunk
+from megapipe.plan.chunks import loss_chunk, most_tokens
 from megapipe.plan.params import DTYPE_BYTES
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 
@@ -123,7 +123,7 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
             )
         if layout.stage_layers[stage].head:
             forwards = 1 + (stage in layout.schedule.recompute)
-            most = _loss_tokens(config)
+            most = most_tokens(config)
             chunks = sum(-(-n // loss_chunk(n, most)) if most else 1 for n in pieces)
             size = layout.tp * _LOSS_NUMBERS * main_bytes(config.model.dtype)
             yield Exchange(
@@ -165,7 +165,7 @@ def _stage_traffic(config: Config, layout: Layout, stage: int) -> dict[tuple[Col
     columns = linears + rerun
     rows = linears + rerun - left_out + spec.embedding * (1 + again)
     head_forwards = spec.head * (1 + again)
-    kept_logits = spec.head * (_loss_tokens(config) == 0)
+    kept_logits = spec.head * (most_tokens(config) == 0)
     if not config.parallel.sequence_parallel:
         return {("all_reduce", "F"): rows, ("all_reduce", "I"): linears + spec.head}
     return {
@@ -175,11 +175,6 @@ def _stage_traffic(config: Config, layout: Layout, stage: int) -> dict[tuple[Col
         ("reduce_scatter", "I"): linears + spec.head,
         ("all_gather", "W"): 2 * linears + spec.embedding + kept_logits,
     }
-
-
-def _loss_tokens(config: Config) -> int:
-    """Tokens whose logits there are at a time; 0: all."""
-    return config.kernels.loss_tokens(cuda=config.parallel.device != "cpu")
 
 
 def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:

@@ -59,6 +59,8 @@ class Lane:
         self._reduce = cost.per_stage("reduce", stages)
         self._gathered: dict[int, Time] = {}
         self._reduced: dict[int, Time] = {}
+        """When the last reduction of a stage ends; of all, in order, in `_ends`."""
+        self._ends: list[Time] = []
         self.stops = self._stops(ops, actions)
         """Those to come, the next one last."""
         if cost.zero < 3:
@@ -87,7 +89,7 @@ class Lane:
 
     def _takes_time(self, action: Action) -> bool:
         if action.do in (Do.REDUCE, Do.OPEN):
-            return self._reduce[action.stage] > 0
+            return any(self._reduce)
         return action.do in (Do.UNSHARD, Do.AWAIT) and self._gather[action.stage] > 0
 
     def gathered(self, stage: int) -> Time:
@@ -103,8 +105,8 @@ class Lane:
             if action.do == Do.REDUCE:
                 self.begin_reduce(action.stage, ended)
             elif action.do == Do.OPEN:
-                others = self.reductions[-2].end if len(self.reductions) > 1 else 0
-                now = max(now, others, self._reduced.get(action.stage, 0))
+                # of all but the last: the run before this one has waited for the others
+                now = max(now, self._reduced.get(action.stage, 0), *self._ends[-2:-1])
             elif action.do == Do.UNSHARD:
                 self._begin_gather(action.stage, now)
             else:
@@ -120,7 +122,9 @@ class Lane:
 
     def begin_reduce(self, stage: int, ready: Time) -> None:
         """Reduce a stage as soon as its gradients are ready and the lane is free."""
-        self._reduced[stage] = self._next(self.reductions, stage, ready, self._reduce[stage])
+        end = self._next(self.reductions, stage, ready, self._reduce[stage])
+        self._reduced[stage] = end
+        self._ends.append(end)
 
     def _begin_gather(self, stage: int, ready: Time) -> None:
         self._gathered[stage] = self._next(self.gathers, stage, ready, self._gather[stage])

@@ -5,8 +5,9 @@ takes CUDA tensors for some operations only, so with gloo they travel through ho
 lets several ranks share one GPU). Each is its partner's gradient: all-gather and reduce-scatter,
 all-reduce and identity; the layers pair them in their own backward, where the weight gradient
 is split off. Those called `start_...` return before they are done: what they are given must stay as
-it is, and what they return must not be read, until the returned wait has been called. On gloo these
-are messages between the members (:mod:`megapipe.tensor_parallel.direct`), all-to-alls excepted.
+it is, and what they return must not be read, until the returned wait has been called. On gloo
+those of CPU tensors are messages between the members (:mod:`megapipe.tensor_parallel.direct`),
+all-to-alls excepted.
 """
 
 from __future__ import annotations

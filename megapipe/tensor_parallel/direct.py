@@ -42,6 +42,7 @@ def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Callable[[]
         torch.add(first, second, out=total)
         for other in others:
             total.add_(other)
+        terms.clear()
 
     return total, wait
 

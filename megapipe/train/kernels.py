@@ -28,12 +28,13 @@ def agreed_kernels(
     """
     kernels = _selected(config, mesh, cut=schedule.slices > 1)
     if kernels.compiler is not None:
-        sizes = {schedule.size_of(microbatch) for microbatch in range(schedule.microbatches)}
+        rows = config.train.microbatch
+        sizes = map(schedule.size_of, range(schedule.microbatches))
         check_compiled(
             config.model,
             make_sharding(config, mesh, kernels),
             length=config.train.sequence_length,
-            rows={int(size * config.train.microbatch) for size in sizes},
+            rows={rows, *(int(size * rows) for size in sizes)},  # whole ones: validation
             again=bool(schedule.recompute)
             or any(unit.policy.recompute for unit in chain(*layout.units)),
             documents=config.data.document_mask,

@@ -134,7 +134,9 @@ class TrainStep:
             in_process=self.pipeline.in_process,
         )
         run = self.config.run
-        states = StatePolicy.of(self.config.optimizer, run.seed, Path(run.folder) / run.name)
+        states = StatePolicy.of(
+            self.config.optimizer, run.seed, Path(run.folder) / run.name, self.mesh.device
+        )
         return Optimizer(
             buckets,
             self.config.optimizer,

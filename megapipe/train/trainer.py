@@ -51,8 +51,8 @@ class Trainer:
     """Runs `config` on this process' part of the mesh.
 
     `local_rank` 0 prepares the corpus for its node, once everything that can be known to be wrong
-    without it is known. Raises a :class:`MegapipeError` on every rank
-    when any rank meets one while setting up.
+    without it is known. Raises a :class:`MegapipeError` on every rank when any rank meets one while
+    setting up, a failing compiler excepted (:func:`~megapipe.train.kernels.agreed_kernels`).
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""All graphs of a training step are compiled before it: a compiler may wait for the device, and on
-a GPU a receive that is posted ahead is part of what it waits for."""
+"""All graphs of steps and validation are compiled before them: a compiler may wait for the device,
+and on a GPU a receive that is posted ahead is part of what it waits for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
 CASES = [
-    Case(pp=2, m=4, schedule="1f1b", compile=True),
+    Case(pp=2, m=4, schedule="interleaved_1f1b", chunks=2, compile=True),
     Case(pp=2, m=4, schedule="1f1b", activations="full", compile=True),
     Case(pp=2, m=4, schedule="zb_h1", activations="stage", documents=True, compile=True),
     Case(pp=2, m=4, schedule="chimera_backward_halving", activations="full", compile=True),
@@ -23,7 +23,7 @@ CASES = [
 
 
 def graphs(world: World, cases: Sequence[Case]) -> list[tuple[int, int]]:
-    """Per case: graphs made before the first step, and in two steps."""
+    """Per case: graphs made before the first step, and in two steps and a validation."""
     counts = []
     for case in cases:
         torch.compiler.reset()
@@ -42,11 +42,12 @@ def graphs(world: World, cases: Sequence[Case]) -> list[tuple[int, int]]:
             before = len(made)
             for i in range(2):
                 step.train(i, Rows(case))
+            step.evaluate(Rows(case), 2 * case.batch)
         counts.append((before, len(made) - before))
     return counts
 
 
-def test_every_graph_is_there_when_the_step_begins() -> None:
+def test_every_graph_is_there_when_the_first_step_begins() -> None:
     for counts in run_world(2, graphs, CASES, timeout_s=120):
         for case, (before, within) in zip(CASES, counts, strict=True):
             assert before >= 1, case.name

@@ -61,7 +61,7 @@ def test_the_copies_agree_and_gradients_lose_little_when_they_travel_in_bf16() -
 
 SHARED = [
     Case(
-        dp=2,
+        dp=4,
         pp=2,
         m=4,
         schedule=schedule,
@@ -78,9 +78,9 @@ SHARED = [
             ("dualpipe", 3, 2),
             ("gems", 1, 1),
             ("gems", 2, 2),
-            ("bitpipe", 3, 1),
-            ("1f1b", 3, 1),
-            ("zb_v", 2, 1),
+            ("bitpipe", 3, 2),
+            ("1f1b", 3, 2),
+            ("zb_v", 2, 2),
         ],
         [0, 1, 0, 1, 0, 1, 2, 0, 1],
         strict=True,

@@ -307,7 +307,7 @@ def test_state_that_does_not_fit_is_made_smaller_then_the_step_is_compiled(
     finally:
         dist.destroy_process_group()
     _, *rows = ladder.records.read(Path(work.file))
-    setting = "optimizer.state_dtype=bf16"
+    setting = "optimizer.state_dtype=bf16 optimizer.rounding=nearest"
     assert [row.setting for row in rows] == [setting, f"{setting} kernels.loss_chunk=0"]
     assert {row.rows for row in rows} == {3}
     assert {row.state for row in rows} == {"fp32 weights, bf16 state"}

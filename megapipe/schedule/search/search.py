@@ -38,7 +38,8 @@ quickly less for larger ones, but no less than LEAST whole orders."""
 
 
 COMPARED = 16
-"""Orders of each kind that are timed with gathers and reductions, where there are any."""
+"""Orders of each kind that are timed with gathers and reductions, where there are any; these
+timings come on top of the effort."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megapipe.optim.rounding import round_at_random, scratch_bytes
 from megapipe.optim.staging import LANES, MappedFile
 from megapipe.optim.store import MIB, StatePolicy, Store
 
+CPU = torch.device("cpu")
 NAMES = ("exp_avg", "exp_avg_sq")
 N = 200
 SEGMENTS = ((0, 60), (60, 200))
@@ -206,12 +207,12 @@ def test_rounding_at_random_needs_its_step() -> None:
 
 def test_a_policy_from_the_configuration(tmp_path: Path) -> None:
     config = OptimizerConfig(offload="disk", state_dtype="bf16", window_mib=16, rounding="nearest")
-    assert StatePolicy.of(config, 3, tmp_path) == StatePolicy(
+    assert StatePolicy.of(config, 3, tmp_path, CPU) == StatePolicy(
         "fp32", "bf16", "nearest", "disk", tmp_path, 16 * MIB, 3
     )
     config = OptimizerConfig(offload_folder="/fast")
-    assert StatePolicy.of(config, 0, tmp_path).folder == Path("/fast")
-    assert StatePolicy.of(OptimizerConfig(), 0, tmp_path).place == "device"
+    assert StatePolicy.of(config, 0, tmp_path, CPU).folder == Path("/fast")
+    assert StatePolicy.of(OptimizerConfig(), 0, tmp_path, CPU).place == "device"
 
 
 @pytest.mark.parametrize(
@@ -283,8 +284,8 @@ def _is_tensor(value: Any) -> bool:
     ids=lambda settings: "-".join(settings.values()),
 )
 def test_windows_keep_to_their_budget(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Counted from the tensors that are alive, for 9 MiB and more of state."""
-    n, budget = 3 * MIB // 2, 5 * MIB
+    """Counted from the tensors that are alive, for 18 MiB and more of state."""
+    n, budget = 3 * MIB, 8 * MIB
     policy = StatePolicy(**settings, folder=tmp_path, window_bytes=budget)
     store = Store(torch.zeros(n, dtype=torch.bfloat16), NAMES, policy)
     store.begin(0)
@@ -306,6 +307,16 @@ def test_windows_keep_to_their_budget(settings: dict[str, Any], tmp_path: Path) 
     assert store.weights.eq(1).all()
     assert store.read("exp_avg", 0, n).eq(1).all()
     assert store.read("exp_avg_sq", 0, n).eq(0).all()
+
+
+def test_a_window_that_random_numbers_would_fill_is_refused(tmp_path: Path) -> None:
+    config = OptimizerConfig(state_dtype="bf16", window_mib=32)
+    assert StatePolicy.of(config, 1, tmp_path, CPU).window_bytes == 32 * MIB
+    wanted = r"window_mib=32: .* take 32 of it on this device; expected at least 64"
+    with pytest.raises(ConfigError, match=wanted):
+        StatePolicy.of(config, 1, tmp_path, torch.device("cuda"))
+    nearest = config.model_copy(update={"rounding": "nearest"})
+    StatePolicy.of(nearest, 1, tmp_path, torch.device("cuda"))
 
 
 def resident() -> int:

@@ -105,9 +105,8 @@ class Clocks:
                 if op.kind not in (Kind.W, Kind.R):
                     self._sent[(op.kind == Kind.F, *op[1:4])] = now
             for action in last:
-                if self.meaning.of_stage("reduce", action.stage):
-                    reduced[action.stage] = self._collective("reduce", action.stage, rank, end)
-                    under_way.append(reduced[action.stage])
+                reduced[action.stage] = self._collective("reduce", action.stage, rank, end)
+                under_way.append(reduced[action.stage])
 
     def _arrival(self, op: Op):
         if op.kind in (Kind.W, Kind.R):

@@ -82,6 +82,14 @@ def test_new_gradients_of_a_stage_wait_for_its_own_reduction():
     assert list(timeline.starts[0])[-4:] == [8, 9, 10, 18]
 
 
+def test_a_reduction_that_takes_no_time_is_one_of_two():
+    """Stage 2's is waited for before the run after stage 1's."""
+    text = "0F0 1F0 2F0 2B0 1B0 0B0"
+    for middle in (0, 1):
+        timeline = timed(text, reduce=(1, middle, 20), zero=2)
+        assert list(timeline.starts[0]) == [0, 1, 2, 3, 5, 25]
+
+
 def test_a_message_does_not_wait_for_a_reduction():
     """1B0 ends at 10, while its rank reduces stage 3 until 16."""
     timeline = timed("0F0 2F0 2B0 0B0/1F0 3F0 3B0 1B0", 1, loop(2, 2), reduce=10, zero=2)

@@ -102,8 +102,7 @@ def test_another_order_of_additions_would_be_noticed() -> None:
     assert not in_order(terms).equal(in_order(terms[::-1]))
 
 
-def test_a_sum_keeps_memory_for_its_piece_alone() -> None:
-    """What the others sent is not kept with it."""
+def test_a_sum_is_no_view_of_something_larger() -> None:
     for rank in run_world(3, kept_bytes):
         assert rank == 4 * LENGTHS[1]
 
