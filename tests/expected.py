@@ -118,14 +118,14 @@ def plain_error(case: Case, params: Params, batch: Batch, step: int, draw: int) 
     """How far gradients of the reference in the case's type are from those in fp64.
 
     Rounding errors are random numbers, more or less, and those of the first layers grow on their
-    way: `draw` 0 has the errors at these weights, others have them at neighbouring ones, a few
-    roundings of bf16 away.
+    way: `draw` 0 has the errors at these weights, others have them at neighbouring ones, about
+    a rounding of bf16 away.
     """
     model, end, noise = configure(case)[0].model, document_end(case), noise_of(case, step)
     if draw:
         generator = torch.Generator().manual_seed(draw)
         params = {
-            name: p * (1 + 2**-6 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+            name: p * (1 + 2**-8 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
             for name, p in params.items()
         }
         if case.master == "none":
