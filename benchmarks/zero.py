@@ -5,11 +5,12 @@ each ZeRO stage. What it hands to the collectives and the memory that it keeps a
 formulas of Rajbhandari et al. (1910.02054), for two stages on one pipeline rank.
 
 Time. Two processes on gloo. The optimizer's part of a step (sum gradients, global norm, clip,
-AdamW, gather weights) is timed by turns with a bare loop of torch's calls over arrays of the same
-sizes, which must give the same weights. For gloo torch's reduce-scatter is an all-reduce; ours
-sends each owner its slice (:mod:`megapipe.tensor_parallel.direct`). Whole steps are timed by turns
-with DistributedDataParallel and ZeroRedundancyOptimizer around a plain GPT-2 (:mod:`plain_gpt`)
-with the same weights, batches and losses. Of both the fastest rounds are compared.
+AdamW, gather weights) is timed by turns with a bare loop over arrays of the same sizes, which must
+give the same weights: of torch's calls, whose reduce-scatter for gloo is an all-reduce, and with
+our own messages, which bring each owner its slice (:mod:`megapipe.tensor_parallel.direct`). Whole
+steps are timed by turns with DistributedDataParallel and ZeroRedundancyOptimizer around a plain
+GPT-2 (:mod:`plain_gpt`) with the same weights, batches and losses. Of both the fastest rounds are
+compared.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from torch.optim.adam import adam
 
 from megapipe.config import Config
 from megapipe.layout import Layout, resolve
-from megapipe.mesh import Grid
+from megapipe.mesh import Axis, Grid
 from megapipe.optim.buffers import Bucket
 from megapipe.plan.buckets import process_buckets
 from megapipe.plan.params import DTYPE_BYTES
+from megapipe.tensor_parallel.collectives import start_all_gather, start_reduce_scatter
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from megapipe.train.totals import Totals
@@ -207,9 +209,11 @@ def replicated(size: Size, dp: int, *, tied: bool) -> tuple[Config, Layout]:
 
 
 class BareLoop:
-    """Reduce-scatter, norm, clip, fused AdamW and all-gather of one flat array."""
+    """Reduce-scatter, norm, clip, fused AdamW and all-gather of one flat array: by torch's
+    collectives, or by the messages over an `axis` that megapipe has for gloo."""
 
-    def __init__(self, step: TrainStep) -> None:
+    def __init__(self, step: TrainStep, axis: Axis | None = None) -> None:
+        self.axis = axis
         (shard,) = step.optimizer.shards
         self.weights = shard.bucket.weights.clone()
         self.grads = torch.empty_like(shard.bucket.grads[0])
@@ -221,7 +225,11 @@ class BareLoop:
         self.parts = ((slice(0, decayed), DECAY), (slice(decayed, None), 0.0))
 
     def step(self, _: int) -> None:
-        _reduce_scatter(self.piece, self.grads)
+        if self.axis is None:
+            _reduce_scatter(self.piece, self.grads)
+        else:
+            self.piece, wait = start_reduce_scatter(self.grads, self.axis)
+            wait()
         square = torch.linalg.vector_norm(self.piece).square()
         dist.all_reduce(square)
         norm = float(square.sqrt())
@@ -246,15 +254,18 @@ class BareLoop:
                 maximize=False,
             )
         self.updates += 1
-        _all_gather(self.weights, self.own)
+        if self.axis is None:
+            _all_gather(self.weights, self.own)
+        else:
+            start_all_gather(self.weights, self.own, self.axis)()
 
 
-def optimizer_part(world: World, size: Size, rounds: int) -> Sides:
+def optimizer_part(world: World, size: Size, rounds: int, messages: bool) -> Sides:
     config, layout = replicated(size, world.size, tied=False)
     mesh = world.mesh(Grid(dp=world.size))
     train = TrainStep(config, layout, mesh)
     (shard,) = train.optimizer.shards
-    bare = BareLoop(train)
+    bare = BareLoop(train, mesh.dp if messages else None)
     generator = torch.Generator().manual_seed(mesh.rank)
     shard.bucket.grads[0].normal_(generator=generator)
     shard.bucket.grads[0][shard.bucket.entries[-1].stop :] = 0  # padding
@@ -338,14 +349,16 @@ def whole_step(world: World, size: Size, rounds: int) -> Sides:
 
 
 def time_claims(size: Size, rounds: int) -> Iterator[Result]:
-    part, seconds = ratio(run_world(2, optimizer_part, size, 8 * rounds, timeout_s=300.0))
-    yield Result(
-        "optimizer's part of a step, dp 2",
-        part,
-        1.03,
-        "x",
-        f"bare loop of torch's calls, {1e3 * seconds:.1f} ms",
-    )
+    for peer, messages in (("torch's calls", False), ("megapipe's messages", True)):
+        sides = run_world(2, optimizer_part, size, 8 * rounds, messages, timeout_s=300.0)
+        part, seconds = ratio(sides)
+        yield Result(
+            f"optimizer's part of a step, dp 2, over {peer}",
+            part,
+            1.03,
+            "x",
+            f"bare loop, {1e3 * seconds:.1f} ms",
+        )
     step, seconds = ratio(run_world(2, whole_step, size, rounds, timeout_s=300.0))
     yield Result(
         "whole step, dp 2",
