@@ -88,16 +88,20 @@ class Update:
         muon = self.case.rule == "muon" and plain_rules.is_hidden(name)
         return muon and self.main == "fp32"
 
+    @property
+    def factor(self) -> float:
+        """That of clipping."""
+        clip = self.case.clip
+        return 1.0 if clip is None else min(1.0, clip / (self.norm + 1e-6))
+
     def stepped(self, orthogonalise: Any) -> dict[str, plain_rules.Stepped]:
         """What the plain rule makes of all weights, and of their states, in fp64."""
-        clip = self.case.clip
-        factor = 1.0 if clip is None else min(1.0, clip / (self.norm + 1e-6))
         return {
             name: plain_rules.step(
                 self.config,
                 name,
                 weight,
-                factor * self.grads[name],
+                self.factor * self.grads[name],
                 states_of(self.before, name),
                 self.lr,
                 self.count,
@@ -150,6 +154,15 @@ class Update:
             total = plain_rules.lion_direction(self.config, grad, {"exp_avg": momentum})
             unsure = total.abs() <= 8 * unit * (momentum.abs() + grad.abs())
             error = error + 2 * self.lr * unsure
+        if self.case.rule == "adam" and plain_rules.is_matrix(name):
+            # the gradient and the decay of the weight may cancel, and what is left is scaled up
+            grad, decay = self.factor * self.grads[name], self.config.weight_decay * weight
+            states = states_of(self.before, name)
+            _, second = plain_rules.moments(self.config, grad + decay, states)
+            terms = 12 * unit * (1 - self.config.beta1) * (grad.abs() + decay.abs())
+            error = error + self.lr * plain_rules.adams_direction(
+                self.config, terms, second, self.count
+            )
         return error
 
     def error_of_state(self, before: Tensor, exact: Tensor) -> Tensor:
