@@ -206,16 +206,15 @@ def test_every_gradient_under_inductor_in_fp64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_one_graph_serves_all_blocks_of_all_stages(name: str) -> None:
+def test_the_same_graphs_serve_all_blocks_of_all_stages(name: str) -> None:
     model, traced = model_of(name), Traced()
     check(model, traced)
-    assert traced.graphs == 1
+    assert traced.graphs == 2, "one that keeps what the backward needs, one that keeps nothing"
     for _ in range(2):
         assert_like_uncompiled(model, traced, 1e-12)
-    assert traced.graphs == 1
     stage, _ = stage_of(model, traced)
     stage.evaluate((0, 0), torch.ones(8, 2, model.hidden, dtype=torch.float64), MB)
-    assert traced.graphs == 2, "one more, that keeps nothing"
+    assert traced.graphs == 2
 
 
 def test_what_is_queued_is_let_go_by_W() -> None:
@@ -278,8 +277,9 @@ def lost(index: int) -> Compiler:
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(block: Any, x: Any, rotary: Any, mask: Any, linears: Any, graph_only: Any) -> Any:
             linears = list(linears)
-            sink = torch.zeros_like(linears[index].sink).requires_grad_()
-            linears[index] = linears[index]._replace(sink=sink)
+            if linears[index].sink is not None:
+                sink = torch.zeros_like(linears[index].sink).requires_grad_()
+                linears[index] = linears[index]._replace(sink=sink)
             return function(block, x, rotary, mask, linears, graph_only)
 
         return run
