@@ -2,7 +2,13 @@
 
 from collections.abc import Sequence
 
-from megapipe.config import ActivationsConfig, Config, OptimizerConfig, ParallelConfig
+from megapipe.config import (
+    ActivationsConfig,
+    Config,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from megapipe.errors import ConfigError
 from megapipe.model.config import Dtype, ModelConfig
 
@@ -17,6 +23,7 @@ def check(config: Config, dp: int) -> None:
     _check_kernels(config)
     _check_activations(config.activations)
     _check_timeline(config)
+    _check_stop(config.train)
 
 
 def _check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -128,6 +135,14 @@ def _check_timeline(config: Config) -> None:
         raise ConfigError(
             f"log.timeline={config.log.timeline}: there is no step {wrong[0]}: expected steps from "
             f"1 to train.steps={steps}"
+        )
+
+
+def _check_stop(train: TrainConfig) -> None:
+    if train.stop_after is not None and train.stop_after > train.steps:
+        raise ConfigError(
+            f"train.stop_after={train.stop_after} is more than train.steps={train.steps}: expected "
+            "at most that, or null"
         )
 
 

@@ -151,7 +151,10 @@ class OptimizerConfig(Section):
     min_lr: float = Field(3e-5, ge=0)
     """Learning rate at the end of the decay."""
     warmup_steps: int = Field(100, ge=0)
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up: step i, counted from 1, has lr x i / (warmup_steps + 1), so the first
+    one moves and the one after the warm-up has the peak. nanoGPT and torchtitan warm up likewise;
+    Megatron-LM and transformers take lr x (i - 1) / warmup_steps, which is 0 at the first step and
+    at the peak at the same one."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Decay after the warm-up; wsd (warm-up, stable, decay) holds the peak until the last
     `decay_steps`."""
@@ -274,7 +277,10 @@ class TrainConfig(Section):
     """Length of the run and sizes of its batches."""
 
     steps: int = Field(300, ge=1)
-    """Optimizer steps in all."""
+    """Optimizer steps in all: the horizon of the learning rate."""
+    stop_after: int | None = Field(None, ge=1)
+    """Step after which the run is saved and ends, with everything planned for `steps` as before: a
+    prefix of the longer run, which goes on from there when this is raised or null."""
     sequence_length: int = Field(256, ge=1)
     """Tokens per sample."""
     global_batch: int = Field(32, ge=1)
@@ -285,6 +291,11 @@ class TrainConfig(Section):
     """Steps between validations; 0: only at the end."""
     validation_samples: int | None = Field(256, ge=1)
     """Held-out samples per validation; null: all of them."""
+
+    @property
+    def last_step(self) -> int:
+        """The step, counted from 1, after which this start of the run ends."""
+        return self.steps if self.stop_after is None else self.stop_after
 
 
 class CheckpointConfig(Section):

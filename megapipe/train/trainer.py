@@ -126,8 +126,9 @@ class Trainer:
         return build_sinks(self.config, self.folder, flatten(self.config))
 
     def run(self) -> None:
-        """Train to the last step. Raises :class:`Preempted` after saving if asked to stop."""
-        steps = self.config.train.steps
+        """Train to ``train.stop_after`` or the end. Raises :class:`Preempted` after saving if asked
+        to stop."""
+        steps, end = self.config.train.steps, self.config.train.last_step
         self._note(self._banner())
         for line in (self.step.kernels.banner(), *self.step.kernels.warnings()):
             self._note(line)
@@ -141,11 +142,11 @@ class Trainer:
         losses: list[float] = []
         times: dict[int, float] = {}
         pace = None
-        for step in range(self.first_step, steps):
+        for step in range(self.first_step, end):
             start = time.perf_counter()
             drawn = step + 1 in self.config.log.timeline
             recorded = drawn or (auto is not None and auto.recording)
-            last = step + 1 == steps
+            last = step + 1 == end
             validate = last or _due(self.config.train.validate_every, step + 1)
             save = last or _due(self.config.checkpoint.every, step + 1)
             results = [
@@ -178,6 +179,11 @@ class Trainer:
                 self._save(step + 1)
             if stop and not last:
                 raise Preempted(f"stopped by a signal; saved step {step + 1} of {steps}")
+        if end < steps:
+            self._note(
+                f"ended after step {end} of {steps}, as train.stop_after says; start again with "
+                "more, or null, to go on"
+            )
         if losses:
             self._summarise(losses, time.perf_counter() - began)
 
@@ -225,7 +231,7 @@ class Trainer:
                 tflops_per_device=tflops,
                 mfu=None if limit is None else tflops / limit,
                 memory_gib=memory_gib(device),
-                eta_seconds=pace * (train.steps - step),
+                eta_seconds=pace * (train.last_step - step),
                 samples=step * train.global_batch,
                 loss_scale=result.loss_scale if self.config.model.dtype == "fp16" else None,
             )

@@ -190,6 +190,18 @@ def test_a_resumed_run_is_the_uninterrupted_one_bitwise(case: str, tmp_path: Pat
     assert [x["loss"] for x in steps] == [full[0]["steps"][i].loss for i in range(1, STEPS + 1)]
 
 
+def test_a_prefix_of_a_run_is_saved_and_goes_on_as_the_whole(tmp_path: Path) -> None:
+    """Learning rates included, which decay towards the end of the whole."""
+    one = {"parallel.pp": "2"}
+    prefix = Play("parts", {**one, "train.stop_after": "3"})
+    full, begun, parts = run(tmp_path, Play("full", one), prefix, Play("parts", one), world=2)
+    assert sorted(begun[0]["steps"]) == [1, 2, 3]
+    assert all(begun[0]["steps"][i] == full[0]["steps"][i] for i in (1, 2, 3))
+    assert parts[0]["first_step"] == 3
+    assert_continues(parts, full)
+    assert "ended after step 3 of 8" in (tmp_path / "runs/parts/log.jsonl").read_text()
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
 def test_another_layout_loads_the_same_state_and_goes_on(schedule: str, tmp_path: Path) -> None:
     """dp2 pp2 with ZeRO 0, perhaps replicated, goes on as tp2 pp2 with ZeRO 1, and back."""

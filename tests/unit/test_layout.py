@@ -300,6 +300,7 @@ def test_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             ["log.timeline=[3,0]"],
             "log.timeline=[3, 0]: there is no step 0: expected steps from 1 to train.steps=",
         ),
+        (["train.steps=200", "train.stop_after=201"], "is more than train.steps=200: expected at m"),
         (["pipeline.placement=v"], "pipeline.placement=v is for pipeline.schedule=auto"),
         (["pipeline.schedule=gone.csv"], "pipeline.schedule=gone.csv: schedule gone.csv: No such"),
         (["pipeline.schedule=gone:f"], "schedule gone:f: there is no module 'gone'"),
