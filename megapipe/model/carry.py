@@ -4,6 +4,9 @@ A slice attends to itself and to all slices before it (TeraPipe, 2102.07988). It
 are written into a buffer for the whole sequence, and its attention reads the buffer's rows up to
 its own end. Backwards the slices come in descending order: each adds the gradient of the earlier
 rows to a buffer of gradients, and takes out of it what the later slices have left on its own rows.
+
+A text that is generated is a sequence whose slices are its tokens: the buffer is what others call
+the key/value cache.
 """
 
 from __future__ import annotations
@@ -36,6 +39,12 @@ class Carry:
             self._rows[layer] = _Rows(self.length, k), _Rows(self.length, v)
         keys, values = self._rows[layer]
         return _Extend.apply(k, keys, start), _Extend.apply(v, values, start)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with some of the b sequences, by number; without gradients."""
+        for pair in self._rows.values():
+            for each in pair:
+                each.values = each.values[:, rows]
 
 
 class _Rows:

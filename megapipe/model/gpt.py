@@ -106,10 +106,19 @@ class GPTStage(nn.Module):
         losses = vocab_parallel_cross_entropy(head(hidden), labels, self.sharding.tp, vocab)
         return masked_sum(losses, mask)
 
-    def logits(self, x: Tensor | None, mb: MicroBatch) -> Tensor:
-        """This rank's columns of the logits, [s, b, V/tp], padding included."""
+    def logits(
+        self,
+        x: Tensor | None,
+        mb: MicroBatch,
+        carry: Carry | None = None,
+        *,
+        last: bool = False,
+    ) -> Tensor:
+        """This rank's columns of the logits, [s, b, V/tp], padding included; with `last` those of
+        the last position alone, [1, b, V/tp], of sequences that are not split."""
         assert self.head is not None
-        return self.head(self.final_norm(self.hidden(x, mb)))
+        hidden = self.hidden(x, mb, carry)
+        return self.head(self.final_norm(hidden[-1:] if last else hidden))
 
     def hidden(
         self,
@@ -124,7 +133,7 @@ class GPTStage(nn.Module):
             assert mb.tokens is not None
             x = self.embedding(mb.tokens)
             if self.position is not None:
-                x = self.position(x, mb.start)
+                x = self.position(x, mb.start, mb.positions)
             p = self.config.dropout if self.training else 0.0
             x = dropout(x, p, mb, "embedding", 0, self.sharding)
         assert x is not None
@@ -142,4 +151,6 @@ class GPTStage(nn.Module):
             )
             self._rotary = length, tables
         cos, sin = self._rotary[1]
+        if mb.positions is not None:  # [s, b] of [length, 1, 1, 1, d] -> [s, b, 1, 1, d]
+            return cos[mb.positions].squeeze(2), sin[mb.positions].squeeze(2)
         return cos[mb.start : mb.start + here], sin[mb.start : mb.start + here]

@@ -31,5 +31,8 @@ class MicroBatch:
     """First row, where these are a part of the micro-batch's rows."""
     start: int = 0
     """First position, where these are a slice of the sequence."""
+    positions: Tensor | None = None
+    """[s, b]: position of each token, where rows begin with padding (in generation); by default
+    they count from `start`."""
     sequence_length: int | None = None
     """Length of the whole sequence, given where the sequences are cut into slices."""

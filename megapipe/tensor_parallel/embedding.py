@@ -143,6 +143,9 @@ class PositionEmbedding(nn.Module):
         first = start + (length * self.sharding.tp.index if self.sharding.sequence_split else 0)
         return first, first + length
 
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """`start` is the first position of the slice, where x is one."""
+    def forward(self, x: Tensor, start: int = 0, positions: Tensor | None = None) -> Tensor:
+        """`start` is the first position of the slice, where x is one. `positions` [s, b] are
+        those of every row, for sequences that are not split, without a gradient."""
+        if positions is not None:
+            return x + self.weight.detach()[positions]
         return _PositionFunction.apply(x, self.weight, self, start)

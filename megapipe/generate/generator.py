@@ -1,0 +1,175 @@
+"""A checkpoint's model, and the texts that it writes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.reader import Checkpoint, find_newest
+from megapipe.data.tokenizer import Tokenizer, load_tokenizer
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.generate.reading import Reading
+from megapipe.generate.sampling import Sampling, choose
+from megapipe.generate.text import TextStream
+from megapipe.mesh import Axis
+from megapipe.model.config import ModelConfig
+from megapipe.model.gpt import TORCH_DTYPES, GPTStage
+from megapipe.model.partition import StageSpec
+from megapipe.optim.buffers import owned_parameters
+from megapipe.tensor_parallel.parameter import Sharding, spec_of
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`: its folder, or a run folder, whose newest intact one is taken."""
+    if (path / MANIFEST).exists():
+        checkpoint = Checkpoint.open(path)
+        checkpoint.verify()
+        return checkpoint
+    damaged: set[Path] = set()
+    while True:
+        found = find_newest(path / "checkpoints", skip=damaged).path
+        if found is None:
+            what = "all its checkpoints are damaged" if damaged else "it has no checkpoint"
+            raise CheckpointError(f"{path}: neither a checkpoint nor a run folder: {what}")
+        checkpoint = Checkpoint.open(found)
+        try:
+            checkpoint.verify()
+            return checkpoint
+        except CheckpointError:
+            damaged.add(found)
+
+
+End = Literal["document", "stop", "tokens"]
+"""Why a text ended: its document did, a stop string came up, or enough tokens were added."""
+
+
+class Piece(NamedTuple):
+    """What one more token adds to a text."""
+
+    prompt: int
+    """Number of the prompt, from 0."""
+    token: int
+    """Id of the token."""
+    text: str
+    """Text that has become certain; may be empty."""
+    end: End | None
+    """Given with the last piece of a prompt."""
+
+
+class Generator:
+    """A whole model on one device, for sampling."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        stored = checkpoint.manifest.config
+        fields = {
+            key.removeprefix("model."): value
+            for key, value in stored.items()
+            if key.startswith("model.")
+        }
+        self.config = ModelConfig.model_validate(fields)
+        self.device = device
+        self.tokenizer: Tokenizer = load_tokenizer(str(stored["data.tokenizer"]))
+        if self.config.vocab_size is None or self.tokenizer.vocab_size > self.config.vocab_size:
+            raise ConfigError(
+                f"tokenizer {stored['data.tokenizer']} has {self.tokenizer.vocab_size} ids, the "
+                f"checkpoint's model {self.config.vocab_size}"
+            )
+        length = stored["train.sequence_length"]
+        assert isinstance(length, int)
+        self.context = length
+        """Most tokens that the model sees at a time: the length that it was trained at."""
+        self.document_end = self.tokenizer.eod if stored.get("data.document_mask") else None
+        sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[self.config.dtype])
+        spec = StageSpec(embedding=True, layers=range(self.config.layers), head=True)
+        self.module = GPTStage(self.config, spec, sharding).eval()
+        self._fill(checkpoint)
+
+    def _fill(self, checkpoint: Checkpoint) -> None:
+        """Give every parameter its weights; the two uses of a tied embedding share one tensor."""
+        tensors: dict[str, Tensor] = {}
+        for owned in owned_parameters(self.module):
+            spec = spec_of(owned.parameter)
+            if spec.name not in tensors:
+                values = torch.zeros(spec.sizes, dtype=owned.parameter.dtype, device=self.device)
+                whole = checkpoint.read(f"model/{spec.name}")
+                values[tuple(slice(n) for n in spec.shape)] = whole.to(values)
+                tensors[spec.name] = values
+            owned.replace(Parameter(tensors[spec.name], requires_grad=False))
+
+    def ids(self, prompt: str) -> list[int]:
+        """A prompt's tokens, at the beginning of a document."""
+        return [self.tokenizer.eod, *map(int, self.tokenizer.encode(prompt))]
+
+    def read(self, texts: Sequence[Sequence[int]], *, room: int) -> Reading:
+        """A reading of some texts, given as ids, to which up to `room` tokens will be added."""
+        return Reading(
+            self.module,
+            texts,
+            context=self.context,
+            room=room,
+            device=self.device,
+            document_end=self.document_end,
+        )
+
+    def generate(
+        self, prompts: Sequence[str], sampling: Sampling, *, batch: int = 16
+    ) -> Iterator[Piece]:
+        """Continue each of `prompts`, `batch` of them side by side.
+
+        What a prompt gets depends on its text, the seed, and how often the same text was given
+        before it; its neighbours change no more than the rounding of sums.
+
+        Raises:
+            NumericError: a logit is not finite.
+        """
+        given: Counter[str] = Counter()
+        for first in range(0, len(prompts), batch):
+            texts = []
+            for number, prompt in enumerate(prompts[first : first + batch], first):
+                texts.append(_Text(self, number, prompt, sampling, given[prompt]))
+                given[prompt] += 1
+            yield from self._side_by_side(texts, sampling)
+
+    def _side_by_side(self, texts: list[_Text], sampling: Sampling) -> Iterator[Piece]:
+        reading = self.read([text.ids for text in texts], room=sampling.tokens)
+        while texts:
+            logits = reading.logits()[:, : self.tokenizer.vocab_size].cpu()
+            pieces = [text.extend(row) for text, row in zip(texts, logits, strict=True)]
+            yield from pieces
+            reading.append([piece.token if piece.end is None else None for piece in pieces])
+            texts = [text for text, piece in zip(texts, pieces, strict=True) if piece.end is None]
+
+
+class _Text:
+    """A prompt and what is chosen to follow it; `number` is the prompt's, `before` tells how often
+    the same one was given before."""
+
+    def __init__(
+        self, generator: Generator, number: int, prompt: str, sampling: Sampling, before: int
+    ) -> None:
+        self.number = number
+        self.ids = generator.ids(prompt)
+        self.sampling = sampling
+        self._document_end = generator.tokenizer.eod
+        self._left = sampling.tokens
+        self._source = sampling.source(before)
+        self._stream = TextStream(generator.tokenizer, sampling.stop)
+
+    def extend(self, logits: Tensor) -> Piece:
+        """Choose the next token by its logits [V]."""
+        token = choose(logits, self.sampling, self._source)
+        if token == self._document_end:
+            return Piece(self.number, token, self._stream.end(), "document")
+        self._left -= 1
+        text = self._stream.add(token)
+        if not self._left:
+            text += self._stream.end()
+        end: End | None = None if self._left else "tokens"
+        return Piece(self.number, token, text, "stop" if self._stream.stopped else end)

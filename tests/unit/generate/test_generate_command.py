@@ -1,0 +1,93 @@
+"""The command: prompts from everywhere, each form of output, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_generator import make_config, write
+
+from megapipe.generate import Generator, Piece, Sampling, find_checkpoint
+from megapipe.generate.command import in_order, main, read_prompts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write(folder, make_config(dtype="fp32"))
+    return folder
+
+
+def test_prompts_of_a_file_and_of_arguments_in_every_form_of_output(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(b"two\r\n\nfour\x0c\xff\n")
+    given = [str(run), "--prompt", "one", "--prompts", str(file), "--tokens", "3", "--top-k", "2"]
+    prompts = ["one", "two", "", "four\x0c\ufffd"]
+    assert main([*given, "--json"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["prompt"] for each in told] == prompts
+    generator = Generator(find_checkpoint(run), torch.device("cpu"))
+    texts = [""] * 4
+    for piece in generator.generate(prompts, Sampling(tokens=3, top_k=2)):
+        texts[piece.prompt] += piece.text
+    assert [each["text"] for each in told] == texts
+    assert {each["end"] for each in told} <= {"tokens", "document"}
+    assert main(given) == 0
+    shown = "".join(
+        f"--- {i} of 4 ---\n{prompt}{text}\n"
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1)
+    )
+    assert capsys.readouterr().out == shown
+    assert main([*given, "--line"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_standard_input_and_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\n\nb")))
+    assert read_prompts(["0"], "-") == ["0", "a", "", "b"]
+    assert read_prompts(None, None) == [""]
+
+
+def test_pieces_are_shown_prompt_after_prompt_as_early_as_can_be() -> None:
+    taken = []
+
+    def pieces():  # type: ignore[no-untyped-def]
+        for each in ("1b0", "0a0", "0c0", "1d1", "2e1", "0f1"):
+            taken.append(each)
+            yield Piece(int(each[0]), 0, each[1], "tokens" if each[2] == "1" else None)
+
+    shown = [(number, text, len(taken)) for number, text, _ in in_order(pieces(), 3)]
+    assert shown == [(0, "a", 2), (0, "c", 3), (0, "f", 6), (1, "b", 6), (1, "d", 6), (2, "e", 6)]
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "line"),
+    [
+        (["--top-p", "0"], 2, "top_p=0.0: expected above 0, at most 1"),
+        (["--device", "tpu9000"], 2, "--device tpu9000: "),
+        (["--prompts", "missing"], 3, "--prompts missing: No such file or directory"),
+        (["--prompts", "/dev/null"], 3, "--prompts /dev/null: it is empty"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    run: Path, given: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), *given]) == code
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"megapipe: error: {line}")
+    assert told.err.count("\n") == 1
+
+
+def test_a_prompt_that_the_model_cannot_see_whole_is_said(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), "--prompt", "0123456", "--tokens", "1"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main([str(run), "--prompt", "01234567", "--tokens", "1"]) == 0
+    assert "prompt 1 has 9 tokens" in capsys.readouterr().err
