@@ -1,6 +1,7 @@
 """Train a model: ``torchrun --nproc-per-node 8 train.py configs/quickstart.yaml parallel.tp=2``.
 
-``python train.py --help`` lists every key; ``--dry-run`` prints the plan instead of training.
+``python train.py --help`` lists every key, ``--help optimizer`` those of a section; ``--dry-run``
+prints the plan instead of training.
 """
 
 import contextlib
@@ -17,9 +18,9 @@ def main(argv: list[str]) -> int:
     try:
         place = launch.find_place(os.environ)
         command = cli.parse(argv)
-        if command.help:
+        if command.help is not None:
             if place.rank == 0:
-                cli.show(cli.help_text())
+                cli.show(cli.help_text(command.help))
             return 0
         return job.run(command, place)
     except MegapipeError as error:

@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 
 from megapipe.config import (
+    USUAL_WARMUP,
     ActivationsConfig,
     Config,
+    LogConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
 from megapipe.errors import ConfigError
 from megapipe.model.config import Dtype, ModelConfig
+from megapipe.words import counted, plural
 
 
 def check(config: Config, dp: int) -> None:
@@ -22,7 +25,7 @@ def check(config: Config, dp: int) -> None:
     _check_precision(config.optimizer, config.model.dtype)
     _check_kernels(config)
     _check_activations(config.activations)
-    _check_timeline(config)
+    _check_timeline(config.log)
     _check_stop(config.train)
 
 
@@ -76,18 +79,16 @@ def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int) -> None:
             f"optimizer.min_lr={optimizer.min_lr} is above the peak, optimizer.lr={optimizer.lr}: "
             "expected at most that"
         )
-    decay = optimizer.decay_steps
-    if optimizer.schedule == "constant":
-        decay = 0
-    elif decay is None:
-        decay = max(1, steps // 10) if optimizer.schedule == "wsd" else 1
+    decay = optimizer.least_decay(steps)
     if decay > steps:
         raise ConfigError(
             f"optimizer.decay_steps={decay} is more than train.steps={steps}: expected at most that"
         )
-    if optimizer.warmup_steps + decay > steps:
+    warmup = optimizer.warmup(steps)
+    if warmup + decay > steps:
+        meant = f" ({counted(warmup, 'step')})" if isinstance(optimizer.warmup_steps, float) else ""
         raise ConfigError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves too few of train.steps="
+            f"optimizer.warmup_steps={optimizer.warmup_steps}{meant} leaves too few of train.steps="
             f"{steps} for a decay of {decay} or more: expected at most {steps - decay}"
         )
 
@@ -128,14 +129,32 @@ def _check_post_validation(config: Config) -> None:
             raise ConfigError(f"optimizer.post_validation=true needs {expected}")
 
 
-def _check_timeline(config: Config) -> None:
-    steps = config.train.steps
-    wrong = [step for step in config.log.timeline if not 1 <= step <= steps]
+def _check_timeline(log: LogConfig) -> None:
+    wrong = [step for step in log.timeline if step < 1]
     if wrong:
         raise ConfigError(
-            f"log.timeline={config.log.timeline}: there is no step {wrong[0]}: expected steps from "
-            f"1 to train.steps={steps}"
+            f"log.timeline={log.timeline}: there is no step {wrong[0]}: expected steps counted "
+            "from 1"
         )
+
+
+def shortened(config: Config) -> list[str]:
+    """What a short run leaves out of longer defaults and wishes, in one line each."""
+    optimizer, train = config.optimizer, config.train
+    notes = []
+    warmup = optimizer.warmup(train.steps)
+    if optimizer.warmup_steps is None and warmup < USUAL_WARMUP:
+        notes.append(
+            f"warm-up of {counted(warmup, 'step')}: the usual {USUAL_WARMUP} leave too few for the "
+            "decay (optimizer.warmup_steps)"
+        )
+    beyond = [step for step in config.log.timeline if step > train.last_step]
+    if beyond:
+        notes.append(
+            f"no timeline of {plural('step', len(beyond))} {', '.join(map(str, beyond))} "
+            f"(log.timeline): the run ends after step {train.last_step}"
+        )
+    return notes
 
 
 def _check_stop(train: TrainConfig) -> None:

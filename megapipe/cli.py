@@ -1,4 +1,4 @@
-"""The command line: ``train.py [CONFIG.yaml] [section.key=value ...] [--dry-run] [--help]``.
+"""The command line: ``train.py [CONFIG.yaml] [section.key=value ...] [--dry-run]``.
 
 Values come from the configuration file, then from the command line, where a later one wins; the
 rest are defaults. Nothing here imports torch, so that a mistake is reported at once.
@@ -21,7 +21,7 @@ from megapipe.errors import ConfigError, MegapipeError
 from megapipe.keys import KEYS, SECTIONS, expected, literal_type_fits, unknown
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
 
-USAGE = "train.py [CONFIG.yaml] [section.key=value ...] [--dry-run] [--help]"
+USAGE = "train.py [CONFIG.yaml] [section.key=value ...] [--dry-run] [--help [SECTION]]"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Command:
 
     config: Config = field(default_factory=Config)
     dry_run: bool = False
-    help: bool = False
+    help: str | None = None
+    """What to explain: a section, a key, or all of them (""); None: nothing."""
     where: str = "defaults"
     """Where the values come from, for messages about several keys: a file, the command line."""
 
@@ -53,8 +54,9 @@ def parse(argv: Sequence[str]) -> Command:
     Raises :class:`ConfigError` with one line: where, key, value, what would be right. Of several
     problems it reports the first and counts the rest.
     """
-    if "--help" in argv or "-h" in argv:
-        return Command(help=True)
+    for option in ("--help", "-h"):
+        if option in argv:
+            return Command(help=_topic(argv[argv.index(option) + 1 :]))
     path: str | None = None
     given: list[_Given] = []
     overrides: list[_Given] = []
@@ -105,26 +107,55 @@ def dump(config: Config) -> str:
     return strict_yaml.dump(config.model_dump())
 
 
-def help_text() -> str:
-    """Every key with its type, default and meaning, and the exit codes."""
+def help_text(topic: str = "") -> str:
+    """Keys with their types, defaults and meanings: one, those of a section, or all with the exit
+    codes."""
+    if topic in KEYS:
+        return "\n".join(_key_lines(topic)) + "\n"
+    if topic in SECTIONS:
+        return "\n".join(_section_lines(topic)) + "\n"
     lines = [f"usage: {USAGE}", ""]
     lines += _wrapped(
         "Values come from the file, then from the command line; the rest are defaults. Values are "
         "YAML: numbers, true, false, null, text, [lists].",
         "",
     )
-    for name, section in SECTIONS.items():
-        lines += ["", *_wrapped(f"{name}: {' '.join((section.__doc__ or '').split())}", "")]
-        for key, info in section.model_fields.items():
-            default = _shown(info.get_default(call_default_factory=True))
-            lines += ["", *_wrapped(f"{name}.{key} = {default}    {expected(info)}", "  ")]
-            lines += _wrapped(" ".join((info.description or "").split()), "      ")
+    lines += _wrapped(f"--help SECTION shows one of {', '.join(SECTIONS)}.", "")
+    for name in SECTIONS:
+        lines += ["", *_section_lines(name)]
     lines += ["", "exit codes:", "    0  done", "    1  a bug: an unexpected exception"]
     for error in _error_kinds():
         meaning = (error.__doc__ or "").strip().rstrip(".")
         lines.append(f"  {error.exit_code:>3}  {meaning}")
     lines.append("  130  interrupted from the keyboard")
     return "\n".join(lines) + "\n"
+
+
+def _topic(after: Sequence[str]) -> str:
+    """The section or key that the arguments after --help begin with, if any."""
+    if not after or after[0].startswith("-") or "=" in after[0] or after[0].endswith(".yaml"):
+        return ""
+    if after[0] not in KEYS and after[0] not in SECTIONS:
+        near = get_close_matches(after[0], SECTIONS, n=1) if "." not in after[0] else []
+        hint = f"did you mean {near[0]}?" if near else unknown(after[0]).partition("; ")[2]
+        raise ConfigError(f"command line: --help {_clipped(after[0])}: no such section; {hint}")
+    return after[0]
+
+
+def _section_lines(name: str) -> list[str]:
+    lines = _wrapped(f"{name}: {' '.join((SECTIONS[name].__doc__ or '').split())}", "")
+    for key in SECTIONS[name].model_fields:
+        lines += ["", *_key_lines(f"{name}.{key}")]
+    return lines
+
+
+def _key_lines(key: str) -> list[str]:
+    info = KEYS[key]
+    default = _shown(info.get_default(call_default_factory=True))
+    return [
+        *_wrapped(f"{key} = {default}    {expected(info)}", "  "),
+        *_wrapped(" ".join((info.description or "").split()), "      "),
+    ]
 
 
 def show(text: str) -> None:

@@ -4,21 +4,29 @@ Loading (YAML, command line) is in :mod:`megapipe.cli`; this module imports no t
 value is reported before anything heavy starts.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megapipe.model.config import ModelConfig
-from megapipe.section import Section
+from megapipe.section import Expected, Section
 
 ActivationPolicy = Literal["keep", "selective", "full", "stage"]
 ActivationModule = Literal["norm", "attention", "mlp_activation"]
+
+USUAL_WARMUP = 100
+"""Default of ``optimizer.warmup_steps`` in runs that are long enough."""
 
 
 class RunConfig(Section):
     """Where a run lives."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: Annotated[
+        str,
+        Expected(
+            "up to 100 letters, digits, dots, underscores and dashes; a letter or digit first"
+        ),
+    ] = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Name of the run; its folder is `folder`/`name`."""
     folder: str = "runs"
     """Folder that holds the runs."""
@@ -150,11 +158,16 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
     min_lr: float = Field(3e-5, ge=0)
     """Learning rate at the end of the decay."""
-    warmup_steps: int = Field(100, ge=0)
-    """Steps of linear warm-up: step i, counted from 1, has lr x i / (warmup_steps + 1), so the first
-    one moves and the one after the warm-up has the peak. nanoGPT and torchtitan warm up likewise;
-    Megatron-LM and transformers take lr x (i - 1) / warmup_steps, which is 0 at the first step and
-    at the peak at the same one."""
+    warmup_steps: Annotated[
+        int | Annotated[float, Field(lt=1)] | None,
+        Expected("a whole number of steps, a share of train.steps below 1 such as 0.02, or null"),
+    ] = Field(None, ge=0)
+    """Steps of linear warm-up, or, written with a point, their share of `train.steps`: 1 is one
+    step and 0.02 a fiftieth of the run, rounded to whole steps. Default: 100, or a tenth of a run
+    that is too short for 100 and a decay. Step i, counted from 1, has lr x i / (warmup_steps + 1),
+    so the first one moves and the one after the warm-up has the peak. nanoGPT and torchtitan warm
+    up likewise; Megatron-LM and transformers take lr x (i - 1) / warmup_steps, which is 0 at the
+    first step and at the peak at the same one."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Decay after the warm-up; wsd (warm-up, stable, decay) holds the peak until the last
     `decay_steps`."""
@@ -227,6 +240,23 @@ class OptimizerConfig(Section):
     steps."""
     loss_scale_window: int = Field(2000, ge=1)
     """fp16: good steps after which a dynamic loss scale is doubled."""
+
+    def least_decay(self, steps: int) -> int:
+        """Steps that the decay takes at the end of a run of `steps`, at the least."""
+        if self.schedule == "constant":
+            return 0
+        if self.decay_steps is not None:
+            return self.decay_steps
+        return max(1, steps // 10) if self.schedule == "wsd" else 1
+
+    def warmup(self, steps: int) -> int:
+        """`warmup_steps` of a run of `steps`, as whole steps and with its default filled in."""
+        if self.warmup_steps is None:
+            room = max(0, steps - self.least_decay(steps))
+            return USUAL_WARMUP if room >= USUAL_WARMUP else min(steps // 10, room)
+        if isinstance(self.warmup_steps, float):
+            return round(self.warmup_steps * steps)
+        return self.warmup_steps
 
 
 class KernelsConfig(Section):
@@ -323,7 +353,7 @@ class LogConfig(Section):
     timeline: list[int] = Field(default_factory=list)
     """Steps, counted from 1, of which the time of each pipeline operation is recorded: a trace
     for ui.perfetto.dev and a picture, each with the simulation next to it, go to
-    `timeline/` in the run folder."""
+    `timeline/` in the run folder. Steps that the run does not come to are left out with a note."""
     peak_tflops: float | None = Field(None, gt=0)
     """Dense peak of one device for the MFU; default: known for common GPUs, else no MFU."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megapipe.config import Config
-from megapipe.section import Section
+from megapipe.section import Expected, Section
 from megapipe.strict_yaml import Value
 
 
@@ -34,7 +34,10 @@ KEYS: dict[str, FieldInfo] = {
 
 
 def expected(info: FieldInfo) -> str:
-    """The type of a field in words."""
+    """What a field takes, in words: its own, or those of its type and bounds."""
+    for rule in info.metadata:
+        if isinstance(rule, Expected):
+            return rule.words
     words = ", or ".join(_alternatives(info.annotation))
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [
@@ -43,10 +46,9 @@ def expected(info: FieldInfo) -> str:
         for name, sign in signs.items()
         if hasattr(rule, name)
     ]
-    patterns = [rule.pattern for rule in info.metadata if getattr(rule, "pattern", None)]
     if bounds:
         words = words.replace("number", f"number {' and '.join(bounds)}", 1)
-    return " matching ".join([words, *patterns])
+    return words
 
 
 def unknown(key: str) -> str:

@@ -1,5 +1,7 @@
 """The base of every configuration section."""
 
+from dataclasses import dataclass
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -12,3 +14,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
     )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Says in words what a key takes, where its type and bounds would not; for ``Annotated``."""
+
+    words: str

@@ -10,11 +10,12 @@ from megapipe.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Learning rate of optimizer step `step`, counted from 0, in a run of `steps`.
 
-    Linear warm-up reaches the peak at step `warmup_steps`; the decay ends at `min_lr` with the
+    Linear warm-up reaches the peak after its last step; the decay ends at `min_lr` with the
     last step. wsd (Hu et al., 2404.06395) holds the peak in between and decays linearly.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    warmup = config.warmup(steps)
+    if step < warmup:
+        return config.lr * (step + 1) / (warmup + 1)
     if config.schedule == "constant":
         return config.lr
     last = steps - 1
@@ -23,8 +24,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     elif config.schedule == "wsd":
         length = max(1, steps // 10)
     else:
-        length = max(1, last - config.warmup_steps)
-    start = last - length if config.schedule == "wsd" else config.warmup_steps
+        length = max(1, last - warmup)
+    start = last - length if config.schedule == "wsd" else warmup
     done = min(1.0, max(0.0, (step - start) / length))
     if config.schedule == "cosine":
         done = 0.5 * (1.0 - math.cos(math.pi * done))

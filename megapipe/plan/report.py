@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
+from megapipe.checks import shortened
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout import Layout
@@ -104,6 +105,7 @@ def _run_lines(
             f"{per_token * tokens / layout.world:.4g} per process and step"
         ),
         f"run           {train.steps:,} steps, {train.steps * tokens:,} tokens",
+        *(f"note          {line}" for line in shortened(config)),
     ]
     lines += [_memory_line(config, layout), _traffic_line(config, layout)]
     if config.pipeline.channels == "in_process":

@@ -14,6 +14,7 @@ import torch
 
 from megapipe.checkpoint.retention import retain
 from megapipe.checkpoint.writer import Meta, save
+from megapipe.checks import shortened
 from megapipe.cli import dump, flatten
 from megapipe.config import Config
 from megapipe.data.batch import build_batches
@@ -130,7 +131,8 @@ class Trainer:
         to stop."""
         steps, end = self.config.train.steps, self.config.train.last_step
         self._note(self._banner())
-        for line in (self.step.kernels.banner(), *self.step.kernels.warnings()):
+        kernels = self.step.kernels
+        for line in (kernels.banner(), *kernels.warnings(), *shortened(self.config)):
             self._note(line)
         for reason in self.source.skipped:
             self._note(f"passed over a damaged checkpoint: {reason}")

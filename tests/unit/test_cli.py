@@ -1,6 +1,7 @@
 """The command line: every mistake is one line that says where, what, and what would be right."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from megapipe import cli, errors
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.keys import KEYS
+from megapipe.keys import KEYS, SECTIONS, expected
 
 
 def message(*argv: str) -> str:
@@ -32,7 +33,7 @@ def write(tmp_path: Path, text: str | bytes) -> str:
 def test_nothing_given() -> None:
     command = cli.parse([])
     assert command.config == Config()
-    assert (command.dry_run, command.help, command.where) == (False, False, "defaults")
+    assert (command.dry_run, command.help, command.where) == (False, None, "defaults")
 
 
 def test_file_and_overrides(tmp_path: Path) -> None:
@@ -51,9 +52,20 @@ def test_file_and_overrides(tmp_path: Path) -> None:
     assert command.where == f"{path} and command line"
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["-h", "nonsense"], ["x.yaml", "--help"]])
-def test_help_wins(argv: list[str]) -> None:
-    assert cli.parse(argv).help
+@pytest.mark.parametrize(
+    ("argv", "topic"),
+    [
+        (["--help"], ""),
+        (["nonsense", "-h"], ""),
+        (["x.yaml", "--help", "nope=1"], ""),
+        (["-h", "x.yaml"], ""),
+        (["--help", "--dry-run"], ""),
+        (["--help", "optimizer"], "optimizer"),
+        (["x.yaml", "-h", "optimizer.lr"], "optimizer.lr"),
+    ],
+)
+def test_help_wins(argv: list[str], topic: str) -> None:
+    assert cli.parse(argv).help == topic
 
 
 @pytest.mark.parametrize(
@@ -86,8 +98,10 @@ def test_help_wins(argv: list[str]) -> None:
         ("optimizer.lr=nan", "optimizer.lr=nan: expected a number >= 0"),
         ("run.deterministic=yes", "run.deterministic=yes: expected true or false"),
         ("run.deterministic=1", "run.deterministic=1: expected true or false"),
-        ("run.name=..", "run.name=..: expected text matching ^[A-Za-z0-9]"),
-        ("run.name=3", "run.name=3: expected text"),
+        ("run.name=..", "run.name=..: expected up to 100 letters, digits, dots, underscores and"),
+        ("run.name=3", "run.name=3: expected up to 100 letters"),
+        ("optimizer.warmup_steps=2.0", "=2.0: expected a whole number of steps, a share of"),
+        ("optimizer.warmup_steps=-0.1", "a share of train.steps below 1 such as 0.02, or null"),
         ("run.seed=9223372036854775808", "expected a whole number >= 0 and < 9223372036854775808"),
         ("log.wandb=of", "log.wandb=of: expected one of off, online, offline"),
         ("optimizer.zero=4", "expected one of 0, 1, 2, 3"),
@@ -187,6 +201,26 @@ def test_help_has_every_key() -> None:
         assert info.description, f"{key} has no docstring"
         assert info.description.split()[0] in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_help_on_a_section_or_a_key_is_that_part_of_the_whole() -> None:
+    whole = cli.help_text()
+    parts = [cli.help_text(name) for name in SECTIONS]
+    assert "\n".join(parts) in whole
+    for name, part in zip(SECTIONS, parts, strict=True):
+        keys = [key for key in KEYS if key.startswith(f"{name}.")]
+        assert [key for key in KEYS if f"  {key} = " in part] == keys
+        assert all(cli.help_text(key) in part for key in keys)
+
+
+def test_no_key_is_explained_by_a_regular_expression() -> None:
+    assert not [key for key, info in KEYS.items() if re.search(r"[\^$\\{}]", expected(info))]
+
+
+def test_help_on_nothing_there_is_says_what_there_is() -> None:
+    assert "no such section; did you mean optimizer?" in message("--help", "optimiser")
+    assert "did you mean optimizer.lr?" in message("-h", "optimizer.lrr")
+    assert "the sections are run, model," in message("--help", "nonsense")
 
 
 def test_help_has_every_exit_code() -> None:

@@ -29,6 +29,7 @@ PLAN_MAY = (
     "megapipe.config",
     "megapipe.model.config",
     "megapipe.model.partition",
+    "megapipe.checks",  # notes on what a short run leaves out
     "megapipe.layout",  # the plan of a whole configuration starts from its layout
 )
 SCHEDULE_LATER = {

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.checks import shortened
 from megapipe.cli import dump, parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError, LaunchError, MegapipeError
@@ -220,23 +221,23 @@ def test_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "optimizer.min_lr=3e-05 is above the peak, optimizer.lr=1e-05",
         ),
         (
-            ["train.steps=100"],
+            ["train.steps=100", "optimizer.warmup_steps=100"],
             (
                 "optimizer.warmup_steps=100 leaves too few of train.steps=100 for a decay of 1 or "
                 "more: expected at most 99"
             ),
         ),
         (
-            ["optimizer.decay_steps=250"],
-            "optimizer.warmup_steps=100 leaves too few of train.steps=300 for a decay of 250",
+            ["optimizer.decay_steps=250", "optimizer.warmup_steps=0.25"],
+            "optimizer.warmup_steps=0.25 (75 steps) leaves too few of train.steps=300 for a decay",
         ),
         (
-            ["optimizer.schedule=wsd", "train.steps=105"],
+            ["optimizer.schedule=wsd", "train.steps=105", "optimizer.warmup_steps=100"],
             "for a decay of 10 or more: expected at most 95",
         ),
         (["optimizer.decay_steps=301"], "optimizer.decay_steps=301 is more than train.steps=300"),
         (
-            ["optimizer.schedule=constant", "train.steps=99"],
+            ["optimizer.schedule=constant", "train.steps=99", "optimizer.warmup_steps=100"],
             "optimizer.warmup_steps=100 leaves too few of train.steps=99",
         ),
         (
@@ -298,9 +299,12 @@ def test_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ),
         (
             ["log.timeline=[3,0]"],
-            "log.timeline=[3, 0]: there is no step 0: expected steps from 1 to train.steps=",
+            "log.timeline=[3, 0]: there is no step 0: expected steps counted from 1",
         ),
-        (["train.steps=200", "train.stop_after=201"], "is more than train.steps=200: expected at m"),
+        (
+            ["train.steps=200", "train.stop_after=201"],
+            "is more than train.steps=200: expected at m",
+        ),
         (["pipeline.placement=v"], "pipeline.placement=v is for pipeline.schedule=auto"),
         (["pipeline.schedule=gone.csv"], "pipeline.schedule=gone.csv: schedule gone.csv: No such"),
         (["pipeline.schedule=gone:f"], "schedule gone:f: there is no module 'gone'"),
@@ -382,3 +386,27 @@ def test_auto_begins_within_the_memory_limit(settings: tuple[str, ...], limit: i
     config = configure(*given, f"pipeline.memory_limit={limit}", *settings)
     _, layout = resolve(config, None, None)
     assert max(peak_held(layout.schedule)) <= limit
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notes"),
+    [
+        ([], []),
+        (["train.steps=20"], ["warm-up of 2 steps: the usual 100 leave too few for the decay"]),
+        (["train.steps=9"], ["warm-up of 0 steps: "]),
+        (["train.steps=20", "optimizer.warmup_steps=0.5"], []),
+        (["log.timeline=[300,2]"], []),
+        (["log.timeline=[301]"], ["no timeline of step 301 (log.timeline): the run ends after"]),
+        (
+            ["train.stop_after=10", "log.timeline=[10, 11, 300]"],
+            ["no timeline of steps 11, 300 (log.timeline): the run ends after step 10"],
+        ),
+    ],
+)
+def test_what_does_not_fit_into_a_short_run_is_left_out_with_a_note(
+    overrides: list[str], notes: list[str]
+) -> None:
+    config, _ = resolve(configure(*overrides), None, None)
+    found = shortened(config)
+    assert len(found) == len(notes)
+    assert all(note.startswith(words) for note, words in zip(found, notes, strict=True))

@@ -71,7 +71,8 @@ def runs(draw: st.DrawFn) -> tuple[int, dict[str, object]]:
     steps = draw(st.integers(1, 200))
     decay = draw(st.none() | st.integers(1, steps))
     least = max(1, steps // 10) if schedule == "wsd" else 1
-    warmup = draw(st.integers(0, steps - (decay or least)))
+    room = steps - (decay or least)
+    warmup = draw(st.integers(0, room) | st.none())
     return steps, {"schedule": schedule, "warmup_steps": warmup, "decay_steps": decay}
 
 
@@ -84,4 +85,32 @@ def test_rates_rise_then_fall_between_their_bounds(run: tuple[int, dict[str, obj
     assert values[:peak] == sorted(values[:peak])
     assert values[peak:] == sorted(values[peak:], reverse=True)
     assert min(values[peak:]) >= 0.1 - 1e-12
-    assert peak <= int(str(settings["warmup_steps"]))
+    assert peak <= OptimizerConfig.model_validate(settings).warmup(steps)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "warmup"),
+    [
+        ({"warmup_steps": 1}, 300, 1),
+        ({"warmup_steps": 0.02}, 300, 6),
+        ({"warmup_steps": 0.07}, 100, 7),
+        ({"warmup_steps": 0.0}, 300, 0),
+        ({"warmup_steps": 0.001}, 300, 0),
+        ({}, 101, 100),
+        ({}, 100, 10),
+        ({}, 1, 0),
+        ({"schedule": "constant"}, 100, 100),
+        ({"schedule": "constant"}, 99, 9),
+        ({"schedule": "wsd"}, 112, 100),
+        ({"schedule": "wsd"}, 109, 10),
+        ({"decay_steps": 200}, 300, 100),
+        ({"decay_steps": 201}, 300, 30),
+        ({"decay_steps": 299}, 300, 1),
+    ],
+)
+def test_warm_up_in_steps(settings: dict[str, object], steps: int, warmup: int) -> None:
+    config = OptimizerConfig.model_validate(settings)
+    assert config.warmup(steps) == warmup
+    assert learning_rate(config, warmup, steps) == config.lr
+    if warmup:
+        assert learning_rate(config, warmup - 1, steps) < config.lr
