@@ -43,7 +43,7 @@ from megapipe.plan.params import DTYPE_BYTES
 from megapipe.tensor_parallel.collectives import start_all_gather, start_reduce_scatter
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
-from megapipe.train.totals import Totals
+from megapipe.train.totals import Totals, Wishes
 
 # names before torch 2.13
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -273,7 +273,7 @@ def optimizer_part(world: World, size: Size, rounds: int, messages: bool) -> Sid
 
     def step(i: int) -> None:
         train.optimizer.reduce(0)
-        own = train.own_totals(1, lambda: False).pack()
+        own = train.own_totals(1, Wishes).pack()
         train.update.apply(i, Totals.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp")))
         train.optimizer.await_all_weights()
 

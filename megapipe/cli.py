@@ -127,7 +127,7 @@ def help_text(topic: str = "") -> str:
     for error in _error_kinds():
         meaning = (error.__doc__ or "").strip().rstrip(".")
         lines.append(f"  {error.exit_code:>3}  {meaning}")
-    lines.append("  130  interrupted from the keyboard")
+    lines.append("  130  interrupted from the keyboard with nothing to save, or a second time")
     return "\n".join(lines) + "\n"
 
 

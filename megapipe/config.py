@@ -332,7 +332,10 @@ class CheckpointConfig(Section):
     """When to save and how much to keep."""
 
     every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints, besides those by time; 0: none by steps. The last step is always
+    saved."""
+    every_minutes: float = Field(15.0, ge=0)
+    """Minutes from one checkpoint to the next, at most, by the clock of rank 0; 0: none by time."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
     load: str | None = None

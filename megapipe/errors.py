@@ -3,9 +3,9 @@
 A message is one line: what is wrong, where, and what would be right. ``train.py`` prints it
 once per job and exits with the code; anything else that escapes is a bug and shows a traceback.
 
-====  ==========================================================
+====  ====================================================================
 code  meaning
-====  ==========================================================
+====  ====================================================================
 0     done
 1     a bug: an unexpected exception, with its traceback
 2     configuration or command line
@@ -14,8 +14,8 @@ code  meaning
 5     checkpoint: missing, damaged, or of another model
 6     numerics: loss or gradient is not finite
 75    stopped by a signal after saving; run again to resume
-130   interrupted from the keyboard
-====  ==========================================================
+130   interrupted from the keyboard with nothing to save, or a second time
+====  ====================================================================
 """
 
 

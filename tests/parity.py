@@ -52,7 +52,7 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
     outcome = Outcome()
     rows = Rows(case)
     if validate:
-        outcome.validation, _ = step.evaluate(validation_rows(case), validation_samples(case))
+        outcome.validation = step.evaluate(validation_rows(case), validation_samples(case)).loss
     finish_reduce = step.optimizer.finish_reduce
 
     def spy(loss_scale: float = 1.0) -> Tensor:

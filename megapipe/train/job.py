@@ -16,6 +16,7 @@ from megapipe.plan.report import report as plan_report
 from megapipe.train import launch
 from megapipe.train.ending import Ending
 from megapipe.train.launch import Place
+from megapipe.train.signals import StopRequest
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,11 @@ def run(command: Command, place: Place) -> int:
     Raises :class:`MegapipeError` for what is wrong before the processes meet; from then on errors
     are reported here, once per job.
     """
+    with StopRequest(speaks=place.rank == 0) as stop:
+        return _run(command, place, stop)
+
+
+def _run(command: Command, place: Place, stop: StopRequest) -> int:
     world = None if command.dry_run and not place.launched else place.world
     config, layout = resolve(command.config, world, None, where=command.where)
     check_sinks(config.log)
@@ -62,7 +68,7 @@ def run(command: Command, place: Place) -> int:
         in_process = config.pipeline.channels == "in_process"
         grid = Grid(pp=1 if in_process else layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
         mesh = ParallelMesh(grid, device=device, timeout_s=timeout)
-        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=place.local_rank)
+        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=place.local_rank, stop=stop)
         ending.cleanup = trainer.close
         trainer.run()
         mesh.barrier()

@@ -14,9 +14,10 @@ micro-batch back-propagates its sum by that global count, so gradients only ever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,12 +45,23 @@ from megapipe.train import state
 from megapipe.train.feed import Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
 from megapipe.train.pipeline import Pipeline
-from megapipe.train.totals import Totals
+from megapipe.train.totals import Totals, Wishes
 from megapipe.train.trust import Trust
 from megapipe.train.update import StepResult, Update
 
 VALIDATION_MICROBATCHES = 64
 """Most micro-batches of one validation program."""
+
+
+class Evaluation(NamedTuple):
+    """What held-out samples say."""
+
+    loss: float
+    """Mean over the unmasked tokens, in nats."""
+    tokens: int
+    """Unmasked tokens."""
+    stopped: bool = False
+    """Some rank was asked to stop before all samples were seen; the loss is nan."""
 
 
 class TrainStep:
@@ -169,14 +181,14 @@ class TrainStep:
         rows: Rows,
         *,
         record: bool = False,
-        stop: Callable[[], bool] = lambda: False,
+        wishes: Callable[[], Wishes] = Wishes,
     ) -> StepResult | None:
         """Optimizer step `step`, counted from 0, and its result.
 
         With ``optimizer.post_validation`` the result is of the step before, None for the first;
-        :meth:`settle` gives the last. `stop` tells, at the end, whether this rank was asked to
-        stop. With `record`, :meth:`records` then tells when each op ran. Raises
-        :class:`NumericError` before an update with a gradient that is not finite.
+        :meth:`settle` gives the last. `wishes` tells, at the end, what this rank wants. With
+        `record`, :meth:`records` then tells when each op ran. Raises :class:`NumericError` before
+        an update with a gradient that is not finite.
         """
         executors = self._executors
         if record:
@@ -186,11 +198,11 @@ class TrainStep:
             executors = self._recording
             self.mesh.barrier()
         if self.trust is not None:
-            return self.trust.train(executors[0], step, rows, stop)
+            return self.trust.train(executors[0], step, rows, wishes)
         microbatches, tokens = self.fetch(step, rows)
         self.optimizer.zero_grad()
         self.pipeline.run(executors, microbatches)
-        own = self.own_totals(tokens, stop).pack()
+        own = self.own_totals(tokens, wishes).pack()
         totals = Totals.unpack(self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp"))
         return self.update.apply(step, totals)
 
@@ -208,10 +220,10 @@ class TrainStep:
         first = step * self.config.train.global_batch
         return self._feed.fetch(self.schedule, rows, step, first, self.scaler.scale)
 
-    def own_totals(self, tokens: int, stop: Callable[[], bool]) -> Totals:
+    def own_totals(self, tokens: int, wishes: Callable[[], Wishes]) -> Totals:
         """What this rank adds to the totals of a step whose backward passes are done."""
         squares = self.optimizer.finish_reduce(self.scaler.scale)
-        return Totals(tuple(squares.tolist()), *self._own_loss(tokens), stop())
+        return Totals(tuple(squares.tolist()), *self._own_loss(tokens), wishes())
 
     def coordinates(self) -> dict[str, Any]:
         """What a checkpoint says of the optimizer besides tensors, as JSON takes it."""
@@ -230,10 +242,13 @@ class TrainStep:
         """The last recorded step of every pipeline rank, on the processes of the first one."""
         return self.pipeline.records()
 
-    def evaluate(self, rows: Rows, samples: int) -> tuple[float, int]:
-        """Mean loss per unmasked token over samples 0 .. `samples` - 1, and their count.
+    def evaluate(
+        self, rows: Rows, samples: int, *, stop: Callable[[], bool] = lambda: False
+    ) -> Evaluation:
+        """Mean loss per unmasked token over samples 0 .. `samples` - 1.
 
-        The last batch is filled up with rows that are masked here, whatever they hold.
+        The last batch is filled up with rows that are masked here, whatever they hold. `stop` tells
+        after each batch whether this rank was asked to stop; if one was, all give up.
         """
 
         def masked(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,13 +267,15 @@ class TrainStep:
             schedule, executors = self._validators[m]
             microbatches, own = self._feed.fetch(schedule, masked, 0, first)
             self.pipeline.run(executors, microbatches)
-            sums = torch.tensor(self._own_loss(own), dtype=torch.float64)
-            loss_sum, count = self.mesh.ordered_sum(sums, "tp", "dp", "pp").tolist()
+            sums = torch.tensor([*self._own_loss(own), stop()], dtype=torch.float64)
+            loss_sum, count, stopped = self.mesh.ordered_sum(sums, "tp", "dp", "pp").tolist()
             total += loss_sum
             tokens += int(count)
+            if stopped:
+                return Evaluation(math.nan, tokens, stopped=True)
             first += m * per_microbatch
             left -= m
-        return total / max(tokens, 1), tokens
+        return Evaluation(total / max(tokens, 1), tokens)
 
     def _own_loss(self, tokens: int) -> tuple[float, int]:
         """Sum of this rank's unmasked token losses, micro-batches in order, and its `tokens`;

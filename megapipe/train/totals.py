@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Wishes(NamedTuple):
+    """What some rank wants of all of them at the end of a step."""
+
+    stop: bool = False
+    """To save and end."""
+    save: bool = False
+    """To save a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +29,18 @@ class Totals:
     """Sum of all unmasked token losses, nats."""
     tokens: int
     """Unmasked tokens."""
-    stop: bool
-    """Whether some rank was asked to stop."""
+    wishes: Wishes = field(default_factory=Wishes)
+    """Those of any rank."""
 
     def pack(self) -> Tensor:
-        """[stages + 4], fp64: to be summed."""
-        values = [*self.squares, self.loss_sum, float(self.tokens), float(self.stop)]
+        """[stages + 5], fp64: to be summed."""
+        values = [*self.squares, self.loss_sum, float(self.tokens), *map(float, self.wishes)]
         return torch.tensor(values, dtype=torch.float64)
 
     @classmethod
     def unpack(cls, vector: Tensor) -> Totals:
-        *squares, loss_sum, tokens, stop = vector.tolist()
-        return cls(tuple(squares), loss_sum, int(tokens), stop > 0)
+        *squares, loss_sum, tokens, stop, save = vector.tolist()
+        return cls(tuple(squares), loss_sum, int(tokens), Wishes(stop > 0, save > 0))
 
     @property
     def norm(self) -> float:

@@ -40,6 +40,7 @@ from megapipe.train.kernels import agreed_kernels
 from megapipe.train.resume import choose, load
 from megapipe.train.signals import StopRequest
 from megapipe.train.step import TrainStep
+from megapipe.train.totals import Wishes
 from megapipe.train.update import StepResult
 
 CORPUS_PATIENCE = datetime.timedelta(days=7)
@@ -52,8 +53,9 @@ class Trainer:
     """Runs `config` on this process' part of the mesh.
 
     `local_rank` 0 prepares the corpus for its node, once everything that can be known to be wrong
-    without it is known. Raises a :class:`MegapipeError` on every rank when any rank meets one while
-    setting up, a failing compiler excepted (:func:`~megapipe.train.kernels.agreed_kernels`).
+    without it is known. `stop` ends it after a step. Raises a :class:`MegapipeError` on every rank
+    when any rank meets one while setting up, a failing compiler excepted
+    (:func:`~megapipe.train.kernels.agreed_kernels`).
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class Trainer:
         tokenizer: Tokenizer,
         *,
         local_rank: int,
+        stop: StopRequest,
     ) -> None:
         self.config = config
         self.layout = layout
         self.mesh = mesh
         self.tokenizer = tokenizer
-        self.stop = StopRequest()
+        self.stop = stop
+        self.clock = Clock(60 * config.checkpoint.every_minutes)
         self.folder = Path(config.run.folder) / config.run.name
         self.checkpoints = self.folder / "checkpoints"
         self._make_folder()
@@ -140,6 +144,8 @@ class Trainer:
             path = self.source.checkpoint.path
             self._note(f"resumed from {path} at step {self.first_step} of {steps}")
         auto = self._auto_schedule()
+        self.stop.phase = "training"
+        self.clock.restart()
         began = time.perf_counter()
         losses: list[float] = []
         times: dict[int, float] = {}
@@ -152,18 +158,17 @@ class Trainer:
             validate = last or _due(self.config.train.validate_every, step + 1)
             save = last or _due(self.config.checkpoint.every, step + 1)
             results = [
-                self.step.train(
-                    step, self.training.rows, record=recorded, stop=lambda: bool(self.stop)
-                )
+                self.step.train(step, self.training.rows, record=recorded, wishes=self._wishes)
             ]
-            stop = results[0] is not None and results[0].stop
+            stop = results[0] is not None and results[0].wishes.stop
+            save |= results[0] is not None and results[0].wishes.save
             if validate or save or stop:
                 results.append(self.step.settle())
             seconds = times[step] = time.perf_counter() - start
             pace = seconds if pace is None else SMOOTHING * pace + (1 - SMOOTHING) * seconds
             for result in results:
                 if result is not None:
-                    stop |= result.stop
+                    stop |= result.wishes.stop
                     losses.append(result.loss)
                     self._report(result, times.pop(result.step), pace)
                     if not math.isfinite(result.grad_norm):
@@ -176,16 +181,18 @@ class Trainer:
             if auto is not None:
                 auto.after(seconds, recorded=recorded)
             if validate and not stop:
-                self._validate(step + 1)
+                stop = self._validate(step + 1)
             if save or stop:
                 self._save(step + 1)
-            if stop and not last:
+            if stop:
+                self.stop.phase = "leaving"
                 raise Preempted(f"stopped by a signal; saved step {step + 1} of {steps}")
         if end < steps:
             self._note(
                 f"ended after step {end} of {steps}, as train.stop_after says; start again with "
                 "more, or null, to go on"
             )
+        self.stop.phase = "leaving"
         if losses:
             self._summarise(losses, time.perf_counter() - began)
 
@@ -261,17 +268,26 @@ class Trainer:
         except OSError as error:
             self._note(f"no timeline of step {step}: {error}")
 
-    def _validate(self, step: int) -> None:
+    def _wishes(self) -> Wishes:
+        """What this rank asks of all at the end of a step; one clock decides when to save."""
+        return Wishes(bool(self.stop), save=self.mesh.rank == 0 and self.clock.due)
+
+    def _validate(self, step: int) -> bool:
+        """Report on held-out text. Returns whether that was stopped by a signal."""
         start = time.perf_counter()
         samples = len(self.validation)
         if self.config.train.validation_samples is not None:
             samples = min(samples, self.config.train.validation_samples)
-        self.validation_loss, _ = self.step.evaluate(self.validation.rows, samples)
+        found = self.step.evaluate(self.validation.rows, samples, stop=lambda: bool(self.stop))
+        if found.stopped:
+            return True
+        self.validation_loss = found.loss
         if self.observer is not None:
             seconds = time.perf_counter() - start
             self.observer.validation(
                 ValidationRecord(step, self.config.train.steps, self.validation_loss, seconds)
             )
+        return False
 
     def _save(self, step: int) -> None:
         layout = self.layout
@@ -303,6 +319,7 @@ class Trainer:
                 error = problem
         all_or_none(self.mesh, error)
         self._note(f"saved {path}")
+        self.clock.restart()
 
     def _summarise(self, losses: list[float], seconds: float) -> None:
         if self.mesh.rank != 0:
@@ -325,6 +342,22 @@ class Trainer:
         """Flush and close the reports."""
         if self.observer is not None:
             self.observer.close()
+
+
+class Clock:
+    """Says when `seconds` have passed; 0: never."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to wait."""
+        self._began = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        return 0 < self._seconds <= time.monotonic() - self._began
 
 
 def _due(every: int, step: int) -> bool:

@@ -21,14 +21,14 @@ from megapipe.engine.stage import Key
 from megapipe.mesh import ParallelMesh
 from megapipe.model.microbatch import MicroBatch
 from megapipe.train.feed import Rows
-from megapipe.train.totals import Totals
+from megapipe.train.totals import Totals, Wishes
 from megapipe.train.update import StepResult, Update
 
 Fetch = Callable[[int, Rows], tuple[Mapping[Key, MicroBatch], int]]
 """(step, rows) -> its micro-batches, and the number of unmasked tokens that count here."""
-Stop = Callable[[], bool]
-OwnTotals = Callable[[int, Stop], Totals]
-"""(tokens, whether to stop) -> what this rank adds to the totals of a step that has run."""
+Asked = Callable[[], Wishes]
+OwnTotals = Callable[[int, Asked], Totals]
+"""(tokens, what this rank wants) -> what it adds to the totals of a step that has run."""
 
 
 class _Taken(NamedTuple):
@@ -60,7 +60,7 @@ class Trust:
         """Whether a step is still to be validated."""
         return self._taken is not None
 
-    def train(self, executor: Executor, step: int, rows: Rows, stop: Stop) -> StepResult | None:
+    def train(self, executor: Executor, step: int, rows: Rows, wishes: Asked) -> StepResult | None:
         """Step `step`; returns the result of the one before."""
         microbatches, tokens = self._fetch(step, rows)
         executor.open(microbatches)
@@ -71,7 +71,7 @@ class Trust:
             executor.open(microbatches)
         self._update.optimizer.zero_grad()
         executor.go_on()
-        self._take(step, self._own_totals(tokens, stop))
+        self._take(step, self._own_totals(tokens, wishes))
         return result
 
     def settle(self) -> StepResult | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megapipe.config import OptimizerConfig
 from megapipe.errors import NumericError
 from megapipe.optim.lr import learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
-from megapipe.train.totals import Totals
+from megapipe.train.totals import Totals, Wishes
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class StepResult:
     """Unmasked tokens in the global batch."""
     loss_scale: float = 1.0
     """Factor of the loss in the backward pass (fp16)."""
-    stop: bool = False
-    """Whether some rank was asked to stop by then."""
+    wishes: Wishes = field(default_factory=Wishes)
+    """What ranks wanted by then."""
 
 
 class Update:
@@ -85,5 +85,5 @@ class Update:
             lr=self.lr(step),
             tokens=totals.tokens,
             loss_scale=self.scaler.scale,
-            stop=totals.stop,
+            wishes=totals.wishes,
         )

@@ -53,6 +53,13 @@ def tiny(folder: Path) -> dict[str, str]:
     }
 
 
+ENDLESS = {
+    "train.steps": "1000000",
+    "optimizer.schedule": "constant",
+    "log.every": "100000",
+}
+
+
 def arguments(settings: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
@@ -166,6 +173,15 @@ class Job:
         assert not left, f"processes {left} are left behind"
         first = re.search(r"Root Cause.*?exitcode\s*: (-?\d+)", self.text, re.DOTALL)
         return Outcome(self.text, [int(first[1])] if first else codes, seconds)
+
+    def pids(self) -> dict[int, int]:
+        """The process of each rank that a launcher of this job has started."""
+        found = {}
+        for pid in self.alive():
+            with contextlib.suppress(OSError):
+                pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                found.update({int(p[5:]): pid for p in pairs if p.startswith(b"RANK=")})
+        return found
 
     def alive(self) -> Iterator[int]:
         """Processes of this job, by its mark in their environment."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import ROOT, Job, arguments, run_plain, run_torchrun, tiny
+from jobs import ENDLESS, ROOT, Job, arguments, run_plain, run_torchrun, tiny
 
 Prepare = Callable[[Path], dict[str, str]]
 
@@ -189,13 +189,6 @@ def test_an_occupied_port(tmp_path: Path) -> None:
         job.end().assert_one_line(4, f"127.0.0.1:{port}", "in use", "MASTER_PORT")
 
 
-ENDLESS = {
-    "train.steps": "1000000",
-    "optimizer.schedule": "constant",
-    "log.every": "100000",
-}
-
-
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_ends_its_peers(tmp_path: Path, killed: int) -> None:
     """Rank 0 takes the store with it."""
@@ -212,28 +205,8 @@ def test_a_killed_rank_ends_its_peers_under_torchrun(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         job.torchrun(2, *given)
         job.await_text("loss")
-        rank_of = {}
-        for pid in job.alive():
-            pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            rank_of.update({int(p[5:]): pid for p in pairs if p.startswith(b"RANK=")})
-        os.kill(rank_of[1], signal.SIGKILL)
+        os.kill(job.pids()[1], signal.SIGKILL)
         job.end().assert_one_line(-9, "rank 0 lost contact")
-
-
-def heed_interrupts() -> None:
-    """As from a keyboard; what a shell starts in the background ignores them."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def test_an_interrupt_is_quiet(tmp_path: Path) -> None:
-    with Job(tmp_path) as job:
-        command = ["train.py", *arguments({**tiny(tmp_path), **ENDLESS})]
-        job.start(command, preexec_fn=heed_interrupts)
-        job.await_text("loss")
-        job.processes[0].send_signal(signal.SIGINT)
-        outcome = job.end()
-    assert outcome.codes == [130]
-    assert "Traceback" not in outcome.text
 
 
 def test_output_that_nobody_reads_does_not_end_a_run(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megapipe.data.tokenizer import load_tokenizer
 from megapipe.layout import resolve
 from megapipe.mesh import Grid
 from megapipe.testing import World, run_world
+from megapipe.train.signals import StopRequest
 from megapipe.train.trainer import Trainer
 
 CASE = Case(documents=True, model="llama", sequence=12)
@@ -49,9 +50,11 @@ def losses_of_runs(world: World, arguments: list[str]) -> list[float]:
         own = [f"run.name={name}", f"data.document_mask={value}"]
         config, layout = resolve(parse([*arguments, *own]).config, 1, None)
         tokenizer = load_tokenizer("byte")
-        trainer = Trainer(config, layout, world.mesh(Grid()), tokenizer, local_rank=0)
-        trainer.run()
-        trainer.close()
+        with StopRequest() as stop:
+            mesh = world.mesh(Grid())
+            trainer = Trainer(config, layout, mesh, tokenizer, local_rank=0, stop=stop)
+            trainer.run()
+            trainer.close()
         summary = json.loads((trainer.folder / "summary.json").read_text())
         losses.append(summary["loss_first"])
     return losses

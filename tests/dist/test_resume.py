@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from megapipe.generate import Generator, find_checkpoint
 from megapipe.layout import resolve
 from megapipe.mesh import Grid
 from megapipe.testing import World, run_world
-from megapipe.train.trainer import Trainer
+from megapipe.train.signals import StopRequest
+from megapipe.train.trainer import Clock, Trainer
 
 VOCABULARY = 257
 STEPS, HALF = 8, 4
@@ -53,13 +55,15 @@ class Play:
     """A run by the real trainer.
 
     `stop_after` ends it after the checkpoint of that step as if it were killed; `preempt` sends
-    rank 1 the signal of a scheduler during that step.
+    rank 1 the signal of a scheduler during that step; `clocks` are the ranks' own, by which they
+    save.
     """
 
     name: str
     settings: Mapping[str, str]
     stop_after: int | None = None
     preempt: int | None = None
+    clocks: tuple[Callable[[], Clock], ...] = ()
 
 
 def play_all(world: World, base: Mapping[str, str], plays: list[Play]) -> list[dict[str, Any]]:
@@ -75,8 +79,11 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
     mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
     outcome: dict[str, Any] = {"error": None}
     trainer = None
+    stop = StopRequest()
     try:
-        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank)
+        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
+        if this.clocks:
+            trainer.clock = this.clocks[world.rank]()
         outcome["loaded"] = list(local_copies(trainer.step)) if trainer.first_step else None
         train, save = trainer.step.train, trainer._save
 
@@ -102,6 +109,7 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
         if trainer is None:
             return outcome
     finally:
+        stop.__exit__()
         if trainer is not None:
             trainer.close()
     assert trainer is not None
@@ -233,7 +241,8 @@ def save_as_loaded(world: World, settings: Mapping[str, str], source: str, targe
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(parse(arguments(given)).config, world.size, tokenizer.vocab_size)
     mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
-    trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank)
+    with StopRequest() as stop:
+        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
     trainer.checkpoints = Path(target)
     trainer._save(trainer.first_step)
     trainer.close()
@@ -299,6 +308,43 @@ def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     assert checkpoint(tmp_path, "parts", 3).exists()
     assert parts[0]["first_step"] == 3
     assert_continues(parts, full)
+
+
+class ThirdTime(Clock):
+    """Due when asked for the third time since the last save."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def restart(self) -> None:
+        self.asked = 0
+
+    @property
+    def due(self) -> bool:
+        self.asked += 1
+        return self.asked >= 3
+
+
+class Always(Clock):
+    due = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_one_clock_decides_when_all_save(trust: bool, tmp_path: Path) -> None:
+    """That of rank 0; with validation after the fact it is heard a step later."""
+    given = {"parallel.pp": "2", "checkpoint.every": "0", "checkpoint.keep": "9",
+             "optimizer.post_validation": str(trust).lower()}  # fmt: skip
+    hasty = functools.partial(Always, 1.0)
+    (ranks,) = run(tmp_path, Play("run", given, clocks=(ThirdTime, hasty)), world=2)
+    assert [rank["error"] for rank in ranks] == [None] * 2
+    saved = sorted(path.name for path in (tmp_path / "runs/run/checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:08d}" for step in ((4, 8) if trust else (3, 6, 8))]
+
+
+def test_the_clock() -> None:
+    assert not Clock(0).due
+    assert Clock(1e-9).due
+    assert not Clock(3600).due
 
 
 @pytest.mark.parametrize("every", ["1", "5"])

@@ -175,7 +175,7 @@ def test_gradients_are_clipped_by_the_global_norm(clip: float | None, active: bo
     optimizer, bucket = alone(clip=clip)
     given = bucket.grads[0].clone()
     update = Update(optimizer.config, optimizer, LossScaler(optimizer.config, "bf16"), steps=1)
-    totals = Totals(tuple(reduced(optimizer).tolist()), 0.0, 1, False)
+    totals = Totals(tuple(reduced(optimizer).tolist()), 0.0, 1)
     assert totals.norm == pytest.approx(given.double().norm().item(), rel=1e-12)
     optimizer.update(1e-3, update.clipping(totals))
     used = optimizer.shards[0].grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.mesh import sum_in_pairs
-from megapipe.train.totals import Totals
+from megapipe.train.totals import Totals, Wishes
 
 SQUARES = (1.0, 4.0, 20.0)
 """Of two stages and the tied embedding."""
@@ -19,21 +20,21 @@ VALUES = st.floats(0, 1e300) | st.just(math.inf) | st.just(math.nan)
 
 
 def test_what_is_packed_is_unpacked() -> None:
-    for stop in (False, True):
-        totals = Totals(SQUARES, 3.5, 7, stop)
+    for wishes in map(Wishes._make, itertools.product((False, True), repeat=2)):
+        totals = Totals(SQUARES, 3.5, 7, wishes)
         assert Totals.unpack(totals.pack()) == totals
 
 
 def test_sums() -> None:
-    """Of ranks that hold different stages; one of them was asked to stop."""
-    first = Totals((1.0, 0.0, 20.0), 0.0, 0, False).pack()
-    second = Totals((0.0, 4.0, 0.0), 3.5, 7, True).pack()
+    """Of ranks that hold different stages; two of them were asked to stop."""
+    first = Totals((1.0, 0.0, 20.0), 0.0, 0).pack()
+    second = Totals((0.0, 4.0, 0.0), 3.5, 7, Wishes(stop=True)).pack()
     both = Totals.unpack(first + second + second)
-    assert both == Totals((1.0, 8.0, 20.0), 7.0, 14, True)
+    assert both == Totals((1.0, 8.0, 20.0), 7.0, 14, Wishes(stop=True))
 
 
 def test_norm_and_loss() -> None:
-    totals = Totals(SQUARES, 3.5, 7, False)
+    totals = Totals(SQUARES, 3.5, 7)
     assert totals.norm == 5.0
     assert totals.loss == 0.5
     assert totals.finite
@@ -41,12 +42,12 @@ def test_norm_and_loss() -> None:
 
 def test_the_norm_is_added_in_the_order_of_stages() -> None:
     """2^53 swallows a 1, but not two of them added up before."""
-    assert Totals((2.0**53, 1.0, 1.0), 0.0, 1, False).norm == math.sqrt(2.0**53)
-    assert Totals((1.0, 1.0, 2.0**53), 0.0, 1, False).norm == math.sqrt(2.0**53 + 2)
+    assert Totals((2.0**53, 1.0, 1.0), 0.0, 1).norm == math.sqrt(2.0**53)
+    assert Totals((1.0, 1.0, 2.0**53), 0.0, 1).norm == math.sqrt(2.0**53 + 2)
 
 
 def test_no_tokens_make_a_loss_of_zero() -> None:
-    assert Totals(SQUARES, 0.0, 0, False).loss == 0.0
+    assert Totals(SQUARES, 0.0, 0).loss == 0.0
 
 
 @pytest.mark.parametrize("wrong", [math.inf, math.nan])
@@ -62,18 +63,18 @@ def test_no_tokens_make_a_loss_of_zero() -> None:
 )
 def test_where_it_is_not_finite(wrong: float, at: tuple[int, ...], text: str) -> None:
     squares = tuple(wrong if i in at else square for i, square in enumerate(SQUARES))
-    totals = Totals(squares, 1.0, 1, False)
+    totals = Totals(squares, 1.0, 1)
     assert totals.finite is not bool(at)
     assert totals.not_finite() == text
 
 
 @pytest.mark.parametrize("wrong", [math.inf, math.nan])
 def test_a_loss_that_is_not_finite(wrong: float) -> None:
-    assert not Totals(SQUARES, wrong, 1, False).finite
+    assert not Totals(SQUARES, wrong, 1).finite
 
 
 def test_squares_whose_sum_overflows_are_not_finite() -> None:
-    assert not Totals((1e308, 1e308, 0.0), 0.0, 1, False).finite
+    assert not Totals((1e308, 1e308, 0.0), 0.0, 1).finite
 
 
 @given(st.data(), COUNTS, COUNTS)
@@ -82,7 +83,7 @@ def test_what_a_part_of_the_ranks_forbids_the_whole_does(
 ) -> None:
     """No sum over more ranks, in whichever order, has a smaller norm, or is finite again."""
     rows = [
-        Totals(tuple(data.draw(VALUES) for _ in range(buckets)), 0.0, 0, False).pack()
+        Totals(tuple(data.draw(VALUES) for _ in range(buckets)), 0.0, 0).pack()
         for _ in range(ranks)
     ]
     whole = Totals.unpack(sum_in_pairs(torch.stack(rows)))
