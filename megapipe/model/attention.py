@@ -32,31 +32,42 @@ def rotary_tables(
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-class _Rotate(Function):
-    """Its own backward, with the angle negated; nothing but the tables is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.tables = cos, sin
-        return _turned(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.tables
-        return _turned(grad, cos, sin, -1), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    y = x * cos
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    """Rotate [s, b, ..., d] by position, in place; the halves of d are the two coordinates."""
+    y = x * cos  # elsewhere first: products of halves that lie apart are slower than the copy
     (x1, x2), (y1, y2), (sin1, sin2) = (t.chunk(2, dim=-1) for t in (x, y, sin))
     y1.addcmul_(x2, sin1, value=-sign)
     y2.addcmul_(x1, sin2, value=sign)
-    return y
+    return x.copy_(y)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [s, b, ..., d] by position; the halves of d are the two coordinates."""
-    return _Rotate.apply(x, cos, sin)
+def traced_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same for a compiler, in memory of its own."""
+    (x1, x2), (sin1, sin2) = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)
+    return x * cos + torch.cat((-x2 * sin1, x1 * sin2), dim=-1)
+
+
+class _Turned(Function):
+    """Rotates queries and keys where they are, and their gradients back; only the tables are kept.
+
+    What it is given must be nobody else's, and saved by nobody.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, attention: Attention, rotary: tuple[Tensor, Tensor], graph_only: bool
+    ) -> Tensor:
+        ctx.attention, ctx.rotary = attention, rotary
+        if not graph_only:
+            rotate_(attention.turning(qkv), *rotary)
+        return qkv.view_as(qkv)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        # queries, keys and values had their gradients joined in this one, which nobody else has
+        cos, sin = ctx.rotary
+        rotate_(ctx.attention.turning(grad), cos, sin, sign=-1)
+        return grad, None, None, None
 
 
 def joined(y: Tensor) -> Tensor:
@@ -65,7 +76,7 @@ def joined(y: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention in two steps: `qkv` projects [s(/tp), b, h], a call does the rest.
+    """Causal self-attention in two steps: :meth:`project` of [s(/tp), b, h], a call does the rest.
 
     Rows of the qkv weight are ordered by key/value head: its query heads, its key, its value; so
     a contiguous range of rows is a whole number of groups, for any tp that divides kv_heads.
@@ -94,38 +105,44 @@ class Attention(nn.Module):
             std=residual_std(config.init_std, config.layers),
         )
 
-    def forward(
-        self,
-        qkv: Tensor,
-        mb: MicroBatch,
-        rotary: tuple[Tensor, Tensor] | None,
-        carry: Carry | None = None,
-        graph_only: bool = False,
+    def project(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, graph_only: bool = False
     ) -> Tensor:
-        """The output of `qkv`, [s, b, (heads + 2 kv_heads) d / tp], -> [s(/tp), b, h].
+        """Normed [s(/tp), b, h] -> [s, b, (heads + 2 kv_heads) d / tp], rotated by `rotary`.
 
-        `rotary` is for the positions of these; `carry` is there where they are a slice. With
-        `graph_only` the output has no value.
+        That is for the positions of these. With `graph_only` the output has no value.
         """
-        q, k, v = self.heads(qkv, rotary)
+        qkv = self.qkv(x, graph_only)
+        return qkv if rotary is None else _Turned.apply(qkv, self, rotary, graph_only)
+
+    def forward(
+        self, qkv: Tensor, mb: MicroBatch, carry: Carry | None = None, graph_only: bool = False
+    ) -> Tensor:
+        """The output of :meth:`project` -> [s(/tp), b, h].
+
+        `carry` is there where these positions are a slice. With `graph_only` the output has no
+        value.
+        """
+        q, k, v = self.heads(qkv)
         if carry is not None:
             k, v = carry.extend(self.layer, mb.start, k, v)
+        elif self.queries > 1 and self.groups > 1:  # q is a copy: let go of what it comes from
+            k, v = k.contiguous(), v.contiguous()
         y = self._attend(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), mb)
         return self.out(joined(y), graph_only)
 
-    def heads(
-        self, qkv: Tensor, rotary: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [s, b, heads / tp, d], keys and values [s, b, kv_heads / tp, d], rotated."""
-        s, b, _ = qkv.shape
-        qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [s, b, heads / tp, d], keys and values [s, b, kv_heads / tp, d]."""
         # by split, whose backward joins the gradients; that of a slice would fill all of qkv
-        if rotary is None:
-            q, k, v = qkv.split((self.queries, 1, 1), dim=3)
-        else:
-            qk, v = qkv.split((self.queries + 1, 1), dim=3)
-            q, k = rotate(qk, *rotary).split((self.queries, 1), dim=3)
-        return q.reshape(s, b, -1, self.head_dim), k.squeeze(3), v.squeeze(3)
+        q, k, v = self._grouped(qkv).split((self.queries, 1, 1), dim=3)
+        return q.reshape(*q.shape[:2], -1, self.head_dim), k.squeeze(3), v.squeeze(3)
+
+    def turning(self, qkv: Tensor) -> Tensor:
+        """What of [s, b, (heads + 2 kv_heads) d / tp] is rotated, [s, b, groups, n, d]: a view."""
+        return self._grouped(qkv)[..., :-1, :]
+
+    def _grouped(self, qkv: Tensor) -> Tensor:
+        return qkv.view(*qkv.shape[:2], self.groups, self.queries + 2, self.head_dim)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mb: MicroBatch) -> Tensor:
         """q [b, heads, s, d], k and v [b, groups, t, d] -> [b, heads, s, d].

@@ -68,23 +68,18 @@ class Block(nn.Module):
         if self.compiled is not None:
             assert carry is None, "a compiled block takes whole sequences"
             return self.compiled(self, x, mb, rotary, graph_only)
-        qkv = self.of_norms(self._project, x)
-        x = x + self.of_attention(self._attend, qkv, mb, rotary, carry)
+        qkv = self.of_norms(self._project, x, rotary)
+        x = x + self.of_attention(self._attend, qkv, mb, carry)
         wide = self.of_norms(self._widen, x)
         return x + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
 
-    def _project(self, x: Tensor, graph_only: bool = False) -> Tensor:
-        return self.attention.qkv(self.attention_norm(x), graph_only)
+    def _project(self, x: Tensor, rotary: Rotary, graph_only: bool = False) -> Tensor:
+        return self.attention.project(self.attention_norm(x), rotary, graph_only)
 
     def _attend(
-        self,
-        qkv: Tensor,
-        mb: MicroBatch,
-        rotary: Rotary,
-        carry: Carry | None,
-        graph_only: bool = False,
+        self, qkv: Tensor, mb: MicroBatch, carry: Carry | None, graph_only: bool = False
     ) -> Tensor:
-        y = self.attention(qkv, mb, rotary, carry, graph_only)
+        y = self.attention(qkv, mb, carry, graph_only)
         return self._drop(y, mb, "attention_out")
 
     def _widen(self, x: Tensor, graph_only: bool = False) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megapipe.model.attention import joined
+from megapipe.model.attention import joined, traced_rotate
 from megapipe.model.block import Block, Rotary
 from megapipe.model.microbatch import MicroBatch
 from megapipe.ops.compiler import Compiler
@@ -165,8 +165,11 @@ def run_block(
     documents = None if mask is None else cast(Documents, _Masked(mask))
 
     normed = block.attention_norm(x)
-    heads = attention.heads(_Product.apply(normed, *qkv, sharding, True), rotary)
-    q, k, v = (t.permute(1, 2, 0, 3) for t in heads)
+    q, k, v = attention.heads(_Product.apply(normed, *qkv, sharding, True))
+    if rotary is not None:
+        cos, sin = (table.squeeze(2) for table in rotary)
+        q, k = traced_rotate(q, cos, sin), traced_rotate(k, cos, sin)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     mixed = joined(sharding.kernels.attention(q, k, v, 0.0, documents))
     x = x + _Product.apply(mixed, *out, sharding, False)
     widened = block.mlp_norm(x)

@@ -49,7 +49,6 @@ class MLP(nn.Module):
     def activate(self, y: Tensor) -> Tensor:
         """The output of `up` -> the input of `down`, [s, b, f/tp]."""
         if self.activation == "swiglu":
-            gate, up = y.chunk(2, dim=-1)
-            return self.swiglu(gate, up)
+            return self.swiglu(y)
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
         return functional.gelu(y, approximate=approximate)

@@ -1,4 +1,4 @@
-"""SwiGLU's gate: torch's two kernels, or Liger's one."""
+"""SwiGLU's gate: torch's kernels, or Liger's one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional
 
 from megapipe.ops.probe import (
@@ -19,20 +20,46 @@ from megapipe.ops.probe import (
     small_data,
 )
 
-SwigluKernel = Callable[[Tensor, Tensor], Tensor]
-"""(gate [..., f], up [..., f]) -> silu(gate) * up."""
+SwigluKernel = Callable[[Tensor], Tensor]
+"""gate and up, [..., 2 f] -> silu(gate) * up, [..., f]."""
 
 
-def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.silu(gate) * up
+_silu, _silu_grad = torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input
+
+
+class _Swiglu(Function):
+    """Keeps gate and up alone, and computes silu(gate) again; as much memory as the results."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        out = torch.empty_like(both)
+        (gate, up), (grad_gate, grad_up) = (t.chunk(2, dim=-1) for t in (both, out))
+        _silu(gate, out=grad_up).mul_(grad)
+        torch.mul(grad, up, out=grad_gate)
+        _silu_grad(grad_gate, gate, grad_input=grad_gate)
+        return out
+
+
+def torch_swiglu(both: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # a compiler sees for itself what to keep
+        gate, up = both.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+    return _Swiglu.apply(both)
 
 
 def liger_swiglu(function: Any) -> SwigluKernel:
     """Liger's autograd function. Its backward writes over what it saved: inputs that are not
     contiguous, as the two halves of one projection are, are copied by it first."""
 
-    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-        return function.apply(gate, up)
+    def swiglu(both: Tensor) -> Tensor:
+        return function.apply(*both.chunk(2, dim=-1))
 
     return swiglu
 
@@ -51,7 +78,7 @@ def candidates(
 
     def results(kernel: SwigluKernel, precision: torch.dtype) -> Sequence[Tensor]:
         both, grad = small_data([(6, 2, 256), (6, 2, 128)], dtype, precision, device)
-        y = kernel(*both.chunk(2, dim=-1))
+        y = kernel(both)
         return [y, *torch.autograd.grad(y, [both], grad)]
 
     def check(kernel: SwigluKernel) -> None:

@@ -199,19 +199,18 @@ def _attention(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
     rows = w.tokens * w.heads  # of the scores
     is_slice = sizes.before is not None
     is_grouped = model.kv_heads != model.heads
-    is_gathered = is_grouped and w.groups > 1  # queries: from between the groups' keys and values
-    is_turned = model.positions == "rotary"
+    is_gathered = is_grouped and w.groups > 1  # copied, each from between the groups' others
     is_fused = sizes.cuda or not model.dropout
     is_copied = not is_fused and (is_grouped or size < high)
-    # the values of a slice are in the carry, and its queries may be elsewhere too
-    is_viewed = is_fused and not (is_gathered or is_turned) if is_slice else not is_copied
+    # keys and values of a slice are in the carry: its queries alone are viewed
+    is_viewed = not is_gathered and (is_fused if is_slice else not is_copied)
     qkv = (queries + 2 * keys) * size
     yield Saved("attention", "qkv", qkv, is_input=True, is_saved=is_viewed)
     if is_fused:
-        if is_turned and not (is_slice and is_gathered):
-            yield Saved("attention", "turned queries and keys", (queries + keys) * size)
         if is_gathered:
             yield Saved("attention", "queries", queries * size)
+            for name in () if is_slice else ("keys", "values"):
+                yield Saved("attention", name, keys * size)
         if sizes.before and not sizes.cuda:
             mask = sizes.sequence * sizes.attended * size
             yield Saved("attention", "causal mask", mask, has_grad=False)
@@ -234,8 +233,6 @@ def _activation(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
     w = _Widths.of(model, sizes)
     inner = w.tokens * w.ffn * DTYPE_BYTES[model.dtype]
     yield Saved("mlp_activation", "up", inner * w.up // w.ffn, is_input=True)
-    if model.activation == "swiglu":
-        yield Saved("mlp_activation", "gate", inner)
     yield Saved("mlp_activation", "output", inner)
     yield from _residual_mask("mlp_activation", model, sizes)
 

@@ -104,11 +104,28 @@ def test_swiglu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     liger(monkeypatch)
     choice = choose("swiglu", "auto", candidates)
     assert choice.name == "liger"
-    gate, up = torch.randn(4, 6).to(dtype), torch.randn(4, 6).to(dtype)
-    torch.testing.assert_close(choice.kernel(gate, up), swiglu.torch_swiglu(gate, up))
-    swapped = Applied(lambda a, b: swiglu.torch_swiglu(b, a))
+    both = torch.randn(4, 12).to(dtype)
+    torch.testing.assert_close(choice.kernel(both), swiglu.torch_swiglu(both))
+    swapped = Applied(lambda a, b: swiglu.torch_swiglu(torch.cat((b, a), -1)))
     monkeypatch.setattr(sys.modules["liger_kernel.ops.swiglu"], "LigerSiLUMulFunction", swapped)
     assert choose("swiglu", "auto", candidates).warnings
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_swiglu_computes_again_what_it_does_not_keep_to_the_same_bits(dtype: torch.dtype) -> None:
+    both, grad = torch.randn(7, 3, 2 * 37).to(dtype), torch.randn(7, 3, 37).to(dtype)
+    results = []
+
+    def plain(both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    for kernel in (swiglu.torch_swiglu, plain):
+        leaf = both.clone().requires_grad_()
+        y = kernel(leaf)
+        results.append((y, *torch.autograd.grad(y, [leaf], grad)))
+    for ours, kept in zip(*results, strict=True):
+        assert ours.equal(kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
