@@ -89,7 +89,8 @@ class PipelineConfig(Section):
     layout: str | list[int] | None = None
     """Which layers each stage holds: a list of layer counts, or a string of stages divided by
     `|` made of E (embedding), L or L*n (layers) and H (head), as in "E L*3 | L*4 | L*3 H";
-    default: even by cost, embedding and head counted."""
+    default: the least FLOPs for the busiest rank, then for the slowest stage, head and what is run
+    again included."""
     channels: Literal["process_group", "in_process"] = "process_group"
     """process_group: one process per pipeline rank; in_process: each process runs all pipeline
     ranks' programs itself, so the number of processes is dp x cp x tp."""

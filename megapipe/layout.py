@@ -10,14 +10,16 @@ from megapipe.checks import check, check_compile, choices, multiples
 from megapipe.config import Config, ParallelConfig, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.model.config import ModelConfig
-from megapipe.model.partition import StageSpec, even, from_counts, parse_layout
+from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
 from megapipe.plan.activations import Unit, recomputed_stages, stage_units
-from megapipe.plan.flops import head_flops, layer_flops
+from megapipe.plan.costs import part_costs, relative_cost, stage_work
 from megapipe.plan.slices import balanced_slices
+from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators.split import split_backwards
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.ledger import peak_held
-from megapipe.schedule.source import load
+from megapipe.schedule.placement import Placement
+from megapipe.schedule.source import goes_by_cost, load
 
 BYTE_VOCABULARY = 257
 """Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
@@ -44,6 +46,8 @@ class Layout:
     schedule: Schedule = field(repr=False)
     units: tuple[tuple[Unit, ...], ...] = field(repr=False)
     """What the blocks of each stage keep for their backward."""
+    cost: Cost = field(repr=False)
+    """What the operations of each stage cost, in FLOPs per token; messages cost nothing."""
 
     @property
     def stages(self) -> int:
@@ -84,9 +88,18 @@ def _resolve(config: Config, world: int | None, vocab_size: int | None) -> tuple
     config = config.model_copy(update={"model": model, "parallel": parallel})
     check(config, dp)
     microbatches = _microbatches(config, dp)
-    schedule = _recomputing(config, _schedule(config, microbatches))
+    # an order that goes by costs is made when the stages are known; a short one has its placement
+    by_cost = goes_by_cost(config.pipeline.schedule)
+    short = by_cost and ":" not in config.pipeline.schedule
+    schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
-    stages = _partition(config, schedule.placement.stages)
+    stages = _partition(config, schedule.placement)
+    units = stage_units(config.activations, stages, schedule.recompute)
+    slice_lengths = _slice_lengths(config, schedule.slices)
+    work = stage_work(config, stages, units, schedule.recompute)
+    cost = relative_cost(config, work, slice_lengths)
+    if by_cost:
+        schedule = _recomputing(config, _schedule(config, microbatches, cost))
     layout = Layout(
         dp=dp,
         tp=parallel.tp,
@@ -95,9 +108,10 @@ def _resolve(config: Config, world: int | None, vocab_size: int | None) -> tuple
         microbatches=microbatches,
         world=processes,
         stage_layers=stages,
-        slice_lengths=_slice_lengths(config, schedule.slices),
+        slice_lengths=slice_lengths,
         schedule=schedule,
-        units=stage_units(config.activations, stages, schedule.recompute),
+        units=units,
+        cost=cost,
     )
     return config, layout
 
@@ -158,10 +172,10 @@ def _microbatches(config: Config, dp: int) -> int:
     return train.global_batch // per_round
 
 
-def _partition(config: Config, stages: int) -> tuple[StageSpec, ...]:
-    model, chosen = config.model, config.pipeline.layout
+def _partition(config: Config, placement: Placement) -> tuple[StageSpec, ...]:
+    model, chosen, stages = config.model, config.pipeline.layout, placement.stages
     if chosen is None:
-        text = even(model.layers, stages, embedding_cost=0.0, head_cost=_head_cost(config))
+        text = balanced(model.layers, placement, *part_costs(config))
     else:
         text = chosen if isinstance(chosen, str) else from_counts(chosen)
     specs = parse_layout(text, model.layers)
@@ -182,14 +196,7 @@ def _slice_lengths(config: Config, slices: int) -> tuple[int, ...]:
         raise ConfigError(f"pipeline.{error}; see train.sequence_length") from None
 
 
-def _head_cost(config: Config) -> float:
-    """The head's FLOPs in layers; looking up the embedding costs none."""
-    if config.model.vocab_size is None:
-        return 1.0
-    return head_flops(config.model) / layer_flops(config.model, config.train.sequence_length)
-
-
-def _schedule(config: Config, microbatches: int) -> Schedule:
+def _schedule(config: Config, microbatches: int, cost: Cost | None = None) -> Schedule:
     pipeline, pp = config.pipeline, config.parallel.pp
     passes = microbatches * pp * (pipeline.chunks or 1)
     if passes > MOST_PASSES:
@@ -216,6 +223,7 @@ def _schedule(config: Config, microbatches: int) -> Schedule:
                 slices=pipeline.slices,
                 pairs=pipeline.pairs,
                 memory_limit=pipeline.memory_limit,
+                cost=cost,
             )
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ladder.sizes import Size
 from megapipe.errors import MegapipeError
-from megapipe.model.partition import even, parse_layout
+from megapipe.model.partition import balanced, parse_layout
 from megapipe.plan.flops import token_flops
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import accepts, build
@@ -92,12 +92,12 @@ def cost_on(measured: Measured, placement: Placement, links: Links) -> Cost:
     """What operations and messages cost on a placement with as many layers per rank."""
     layers = measured.layers * placement.ranks
     whole, backward = measured.parts["F"], measured.backward
-    layer = whole.layer + backward.layer
-    text = even(
+    text = balanced(
         layers,
-        placement.stages,
-        embedding_cost=(whole.embedding + backward.embedding) / layer,
-        head_cost=(whole.head + backward.head) / layer,
+        placement,
+        layer=whole.layer + backward.layer,
+        embedding=whole.embedding + backward.embedding,
+        head=whole.head + backward.head,
     )
     stages = parse_layout(text, layers)
     times = {

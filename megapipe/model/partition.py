@@ -7,10 +7,14 @@ and whatever the origin, :func:`parse_layout` proves that every layer is placed 
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megapipe.errors import ConfigError
+from megapipe.schedule.cost import Time
+from megapipe.schedule.placement import Placement
 
 _ITEM = re.compile(r"\s*(?:(?P<name>[EH])|L(?:\s*\*\s*(?P<count>[1-9][0-9]{0,5}(?![0-9])))?)\s*")
 
@@ -59,39 +63,78 @@ def from_counts(counts: Sequence[int]) -> str:
     return _join(counts)
 
 
-def even(layers: int, stages: int, embedding_cost: float, head_cost: float) -> str:
-    """The layout whose most expensive stage is cheapest, where a layer costs 1.
+def balanced(layers: int, placement: Placement, layer: Time, embedding: Time, head: Time) -> str:
+    """The layout with the least work for the busiest rank, and then for the slowest stage.
 
-    Among several, the one with the smallest sum of squared stage costs, then of squared layer
-    counts, then the one with the fewest layers in the first stage. Stages between the first and
-    the last differ by at most one layer, the larger ones later, where fewer micro-batches wait
-    for their backward.
+    `layer`, `embedding` and `head` are costs. In a long step every rank runs all of its stages for
+    each micro-batch, so the rank with the largest sum of them sets the pace; the slowest stage
+    sets how long the pipeline takes to fill and to drain. With one stage per rank they are the
+    same. Among equals, the smallest sum of squared stage costs counts, and of stages that cost
+    the same the later one is given the next layer: fewer micro-batches wait there for their
+    backward. Optimal where no rank holds a stage together with more than one other holder of it:
+    for pipelines in one direction, and in two.
+
+    Raises :class:`ConfigError` for more stages than there are layers, embedding and head.
     """
+    stages = placement.stages
     if stages > layers + 2:
         raise ConfigError(
             f"{stages} pipeline stages (parallel.pp x pipeline.chunks) for {layers} layers, "
             f"embedding and head: at most {layers + 2} stages can hold something"
         )
-    if stages == 1:
-        return _join([layers])
-    inner = stages - 2
-    best: tuple[float, float, int, int, int] | None = None
-    for first in range(layers - inner + 1):
-        rest = layers - first
-        for last in range(rest - inner + 1) if inner else (rest,):
-            ends = (embedding_cost + first, last + head_cost)
-            if best is not None and max(ends) > best[0]:
-                continue
-            small, larger = divmod(rest - last, inner) if inner else (0, 0)
-            most = max(*ends, small + (larger > 0))
-            between = (inner - larger) * small**2 + larger * (small + 1) ** 2
-            squares = ends[0] ** 2 + ends[1] ** 2 + between
-            candidate = (most, squares, first**2 + last**2 + between, first, last)
+    parts = (Fraction(layer), Fraction(embedding), Fraction(head))
+    quickest = _deal(layers, placement, parts, None)
+    assert quickest is not None
+    most = max(rank_loads(placement, stage_costs(quickest, *parts)))
+    return _join(_deal(layers, placement, parts, most) or quickest)
+
+
+def stage_costs(counts: Sequence[int], layer: Time, embedding: Time, head: Time) -> list[Time]:
+    """What stages of so many layers cost, the first with the embedding, the last with the head."""
+    costs: list[Time] = [count * layer for count in counts]
+    costs[0] += embedding
+    costs[-1] += head
+    return costs
+
+
+def rank_loads(placement: Placement, costs: Sequence[Time]) -> list[Time]:
+    """Cost of a micro-batch through all stages of each rank, replicas taking turns; times the
+    number of replicas."""
+    loads: list[Time] = [0] * placement.ranks
+    for row in placement.table:
+        for rank, cost in zip(row, costs, strict=True):
+            loads[rank] += cost
+    return loads
+
+
+def _deal(
+    layers: int, placement: Placement, parts: tuple[Time, Time, Time], most: Time | None
+) -> list[int] | None:
+    """Layers of each stage, dealt one at a time: to the cheapest stage of the least loaded rank,
+    or, with `most`, to the cheapest stage whose ranks stay within it (None if there is none)."""
+    layer, stages = parts[0], placement.stages
+    counts = [int(0 < stage < stages - 1) for stage in range(stages)]
+    costs = stage_costs(counts, *parts)
+    loads = rank_loads(placement, costs)
+    times = [Counter(row[stage] for row in placement.table) for stage in range(stages)]
+    for _ in range(layers - sum(counts)):
+        best: tuple[Time, Time, int] | None = None
+        for stage in range(stages):
+            load = max(loads[rank] + layer * often for rank, often in times[stage].items())
+            if most is not None:
+                if load > most:
+                    continue
+                load = 0
+            candidate = (load, costs[stage], -stage)
             best = candidate if best is None else min(best, candidate)
-    assert best is not None  # stages <= layers + 2: the first and the last may hold no layer
-    *_, first, last = best
-    small, larger = divmod(layers - first - last, inner) if inner else (0, 0)
-    return _join([first, *[small] * (inner - larger), *[small + 1] * larger, last])
+        if best is None:
+            return None
+        stage = -best[2]
+        counts[stage] += 1
+        costs[stage] += layer
+        for rank, often in times[stage].items():
+            loads[rank] += layer * often
+    return counts
 
 
 def _join(counts: Sequence[int]) -> str:

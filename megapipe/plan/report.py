@@ -7,7 +7,9 @@ from megapipe.checks import shortened
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout import Layout
-from megapipe.model.partition import StageSpec, format_layout
+from megapipe.model.partition import StageSpec, format_layout, from_counts, parse_layout, rank_loads
+from megapipe.plan.activations import stage_units
+from megapipe.plan.costs import scaled, stage_work
 from megapipe.plan.flops import head_flops, layer_flops, token_flops
 from megapipe.plan.in_flight import Activations, peak_activations
 from megapipe.plan.memory import model_memory
@@ -21,10 +23,12 @@ from megapipe.plan.params import (
 )
 from megapipe.plan.slices import slice_shares
 from megapipe.plan.traffic import by_axis, message_bytes, step_traffic
+from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.ledger import peak_held, volume, weight_copies
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.render import text as draw
+from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 
 
@@ -46,7 +50,7 @@ def report(config: Config, layout: Layout) -> str:
         _model_lines(config, layout),
         _run_lines(config, layout, schedule, held),
         _stage_lines(config, layout, schedule),
-        _schedule_lines(schedule),
+        _schedule_lines(config, layout),
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
@@ -212,22 +216,54 @@ def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str
     return [
         *lines,
         f"layers add up: {'+'.join(map(str, counts))} = {sum(counts)} of {model.layers}",
+        *([_balance_line(config, layout)] if layout.stages > 1 else []),
         f"the same stages: pipeline.layout={format_layout(layout.stage_layers)!r}",
     ]
 
 
-def _schedule_lines(schedule: Schedule) -> list[str]:
+def _balance_line(config: Config, layout: Layout) -> str:
+    """How even the ranks' work is, and how even it would be with equally many layers per stage."""
+    F, B, _, _, R = layout.cost.table(layout.stages)
+    chosen = _excess(layout, [sum(each) for each in zip(F, B, R, strict=True)])
+    layers, stages = config.model.layers, layout.stages
+    if layers < stages:
+        return f"balance       {chosen} above the mean"
+    counts = [layers * (i + 1) // stages - layers * i // stages for i in range(stages)]
+    specs = parse_layout(from_counts(counts), layers)
+    again = layout.schedule.recompute
+    work = stage_work(config, specs, stage_units(config.activations, specs, again), again)
+    even = _excess(layout, [sum(each) for each in work])
+    return f"balance       {chosen} above the mean; with layers split evenly {even}"
+
+
+def _excess(layout: Layout, work: Sequence[Time]) -> str:
+    """By how much the busiest rank and the slowest stage are above the mean."""
+    loads = rank_loads(layout.schedule.placement, work)
+    rank, stage = (max(each) * len(each) / sum(each) - 1 for each in (loads, work))
+    return f"busiest rank {float(rank):.1%}, slowest stage {float(stage):.1%}"
+
+
+def _schedule_lines(config: Config, layout: Layout) -> list[str]:
+    schedule = layout.schedule
     proof = validate(schedule)
     name = f"schedule {schedule.name}: {proof.ops:,} operations, proved executable"
     held = ", ".join(map(str, peak_held(schedule)))
     lines = [
-        f"{name}; drawn with a backward twice as long as a forward",
+        f"{name}; drawn with the FLOPs of each stage, 1 being a layer's forward",
         f"activations held at most, in micro-batches of a full rank, per rank: {held}",
     ]
     copies = max(weight_copies(schedule))
     if copies > 1:
         lines.append(f"weights held {copies} times")
-    return [*lines, draw(schedule)]
+    return [
+        *lines,
+        draw(
+            simulate(
+                schedule,
+                scaled(layout.cost, 1 / layer_flops(config.model, config.train.sequence_length)),
+            )
+        ),
+    ]
 
 
 def _contents(spec: StageSpec) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import MegapipeError, ScheduleError
-from megapipe.schedule.generators.registry import HINTS, OPTIONS, aliases, build, names
+from megapipe.schedule.generators.registry import HINTS, OPTIONS, accepts, aliases, build, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.text import from_csv
 
@@ -46,6 +46,14 @@ def load(spec: str, *, ranks: int, microbatches: int, **options: Any) -> Schedul
         return _build(spec, ranks, microbatches, given)
     _check(spec, schedule, ranks, microbatches, given)
     return schedule
+
+
+def goes_by_cost(spec: str) -> bool:
+    """Whether what :func:`load` makes of `spec` may depend on the cost that it is given; a function
+    of the user's may look at it."""
+    if spec in names() or spec in aliases():
+        return "cost" in accepts(spec)
+    return ":" in spec and not spec.endswith(".csv")
 
 
 def _build(name: str, ranks: int, microbatches: int, given: dict[str, Any]) -> Schedule:

@@ -18,7 +18,7 @@ from megapipe.engine.recorder import Record, measured_cost, timeline
 from megapipe.errors import ScheduleError
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
-from megapipe.model.partition import even, parse_layout
+from megapipe.model.partition import balanced, parse_layout
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.idle import typical_latency
 from megapipe.schedule.ledger import peak_held
@@ -205,16 +205,15 @@ class AutoSchedule:
             ("pipeline.placement=v", vee(ranks)),
             ("pipeline.placement=wave", wave(ranks, 2)),
         ):
-            stages = placement.stages
-            if placement != self.step.placement and stages <= layers + 2:
-                yield name, placement, self._repartitioned(cost, stages)
+            if placement != self.step.placement and placement.stages <= layers + 2:
+                yield name, placement, self._repartitioned(cost, placement)
 
-    def _repartitioned(self, cost: Cost, stages: int) -> Cost:
-        """The measured costs, spread over another number of stages."""
+    def _repartitioned(self, cost: Cost, placement: Placement) -> Cost:
+        """The measured costs, spread over the stages of another placement."""
         table = dict(zip("FBIW", cost.table(self.layout.stages), strict=False))
         parts = {kind: self._by_part([float(time) for time in table[kind]]) for kind in table}
         layer, embedding, head = (sum(parts[kind][i] for kind in "FIW") for i in range(3))
-        text = even(self.config.model.layers, stages, embedding / layer, head / layer)
+        text = balanced(self.config.model.layers, placement, layer, embedding, head)
         specs = parse_layout(text, self.config.model.layers)
 
         def times(kind: str) -> tuple[float, ...]:

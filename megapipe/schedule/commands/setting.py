@@ -16,7 +16,7 @@ from megapipe.schedule.generators import accepts, aliases, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.source import load
+from megapipe.schedule.source import goes_by_cost, load
 
 Number = Fraction | int
 
@@ -106,7 +106,7 @@ class Setting:
         start = time.perf_counter()
         schedule = load(name, **hints)
         costs_given = self.costs or self.stage_costs or self.bandwidth
-        if costs_given and _goes_by_cost(name):  # they are those of stages, so of its placement
+        if costs_given and goes_by_cost(name):  # they are those of stages, so of its placement
             start = time.perf_counter()
             schedule = load(name, **hints, cost=self.cost(schedule.placement))
         seconds = time.perf_counter() - start
@@ -180,13 +180,6 @@ def _times(stage: object, where: str) -> dict[str, Number]:
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"{where}: {kind}: {error}") from None
     return result
-
-
-def _goes_by_cost(name: str) -> bool:
-    """Whether the costs make a difference: a function of the user's may look at them too."""
-    if _registered(name):
-        return "cost" in accepts(name)
-    return ":" in name and not name.endswith(".csv")
 
 
 def _registered(name: str) -> bool:

@@ -1,5 +1,7 @@
 """Partition into stages: the layout string, its proof, and the optimum by cost."""
 
+from collections import Counter
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 
 import pytest
@@ -7,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
-from megapipe.model.partition import StageSpec, even, format_layout, from_counts, parse_layout
+from megapipe.model.partition import StageSpec, balanced, format_layout, from_counts, parse_layout
+from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
 
 
 def test_layout_string() -> None:
@@ -77,42 +80,65 @@ def test_counts() -> None:
         (3, 5, 0.1, "E | L | L | L | H"),
     ],
 )
-def test_even(layers: int, stages: int, head: float, layout: str) -> None:
-    assert even(layers, stages, embedding_cost=0.0, head_cost=head) == layout
+def test_balanced_over_single_stages(layers: int, stages: int, head: float, layout: str) -> None:
+    assert balanced(layers, loop(stages), 1.0, 0.0, head) == layout
+
+
+@pytest.mark.parametrize(
+    ("layers", "placement", "head", "layout"),
+    [
+        # 7 layers on each rank, where stages of equal cost leave 8 to the one without the head
+        (13, loop(2, 2), 1, "E L*3 | L*3 | L*4 | L*3 H"),
+        (14, loop(2, 2), 2, "E L*4 | L*4 | L*4 | L*2 H"),
+        (15, vee(2), 1, "E L*4 | L*4 | L*4 | L*3 H"),
+        (6, mirrored(loop(2)), 2, "E L*4 | L*2 H"),
+    ],
+)
+def test_balanced_over_ranks(layers: int, placement: Placement, head: int, layout: str) -> None:
+    assert balanced(layers, placement, 1, 0, head) == layout
 
 
 def test_more_stages_than_items() -> None:
     with pytest.raises(ConfigError, match=r"6 pipeline stages .* at most 5 stages"):
-        even(3, 6, embedding_cost=0.0, head_cost=1.0)
+        balanced(3, loop(6), 1, 0, 1)
 
 
-def stage_costs(counts: list[int], embedding: float, head: float) -> list[float]:
-    costs = [float(count) for count in counts]
-    costs[0] += embedding
-    costs[-1] += head
-    return costs
+def placements() -> Iterator[Placement]:
+    for ranks in (1, 2, 3):
+        yield from (loop(ranks), loop(ranks, 2), vee(ranks), mirrored(loop(ranks)))
+    yield from (loop(4), loop(5), loop(6), loop(2, 3), wave(1), wave(2, 1), mirrored(loop(2, 2)))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=150)
 @given(
     layers=st.integers(1, 9),
-    stages=st.integers(1, 6),
+    placement=st.sampled_from(list(placements())),
+    layer=st.integers(1, 5),
     embedding=st.integers(0, 12),
-    head=st.integers(0, 20),
+    head=st.integers(0, 30),
 )
-def test_even_is_optimal(layers: int, stages: int, embedding: int, head: int) -> None:
-    """Against every partition: smallest maximum first, then smallest sum of squares."""
+def test_balanced_is_optimal(
+    layers: int, placement: Placement, layer: int, embedding: int, head: int
+) -> None:
+    """Against every partition: the busiest rank, then the slowest stage, then the squares."""
+    stages = placement.stages
     if stages > layers + 2:
         return
-    at, ah = embedding / 4, head / 4
     items = ["E", *["L"] * layers, "H"]
-    scores = []
-    for cuts in combinations(range(1, len(items)), stages - 1):
-        edges = [0, *cuts, len(items)]
-        counts = [items[a:b].count("L") for a, b in pairwise(edges)]
-        costs = stage_costs(counts, at, ah)
-        scores.append((max(costs), sum(cost**2 for cost in costs)))
-    specs = parse_layout(even(layers, stages, at, ah), layers)
+
+    def score(counts: list[int]) -> tuple[int, int, int]:
+        costs = [layer * count for count in counts]
+        costs[0] += embedding
+        costs[-1] += head
+        loads = Counter[int]()
+        for row in placement.table:
+            for rank, cost in zip(row, costs, strict=True):
+                loads[rank] += cost
+        return max(loads.values()), max(costs), sum(cost**2 for cost in costs)
+
+    cuts = combinations(range(1, len(items)), stages - 1)
+    edges = ([0, *inner, len(items)] for inner in cuts)
+    scores = [score([items[a:b].count("L") for a, b in pairwise(each)]) for each in edges]
+    specs = parse_layout(balanced(layers, placement, layer, embedding, head), layers)
     assert len(specs) == stages
-    costs = stage_costs([len(spec.layers) for spec in specs], at, ah)
-    assert (max(costs), sum(cost**2 for cost in costs)) == min(scores)
+    assert score([len(spec.layers) for spec in specs]) == min(scores)

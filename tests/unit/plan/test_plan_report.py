@@ -9,13 +9,16 @@ from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout import Layout, resolve
-from megapipe.plan.flops import token_flops
+from megapipe.plan.costs import part_costs, scaled
+from megapipe.plan.flops import layer_flops, token_flops
 from megapipe.plan.in_flight import peak_activations
 from megapipe.plan.params import count, parameter_shapes, stage_shapes
 from megapipe.plan.report import held_by_process, report
 from megapipe.plan.traffic import by_axis, step_traffic
 from megapipe.schedule.generators import build
+from megapipe.schedule.ir import Kind
 from megapipe.schedule.render import text as draw
+from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 
 UNEVEN = (
@@ -32,6 +35,12 @@ UNEVEN = (
 def plan(*overrides: str) -> tuple[Config, Layout, str]:
     config, layout = resolve(parse(list(overrides)).config, None, None)
     return config, layout, report(config, layout)
+
+
+def drawing(config: Config, layout: Layout) -> str:
+    """The schedule at the FLOPs of its stages; 1 is a layer's forward."""
+    unit = layer_flops(config.model, config.train.sequence_length)
+    return draw(simulate(layout.schedule, scaled(layout.cost, 1 / unit)))
 
 
 def test_stage_map_adds_up() -> None:
@@ -59,11 +68,45 @@ def test_numbers() -> None:
     sent = 8 * 3 * 2 * 2 * 2 * (256 * 4 * config.model.hidden * 4)
     assert f"sent          {sent:,} bytes between all pipeline ranks" in text
     schedule = build("interleaved_1f1b", ranks=2, microbatches=8, chunks=2)
-    assert draw(schedule) in text
+    assert layout.schedule == schedule
+    assert drawing(config, layout) in text
     low, high = sorted(held_by_process(config, layout, schedule))
     assert f"{low:,} to {high:,} parameters" in text
-    shares = [float(share) for share in re.findall(r"([\d.]+)%$", text, re.MULTILINE)]
+    shares = [float(share) for share in re.findall(r"^ +\d .*?([\d.]+)%$", text, re.MULTILINE)]
     assert sum(shares) == pytest.approx(100, abs=0.3)
+
+
+def test_idle_share_is_that_of_uneven_stages() -> None:
+    """Three ranks with 2 layers each wait for the last, which has 3."""
+    _, layout, text = plan(
+        "model.layers=9",
+        "parallel.pp=4",
+        "pipeline.layout=[2, 2, 2, 3]",
+        "train.global_batch=4000",
+        "model.hidden=1280",
+        "model.heads=10",
+    )
+    table = layout.cost.table(4)
+    work = [sum(each) for each in zip(table[Kind.F], table[Kind.B], strict=True)]
+    mean = sum(work) / 4
+    (idle,) = re.findall(r"idle ([\d.]+)% of the makespan", text)
+    assert float(idle) == pytest.approx(100 * (1 - mean / max(work)), abs=0.5)
+    assert float(idle) > 24
+    excess = float(max(work) / mean) - 1
+    assert f"balance       busiest rank {excess:.1%}, slowest stage {excess:.1%} above" in text
+
+
+def test_balance_is_told_against_an_even_split() -> None:
+    """10 layers and a head of about one and a half: 3 + 3 + 3 + 1, not 2 + 3 + 2 + 3."""
+    config, layout, text = plan("model.layers=10", "parallel.pp=4", "model.vocab_size=3072")
+    assert [len(spec.layers) for spec in layout.stage_layers] == [3, 3, 3, 1]
+    layer, _, head = part_costs(config)
+    mean = (10 * layer + head) / 4
+    ours, even = (float(most / mean) - 1 for most in (3 * layer, 3 * layer + head))
+    assert (
+        f"balance       busiest rank {ours:.1%}, slowest stage {ours:.1%} above the mean; with "
+        f"layers split evenly busiest rank {even:.1%}, slowest stage {even:.1%}\n"
+    ) in text
 
 
 def test_memory_and_wire_are_of_the_process_with_most() -> None:
@@ -132,12 +175,12 @@ def test_messages_received_ahead(schedule: str, ends: str, depth: int) -> None:
 
 
 def test_the_plan_draws_the_schedule_of_the_layout() -> None:
-    _, layout, text = plan(
+    config, layout, text = plan(
         "model.layers=4", "parallel.pp=2", "train.global_batch=8", "pipeline.schedule=seq1f1b"
     )
     assert layout.schedule == build("seq1f1b", ranks=2, microbatches=2, slices=2)
     assert f"schedule seq1f1b: {2 * 2 * 2 * 2} operations, proved executable" in text
-    assert draw(layout.schedule) in text
+    assert drawing(config, layout) in text
 
 
 def test_slices_and_what_they_take() -> None:
