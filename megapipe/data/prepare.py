@@ -1,21 +1,17 @@
 """Tokenizes a corpus once, into a cache folder that any number of runs share.
 
-The folder is named by a digest of all that decides its content. It is built under a private name
-and appears by one rename: processes and nodes that share a file system may prepare the same corpus
-at the same time, the first to finish wins, and one that is killed leaves nothing that could be
-taken for a corpus.
+The folder is named by a digest of all that decides its content. Of the processes and nodes that
+share a file system and need the same corpus one prepares it (:mod:`megapipe.data.once`), and one
+that is killed leaves nothing that could be taken for a corpus.
 """
 
 import hashlib
 import json
 import os
-import shutil
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from megapipe.config import DataConfig
 from megapipe.data.corpus import documents, identity
+from megapipe.data.once import make_once
 from megapipe.data.order import splitmix64
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenWriter
@@ -36,8 +33,6 @@ _FORMAT = 1
 _SPLITS = ("train", "validation")
 _BATCH_CHARACTERS = 2**22
 """Text that is tokenized at a time."""
-_LEFTOVER_AGE_S = 24 * 3600
-"""A private folder in which nothing was written for so long belongs to a killed process."""
 
 
 class Split(Section):
@@ -105,7 +100,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) 
     folder = Path(config.cache, digest)
     try:
         if not folder.exists():
-            _build(config, tokenizer, folder, progress=progress)
+            make_once(folder, lambda new: _build(config, tokenizer, new, progress=progress))
     except OSError as error:
         where = error.filename or config.cache
         raise DataError(f"cache {where} (data.cache): {error.strerror or error}") from error
@@ -134,33 +129,12 @@ def _checked_meta(folder: Path) -> Meta:
 
 
 def _build(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, progress: bool) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
-    private = folder.with_name(f".{folder.name}.{uuid4().hex}")
-    private.mkdir()
-    try:
-        meta = _tokenize(config, tokenizer, private, progress=progress)
-        with open(private / "meta.json", "w") as file:
-            file.write(meta.model_dump_json(indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            private.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise  # else another process was first
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    for private in folder.parent.glob(f".{folder.name}.*"):
-        try:
-            newest = max(path.stat().st_mtime for path in (private, *private.iterdir()))
-        except FileNotFoundError:  # its process has just finished
-            continue
-        if time.time() - newest > _LEFTOVER_AGE_S:
-            shutil.rmtree(private, ignore_errors=True)
+    """Fill `folder`, which is there and empty."""
+    meta = _tokenize(config, tokenizer, folder, progress=progress)
+    with open(folder / "meta.json", "w") as file:
+        file.write(meta.model_dump_json(indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _tokenize(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, progress: bool) -> Meta:
@@ -199,7 +173,11 @@ def _tokenize(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, progres
         entropy=unigram_entropy(counts),
         train=sizes["train"],
         validation=sizes["validation"],
-        files={path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+        files={
+            path.name: path.stat().st_size
+            for split in sorted(_SPLITS)
+            for path in sorted(folder.glob(f"{split}.*"))
+        },
     )
 
 

@@ -40,6 +40,8 @@ _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 _UINT16_BELOW = 65500
 """Vocabularies smaller than this are stored as u16, others as i32 (Megatron-LM's rule)."""
 _LONGEST_SEQUENCE = 2**31 - 1
+_CHECKED_AT_ONCE = 2**18
+"""Sequences of an index that are checked at a time."""
 
 
 class TokenWriter:
@@ -108,7 +110,9 @@ class TokenWriter:
 
 
 class TokenFile:
-    """Reads a token file through a memory map, after checking that its two parts fit together.
+    """Reads a token file through memory maps, after checking that its two parts fit together.
+
+    A process holds nothing of it but the pages that it touches, and those the node holds once.
 
     Attributes:
         tokens: all ids of the file as one stream [T], in the file's own type.
@@ -122,9 +126,9 @@ class TokenFile:
     def __init__(self, prefix: Path) -> None:
         self.path = _bin(prefix)
         index_path = _idx(prefix)
-        dtype, self.lengths, self.documents = _read_index(index_path)
+        dtype, self.lengths, offsets, self.documents = _map_index(index_path)
+        declared = _check_index(index_path, self.lengths, offsets, self.documents, dtype.itemsize)
         size = _file_size(self.path)
-        declared = int(self.lengths.sum(dtype=np.int64)) * dtype.itemsize
         if size != declared:
             raise DataError(f"{self.path} has {size} bytes, {index_path} declares {declared}")
         if not size:
@@ -132,7 +136,11 @@ class TokenFile:
         self.tokens: npt.NDArray[Any] = np.memmap(self.path, dtype=dtype, mode="r")
 
 
-def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+Ids = npt.NDArray[np.integer[Any]]
+
+
+def _map_index(path: Path) -> tuple[np.dtype[Any], Ids, Ids, Ids]:
+    """Token type, lengths [S], byte offsets [S] and documents [D] of an index."""
     size = _file_size(path)
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
@@ -155,25 +163,44 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[Any], npt.NDArra
                 f"{path} has {size} bytes, its header declares {declared} "
                 f"({sequences} sequences, {boundaries} document boundaries)"
             )
-        body = file.read(declared - _HEADER.size)
-    lengths = np.frombuffer(body, "<i4", sequences)
-    offsets = np.frombuffer(body, "<i8", sequences, offset=4 * sequences)
-    documents = np.frombuffer(body, "<i8", boundaries, offset=12 * sequences)
-    if (lengths < 0).any():
-        raise DataError(f"{path}: sequence {int(np.argmax(lengths < 0))} has a negative length")
-    wrong = offsets != _offsets(lengths, dtype.itemsize)
-    if wrong.any():
+    lengths = _map(path, "<i4", _HEADER.size, sequences)
+    offsets = _map(path, "<i8", _HEADER.size + 4 * sequences, sequences)
+    documents = _map(path, "<i8", _HEADER.size + 12 * sequences, boundaries)
+    return dtype, lengths, offsets, documents
+
+
+def _map(path: Path, kind: str, offset: int, count: int) -> Ids:
+    if not count:  # nothing cannot be mapped
+        return np.empty(0, kind)
+    return np.memmap(path, kind, "r", offset, (count,))
+
+
+def _check_index(path: Path, lengths: Ids, offsets: Ids, documents: Ids, itemsize: int) -> int:
+    """Check that sequences follow one another and documents cover them; returns their bytes."""
+    end = 0
+    for first in range(0, len(lengths), _CHECKED_AT_ONCE):
+        part = slice(first, first + _CHECKED_AT_ONCE)
+        negative = lengths[part] < 0
+        if negative.any():
+            raise DataError(
+                f"{path}: sequence {first + int(negative.argmax())} has a negative length"
+            )
+        wrong = offsets[part] != end + _offsets(lengths[part], itemsize)
+        if wrong.any():
+            raise DataError(
+                f"{path}: sequence {first + int(wrong.argmax())} does not start where the one "
+                "before ends"
+            )
+        end += int(lengths[part].sum(dtype=np.int64)) * itemsize
+    ordered = all(
+        (np.diff(documents[first : first + _CHECKED_AT_ONCE + 1]) >= 0).all()
+        for first in range(0, len(documents), _CHECKED_AT_ONCE)
+    )
+    if len(documents) < 2 or documents[0] != 0 or documents[-1] != len(lengths) or not ordered:
         raise DataError(
-            f"{path}: sequence {int(np.argmax(wrong))} does not start where the one before ends"
+            f"{path}: document boundaries do not run from 0 to {len(lengths)} sequences"
         )
-    if (
-        boundaries < 2
-        or documents[0] != 0
-        or documents[-1] != sequences
-        or (np.diff(documents) < 0).any()
-    ):
-        raise DataError(f"{path}: document boundaries do not run from 0 to {sequences} sequences")
-    return dtype, lengths, documents
+    return end
 
 
 def _offsets(lengths: npt.NDArray[Any], itemsize: int) -> npt.NDArray[np.int64]:

@@ -120,11 +120,9 @@ class Reading:
         """What hides the padding, and the documents before a token's own from it."""
         if self.document_end is None and not self._padding.any():
             return None
-        tokens = self._tokens[:, :stop]
-        text = torch.arange(stop) >= self._padding.unsqueeze(1)
-        numbers = text.long()
+        numbers = (torch.arange(stop) >= self._padding.unsqueeze(1)).long()
         if self.document_end is not None:
-            numbers += document_ids(tokens.masked_fill(~text, -1), self.document_end)
+            numbers += document_ids(self._tokens[:, :stop], self.document_end)
         return Documents(numbers, self.device)
 
     def _positions(self, first: int, stop: int) -> Tensor | None:

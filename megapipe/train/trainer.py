@@ -52,10 +52,10 @@ SMOOTHING = 0.9
 class Trainer:
     """Runs `config` on this process' part of the mesh.
 
-    `local_rank` 0 prepares the corpus for its node, once everything that can be known to be wrong
-    without it is known. `stop` ends it after a step. Raises a :class:`MegapipeError` on every rank
-    when any rank meets one while setting up, a failing compiler excepted
-    (:func:`~megapipe.train.kernels.agreed_kernels`).
+    `local_rank` 0 asks for the corpus for its node, once everything that can be known to be wrong
+    without it is known; of those that share a cache one prepares it. `stop` ends it after a step.
+    Raises a :class:`MegapipeError` on every rank when any rank meets one while setting up, a
+    failing compiler excepted (:func:`~megapipe.train.kernels.agreed_kernels`).
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Trainer:
         all_or_none(self.mesh, error)
 
     def _prepare(self, local_rank: int) -> Prepared:
-        """The tokenized corpus, made by one process of each node."""
+        """The tokenized corpus, asked for by one process of each node at first."""
         prepared, error = None, None
         for turn in (local_rank == 0, local_rank != 0):
             if turn:

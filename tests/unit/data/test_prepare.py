@@ -3,10 +3,12 @@ import math
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,25 +240,41 @@ def start(config: DataConfig, go: Path, needed: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, config.model_dump_json(), str(go), str(needed)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def test_processes_at_once(folder_config: DataConfig, tmp_path: Path) -> None:
-    processes = [start(folder_config, tmp_path / "go", 3) for _ in range(3)]
-    results = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_of_processes_at_once_one_prepares(folder_config: DataConfig, tmp_path: Path) -> None:
+    maker = start(folder_config, tmp_path / "go", 2)
+    wait_for(lambda: list(tmp_path.glob("go.*")))
+    others = [start(folder_config, tmp_path / "go", 2) for _ in range(2)]
+    assert others[0].stderr is not None
+    line = others[0].stderr.readline()
+    assert line.startswith(f"megapipe: waiting for process {maker.pid} on {socket.gethostname()}, ")
+    assert len(list(tmp_path.glob("go.*"))) == 1
+    (tmp_path / "go.on").touch()
+    results = [process.communicate(timeout=60)[0] for process in (maker, *others)]
+    assert [process.returncode for process in (maker, *others)] == [0, 0, 0]
+    assert len(list(tmp_path.glob("go.*"))) == 2, "nobody else tokenized"
     prepared = prepare(folder_config, Barred())
     assert results == [f"{prepared.folder} {prepared.meta.train.tokens}\n"] * 3
     assert list(Path(folder_config.cache).iterdir()) == [prepared.folder]
     assert sorted(texts_of(prepared, "train") + texts_of(prepared, "validation")) == sorted(TEXTS)
 
 
-def test_a_killed_process_leaves_no_corpus(folder_config: DataConfig, tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_corpus(
+    folder_config: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     process = start(folder_config, tmp_path / "go", 2)
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("go.*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: list(tmp_path.glob("go.*")))
     process.kill()
     process.communicate()
     (left,) = Path(folder_config.cache).iterdir()
@@ -264,15 +282,9 @@ def test_a_killed_process_leaves_no_corpus(folder_config: DataConfig, tmp_path: 
     assert (left / "train.bin").exists()
 
     prepared = prepare(folder_config, BYTE)
-    assert left.exists()  # could be a living process' on another machine
     assert len(texts_of(prepared, "train")) == prepared.meta.train.documents
-
-    for path in (*left.iterdir(), left):
-        os.utime(path, (time.time() - 2 * 24 * 3600,) * 2)
-    (prepared.folder / "meta.json").unlink()
-    prepared.folder.rename(tmp_path / "away")
-    assert prepare(folder_config, BYTE).folder == prepared.folder
-    assert not left.exists()
+    assert f"process {process.pid} on {socket.gethostname()}, which " in capsys.readouterr().err
+    assert list(Path(folder_config.cache).iterdir()) == [prepared.folder]
 
 
 def test_stdlib(tmp_path: Path) -> None:

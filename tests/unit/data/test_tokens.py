@@ -1,6 +1,7 @@
 import os
 import struct
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,43 @@ def test_a_header_that_claims_more_than_the_file_holds_costs_nothing(tmp_path: P
     start = time.perf_counter()
     refused(prefix, "its header declares")
     assert time.perf_counter() - start < 1
+
+
+def test_an_index_is_checked_across_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHECKED_AT_ONCE", 2)
+    tokens = struct.pack("<7H", *range(7))
+    good = [2, 1, 0, 3, 1], [0, 4, 6, 6, 12], [0, 1, 1, 2, 5]
+    file = TokenFile(by_hand(tmp_path, index_bytes(*good), tokens))
+    assert (file.lengths.tolist(), file.documents.tolist()) == (good[0], good[2])
+    for wrong, match in (
+        (([2, 1, 0, 3, -1], good[1], good[2]), "sequence 4 has a negative length"),
+        ((good[0], [0, 4, 6, 4, 12], good[2]), "sequence 3 does not start where"),
+        ((good[0], [0, 4, 6, 6, 6], good[2]), "sequence 4 does not start where"),
+        ((good[0], good[1], [0, 1, 2, 1, 5]), "boundaries do not run"),
+        (([2, 1, 0, 3, 2], good[1], good[2]), "declares 16"),
+    ):
+        refused(by_hand(tmp_path, index_bytes(*wrong), tokens), match)
+
+
+def test_a_process_holds_no_copy_of_the_index(tmp_path: Path) -> None:
+    n = 2**20
+    starts = np.arange(n, dtype="<i8")
+    header = index_bytes([1], [0], [0, 1], code=1)[:18] + struct.pack("<QQ", n, n + 1)
+    (tmp_path / "x.idx").write_bytes(
+        header + b"".join(a.tobytes() for a in (np.ones(n, "<i4"), starts, np.arange(n + 1)))
+    )
+    (tmp_path / "x.bin").write_bytes(bytes(n))
+    tracemalloc.start()
+    try:
+        file = TokenFile(tmp_path / "x")
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(file.lengths) == n
+    assert held < 2**16
+    assert most < (tmp_path / "x.idx").stat().st_size / 2  # what is checked at a time
 
 
 def test_sparse_tokens(tmp_path: Path) -> None:
