@@ -60,7 +60,8 @@ class Reduction:
         elif axis is self._shard:
             self._arriving, self._wait = start_reduce_scatter(self._values, axis)
         else:
-            self._arriving, self._wait = self._values, start_all_reduce(self._values, axis)
+            self._arriving = self._values
+            self._wait = start_all_reduce(self._values, axis, in_order=True)
 
     def _complete(self) -> None:
         axis, dtype = self._hops.pop(0), self._values.dtype

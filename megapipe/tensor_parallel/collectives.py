@@ -4,10 +4,13 @@ The functions hide two differences: torch 2.13 renamed the tensor collectives, a
 takes CUDA tensors for some operations only, so with gloo they travel through host memory (which
 lets several ranks share one GPU). Each is its partner's gradient: all-gather and reduce-scatter,
 all-reduce and identity; the layers pair them in their own backward, where the weight gradient
-is split off. Those called `start_...` return before they are done: what they are given must stay as
-it is, and what they return must not be read, until the returned wait has been called. On gloo
-those of CPU tensors are messages between the members (:mod:`megapipe.tensor_parallel.direct`),
-all-to-alls excepted.
+is split off.
+
+Each operation is one routine, ``start_...``, which returns before it is done: what it is given must
+stay as it is, and what it returns must not be read, until the returned wait has been called. The
+functions that wait at once are the same routine, so values do not depend on when one waits. On gloo
+gathers and reduce-scatters of CPU tensors are messages between the members
+(:mod:`megapipe.tensor_parallel.direct`); all-reduces are so where the order of the terms matters.
 """
 
 from __future__ import annotations
@@ -31,23 +34,9 @@ _reduce_scatter: Callable[..., Any] = getattr(
 )
 
 
-def _on_gloo(axis: Axis) -> bool:
-    return bool(dist.get_backend(axis.group) == "gloo")
-
-
-def _staged(tensor: Tensor, axis: Axis) -> bool:
-    return tensor.is_cuda and _on_gloo(axis)
-
-
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum in place over the axis; returns `tensor`."""
-    if axis.group is None:
-        return tensor
-    if _staged(tensor, axis):
-        host = tensor.cpu()
-        dist.all_reduce(host, group=axis.group)
-        return tensor.copy_(host)
-    dist.all_reduce(tensor, group=axis.group)
+    start_all_reduce(tensor, axis)()
     return tensor
 
 
@@ -55,22 +44,16 @@ def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
     """Concatenate the members' equal pieces along dim 0: [n, ...] -> [size * n, ...]."""
     if axis.group is None:
         return tensor
-    staged = _staged(tensor, axis)
-    piece = tensor.cpu() if staged else tensor.contiguous()
-    whole = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
-    _all_gather(whole, piece, group=axis.group)
-    return whole.to(tensor.device) if staged else whole
+    whole, wait = start_gathering(tensor, axis)
+    wait()
+    return whole
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis and keep this member's piece of dim 0: [size * n, ...] -> [n, ...]."""
-    if axis.group is None:
-        return tensor
-    staged = _staged(tensor, axis)
-    whole = tensor.cpu() if staged else tensor.contiguous()
-    piece = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
-    _reduce_scatter(piece, whole, group=axis.group)
-    return piece.to(tensor.device) if staged else piece
+    piece, wait = start_reduce_scatter(tensor, axis)
+    wait()
+    return piece
 
 
 def all_to_all(tensor: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
@@ -88,57 +71,101 @@ def all_to_all(tensor: Tensor, sends: Sequence[int], receives: Sequence[int], ax
     return received.to(tensor.device) if staged else received
 
 
-def start_all_reduce(tensor: Tensor, axis: Axis) -> Wait:
-    """Sum in place over the axis."""
-    if axis.group is None or _staged(tensor, axis):
-        all_reduce(tensor, axis)
+def start_all_reduce(tensor: Tensor, axis: Axis, *, in_order: bool = False) -> Wait:
+    """Sum in place over the axis.
+
+    With `in_order` gloo adds the terms in the order of the members, so that a sum has the bits that
+    :func:`start_reduce_scatter` gives its pieces; half of the messages are then sent in the wait.
+    `tensor` is flat in that case, [size * n].
+    """
+    if axis.group is None:
         return done
-    if _on_gloo(axis):
+    if _staged(tensor, axis):
+        host = tensor.cpu()
+        dist.all_reduce(host, group=axis.group)
+        tensor.copy_(host)
+        return done
+    if in_order and _by_messages(axis):
         return direct.start_all_reduce(tensor, axis)
-    return _wait_of(dist.all_reduce(tensor, group=axis.group, async_op=True))
+    return _started(dist.all_reduce, tensor, group=axis.group)
 
 
-def start_reduce_scatter(tensor: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
-    """Sum over the axis into this member's piece: [size * n] -> [n]."""
-    if axis.group is None or _staged(tensor, axis):
-        return reduce_scatter(tensor, axis), done
-    if _on_gloo(axis):
-        return direct.start_reduce_scatter(tensor, axis)
-    piece = tensor.new_empty(tensor.shape[0] // axis.size)
-    return piece, _wait_of(_reduce_scatter(piece, tensor, group=axis.group, async_op=True))
+def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
+    """Sum over the axis into this member's piece of dim 0: [size * n, ...] -> [n, ...]."""
+    if axis.group is None:
+        return whole, done
+    if _staged(whole, axis):
+        return reduce_scatter(whole.cpu(), axis).to(whole.device), done
+    whole = whole.contiguous()
+    if _by_messages(axis):
+        return direct.start_reduce_scatter(whole, axis)
+    piece = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
+    return piece, _started(_reduce_scatter, piece, whole, group=axis.group)
+
+
+def start_gathering(piece: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
+    """Begin an :func:`all_gather`: [n, ...] -> [size * n, ...]."""
+    if axis.group is None:
+        return piece, done
+    whole = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
+    return whole, start_all_gather(whole, piece.contiguous(), axis)
 
 
 def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Wait:
-    """Fill the flat `whole` with every member's `piece`, which may be its own slice of it."""
+    """Fill `whole` [size * n, ...] with every member's `piece` [n, ...], which may be its own part
+    of it."""
     if axis.group is None:
         if piece.data_ptr() != whole.data_ptr():
             whole.copy_(piece)
         return done
     if _staged(whole, axis):
-        whole.copy_(all_gather(piece, axis))
+        whole.copy_(all_gather(piece.cpu(), axis))
         return done
-    if _on_gloo(axis):
+    if _by_messages(axis):
         return direct.start_all_gather(whole, piece, axis)
-    return _wait_of(_all_gather(whole, piece, group=axis.group, async_op=True))
+    return _started(_all_gather, whole, piece, group=axis.group)
 
 
 def start_all_to_all(tensor: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
     """Give the i-th piece to member i; returns the pieces received, by member: [size * n]."""
     if axis.group is None:
         return tensor, done
-    staged = _staged(tensor, axis)
-    sent = tensor.cpu() if staged else tensor
-    received = torch.empty_like(sent)
-    work = dist.all_to_all_single(received, sent, group=axis.group, async_op=not staged)
-    return (received.to(tensor.device), done) if staged else (received, _wait_of(work))
-
-
-def _wait_of(work: Any) -> Wait:
-    def wait() -> None:
-        work.wait()
-
-    return wait
+    if _staged(tensor, axis):
+        received = torch.empty_like(sent := tensor.cpu())
+        dist.all_to_all_single(received, sent, group=axis.group)
+        return received.to(tensor.device), done
+    received = torch.empty_like(tensor)
+    return received, _started(dist.all_to_all_single, received, tensor, group=axis.group)
 
 
 def done() -> None:
     """The wait of what is complete already."""
+
+
+def _started(collective: Callable[..., Any], *tensors: Tensor, group: Any) -> Wait:
+    """Begin one of torch's collectives. Its tensors live until the wait: NCCL reads and writes them
+    on a stream of its own, of which the allocator knows nothing."""
+    if torch.compiler.is_compiling():
+        # a graph has collectives without a handle, and its compiler says when to wait
+        collective(*tensors, group=group)
+        return done
+    work = collective(*tensors, group=group, async_op=True)
+
+    def wait() -> None:
+        nonlocal tensors
+        work.wait()
+        tensors = ()
+
+    return wait
+
+
+def _on_gloo(axis: Axis) -> bool:
+    return bool(dist.get_backend(axis.group) == "gloo")
+
+
+def _by_messages(axis: Axis) -> bool:
+    return not torch.compiler.is_compiling() and _on_gloo(axis)
+
+
+def _staged(tensor: Tensor, axis: Axis) -> bool:
+    return tensor.is_cuda and _on_gloo(axis)

@@ -26,14 +26,14 @@ SUM, GATHER, SPREAD = 1, 2, 3
 def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Callable[[], None]]:
     """Sum over the axis into this member's piece, which is there after the wait.
 
-    [size * n] -> [n]; `whole` stays as it is. Takes the memory of size - 1 pieces.
+    [size * n, ...] -> [n, ...]; `whole` stays as it is. Takes the memory of size - 1 pieces.
     """
-    pieces = whole.view(axis.size, -1)
+    pieces = _pieces(whole, axis)
     terms = [
         piece if member == axis.index else torch.empty_like(piece)
         for member, piece in enumerate(pieces)
     ]
-    exchanged = _start_exchange(list(pieces), terms, axis, SUM)
+    exchanged = _start_exchange(pieces, terms, axis, SUM)
     total = terms[1 if axis.index == 0 else 0]
 
     def wait() -> None:
@@ -59,16 +59,22 @@ def start_all_reduce(whole: Tensor, axis: Axis) -> Callable[[], None]:
 
 
 def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Callable[[], None]:
-    """Fill the flat `whole` with every member's `piece`, which may be its own slice of it."""
+    """Fill `whole` [size * n, ...] with every member's `piece` [n, ...], which may be its own part
+    of it."""
     return _start_gather(whole, piece, axis, GATHER)
 
 
 def _start_gather(whole: Tensor, piece: Tensor, axis: Axis, tag: int) -> Callable[[], None]:
-    pieces = list(whole.view(axis.size, -1))
+    pieces = _pieces(whole, axis)
     own = pieces[axis.index]
     if own.data_ptr() != piece.data_ptr():
         own.copy_(piece)
     return _start_exchange([piece] * axis.size, pieces, axis, tag)
+
+
+def _pieces(whole: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+    assert len(whole) % axis.size == 0, f"{len(whole)} rows for {axis.size} members"
+    return whole.chunk(axis.size)
 
 
 class _Exchange:

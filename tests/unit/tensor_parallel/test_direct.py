@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.mesh import Grid
@@ -95,6 +99,29 @@ def out_of_step(world: World) -> list[bool]:
 def test_members_need_not_start_and_wait_in_step() -> None:
     for rank in run_world(3, out_of_step):
         assert rank == [True, True, True]
+
+
+def sent_by_an_all_reduce(world: World) -> tuple[Fraction, bool]:
+    """Bytes that this member sends / bytes of the array, and whether the sums are torch's."""
+    axis = world.mesh(Grid(dp=world.size)).dp
+    whole = torch.arange(24.0 * axis.size) ** 2 + axis.index  # whole numbers: any order is exact
+    expected = whole.clone()
+    dist.all_reduce(expected, group=axis.group)
+    send, sent = dist.ProcessGroup.send, []
+
+    def counted(group: dist.ProcessGroup, tensors: list[Tensor], *to: int) -> Any:
+        sent.extend(tensor.nbytes for tensor in tensors)
+        return send(group, tensors, *to)
+
+    with mock.patch.object(dist.ProcessGroup, "send", counted):
+        direct.start_all_reduce(whole, axis)()
+    return Fraction(sum(sent), whole.nbytes), whole.equal(expected)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_an_all_reduce_sends_as_little_as_can_be(n: int) -> None:
+    """2 (n - 1) / n of the bytes per member, the lower bound (Patarasuk and Yuan, 2009)."""
+    assert run_world(n, sent_by_an_all_reduce) == [(Fraction(2 * (n - 1), n), True)] * n
 
 
 def test_another_order_of_additions_would_be_noticed() -> None:
