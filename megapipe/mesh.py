@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -96,6 +97,12 @@ def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
     return parts[0]
 
 
+def group_name(ranks: Sequence[int], twins: int) -> str:
+    """The name of a group of `ranks` where `twins` others of exactly these ranks exist."""
+    members = ",".join(map(str, ranks))
+    return f"{hashlib.sha1(members.encode(), usedforsecurity=False).hexdigest()}.{twins}"
+
+
 class ParallelMesh:
     """Process groups of a grid, and the few exchanges of scalars and texts that need no tensor.
 
@@ -158,13 +165,28 @@ class ParallelMesh:
         return axis
 
     def _new_group(self, ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
-        assert list(ranks) == sorted(ranks), f"{ranks}: torch would sort them"
-        return dist.new_group(
+        """What ``dist.new_group`` makes, under a name on which the members agree.
+
+        They find each other by the name, and torch's says how many groups a process has made, of
+        any ranks: members need not have made equally many.
+        """
+        assert list(ranks) == sorted(ranks), f"{ranks} are not in ascending order"
+        c10d = dist.distributed_c10d
+        others = c10d._world.pg_group_ranks
+        twins = sum(list(members) == list(ranks) for members in others.values())
+        name: Any = group_name(ranks, twins)
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(self.rank),
             list(ranks),
+            dist.Backend(self.backend),
+            c10d._get_default_store(),
+            name,
+            backend_options=options,
             timeout=self.timeout,
-            pg_options=options,
-            use_local_synchronization=len(ranks) < self.world,
         )
+        others[group] = {rank: index for index, rank in enumerate(ranks)}
+        return group
 
     def _axis(self, ranks: Sequence[int], group: dist.ProcessGroup) -> Axis:
         if len(ranks) == 1:

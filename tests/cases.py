@@ -68,6 +68,8 @@ class Case:
     clip: float | None = 0.05
     debug: bool = False
     layers: int = 4
+    heads: int = 4
+    """Each of four values."""
     batch: int = 2
     sequence: int = 8
 
@@ -133,8 +135,8 @@ def configure(case: Case) -> tuple[Config, Layout]:
             "run": {"seed": 7},
             "model": {
                 "layers": case.layers,
-                "hidden": 16,
-                "heads": 4,
+                "hidden": 4 * case.heads,
+                "heads": case.heads,
                 "kv_heads": case.kv_heads,
                 "vocab_size": case.vocab,
                 "tied_embeddings": case.tied,

@@ -19,8 +19,11 @@ SCHEDULES = (
     ("zb_h1", 1),
 )
 LAYOUTS = [
-    (dp, tp, pp) for dp, tp, pp in itertools.product((1, 2, 4), repeat=3) if dp * tp * pp <= 8
+    (dp, tp, 3 if (dp, tp, pp) == (1, 1, 4) else pp)
+    for dp, tp, pp in itertools.product((1, 2, 4), repeat=3)
+    if dp * tp * pp <= 8
 ]
+LAYOUTS.append((1, 1, 5))
 STATES = [
     ("fp32", "fp32", "stochastic"),
     ("bf16", "fp32", "stochastic"),
@@ -74,6 +77,7 @@ ELSEWHERE = {
     "swap": "test_schedules",
     "loss_scale": "one at which fp16 does not overflow; dynamic ones: test_fp16",
     "layers": "follows from the number of stages",
+    "heads": "a size; what three tp ranks can share: test_odd_sizes",
     "batch": "follows from m",
     "sequence": "a size",
 }

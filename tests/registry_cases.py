@@ -47,6 +47,11 @@ def settings(name: str) -> Iterator[Case]:
             yield from _legal(name, [(2, 5), (4, 5)], {option: value})
 
 
+def smallest(name: str, ranks: int) -> Iterator[Case]:
+    """The fewest micro-batches on these ranks, if they are not refused."""
+    yield from _legal(name, [(ranks, 1)], {})
+
+
 def _legal(name: str, sizes: list[tuple[int, int]], options: dict[str, int]) -> Iterator[Case]:
     """The first case with these ranks and at least these micro-batches that is not refused."""
     for ranks, least in sizes:

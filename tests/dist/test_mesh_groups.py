@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -56,16 +55,9 @@ def visit(world: World) -> Seen:
 
 def visit_axes(world: World, grid: Grid, seen: Seen) -> None:
     """Add up ranks along each axis, over the mesh's own groups and torch's view of them."""
-    c10d = dist.distributed_c10d
-    make, made = c10d._new_group_with_tag, []
-
-    def counted(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-        made.append(ranks)
-        return make(ranks, *args, **kwargs)
-
-    with mock.patch.object(c10d, "_new_group_with_tag", counted):
-        mesh = world.mesh(grid)
-    seen.made.append(made)
+    mesh = world.mesh(grid)
+    _, *made = dist.distributed_c10d._world.pg_group_ranks.values()
+    seen.made.append([list(ranks) for ranks in made])
     own = torch.tensor([float(mesh.rank)])
     axes: dict[str, Axis] = {name: getattr(mesh, name) for name in AXES}
     seen.sums.append({name: all_reduce(own.clone(), axis).item() for name, axis in axes.items()})

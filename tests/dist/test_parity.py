@@ -27,7 +27,7 @@ from traced import traced_blocks
 
 from megapipe.testing import World, run_world
 
-WORLDS = (1, 2, 4, 8)
+WORLDS = (1, 2, 3, 4, 5, 8)
 
 
 @functools.cache
