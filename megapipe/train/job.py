@@ -40,11 +40,12 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
     world = None if command.dry_run and not place.launched else place.world
     config, layout = resolve(command.config, world, None, where=command.where)
     check_sinks(config.log)
-    if not command.dry_run or config.model.vocab_size is None:
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        config, layout = resolve(config, world, tokenizer.vocab_size, where=command.where)
+    name = config.data.tokenizer
     if command.dry_run:
         if place.rank == 0:
+            if config.model.vocab_size is None:
+                vocabulary = load_tokenizer(name).vocab_size
+                config, layout = resolve(config, world, vocabulary, where=command.where)
             show(plan_report(config, layout))
         return 0
     set_environment(deterministic=config.run.deterministic)
@@ -62,6 +63,8 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
     store = launch.open_store(place, timeout)
     ending = Ending(place, store)
     try:
+        tokenizer = launch.first_on_host(store, "tokenizer", lambda: load_tokenizer(name), timeout)
+        config, layout = resolve(config, world, tokenizer.vocab_size, where=command.where)
         values = {**flatten(config), "megapipe's files": package_hash(), "torch": torch_version()}
         launch.compare_ranks(store, place, values, timeout)
         launch.start_process_group(store, place, backend, timeout)

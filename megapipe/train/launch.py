@@ -14,11 +14,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from megapipe.errors import LaunchError
+from megapipe.errors import DataError, LaunchError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -238,6 +238,37 @@ def _ranges(numbers: list[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+T = TypeVar("T")
+
+
+def first_on_host(store: Store, name: str, act: Callable[[], T], timeout_s: float) -> T:
+    """What `act` returns; one process of each host calls it before the others do.
+
+    They find what it has fetched. Raises what `act` does, and its DataError on all of the host.
+    """
+    key = f"{name} on {socket.gethostname()}"
+    if store.add(key, 1) > 1:
+        try:
+            store.wait([f"{key} done"], datetime.timedelta(seconds=timeout_s))
+        except RuntimeError:
+            raise LaunchError(
+                f"{name}: another process of {socket.gethostname()} took more than "
+                f"{timeout_s:.0f} s for it (parallel.timeout_s)"
+            ) from None
+        problem = store.get(f"{key} done").decode()
+        if problem:
+            raise DataError(problem)
+        return act()
+    problem = ""
+    try:
+        return act()
+    except DataError as error:
+        problem = str(error)
+        raise
+    finally:
+        store.set(f"{key} done", problem)
 
 
 def start_process_group(store: Store, place: Place, backend: str, timeout_s: float) -> None:
