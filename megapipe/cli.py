@@ -1,4 +1,4 @@
-"""The command line: ``train.py [CONFIG.yaml] [section.key=value ...] [--dry-run]``.
+"""The command line of training: ``train.py [CONFIG] [section.key=value ...] [--dry-run]``.
 
 Values come from the configuration file, then from the command line, where a later one wins; the
 rest are defaults. Nothing here imports torch, so that a mistake is reported at once.
@@ -15,13 +15,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megapipe import strict_yaml
+from megapipe import presets, strict_yaml
 from megapipe.config import Config
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.keys import KEYS, SECTIONS, expected, literal_type_fits, unknown
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
 
-USAGE = "train.py [CONFIG.yaml] [section.key=value ...] [--dry-run] [--help [SECTION]]"
+USAGE = "train.py [CONFIG] [section.key=value ...] [--dry-run] [--help [SECTION]]"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> Command:
         else:
             path = argument
     if path is not None:
-        given = _read(Path(path))
+        given = _read(presets.find(path))
     where = " and ".join(
         filter(None, (path and _line(path), "command line" if overrides else None))
     )
@@ -116,8 +116,9 @@ def help_text(topic: str = "") -> str:
         return "\n".join(_section_lines(topic)) + "\n"
     lines = [f"usage: {USAGE}", ""]
     lines += _wrapped(
-        "Values come from the file, then from the command line; the rest are defaults. Values are "
-        "YAML: numbers, true, false, null, text, [lists].",
+        "CONFIG is a file in YAML, or the name of one that comes with megapipe: "
+        f"{', '.join(presets.names())}. Values come from the file, then from the command line; the "
+        "rest are defaults. They are YAML: numbers, true, false, null, text, [lists].",
         "",
     )
     lines += _wrapped(f"--help SECTION shows one of {', '.join(SECTIONS)}.", "")
@@ -201,7 +202,7 @@ def _no_file(path: Path) -> str:
         return f"{name}: is not a file; expected a configuration in YAML"
     folder = path.parent
     others = sorted(str(other) for other in folder.glob("*.yaml")) if folder.is_dir() else []
-    near = get_close_matches(str(path), others, n=1)
+    near = get_close_matches(str(path), [*others, *presets.names()], n=1)
     return f"{name}: no such file" + (f"; did you mean {near[0]}?" if near else "")
 
 

@@ -21,7 +21,7 @@ export OMP_NUM_THREADS=1
 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 8 \
   train.py configs/quickstart.yaml "run.name=$name" "$@"
 if [[ $trains == yes ]]; then
-  .venv/bin/python -m megapipe.observe.summary "$folder/$name"
-  sample=$(.venv/bin/python scripts/generate.py "$folder/$name" --prompt "def " --tokens 100 --line)
+  .venv/bin/python -m megapipe summary "$folder/$name"
+  sample=$(.venv/bin/python -m megapipe generate "$folder/$name" --prompt "def " --tokens 100 --line)
   printf 'sample      %s\n' "$sample"
 fi

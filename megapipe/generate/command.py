@@ -25,10 +25,10 @@ same prompt given twice gets two.
 """
 EXAMPLES = """\
 examples:
-  generate.py runs/quickstart --prompt "def "
-  generate.py runs/quickstart --prompt "class A" --prompt "import " --stop "\\n\\n" --temperature 0
-  generate.py runs/quickstart --prompts prompts.txt --json > texts.jsonl
-  echo "def main" | generate.py runs/quickstart --prompts -
+  %(prog)s runs/quickstart --prompt "def "
+  %(prog)s runs/quickstart --prompt "class A" --prompt "import " --stop "\\n\\n" --temperature 0
+  %(prog)s runs/quickstart --prompts prompts.txt --json > texts.jsonl
+  echo "def main" | %(prog)s runs/quickstart --prompts -
 """
 
 

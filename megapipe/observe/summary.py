@@ -1,6 +1,7 @@
-"""The closing words on a run: ``python -m megapipe.observe.summary RUN_FOLDER``."""
+"""The closing words on a run: ``python -m megapipe summary RUN_FOLDER``."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -51,17 +52,13 @@ def format_summary(summary: Summary) -> str:
     return "\n".join(f"{name:<10}  {value}" for name, value in rows.items())
 
 
-def main() -> int:
-    """Print the summary of the run folder named on the command line."""
+def main(argv: Sequence[str]) -> int:
+    """Print the summary of the run folder that `argv` names; returns the exit code."""
     try:
-        if len(sys.argv) != 2:
-            raise ConfigError("usage: python -m megapipe.observe.summary RUN_FOLDER")
-        print(format_summary(read_summary(Path(sys.argv[1]))))
+        if len(argv) != 1 or argv[0].startswith("-"):
+            raise ConfigError("usage: megapipe summary RUN_FOLDER")
+        print(format_summary(read_summary(Path(argv[0]))))
     except MegapipeError as error:
         print(f"megapipe: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -58,7 +58,8 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 
 @pytest.mark.parametrize("command", [[], *([m.__name__.rpartition(".")[2]] for m in COMMANDS)])
-def test_help(command, capsys):
+def test_help(command, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["schedule.py"])
     command = ["list"] if command == ["listing"] else command
     with pytest.raises(SystemExit) as ended:
         main([*command, "--help"])

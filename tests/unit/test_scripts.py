@@ -24,7 +24,7 @@ SHELL_FILES = [
     if path.exists()
 ]
 MODULES = ("ruff", "mypy", "pytest", "torch/distributed/run")
-IN_TREE = ("megapipe/observe/summary", "scripts/generate")
+IN_TREE = ("megapipe/__main__",)
 
 # The pip of a stand-in environment: logs its arguments; installs a module per requirement.
 PIP = """
@@ -286,13 +286,13 @@ def test_quickstart_trains_eight_processes_and_sums_up(tree):
         *("train.py", "configs/quickstart.yaml", f"run.name={name}"),
         *("train.steps=5", "data.source=a b"),
     ]
-    assert summary == ["summary", f"runs/{name}"]
-    assert generate[:2] == ["generate", f"runs/{name}"]
+    assert summary == ["__main__", "summary", f"runs/{name}"]
+    assert generate[:3] == ["__main__", "generate", f"runs/{name}"]
 
 
 def test_quickstart_follows_the_run_folder_of_its_arguments(tree):
     run(tree, "quickstart.sh", "run.name=mine", "run.folder=/data/my runs")
-    assert take_log(tree)[-2] == ["summary", "/data/my runs/mine"]
+    assert take_log(tree)[-2] == ["__main__", "summary", "/data/my runs/mine"]
 
 
 def test_quickstart_passes_a_failure_on_and_sums_nothing_up(tree):

@@ -25,9 +25,8 @@ COMMANDS = (listing, show, simulate, compare, draw, validate, export, search)
 def parser() -> Parser:
     """The parser of all commands; each sets `run`, a function of the parsed arguments."""
     top = Parser(
-        prog="schedule.py",
         description="Pipeline schedules: list, draw, prove, time, compare and search them.",
-        epilog="schedule.py COMMAND --help tells what a command takes.",
+        epilog="%(prog)s COMMAND --help tells what a command takes.",
     )
     commands = top.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for module in COMMANDS:

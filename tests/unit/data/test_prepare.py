@@ -320,7 +320,11 @@ def test_command(folder_config: DataConfig, tmp_path: Path) -> None:
     assert "-mask" not in shown, "masks are of training"
     for wrong, code, says in (
         (["--source", str(tmp_path / "none.txt")], 3, "no such file or folder"),
-        (["--validation-fraction", "2"], 2, "data.validation_fraction=2.0: "),
+        (
+            ["--validation-fraction", "2"],
+            2,
+            "--validation-fraction 2.0: expected a number > 0 and < 1",
+        ),
     ):
         failed = run(*options, *wrong)
         assert failed.returncode == code

@@ -36,7 +36,7 @@ def test_the_summary_says_how_it_went(run_folder):
 
 def test_the_command_prints_it(run_folder):
     result = subprocess.run(
-        [sys.executable, "-m", "megapipe.observe.summary", str(run_folder)],
+        [sys.executable, "-m", "megapipe", "summary", str(run_folder)],
         capture_output=True,
         text=True,
         check=True,
@@ -47,7 +47,7 @@ def test_the_command_prints_it(run_folder):
 
 def test_a_folder_without_a_summary_is_one_line(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "megapipe.observe.summary", str(tmp_path)],
+        [sys.executable, "-m", "megapipe", "summary", str(tmp_path)],
         capture_output=True,
         text=True,
     )

@@ -1,0 +1,54 @@
+"""The console command: ``megapipe train quickstart``, ``megapipe schedule list``, from any folder.
+
+Each command is the script of the same name (train.py, scripts/schedule.py, ...): both call the
+`main` of one module, which is loaded when it is asked for.
+"""
+
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+
+import megapipe
+
+COMMANDS = {
+    "train": ("megapipe.train.main", "train a model, or show its plan (--dry-run)"),
+    "generate": ("megapipe.generate.command", "text from a checkpoint"),
+    "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
+    "prepare-data": ("megapipe.data.command", "tokenize a corpus ahead of a run"),
+    "summary": ("megapipe.observe.summary", "how a finished run went"),
+}
+"""The module of each command, whose main(argv) returns the exit code, and what it is for."""
+
+
+def main() -> int:
+    """Run the command that the arguments begin with; returns the exit code."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("--help", "-h"):
+        print(usage(), end="")
+        return 0
+    if name == "--version":
+        print(f"megapipe {megapipe.__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
+        print(f"megapipe: error: unknown command {name!a}; {hint}", file=sys.stderr)
+        return 2
+    sys.argv = [f"megapipe {name}", *rest]  # argparse takes a program's name from here
+    return import_module(COMMANDS[name][0]).main(rest)
+
+
+def usage() -> str:
+    """The commands, one line each."""
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: megapipe COMMAND ...",
+            "",
+            *(f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()),
+            "",
+            "megapipe COMMAND --help tells what a command takes; megapipe --version which this is.",
+            "Several processes: torchrun --nproc-per-node 8 -m megapipe train quickstart",
+            "",
+        ]
+    )

@@ -1,0 +1,41 @@
+"""One process of a training job, from its arguments to its exit code."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from megapipe import cli
+from megapipe.errors import MegapipeError
+from megapipe.train import ending, job, launch
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train, print a plan or explain keys, as `argv` says; does not come back.
+
+    Threads of torch and of loggers must not hold up or change the exit code, so the process ends at
+    once. torch's C++ side is silenced: it shows a stack trace of what is reported here in one line.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    code = train(argv)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the reader
+            stream.flush()
+    os._exit(code)
+
+
+def train(argv: Sequence[str]) -> int:
+    """What `argv` asks for; returns the exit code."""
+    place = launch.Place()
+    try:
+        place = launch.find_place(os.environ)
+        command = cli.parse(argv)
+        if command.help is not None:
+            if place.rank == 0:
+                cli.show(cli.help_text(command.help))
+            return 0
+        return job.run(command, place)
+    except MegapipeError as error:
+        return ending.end_early(error, place)
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,98 @@
+"""The console command and the configurations that it finds, from any folder."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapipe import cli, console, presets
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The command in a folder that is not the repository's."""
+    return subprocess.run(
+        [sys.executable, "-m", "megapipe", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_entry_point_is_there() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert '[project.scripts]\nmegapipe = "megapipe.console:main"\n' in project
+
+
+def test_commands_are_those_of_the_scripts() -> None:
+    scripts = [ROOT / "train.py", *(ROOT / "scripts").glob("*.py")]
+    names = {path.stem.replace("_", "-"): path.read_text() for path in scripts}
+    assert names.keys() == console.COMMANDS.keys() - {"summary"}
+    for name, text in names.items():
+        assert f"from {console.COMMANDS[name][0]} import main\n" in text
+
+
+@pytest.mark.parametrize("name", sorted(console.COMMANDS.keys() - {"train"}))
+def test_each_command_explains_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megapipe", name, "--help"])
+    with contextlib.suppress(SystemExit):
+        console.main()
+    out, err = capsys.readouterr()
+    assert f"usage: megapipe {name} " in out + err
+
+
+def test_a_preset_is_planned_from_any_folder(tmp_path: Path) -> None:
+    done = run(tmp_path, "train", "quickstart", "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("plan of quickstart\n")
+    assert run(tmp_path, "train", "configs/quickstart.yaml", "--dry-run").stdout == done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([], 0, "usage: megapipe COMMAND"),
+        (["-h"], 0, "usage: megapipe COMMAND"),
+        (["--version"], 0, "megapipe 0."),
+        (["trian"], 2, "megapipe: error: unknown command 'trian'; did you mean train?\n"),
+        (["x\ny"], 2, "megapipe: error: unknown command 'x\\ny'; expected one of train, generate,"),
+    ],
+)
+def test_what_is_no_command(
+    arguments: list[str],
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megapipe", *arguments])
+    assert console.main() == code
+    out, err = capsys.readouterr()
+    assert (out or err).startswith(says)
+    assert not (out and err)
+
+
+def test_a_file_comes_before_a_preset_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert presets.find("quickstart") == ROOT / "configs/quickstart.yaml"
+    assert presets.find("other/quickstart.yaml") == Path("other/quickstart.yaml")
+    assert presets.find("quickstart.yaml") == Path("quickstart.yaml")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/quickstart.yaml").write_text("run:\n  name: mine\n")
+    assert cli.parse(["configs/quickstart.yaml"]).config.run.name == "mine"
+    assert cli.parse(["quickstart"]).config.run.name == "quickstart"
+    (tmp_path / "quickstart").write_text("run:\n  name: own\n")
+    assert cli.parse(["quickstart"]).config.run.name == "own"
+    with pytest.raises(cli.ConfigError, match=r"quickstrat: no such file; did you mean quickstart"):
+        cli.parse(["quickstrat"])
