@@ -53,8 +53,6 @@ class Gradients:
     exact: Params
     scales: dict[str, float]
     """Per tensor, what relative errors are relative to."""
-    roundings: float
-    """Roundings of the model's type that follow each other, at most."""
     travel: Params
     """Errors of single elements that narrower types on the way between replicas may add."""
 
@@ -71,8 +69,8 @@ def loss_at(
 ) -> Loss:
     """The loss at these weights.
 
-    In bf16 and fp16 the mean over tokens may be wrong by twice as much as a plain one's tokens are
-    (root of the mean square, which no mean exceeds).
+    In a narrower type than fp64 the mean over tokens may be wrong by twice as much as a plain one's
+    tokens are (root of the mean square, which no mean exceeds).
     """
     model, end = configure(case)[0].model, document_end(case)
     tokens, labels, mask = batch
@@ -80,8 +78,6 @@ def loss_at(
     mean = exact.mean().item() if exact.numel() else 0.0
     if case.dtype == "fp64":
         return Loss(mean, 1e-12 * abs(mean))
-    if case.dtype == "fp32":
-        return Loss(mean, roundings(case, model) * ROUNDING["fp32"] * abs(mean))
     rounded = of_tokens(params, model, case.dtype, tokens, labels, end, noise)[mask]
     return Loss(mean, 2 * (rounded - exact).square().mean().sqrt().item())
 
@@ -109,7 +105,6 @@ def gradients_at(case: Case, params: Mapping[str, Tensor], batch: Batch, step: i
     return Gradients(
         exact,
         reference.gradient_scales(exact),
-        roundings(case, model),
         travelling(case, params, exact_model, batch, noise),
     )
 
@@ -136,19 +131,6 @@ def plain_error(case: Case, params: Params, batch: Batch, step: int, draw: int) 
         params, model, batch, end, noise=noise, scale=case.loss_scale or 1.0
     )
     return {name: rounded[name].double() - exact[name] for name in exact}
-
-
-def roundings(case: Case, model: ModelConfig) -> float:
-    """Terms of all sums that follow each other on the longest way through a step.
-
-    Each addition rounds, so that the relative error of a well-conditioned result is at most this
-    many times that of one rounding (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
-    """
-    assert model.ffn_hidden is not None
-    assert model.vocab_size is not None
-    block = 5 * model.hidden + 2 * case.sequence + model.ffn_hidden
-    samples = case.batch * case.m * case.dp
-    return 2 * model.layers * block + model.vocab_size + samples * case.sequence
 
 
 def travel_rounding(case: Case) -> float:

@@ -47,6 +47,12 @@ SLICED = replace(PIPELINE, schedule="seq1f1b", slices=2)
 Fetched = dict[Key, MicroBatch]
 
 
+def scaled(module: Any, name: str, factor: float) -> Patch:
+    """A function whose result is `factor` times what it should be."""
+    function: Callable[..., Tensor] = getattr(module, name)
+    return mock.patch.object(module, name, lambda *args: function(*args) * factor)
+
+
 def tied_uses_not_added() -> Patch:
     return mock.patch.object(buffers.Bucket, "add_uses")
 

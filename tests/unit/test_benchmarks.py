@@ -19,6 +19,8 @@ from megapipe.schedule.validate import validate
 ROOT = Path(__file__).parents[2]
 SHARED = ("common.py", "fake_world.py", "model_memory.py", "pipelines.py", "plain_gpt.py")
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
+COUNTING = ("memory", "scale", "zero")
+"""Benchmarks that compare bytes and calls with formulas, which no machine makes slower."""
 
 
 def run(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -50,6 +52,9 @@ def test_a_benchmark_prints_a_table_and_writes_its_results(path: Path, tmp_path:
         assert math.isfinite(result["target"])
         assert isinstance(result["met"], bool)
     assert len({result["claim"] for result in results}) == len(results)
+    by_formula = [result for result in results if result["peer"].startswith("formula")]
+    assert [r for r in by_formula if not r["met"]] == [], "what is counted holds at any size"
+    assert bool(by_formula) == (path.stem in COUNTING)
     for heading in results[0]:
         assert heading in done.stdout
 
@@ -164,6 +169,61 @@ def test_a_ring_sends_each_piece_to_all_others(load: Callable[[str], Any]) -> No
     for collective, sent in (("all_reduce", 150), ("all_gather", 75), ("reduce_scatter", 75)):
         seen, amount = fake.Seen("dp", collective), fake.Amount(3, 100)
         assert zero.on_the_wire(seen, amount, 4) == sent
+
+
+def test_bytes_unlike_the_formula_are_counted(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero = load("zero")
+    formula = zero.formula
+    claims = list(zero.byte_claims([2]))
+    assert [(claim.value, claim.peer) for claim in claims] == [(0, "formula")] * 4
+    for i, field in enumerate(zero.Bytes._fields):
+
+        def seven_times(*case: Any, i: int = i) -> Any:
+            values = list(formula(*case))
+            values[i] *= 7
+            return zero.Bytes(*values)
+
+        monkeypatch.setattr(zero, "formula", seven_times)
+        for claim in zero.byte_claims([2]):
+            assert (claim.value, claim.met) == (2, False), f"{field}: in fp32 and in bf16"
+
+
+def test_memory_unlike_the_formula_is_told_in_per_cent(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = load("memory")
+    predict = memory.predict
+
+    def larger(*case: Any) -> Any:
+        return [rank._replace(device=7 * rank.device) for rank in predict(*case)]
+
+    monkeypatch.setattr(memory, "predict", larger)
+    of_bytes, of_pieces = memory.compare(["zb_h1"], "keep", 8, [])
+    assert of_bytes.value == pytest.approx(100 * 6 / 7)
+    assert not of_bytes.met
+    assert (of_pieces.value, of_pieces.met) == (0, True)
+
+
+def test_collectives_unlike_the_formula_are_counted(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = load("scale")
+    case = ("toy", ["parallel.tp=2", "parallel.pp=2"], [8])
+    right = scale.traffic_claim(*case)
+    assert (right.value, right.met) == (0, True)
+    expected = scale.expected
+
+    def larger(*case: Any) -> Any:
+        return {
+            seen: amount._replace(bytes=7 * amount.bytes)
+            for seen, amount in expected(*case).items()
+        }
+
+    monkeypatch.setattr(scale, "expected", larger)
+    wrong = scale.traffic_claim(*case)
+    assert wrong.unit == right.unit == f"of {wrong.value}", "all of them"
 
 
 def test_a_round_lasts_until_the_slowest_is_done(load: Callable[[str], Any]) -> None:

@@ -1,0 +1,160 @@
+"""Tensor-parallel layers in bf16, fp16 and fp32, bit by bit, on numbers that no type has to round.
+
+Bounds on rounding errors hide small mistakes: in bf16 a row-parallel output that is 0.4% too large
+is as good as a rounded one. Small whole numbers are exact in every type, and so is every sum of
+them up to 2**8 (bf16), 2**11 (fp16) or 2**24 (fp32) in any order. On these each layer has to give
+what whole-number arithmetic gives, on every rank, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from faults import scaled
+from test_tensor_parallel import by_sequence, give_values, part
+from torch import Tensor, nn
+
+from megapipe.engine.weight_grad import main_grad
+from megapipe.mesh import Grid, ParallelMesh
+from megapipe.tensor_parallel import linear
+from megapipe.tensor_parallel.collectives import all_reduce
+from megapipe.tensor_parallel.embedding import WordEmbedding
+from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megapipe.tensor_parallel.parameter import Sharding, spec_of
+from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
+
+S, B, IN, OUT, VOCAB = 8, 3, 16, 12, 300
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def numbers(*shape: int, largest: int, seed: int) -> Tensor:
+    """Whole numbers of -largest .. largest, int64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-largest, largest + 1, shape, generator=generator)
+
+
+def shardings(world: World) -> Iterator[Sharding]:
+    """Every tp that four ranks can have, with and without sequence parallelism, in each type."""
+    world.restart()
+    for tp in (1, 2, 4):
+        grid = Grid(dp=4 // tp, tp=tp)
+        axis = ParallelMesh(grid, device=torch.device("cpu"), timeout_s=GROUP_TIMEOUT_S).tp
+        for dtype in DTYPES:
+            yield Sharding(axis, False, dtype)
+            yield Sharding(axis, True, dtype)
+
+
+def assert_same(what: str, actual: Tensor, exact: Tensor) -> None:
+    """`exact` [..] int64, of which no value is too large for the type of `actual`."""
+    assert exact.abs().max() <= 2**8
+    assert actual.shape == exact.shape
+    off = actual.double() - exact.double()
+    assert not off.any(), f"{what}: {off.abs().max():.3g} off"
+
+
+def check_linear(sharding: Sharding, *, column: bool) -> None:
+    """Output, gradient of the input, weight and bias, of one whole layer over tp."""
+    x = numbers(S, B, IN, largest=2, seed=1)
+    weight = numbers(OUT, IN, largest=2, seed=2)
+    bias = numbers(OUT, largest=9, seed=3)
+    grad = numbers(S, B, OUT, largest=2, seed=4)
+    y, grad_x = x @ weight.T + bias, grad @ weight  # [s, b, out], [s, b, in]
+    grad_weight = torch.einsum("sbo,sbi->oi", grad, x)
+
+    kind = ColumnParallelLinear if column else RowParallelLinear
+    layer = kind(sharding, "a", (OUT, IN), bias=True, std=0.1)
+    give_values(layer, {"a.weight": weight, "a.bias": bias})
+
+    def inner(full: Tensor) -> Tensor:
+        return part(full, sharding.tp, -1)
+
+    def outer(full: Tensor) -> Tensor:
+        return by_sequence(full, sharding)
+
+    of_input, of_output = (outer, inner) if column else (inner, outer)
+    here = of_input(x).to(sharding.dtype).requires_grad_()
+    out = layer(here)
+    assert_same("output", out, of_output(y))
+    sharding.queue.open(0)
+    out.backward(of_output(grad).to(sharding.dtype))
+    with torch.no_grad():
+        sharding.queue.run(0)
+    assert here.grad is not None
+    assert_same("gradient of the input", here.grad, of_input(grad_x))
+    check_main_grads(layer, {"a.weight": grad_weight, "a.bias": grad.sum((0, 1))}, sharding)
+
+
+def check_embedding(sharding: Sharding) -> None:
+    """Rows of a table that is split over tp, one of which is asked for more than once."""
+    tokens = (37 * torch.arange(B * S).view(B, S)) % VOCAB
+    tokens[0, :4] = VOCAB - 1
+    table = numbers(VOCAB, OUT, largest=100, seed=5)
+    grad = numbers(S, B, OUT, largest=20, seed=6)
+    wanted = torch.zeros_like(table).index_add_(0, tokens.T.flatten(), grad.flatten(0, 1))
+
+    layer = WordEmbedding(sharding, VOCAB, OUT, 0.1)
+    give_values(layer, {"embedding.word.weight": table})
+    out = layer(tokens)
+    assert_same("embedded tokens", out, by_sequence(table[tokens].transpose(0, 1), sharding))
+    sharding.queue.open(0)
+    out.backward(by_sequence(grad, sharding).to(sharding.dtype))
+    with torch.no_grad():
+        sharding.queue.run(0)
+    check_main_grads(layer, {"embedding.word.weight": wanted}, sharding)
+
+
+def check_main_grads(module: nn.Module, wanted: dict[str, Tensor], sharding: Sharding) -> None:
+    for parameter in module.parameters():
+        spec, grad = spec_of(parameter), main_grad(parameter)
+        assert grad.dtype == torch.float32
+        if spec.sequence_partial:
+            grad = all_reduce(grad.clone(), sharding.tp)
+        padded = torch.zeros(spec.sizes, dtype=torch.int64)
+        box = tuple(
+            slice(start, min(start + size, length))
+            for start, size, length in zip(spec.offsets, spec.sizes, spec.shape, strict=True)
+        )
+        values = wanted[spec.name][box]
+        padded[tuple(slice(0, n) for n in values.shape)] = values
+        assert_same(f"gradient of {spec.name}", grad, padded)
+
+
+def check_all(world: World) -> None:
+    for sharding in shardings(world):
+        check_linear(sharding, column=True)
+        check_linear(sharding, column=False)
+        check_embedding(sharding)
+
+
+FACTORS = {torch.bfloat16: 1 + 2**-8, torch.float16: 1 + 2**-11, torch.float32: 1 + 2**-23}
+"""The smallest errors of scale that a type can hold at all: 0.4%, 0.05% and 1.2e-7."""
+FUNCTIONS = (
+    (linear, "row_product", False),
+    (linear, "row_input_grad", False),
+    (linear, "column_product", True),
+    (linear, "column_input_grad", True),
+)
+
+
+def notice(world: World) -> list[str]:
+    """The errors of scale that the checks above let pass."""
+    missed = []
+    for sharding in shardings(world):
+        for module, name, column in FUNCTIONS:
+            factor = 1 + 1.01 * (FACTORS[sharding.dtype] - 1)
+            with scaled(module, name, factor):
+                try:
+                    check_linear(sharding, column=column)
+                except AssertionError:
+                    continue
+            missed.append(f"{name} x {factor} in {sharding.dtype}, tp {sharding.tp.size}")
+    return missed
+
+
+def test_layers_are_exact_where_no_number_needs_rounding() -> None:
+    run_world(4, check_all)
+
+
+def test_the_smallest_errors_of_scale_are_noticed() -> None:
+    assert run_world(4, notice) == [[]] * 4
