@@ -1,9 +1,20 @@
 #!/usr/bin/env bash
-# Lint, types and tests, in the .venv that it makes when there is none. Arguments go to pytest:
-#   scripts/test.sh tests/unit -k schedule
+# Lint, types and tests, in the .venv that it makes when there is none:
+#   scripts/test.sh                          ten minutes on two cores
+#   scripts/test.sh --full                   all that CI runs: also what others nearly prove
+#   scripts/test.sh tests/unit -k schedule   arguments go to pytest, which then runs in one process
 set -euo pipefail
 # shellcheck source=scripts/venv.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/venv.sh"
+
+marks='not slow and not gpu and not full'
+if [[ ${1:-} == --full ]]; then
+  marks='not slow and not gpu'
+  shift
+fi
+if [[ $# == 0 ]]; then
+  set -- -m "$marks" -n 2 --dist loadfile --durations=30 # a file's worlds and fixtures: one worker
+fi
 
 export OMP_NUM_THREADS=1
 .venv/bin/python -m ruff check .

@@ -120,7 +120,10 @@ def take_log(tree):
 
 PIP_START = ["pip", "--disable-pip-version-check", "install", "-c", "constraints.txt"]
 INSTALL = [[*PIP_START, "torch"], [*PIP_START, "-e", ".[log,dev]"]]
-CHECKS = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], ["pytest"]]
+WORKERS = ["-n", "2", "--dist", "loadfile", "--durations=30"]
+PYTEST = ["pytest", "-m", "not slow and not gpu and not full", *WORKERS]
+FULL = ["pytest", "-m", "not slow and not gpu", *WORKERS]
+CHECKS = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], PYTEST]
 
 
 @pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
@@ -142,6 +145,8 @@ def test_a_missing_environment_is_made_torch_first_and_kept(tree):
     assert take_log(tree) == [*INSTALL, *CHECKS]
     assert run(tree, "test.sh", "-k", "a or b").returncode == 0
     assert take_log(tree) == [*CHECKS[:-1], ["pytest", "-k", "a or b"]]
+    assert run(tree, "test.sh", "--full").returncode == 0
+    assert take_log(tree) == [*CHECKS[:-1], FULL]
 
 
 @pytest.mark.parametrize(("tool", "started"), [("RUFF", 1), ("MYPY", 3), ("PYTEST", 4)])
@@ -311,7 +316,7 @@ def test_ci_runs_the_test_script(tree):
         pytest.skip("no .ci in this copy")
     shutil.copytree(ROOT / ".ci", tree / ".ci")
     assert run(tree, "../.ci/run").returncode == 0
-    assert take_log(tree) == [*INSTALL, *CHECKS]
+    assert take_log(tree) == [*INSTALL, *CHECKS[:-1], FULL]
 
 
 SRUN = """#!/usr/bin/env bash
