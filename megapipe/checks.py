@@ -13,6 +13,7 @@ from megapipe.config import (
 )
 from megapipe.errors import ConfigError
 from megapipe.model.config import Dtype, ModelConfig
+from megapipe.plan.links import can_scatter
 from megapipe.words import counted, plural
 
 
@@ -22,6 +23,7 @@ def check(config: Config, dp: int) -> None:
     _check_sequence(config)
     _check_optimizer(config.optimizer, config.train.steps, dp)
     _check_post_validation(config)
+    _check_scatter(config)
     _check_precision(config.optimizer, config.model.dtype)
     _check_kernels(config)
     _check_activations(config.activations)
@@ -108,6 +110,15 @@ def _check_precision(optimizer: OptimizerConfig, dtype: Dtype) -> None:
         raise ConfigError(
             f"optimizer.loss_scale={optimizer.loss_scale:g} is for model.dtype=fp16, not {dtype}: "
             "expected null"
+        )
+
+
+def _check_scatter(config: Config) -> None:
+    """Refuse shares of messages that nobody sends, or that are shares already."""
+    if config.pipeline.scatter_gather == "on" and not can_scatter(config):
+        raise ConfigError(
+            "pipeline.scatter_gather=on needs parallel.pp and parallel.tp above 1, "
+            "parallel.sequence_parallel=false and pipeline.channels=process_group: expected auto"
         )
 
 

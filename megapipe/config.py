@@ -57,6 +57,12 @@ class ParallelConfig(Section):
     """Communication library; auto: nccl when every process has a GPU of its own, else gloo."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: cuda if there is one."""
+    per_node: int = Field(8, ge=1)
+    """Processes per node, for what the plan makes of link speeds."""
+    node_gb_s: float = Field(300.0, gt=0)
+    """GB/s that a process sends to others of its node; as over NVLink."""
+    network_gb_s: float = Field(25.0, gt=0)
+    """GB/s that a process sends to other nodes; as over a port of 200 Gbit/s."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds after which a collective or a message that no peer answers is an error."""
 
@@ -94,6 +100,11 @@ class PipelineConfig(Section):
     channels: Literal["process_group", "in_process"] = "process_group"
     """process_group: one process per pipeline rank; in_process: each process runs all pipeline
     ranks' programs itself, so the number of processes is dp x cp x tp."""
+    scatter_gather: Literal["auto", "on", "off"] = "auto"
+    """Without sequence parallelism all tensor-parallel ranks have the same hidden states. on: each
+    sends its share of them to the next pipeline rank, where the shares are gathered (Narayanan et
+    al., 2104.04473); off: each sends all of them; auto: on where the gather's links are faster
+    than the pipeline's, by `parallel.per_node`, `node_gb_s` and `network_gb_s`. Same bits."""
     debug: bool = False
     """Send a header with each message and check it on arrival; fill buffers with NaN before
     a receive."""

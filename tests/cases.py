@@ -39,6 +39,7 @@ class Case:
     swap: bool = False
     """Run gpipe instead, on the schedule's placement, replicas, slices and parts."""
     in_process: bool = False
+    scatter: str = "off"
     sequence_parallel: bool = False
     zero: int = 1
     shard_size: int | None = None
@@ -159,6 +160,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "layout": layout,
                 "channels": "in_process" if case.in_process else "process_group",
                 "debug": case.debug,
+                "scatter_gather": case.scatter,
             },
             "activations": ACTIVATIONS[case.activations],
             "kernels": {"loss_chunk": case.loss_chunk, "compile": case.compile},

@@ -60,6 +60,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "model": ["gpt2", "llama", "mixed", "gelu"],
     "activations": ["keep", "stage", "full, two together", "of each some"],
     "in_process": [False, True],
+    "scatter": ["off", "on"],
     "debug": [False, True],
     "clip": [0.05, None],
 }
@@ -118,6 +119,7 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (master == "none" and c["dtype"] != "bf16")
         or (state_dtype == "bf16" and c["dtype"] == "fp64")
         or (c["post_validation"] and not _can_be_undone(c))
+        or (c["scatter"] == "on" and not _are_messages_alike(c))
         or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
     )
 
@@ -127,6 +129,12 @@ def _can_be_undone(c: Mapping[str, Any]) -> bool:
     here = c["offload"] == "none" and not c["in_process"]
     several = c["layout"][2] > 1
     return elementwise and here and several and c["zero"] < 3
+
+
+def _are_messages_alike(c: Mapping[str, Any]) -> bool:
+    """Whether tp ranks send the same."""
+    _, tp, pp = c["layout"]
+    return tp > 1 and pp > 1 and not (c["sequence_parallel"] or c["in_process"])
 
 
 def _can_be_compiled(c: Mapping[str, Any]) -> bool:

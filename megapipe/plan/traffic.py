@@ -12,7 +12,8 @@ Tensor parallelism (Shoeybi et al., 1909.08053) all-reduces the hidden states x 
 the forward and twice in the input gradient; with sequence parallelism (2205.05198) each of these
 is an all-gather and a reduce-scatter, and the weight gradients gather again what was not kept.
 Gradients are reduced and weights gathered once per step, with ZeRO-2 and 3 (1910.02054) after each
-run of weight gradients and before each run of uses. The pipeline sends x and its gradient. What
+run of weight gradients and before each run of uses. The pipeline sends x and its gradient, or
+shares of them that are gathered on arrival (:mod:`megapipe.plan.links`). What
 the optimizers that look at whole parameters (LARS, LAMB, Muon) and ``pipeline.debug`` add is not
 counted.
 """
@@ -35,6 +36,7 @@ from megapipe.plan.buckets import (
     zero_stage,
 )
 from megapipe.plan.chunks import loss_chunk, most_tokens
+from megapipe.plan.links import scatters, share
 from megapipe.plan.params import DTYPE_BYTES
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 
@@ -100,9 +102,13 @@ def hidden_bytes(config: Config) -> int:
     return values * DTYPE_BYTES[model.dtype]
 
 
-def message_bytes(config: Config, layout: Layout) -> int:
-    """Hidden states [s(/tp), b, h] of a whole micro-batch, as one pipeline rank sends them."""
-    return hidden_bytes(config) // (layout.tp if config.parallel.sequence_parallel else 1)
+def message_bytes(config: Config, layout: Layout, tokens: int | None = None) -> int:
+    """Hidden states of `tokens`, by default those of a whole micro-batch, as one tensor-parallel
+    rank sends them to the next pipeline rank."""
+    if tokens is None:
+        tokens = config.train.sequence_length * config.train.microbatch
+    ranks = layout.tp if config.parallel.sequence_parallel or scatters(config) else 1
+    return share(tokens * config.model.hidden, ranks) * DTYPE_BYTES[config.model.dtype]
 
 
 def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
@@ -223,37 +229,43 @@ def _reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Excha
 
 
 def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    """A message forward and one back, per piece, at each border between two ranks."""
+    """A message forward and one back, per piece, at each border between two ranks; where shares
+    are sent, those that arrive are gathered over tp."""
     if config.pipeline.channels == "in_process":
         return
     schedule = layout.schedule
+    lengths = layout.slice_lengths if schedule.slices > 1 else (config.train.sequence_length,)
     alike = Counter(
         (schedule.replica_of(microbatch), schedule.size_of(microbatch))
         for microbatch in range(schedule.microbatches)
     )
     messages: Counter[int] = Counter()
-    amounts: dict[int, Fraction] = {}  # whole micro-batches
+    amounts: Counter[int] = Counter()
     for (replica, size), count in alike.items():
+        rows = int(size * config.train.microbatch)
+        each = sum(message_bytes(config, layout, rows * length) for length in lengths)
         for border in pairwise(schedule.placement.table[replica]):
             if rank not in border or border[0] == border[1]:
                 continue
             peer = sum(border) - rank
             messages[peer] += count * schedule.slices
-            amounts[peer] = amounts.get(peer, Fraction(0)) + count * size
+            amounts[peer] += count * each
     for peer, count in sorted(messages.items()):
-        total = int(amounts[peer] * message_bytes(config, layout))
-        yield Exchange("pp", "send", f"to {peer}", count, total, layout.pp)
+        yield Exchange("pp", "send", f"to {peer}", count, amounts[peer], layout.pp)
+    if scatters(config):
+        gathered = layout.tp * amounts.total()
+        yield Exchange("tp", "all_gather", "messages", messages.total(), gathered, layout.tp)
 
 
 def _scalars(config: Config, layout: Layout) -> Iterator[Exchange]:
     """Sums in a fixed order are all-gathers: the unmasked tokens before the first backward, and at
-    the end the totals of the step: squared norms per bucket, loss, tokens, whether to stop."""
+    the end the totals of the step: squared norms per bucket, loss, tokens, two wishes."""
     pp = 1 if config.pipeline.channels == "in_process" else layout.pp
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": pp}
     ends = {homes[-1] for homes in layout.schedule.placement.table}
     for what, axes, length in (
         ("tokens", ("dp", "pp") if len(ends) > 1 else ("dp",), 1),
-        ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + 3),
+        ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + 4),
     ):
         for axis in axes:
             total = sizes[axis] * length * SCALAR

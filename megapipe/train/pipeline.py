@@ -13,12 +13,14 @@ from megapipe.engine.channels import (
 )
 from megapipe.engine.executor import Executor, Opening, run_together
 from megapipe.engine.recorder import Record, Recorder
+from megapipe.engine.shares import SharingChannels
 from megapipe.engine.stage import Key, Stage
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
 from megapipe.model.gpt import TORCH_DTYPES
 from megapipe.model.microbatch import MicroBatch
 from megapipe.optim.optimizer import Optimizer
+from megapipe.plan.links import scatters
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.lower import Program, lower, pairs
 from megapipe.schedule.opening import arriving, cut, opening
@@ -56,14 +58,13 @@ class Pipeline:
         """This process' channel ends, one per pipeline rank that it runs."""
         if self.in_process:
             return list(InProcessChannels.connect(self.layout.pp))
-        return [
-            ProcessGroupChannels(
-                self.mesh,
-                pairs(self.placement),
-                dtype=TORCH_DTYPES[self.config.model.dtype],
-                debug=self.config.pipeline.debug,
-            )
-        ]
+        channels = ProcessGroupChannels(
+            self.mesh,
+            pairs(self.placement),
+            dtype=TORCH_DTYPES[self.config.model.dtype],
+            debug=self.config.pipeline.debug,
+        )
+        return [SharingChannels(channels, self.mesh.tp) if scatters(self.config) else channels]
 
     def executors(
         self,

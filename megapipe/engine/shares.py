@@ -1,0 +1,76 @@
+"""Messages of which each tensor-parallel rank sends its share (Narayanan et al., 2104.04473).
+
+Without sequence parallelism all tp ranks of a stage have the same hidden states, bit for bit, and
+the same gradients of them. So each sends one share of them, flat and of equal length, to its
+counterpart in the other stage, where they are gathered over tp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from torch import Tensor
+from torch.nn import functional
+
+from megapipe.axis import Axis
+from megapipe.engine.channels import Channels, Expected, Incoming, Outgoing, Shape
+from megapipe.plan.links import share
+from megapipe.schedule.ir import Op
+from megapipe.tensor_parallel.collectives import all_gather
+
+
+class ScatteredOutgoing:
+    """Sends this rank's share of each message over `line`."""
+
+    def __init__(self, line: Outgoing, tp: Axis) -> None:
+        self._line = line
+        self._tp = tp
+
+    def send(self, message: Op, tensor: Tensor) -> None:
+        flat, length = tensor.flatten(), share(tensor.numel(), self._tp.size)
+        start = self._tp.index * length
+        own = flat[start : start + length]
+        own = functional.pad(own, (0, length - len(own))) if len(own) < length else own.clone()
+        self._line.send(message, own)
+
+    def acknowledge(self, messages: int) -> None:
+        self._line.acknowledge(messages)
+
+    def finish(self) -> None:
+        self._line.finish()
+
+
+class GatheredIncoming:
+    """Receives shares over `line`, and gathers each message from those of all tp ranks.
+
+    They receive the same messages in the same order.
+    """
+
+    def __init__(self, line: Incoming, tp: Axis) -> None:
+        self._line = line
+        self._tp = tp
+        self._shapes: deque[Shape] = deque()
+
+    def expect(self, expected: Expected) -> None:
+        self._shapes.extend(shape for _, shape in expected)
+        shares = [
+            (message, (share(math.prod(shape), self._tp.size),)) for message, shape in expected
+        ]
+        self._line.expect(shares)
+
+    def arrived(self) -> bool:
+        return self._line.arrived()
+
+    def receive(self) -> Tensor:
+        shape = self._shapes.popleft()
+        whole = all_gather(self._line.receive(), self._tp)
+        return whole[: math.prod(shape)].view(shape)
+
+
+class SharingChannels:
+    """The ends of `channels`, between pipeline ranks of which each is `tp` processes."""
+
+    def __init__(self, channels: Channels, tp: Axis) -> None:
+        self.outgoing = {p: ScatteredOutgoing(end, tp) for p, end in channels.outgoing.items()}
+        self.incoming = {p: GatheredIncoming(end, tp) for p, end in channels.incoming.items()}
