@@ -369,8 +369,25 @@ class LogConfig(Section):
     """Steps, counted from 1, of which the time of each pipeline operation is recorded: a trace
     for ui.perfetto.dev and a picture, each with the simulation next to it, go to
     `timeline/` in the run folder. Steps that the run does not come to are left out with a note."""
+    device: str | None = None
+    """Device that --dry-run plans for, as torch calls it or a part of that (H100, A100-SXM4-80GB);
+    default: that of this machine. A run reports on the one it has."""
+    device_gb: float | None = Field(None, gt=0)
+    """Memory that a process may take, in GB (10^9 bytes), for the plan; default: known for common
+    GPUs. CUDA, NCCL and fragmentation take some too: leave a few GB."""
     peak_tflops: float | None = Field(None, gt=0)
     """Dense peak of one device for the MFU; default: known for common GPUs, else no MFU."""
+    efficiency: float = Field(0.6, gt=0, le=1)
+    """Share of the peak at which the plan takes stages to compute: an assumption, to be replaced by
+    what a run on one device reaches."""
+    link_gbs: float | None = Field(None, gt=0)
+    """GB/s that a device sends to others of its node, for the plan; default: NVLink's, for common
+    GPUs."""
+    network_gbs: float = Field(50.0, gt=0)
+    """GB/s that a device sends to other nodes, for the plan; the default is a link of 400 Gbit/s
+    for each."""
+    node_devices: int = Field(8, ge=1)
+    """Devices of a node, for the plan."""
 
 
 class Config(Section):

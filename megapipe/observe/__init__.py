@@ -5,7 +5,6 @@ trainer builds one observer, on one rank, and hands it numbers of the whole job.
 """
 
 from megapipe.observe.observer import Observer, build_sinks, check_sinks
-from megapipe.observe.peaks import peak
 from megapipe.observe.provenance import package_hash, provenance
 from megapipe.observe.record import Sink, StepRecord, ValidationRecord
 
@@ -17,6 +16,5 @@ __all__ = [
     "build_sinks",
     "check_sinks",
     "package_hash",
-    "peak",
     "provenance",
 ]

@@ -9,10 +9,10 @@ from megapipe.errors import ConfigError
 from megapipe.layout import Layout
 from megapipe.model.partition import StageSpec, format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.activations import stage_units
-from megapipe.plan.costs import scaled, stage_work
+from megapipe.plan.costs import stage_work
+from megapipe.plan.demand import memory_lines, pace_lines, size_text
 from megapipe.plan.flops import head_flops, layer_flops, token_flops
-from megapipe.plan.in_flight import Activations, peak_activations
-from megapipe.plan.memory import model_memory
+from megapipe.plan.pace import Speeds, expected
 from megapipe.plan.params import (
     count,
     count_held,
@@ -28,7 +28,7 @@ from megapipe.schedule.ir import Schedule
 from megapipe.schedule.ledger import peak_held, volume, weight_copies
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.render import text as draw
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.simulate import Timeline
 from megapipe.schedule.validate import validate
 
 
@@ -44,13 +44,19 @@ def report(config: Config, layout: Layout) -> str:
             "set it for a plan"
         )
     schedule = layout.schedule
-    held = held_by_process(config, layout, schedule)
+    speeds = Speeds.of(config)
+    timeline = expected(config, layout, speeds)
     parts = [
         [f"plan of {config.run.name}"],
         _model_lines(config, layout),
-        _run_lines(config, layout, schedule, held),
+        [
+            *_run_lines(config, layout),
+            *memory_lines(config, layout, speeds),
+            *_message_lines(config, layout),
+            *pace_lines(config, layout, speeds, timeline),
+        ],
         _stage_lines(config, layout, schedule),
-        _schedule_lines(config, layout),
+        _schedule_lines(config, layout, speeds, timeline),
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
@@ -86,14 +92,13 @@ def _model_lines(config: Config, layout: Layout) -> list[str]:
     ]
 
 
-def _run_lines(
-    config: Config, layout: Layout, schedule: Schedule, held: Sequence[int]
-) -> list[str]:
-    train = config.train
+def _run_lines(config: Config, layout: Layout) -> list[str]:
+    train, schedule = config.train, layout.schedule
+    held = held_by_process(config, layout, schedule)
     length = train.sequence_length
     tokens = train.global_batch * length
     per_token = token_flops(config.model, length)
-    lines = [
+    return [
         (
             f"mesh          pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}: "
             f"{layout.world:,} processes"
@@ -111,7 +116,10 @@ def _run_lines(
         f"run           {train.steps:,} steps, {train.steps * tokens:,} tokens",
         *(f"note          {line}" for line in shortened(config)),
     ]
-    lines += [_memory_line(config, layout), _traffic_line(config, layout)]
+
+
+def _message_lines(config: Config, layout: Layout) -> list[str]:
+    schedule, lines = layout.schedule, [_traffic_line(config, layout)]
     if config.pipeline.channels == "in_process":
         return [*lines, "messages      within the process: no communicators"]
     used = pairs(schedule.placement)
@@ -137,47 +145,14 @@ def _slices_line(config: Config, layout: Layout) -> str:
     )
 
 
-def _memory_line(config: Config, layout: Layout) -> str:
-    """Bytes of the process that holds most."""
-    ranks = range(layout.pp)
-    if config.pipeline.channels == "in_process":
-        memory = model_memory(config, layout, 0)
-        each = [peak_activations(config, layout, rank) for rank in ranks]
-        activations = Activations(sum(a.device for a in each), sum(a.host for a in each))
-    else:
-        both = [
-            (model_memory(config, layout, r), peak_activations(config, layout, r)) for r in ranks
-        ]
-        memory, activations = max(both, key=lambda pair: pair[0].total + pair[1].device)
-    parts = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer state": memory.optimizer,
-        "more during a step": memory.passing,
-        "activations": activations.device,
-        "activations in host memory": activations.host,
-        "optimizer state elsewhere": memory.elsewhere,
-    }
-    text = ", ".join(f"{what} {_size(size)}" for what, size in parts.items() if size)
-    return f"memory        at most, per process: {text}"
-
-
 def _traffic_line(config: Config, layout: Layout) -> str:
     """Bytes that a process sends in a step, by axis."""
     most: dict[str, Fraction] = {}
     for rank in range(1 if config.pipeline.channels == "in_process" else layout.pp):
         for axis, size in by_axis(step_traffic(config, layout, rank)).items():
             most[axis] = max(most.get(axis, Fraction(0)), size)
-    text = ", ".join(f"{axis} {_size(size)}" for axis, size in most.items())
+    text = ", ".join(f"{axis} {size_text(size)}" for axis, size in most.items())
     return f"wire          sent at most, per process and step: {text or 'nothing'}"
-
-
-def _size(count: int | Fraction) -> str:
-    """Bytes with a unit of thousands."""
-    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}"
 
 
 def _sent(config: Config, layout: Layout, schedule: Schedule) -> int:
@@ -243,27 +218,26 @@ def _excess(layout: Layout, work: Sequence[Time]) -> str:
     return f"busiest rank {float(rank):.1%}, slowest stage {float(stage):.1%}"
 
 
-def _schedule_lines(config: Config, layout: Layout) -> list[str]:
+def _schedule_lines(
+    config: Config, layout: Layout, speeds: Speeds, timeline: Timeline
+) -> list[str]:
     schedule = layout.schedule
     proof = validate(schedule)
     name = f"schedule {schedule.name}: {proof.ops:,} operations, proved executable"
+    unit = "in seconds, as assumed above"
+    if speeds.missing(layout):
+        unit = "with the FLOPs of each stage, 1 being a layer's forward"
+    elif config.pipeline.channels == "in_process":
+        unit += ", as if each rank had a process of its own"
     held = ", ".join(map(str, peak_held(schedule)))
     lines = [
-        f"{name}; drawn with the FLOPs of each stage, 1 being a layer's forward",
+        f"{name}; drawn {unit}",
         f"activations held at most, in micro-batches of a full rank, per rank: {held}",
     ]
     copies = max(weight_copies(schedule))
     if copies > 1:
         lines.append(f"weights held {copies} times")
-    return [
-        *lines,
-        draw(
-            simulate(
-                schedule,
-                scaled(layout.cost, 1 / layer_flops(config.model, config.train.sequence_length)),
-            )
-        ),
-    ]
+    return [*lines, draw(timeline)]
 
 
 def _contents(spec: StageSpec) -> str:

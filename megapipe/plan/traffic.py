@@ -194,7 +194,7 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
             reductions = reductions_of(actions, bucket.stage)
         if zero == 3:
             gathers = gathers_of(actions, users)
-        yield from _reduction(config, bucket, reductions)
+        yield from reduction(config, bucket, reductions)
         if config.parallel.sequence_parallel and bucket.whole:
             parts = reductions * bucket.whole * main
             yield Exchange("tp", "all_reduce", "sequence shards", reductions, parts, layout.tp)
@@ -204,8 +204,8 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
         )
 
 
-def _reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchange]:
-    """Gradients are summed over shard x replicate, `count` times in a step.
+def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchange]:
+    """Gradients of a bucket are summed over shard x replicate, `count` times in a step.
 
     In a narrower type, pieces are traded and added up by their owners, then gathered.
     """

@@ -26,11 +26,11 @@ from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
 from megapipe.observe.memory import memory_gib
 from megapipe.observe.observer import Observer, build_sinks
-from megapipe.observe.peaks import peak
 from megapipe.observe.provenance import provenance
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
 from megapipe.observe.timeline import write_timeline
+from megapipe.plan.devices import peak
 from megapipe.plan.flops import token_flops
 from megapipe.plan.params import count, parameter_shapes
 from megapipe.train import state

@@ -32,6 +32,11 @@ UNEVEN = (
 )
 
 
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapipe.plan.pace.local_device", lambda: None)
+
+
 def plan(*overrides: str) -> tuple[Config, Layout, str]:
     config, layout = resolve(parse(list(overrides)).config, None, None)
     return config, layout, report(config, layout)

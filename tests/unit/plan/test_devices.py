@@ -1,6 +1,6 @@
 import pytest
 
-from megapipe.observe import peak
+from megapipe.plan.devices import device, local_device, peak
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,29 @@ def test_known_devices(device_name, tflops):
 )
 def test_no_peak_is_better_than_a_wrong_one(device_name):
     assert peak(device_name) is None
+
+
+@pytest.mark.parametrize(
+    ("device_name", "memory_gb", "link_gbs"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 80, 300),
+        ("NVIDIA A100-SXM4-40GB", 40, 300),
+        ("NVIDIA A100 80GB PCIe", 80, None),
+        ("A100", None, 300),
+        ("NVIDIA H100 80GB HBM3", 80, 450),
+        ("H100", 80, 450),
+        ("NVIDIA GH200 480GB", 96, None),
+        ("Tesla V100-SXM2-16GB", 16, 150),
+        ("Tesla V100-PCIE-32GB", 32, None),
+    ],
+)
+def test_memory_and_links(device_name, memory_gb, link_gbs):
+    assert device(device_name)[1:] == (memory_gb, link_gbs)
+
+
+def test_device_of_this_machine(tmp_path):
+    assert local_device(tmp_path / "none") is None
+    (tmp_path / "0000:17:00.0").mkdir()
+    text = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n"
+    (tmp_path / "0000:17:00.0" / "information").write_text(text)
+    assert local_device(tmp_path) == "NVIDIA H100 80GB HBM3"

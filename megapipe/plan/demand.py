@@ -1,0 +1,87 @@
+"""Whether a run fits its devices and how long a step takes, as text."""
+
+from fractions import Fraction
+
+from megapipe.config import Config
+from megapipe.layout import Layout
+from megapipe.plan.flops import token_flops
+from megapipe.plan.in_flight import Activations, peak_activations
+from megapipe.plan.memory import ModelMemory, model_memory
+from megapipe.plan.pace import Speeds
+from megapipe.schedule.simulate import Timeline
+
+
+def process_memory(config: Config, layout: Layout) -> list[tuple[ModelMemory, Activations]]:
+    """What each pipeline rank that is a process holds at most."""
+    each = [peak_activations(config, layout, rank) for rank in range(layout.pp)]
+    if config.pipeline.channels == "in_process":
+        whole = Activations(sum(a.device for a in each), sum(a.host for a in each))
+        return [(model_memory(config, layout, 0), whole)]
+    return [(model_memory(config, layout, rank), own) for rank, own in enumerate(each)]
+
+
+def memory_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
+    """Bytes of the process that holds most, those of all, and whether they fit."""
+    each = process_memory(config, layout)
+    totals = [memory.total + activations.device for memory, activations in each]
+    most = max(totals)
+    memory, activations = each[totals.index(most)]
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "more during a step": memory.passing,
+        "activations": activations.device,
+        "activations in host memory": activations.host,
+        "optimizer state elsewhere": memory.elsewhere,
+    }
+    text = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
+    ranks = f" ({', '.join(map(size_text, totals))} by pipeline rank)" if len(totals) > 1 else ""
+    return [
+        f"memory        at most, per process: {text}",
+        f"total         {size_text(most)}{ranks}; {_fits(most, speeds)}",
+    ]
+
+
+def _fits(most: int, speeds: Speeds) -> str:
+    """Whether so many bytes fit on a device."""
+    if speeds.memory_gb is None:
+        return "set log.device_gb to know whether that fits"
+    room = speeds.memory_gb * 1e9
+    where = f"{speeds.memory_gb:g} GB" + (f" of {speeds.name}" if speeds.name else "")
+    if most > room:
+        return f"does NOT fit in {where}: {size_text(most - room)} too much"
+    return f"fits in {where}, {size_text(room - most)} left"
+
+
+def pace_lines(config: Config, layout: Layout, speeds: Speeds, timeline: Timeline) -> list[str]:
+    """How long a step takes, and what was assumed."""
+    missing = speeds.missing(layout)
+    if missing:
+        return [f"time          not known: set log.device (as in H100) or {missing}"]
+    alone = config.pipeline.channels == "in_process"
+    seconds = float(sum(timeline.busy) if alone else timeline.makespan)
+    train = config.train
+    tokens = train.global_batch * train.sequence_length
+    rate = tokens * token_flops(config.model, train.sequence_length) / seconds / layout.world
+    assert speeds.tflops is not None
+    links = [f"{speeds.efficiency:.0%} of {speeds.tflops:g} TFLOP/s (log.efficiency)"]
+    if speeds.link is not None and layout.world > 1:
+        links.append(f"{speeds.link / 1e9:g} GB/s within nodes of {speeds.node} (log.link_gbs)")
+    if layout.world > speeds.node:
+        links.append(f"{speeds.network / 1e9:g} GB/s between nodes (log.network_gbs)")
+    return [
+        (
+            f"time          {seconds:.3g} s per step, {tokens / seconds:,.0f} tokens per second, "
+            f"MFU {rate / speeds.tflops / 1e12:.1%}, without the update"
+        ),
+        f"assumed       {f'{speeds.name}: ' if speeds.name else ''}{', '.join(links)}",
+    ]
+
+
+def size_text(count: float | Fraction) -> str:
+    """Bytes with a unit of thousands."""
+    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"

@@ -1,0 +1,136 @@
+"""Time of a step at assumed speeds, and whether it fits."""
+
+import re
+from typing import Any
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.layout import Layout, resolve
+from megapipe.plan.flops import token_flops
+from megapipe.plan.in_flight import peak_activations
+from megapipe.plan.memory import model_memory
+from megapipe.plan.pace import Speeds, expected
+from megapipe.plan.report import report
+from megapipe.plan.traffic import step_traffic
+
+BASE = ("model.vocab_size=512", "model.layers=4", "log.peak_tflops=1", "log.efficiency=0.5")
+MESH = ("log.link_gbs=2", "log.network_gbs=0.5")
+
+
+def plan(*overrides: str) -> tuple[Config, Layout]:
+    return resolve(parse([*BASE, *overrides]).config, None, None)
+
+
+def seconds(*overrides: str) -> float:
+    config, layout = plan(*overrides)
+    return float(expected(config, layout, Speeds.of(config)).makespan)
+
+
+def computed(config: Config, layout: Layout) -> float:
+    """Seconds that a process computes in a step."""
+    tokens = config.train.global_batch * config.train.sequence_length
+    flops = tokens * token_flops(config.model, config.train.sequence_length)
+    return flops / layout.world / 0.5e12
+
+
+def sent(config: Config, layout: Layout, axis: str, what: str) -> float:
+    exchanges = step_traffic(config, layout, 0)
+    return float(sum(e.wire for e in exchanges if (e.axis, e.what) == (axis, what)))
+
+
+def test_one_process_computes_at_the_share_of_the_peak() -> None:
+    config, layout = plan()
+    assert seconds() == pytest.approx(computed(config, layout))
+    assert "MFU 50.0%, without the update\n" in report(config, layout)
+    assert "assumed       50% of 1 TFLOP/s (log.efficiency)\n" in report(config, layout)
+
+
+@pytest.mark.parametrize("extra", [(), ("parallel.sequence_parallel=true",)])
+def test_tensor_parallel_collectives_are_waited_for(extra: tuple[str, ...]) -> None:
+    overrides = ("parallel.tp=2", *MESH, *extra)
+    config, layout = plan(*overrides)
+    wire = sum(sent(config, layout, "tp", what) for what in "FIW")
+    within, between = seconds(*overrides), seconds(*overrides, "log.node_devices=1")
+    assert within == pytest.approx(computed(config, layout) + wire / 2e9)
+    assert between == pytest.approx(computed(config, layout) + wire / 0.5e9)
+
+
+def test_of_what_replicas_exchange_that_counts_which_nothing_hides() -> None:
+    """One stage: it is gathered before the first operation and reduced after the last."""
+    overrides = ("parallel.dp=2", "model.tied_embeddings=false", *MESH)
+    config, layout = plan(*overrides)
+    wire = sum(sent(config, layout, "dp", what) for what in ("gradients", "weights"))
+    assert seconds(*overrides) == pytest.approx(computed(config, layout) + wire / 2e9)
+
+
+def test_messages_take_what_their_link_takes() -> None:
+    """One micro-batch through two stages: a message forward and one back."""
+    overrides = ("parallel.pp=2", "train.global_batch=4", "model.tied_embeddings=false", *MESH)
+    config, layout = plan(*overrides)
+    size = 256 * 4 * config.model.hidden * 4
+    for more, rate in (((), 2e9), (("log.node_devices=1",), 0.5e9)):
+        expected_seconds = 2 * computed(config, layout) + 2 * size / rate
+        assert seconds(*overrides, *more) == pytest.approx(expected_seconds)
+
+
+def test_a_process_that_runs_all_ranks_runs_them_one_after_the_other() -> None:
+    config, layout = plan("parallel.pp=2", "pipeline.channels=in_process")
+    assert f"time          {computed(config, layout):.3g} s per step" in report(config, layout)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "missing"),
+    [
+        (("log.peak_tflops=null",), "log.peak_tflops"),
+        (("parallel.tp=2",), "log.link_gbs"),
+        (("parallel.tp=2", "log.link_gbs=3"), None),
+        (("log.peak_tflops=null", "log.device=H100", "parallel.tp=2"), None),
+    ],
+)
+def test_what_is_to_be_set(
+    overrides: tuple[str, ...], missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megapipe.plan.pace.local_device", lambda: None)
+    config, layout = plan(*overrides)
+    assert Speeds.of(config).missing(layout) == missing
+    said = re.findall(
+        r"time          not known: set log.device \(as in H100\) or (\S+)", report(config, layout)
+    )
+    assert said == ([missing] if missing else [])
+
+
+def test_the_device_of_this_machine_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapipe.plan.pace.local_device", lambda: "NVIDIA A100-SXM4-40GB")
+
+    def known(*overrides: str) -> tuple[Any, ...]:
+        speeds = Speeds.of(parse(list(overrides)).config)
+        return speeds.memory_gb, speeds.tflops, speeds.link
+
+    assert known() == (40, 312, 300e9)
+    assert known("log.device=H100", "log.device_gb=70") == (70, 989.4, 450e9)
+    assert known("parallel.device=cpu") == (None, None, None)
+    with pytest.raises(ConfigError, match=r"log\.device=H1000 is not known"):
+        known("log.device=H1000")
+
+
+def test_fits() -> None:
+    config, layout = plan("parallel.pp=2", "log.device_gb=1")
+    each = [
+        model_memory(config, layout, rank).total + peak_activations(config, layout, rank).device
+        for rank in range(2)
+    ]
+    shown = [f"{size / 1e6:.3g} MB" for size in each]
+    left = f"{(1e9 - max(each)) / 1e6:.3g} MB"
+    assert each[0] != each[1]
+    assert (
+        f"total         {max(each) / 1e6:.3g} MB ({shown[0]}, {shown[1]} by pipeline rank); "
+        f"fits in 1 GB, {left} left\n"
+    ) in report(config, layout)
+    half = max(each) / 2e9
+    config, layout = plan("parallel.pp=2", f"log.device_gb={half}")
+    assert f"does NOT fit in {half:g} GB: {max(each) / 2e6:.3g} MB too much\n" in report(
+        config, layout
+    )
