@@ -97,6 +97,13 @@ def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
     return parts[0]
 
 
+def _combine(parts: torch.Tensor, largest: int) -> torch.Tensor:
+    """[ranks, n] -> [n]: sums, and at the end `largest` values that are the largest of any rank."""
+    if not largest:
+        return sum_in_pairs(parts)
+    return torch.cat([sum_in_pairs(parts[:, :-largest]), parts[:, -largest:].amax(0)])
+
+
 def group_name(ranks: Sequence[int], twins: int) -> str:
     """The name of a group of `ranks` where `twins` others of exactly these ranks exist."""
     members = ",".join(map(str, ranks))
@@ -198,8 +205,9 @@ class ParallelMesh:
         """Where a tensor must live to be exchanged without staging."""
         return torch.device("cpu") if self.backend == "gloo" else self.device
 
-    def ordered_sum(self, vector: torch.Tensor, *axes: AxisName) -> torch.Tensor:
-        """Sum a 1-D `vector` over the axes, one after the other, each by :func:`sum_in_pairs`.
+    def ordered_sum(self, vector: torch.Tensor, *axes: AxisName, largest: int = 0) -> torch.Tensor:
+        """Sum a 1-D `vector` over the axes, one after the other, each by :func:`sum_in_pairs`; of
+        the last `largest` values take the largest instead.
 
         Unlike an all-reduce, the order of the additions does not depend on the backend or on
         the place in a buffer, so the result is bitwise the same on every rank and in every
@@ -209,10 +217,12 @@ class ParallelMesh:
         for name in axes:
             axis: Axis = getattr(self, name)
             if axis.group is not None:
-                total = sum_in_pairs(all_gather(total, axis).view(axis.size, -1))
+                total = _combine(all_gather(total, axis).view(axis.size, -1), largest)
         return total.to(vector.device)
 
-    def start_ordered_sum(self, vector: torch.Tensor, name: AxisName) -> Callable[[], torch.Tensor]:
+    def start_ordered_sum(
+        self, vector: torch.Tensor, name: AxisName, *, largest: int = 0
+    ) -> Callable[[], torch.Tensor]:
         """Begin an :meth:`ordered_sum` over one axis; what is returned waits for it."""
         axis: Axis = getattr(self, name)
         if axis.group is None:
@@ -223,7 +233,7 @@ class ParallelMesh:
 
         def result() -> torch.Tensor:
             wait()
-            return sum_in_pairs(parts.view(axis.size, -1)).to(vector.device)
+            return _combine(parts.view(axis.size, -1), largest).to(vector.device)
 
         return result
 

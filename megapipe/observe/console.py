@@ -1,10 +1,13 @@
-"""One aligned line per step on the terminal, plain text wherever it goes."""
+"""One aligned line per step on the terminal, with its date, plain text wherever it goes."""
 
 import contextlib
 import os
+from collections.abc import Callable
+from datetime import datetime
 from typing import TextIO
 
 from megapipe.observe.record import StepRecord, ValidationRecord
+from megapipe.words import plural
 
 
 class ConsoleSink:
@@ -15,9 +18,12 @@ class ConsoleSink:
 
     name = "console"
 
-    def __init__(self, stream: TextIO, every: int = 1) -> None:
+    def __init__(
+        self, stream: TextIO, every: int = 1, now: Callable[[], datetime] = datetime.now
+    ) -> None:
         self._stream = stream
         self._every = every
+        self._now = now
         self._first = True
 
     def step(self, record: StepRecord) -> None:
@@ -43,7 +49,7 @@ class ConsoleSink:
 
     def _print(self, line: str) -> None:
         try:
-            print(line, file=self._stream, flush=True)
+            print(f"{self._now():%Y-%m-%d %H:%M:%S} {line}", file=self._stream, flush=True)
         except BrokenPipeError:
             self._discard()
             raise
@@ -56,9 +62,10 @@ class ConsoleSink:
 
 
 def step_line(record: StepRecord) -> str:
-    """One step in under 160 columns; a value that is not known is left out."""
+    """One step; a value that is not known is left out."""
     cells = [
         _position(record.step, record.steps),
+        f"{_compact(record.samples):>5} {plural('sample', record.samples)}",
         f"loss {record.loss:7.4f}",
         f"lr {record.lr:.2e}",
         f"grad norm {record.grad_norm:8.3g}",
@@ -71,6 +78,8 @@ def step_line(record: StepRecord) -> str:
         cells.append(f"MFU {record.mfu:5.1%}")
     if record.memory_gib is not None:
         cells.append(f"{record.memory_gib:6.2f} GiB")
+    if record.skipped is not None:
+        cells.append(f"{record.skipped} skipped")
     cells.append(f"ETA {duration(record.eta_seconds)}")
     return " | ".join(cells)
 

@@ -30,13 +30,15 @@ class StepRecord:
     mfu: float | None
     """Share of the device's peak, 0 to 1; None where no peak is known."""
     memory_gib: float | None
-    """Memory of the reporting rank, in GiB; see :mod:`megapipe.observe.memory`."""
+    """Memory of the fullest rank, in GiB; see :mod:`megapipe.observe.memory`."""
     eta_seconds: float
     """Expected time to the end of the run."""
     samples: int
     """Samples consumed since step 0."""
     loss_scale: float | None = None
     """Factor of the loss in the backward pass; None where there is none."""
+    skipped: int | None = None
+    """Steps since step 0 without an update, their gradients not finite; None where none can be."""
 
     def metrics(self) -> dict[str, float]:
         """The known values under the names that tensorboard and Weights & Biases show."""
@@ -46,6 +48,7 @@ class StepRecord:
             "train/grad_norm": self.grad_norm,
             "train/samples": self.samples,
             "train/loss_scale": self.loss_scale,
+            "train/skipped": self.skipped,
             "speed/step_seconds": self.seconds,
             "speed/tokens_per_second": self.tokens_per_second,
             "speed/tflops_per_device": self.tflops_per_device,

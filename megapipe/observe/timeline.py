@@ -29,8 +29,8 @@ def write_timeline(folder: Path, step: int, measured: Timeline) -> str:
     path.with_suffix(".svg").write_text(to_svg(stack(scenes)))
     return (
         f"timeline of step {step}: {measured.makespan:.3g} s, simulated with its own costs "
-        f"{simulated.makespan:.3g} s; idle {measured.bubble_makespan:.1%}: "
-        f"{_by_cause(idle(measured), measured)}; see {path}.svg"
+        f"{simulated.makespan:.3g} s; idle {measured.bubble_makespan:.1%}, simulated "
+        f"{simulated.bubble_makespan:.1%}: {_by_cause(idle(measured), measured)}; see {path}.svg"
     )
 
 

@@ -32,6 +32,7 @@ from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
 from megapipe.model.gpt import GPTStage
 from megapipe.model.microbatch import MicroBatch
+from megapipe.observe.memory import memory_gib
 from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import make_buckets
 from megapipe.optim.optimizer import Optimizer
@@ -45,7 +46,7 @@ from megapipe.train import state
 from megapipe.train.feed import Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
 from megapipe.train.pipeline import Pipeline
-from megapipe.train.totals import Totals, Wishes
+from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.trust import Trust
 from megapipe.train.update import StepResult, Update
 
@@ -203,7 +204,8 @@ class TrainStep:
         self.optimizer.zero_grad()
         self.pipeline.run(executors, microbatches)
         own = self.own_totals(tokens, wishes).pack()
-        totals = Totals.unpack(self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp"))
+        whole = self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp", largest=LARGEST)
+        totals = Totals.unpack(whole)
         return self.update.apply(step, totals)
 
     def settle(self) -> StepResult | None:
@@ -223,7 +225,8 @@ class TrainStep:
     def own_totals(self, tokens: int, wishes: Callable[[], Wishes]) -> Totals:
         """What this rank adds to the totals of a step whose backward passes are done."""
         squares = self.optimizer.finish_reduce(self.scaler.scale)
-        return Totals(tuple(squares.tolist()), *self._own_loss(tokens), wishes())
+        memory = memory_gib(self.mesh.device) or 0.0
+        return Totals(tuple(squares.tolist()), *self._own_loss(tokens), wishes(), memory)
 
     def coordinates(self) -> dict[str, Any]:
         """What a checkpoint says of the optimizer besides tensors, as JSON takes it."""

@@ -1,4 +1,4 @@
-"""What all ranks learn of a step: one vector that is added up over the mesh, once."""
+"""What all ranks learn of a step: one vector that is combined over the mesh, once."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ class Wishes(NamedTuple):
     """To save a checkpoint."""
 
 
+LARGEST = 1
+"""Values at the end of a packed vector of which ranks take the largest; the rest they add up."""
+
+
 @dataclass(frozen=True)
 class Totals:
     """Sums over the ranks that they cover: one pipeline rank and its replicas, or all."""
@@ -31,16 +35,19 @@ class Totals:
     """Unmasked tokens."""
     wishes: Wishes = field(default_factory=Wishes)
     """Those of any rank."""
+    memory_gib: float = 0.0
+    """Memory of the fullest rank; 0 where no rank knows its own."""
 
     def pack(self) -> Tensor:
-        """[stages + 5], fp64: to be summed."""
-        values = [*self.squares, self.loss_sum, float(self.tokens), *map(float, self.wishes)]
+        """[stages + 6], fp64: to be summed, but for the last `LARGEST`."""
+        wishes = map(float, self.wishes)
+        values = [*self.squares, self.loss_sum, float(self.tokens), *wishes, self.memory_gib]
         return torch.tensor(values, dtype=torch.float64)
 
     @classmethod
     def unpack(cls, vector: Tensor) -> Totals:
-        *squares, loss_sum, tokens, stop, save = vector.tolist()
-        return cls(tuple(squares), loss_sum, int(tokens), Wishes(stop > 0, save > 0))
+        *squares, loss_sum, tokens, stop, save, memory = vector.tolist()
+        return cls(tuple(squares), loss_sum, int(tokens), Wishes(stop > 0, save > 0), memory)
 
     @property
     def norm(self) -> float:

@@ -24,7 +24,6 @@ from megapipe.engine.recorder import timeline
 from megapipe.errors import ConfigError, MegapipeError, Preempted
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
-from megapipe.observe.memory import memory_gib
 from megapipe.observe.observer import Observer, build_sinks
 from megapipe.observe.provenance import provenance
 from megapipe.observe.record import StepRecord, ValidationRecord
@@ -42,6 +41,7 @@ from megapipe.train.signals import StopRequest
 from megapipe.train.step import TrainStep
 from megapipe.train.totals import Wishes
 from megapipe.train.update import StepResult
+from megapipe.words import counted
 
 CORPUS_PATIENCE = datetime.timedelta(days=7)
 """How long the other processes wait for one of their node to tokenize a corpus."""
@@ -83,10 +83,13 @@ class Trainer:
         self.training, self.validation = build_batches(config, tokenizer, self.prepared)
         self.step = TrainStep(config, layout, mesh, kernels=kernels, document_end=tokenizer.eod)
         self.first_step = 0
+        self.skipped = 0
+        """Steps since step 0 that fp16 made without an update."""
         self.run_id = mesh.share(uuid.uuid4().hex)
         if self.source.checkpoint is not None:
             load(self.source.checkpoint, config, self.step, mesh)
             self.first_step = self.source.checkpoint.step
+            self.skipped = self.first_step - self.step.optimizer.count
             if self.source.is_own:
                 self.run_id = self.source.checkpoint.manifest.run_id
         self.observer = self._open_run_folder() if mesh.rank == 0 else None
@@ -170,8 +173,10 @@ class Trainer:
                 if result is not None:
                     stop |= result.wishes.stop
                     losses.append(result.loss)
+                    skipped = not math.isfinite(result.grad_norm)
+                    self.skipped += skipped
                     self._report(result, times.pop(result.step), pace)
-                    if not math.isfinite(result.grad_norm):
+                    if skipped:
                         self._note(
                             f"step {result.step + 1} is skipped: gradients are not finite at loss "
                             f"scale {result.loss_scale:g}, which is halved"
@@ -204,10 +209,10 @@ class Trainer:
         grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
         parts = (
             f"{count(parameter_shapes(config.model)):,} parameters, {config.model.dtype}",
-            f"{grid}, {mesh.world} processes on {mesh.device.type} with {mesh.backend}",
+            f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
             f"{config.optimizer.rule}, ZeRO-{self.step.optimizer.policy.stage}",
-            f"{self.step.schedule.name} of {layout.microbatches} micro-batches",
-            f"{config.train.steps:,} steps of {tokens:,} tokens",
+            f"{self.step.schedule.name} of {counted(layout.microbatches, 'micro-batch')}",
+            f"{counted(config.train.steps, 'step')} of {counted(tokens, 'token')}",
             "bitwise reproducible" if exact else "not bitwise reproducible (run.deterministic)",
         )
         return " | ".join(parts)
@@ -239,10 +244,11 @@ class Trainer:
                 tokens_per_second=tokens / seconds,
                 tflops_per_device=tflops,
                 mfu=None if limit is None else tflops / limit,
-                memory_gib=memory_gib(device),
+                memory_gib=result.memory_gib,
                 eta_seconds=pace * (train.last_step - step),
                 samples=step * train.global_batch,
-                loss_scale=result.loss_scale if self.config.model.dtype == "fp16" else None,
+                loss_scale=result.loss_scale if self.step.scaler.scales else None,
+                skipped=self.skipped if self.step.scaler.scales else None,
             )
         )
 

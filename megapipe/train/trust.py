@@ -21,7 +21,7 @@ from megapipe.engine.stage import Key
 from megapipe.mesh import ParallelMesh
 from megapipe.model.microbatch import MicroBatch
 from megapipe.train.feed import Rows
-from megapipe.train.totals import Totals, Wishes
+from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.update import StepResult, Update
 
 Fetch = Callable[[int, Rows], tuple[Mapping[Key, MicroBatch], int]]
@@ -85,8 +85,8 @@ class Trust:
         Adding ranks never makes a norm smaller: what a part forbids, the whole does.
         """
         update = self._update
-        vector = self._mesh.ordered_sum(totals.pack(), "tp", "cp", "dp")
-        totals_of_all = self._mesh.start_ordered_sum(vector, "pp")
+        vector = self._mesh.ordered_sum(totals.pack(), "tp", "cp", "dp", largest=LARGEST)
+        totals_of_all = self._mesh.start_ordered_sum(vector, "pp", largest=LARGEST)
         self._taken = _Taken(step, totals_of_all, update.scaler.state())
         update.optimizer.keep()
         if update.is_plain(Totals.unpack(vector)):

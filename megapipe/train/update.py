@@ -30,6 +30,8 @@ class StepResult:
     """Factor of the loss in the backward pass (fp16)."""
     wishes: Wishes = field(default_factory=Wishes)
     """What ranks wanted by then."""
+    memory_gib: float | None = None
+    """Memory of the fullest rank; see :mod:`megapipe.observe.memory`."""
 
 
 class Update:
@@ -86,4 +88,5 @@ class Update:
             tokens=totals.tokens,
             loss_scale=self.scaler.scale,
             wishes=totals.wishes,
+            memory_gib=totals.memory_gib or None,
         )

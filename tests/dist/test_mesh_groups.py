@@ -30,6 +30,7 @@ class Seen:
     mesh_sums: list[dict[str, float]] = field(default_factory=list)
     made: list[list[list[int]]] = field(default_factory=list)
     ordered: float = 0.0
+    summed_with_largest: list[float] = field(default_factory=list)
     ordered_tp_then_dp: torch.Tensor | None = None
     wrong_world: str = ""
     shared: list[str] = field(default_factory=list)
@@ -75,6 +76,8 @@ def visit_sums(mesh: ParallelMesh, seen: Seen) -> None:
     noise = torch.Generator().manual_seed(mesh.rank)
     vector = torch.randn(100, generator=noise)
     seen.ordered_tp_then_dp = mesh.ordered_sum(vector, "tp", "dp")
+    vector = torch.tensor([1.0, mesh.rank, -mesh.rank])
+    seen.summed_with_largest = mesh.ordered_sum(vector, *reversed(AXES), largest=2).tolist()
     ends = [0, 7]
     if mesh.rank in ends:
         pair = mesh.group_of(ends)
@@ -133,6 +136,10 @@ def test_ordered_sum_adds_neighbours_then_pairs_of_them(ranks: list[Seen]) -> No
     for seen in ranks:
         assert seen.ordered_tp_then_dp is not None
         assert torch.equal(seen.ordered_tp_then_dp, total), "bitwise, on every rank"
+
+
+def test_of_the_last_values_the_largest_is_taken(ranks: list[Seen]) -> None:
+    assert {tuple(seen.summed_with_largest) for seen in ranks} == {(8.0, 7.0, 0.0)}
 
 
 def test_wrong_world_size_is_a_launch_error(ranks: list[Seen]) -> None:

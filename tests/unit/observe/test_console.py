@@ -1,6 +1,7 @@
 import io
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 
@@ -10,9 +11,10 @@ from megapipe.observe.console import ConsoleSink, duration, step_line, validatio
 
 def test_a_step_line_shows_every_value(make_record):
     assert step_line(make_record()) == (
-        "step   7/300 | loss  2.3457 | lr 3.00e-04 | grad norm    0.812 |    412 ms | 19.9k tok/s"
-        " | 0.5213 TFLOP/s | MFU 41.3% |   1.21 GiB | ETA 2:01"
+        "step   7/300 |   224 samples | loss  2.3457 | lr 3.00e-04 | grad norm    0.812"
+        " |    412 ms | 19.9k tok/s | 0.5213 TFLOP/s | MFU 41.3% |   1.21 GiB | ETA 2:01"
     )
+    assert " GiB | 3 skipped | ETA" in step_line(make_record(skipped=3))
 
 
 def test_unknown_values_are_left_out(make_record):
@@ -29,7 +31,7 @@ def test_lines_of_one_run_are_aligned(make_record):
     assert columns[0] == columns[1]
 
 
-def test_the_longest_line_stays_under_160_columns(make_record):
+def test_the_longest_line_stays_under_190_columns(make_record):
     line = step_line(
         make_record(
             step=1_000_000,
@@ -42,9 +44,11 @@ def test_the_longest_line_stays_under_160_columns(make_record):
             mfu=1.0,
             memory_gib=1234.56,
             eta_seconds=99 * 86400.0,
+            samples=123_456_789_000,
+            skipped=1000,
         )
     )
-    assert len(line) < 160
+    assert len(line) < 190
 
 
 def test_a_loss_that_is_not_a_number_is_shown(make_record):
@@ -54,7 +58,7 @@ def test_a_loss_that_is_not_a_number_is_shown(make_record):
 def test_a_validation_line_starts_like_a_step_line(make_record):
     line = validation_line(ValidationRecord(step=7, steps=300, loss=2.5, seconds=1.26))
     assert line == "step   7/300 | loss  2.5000 on held-out text | 1.3 s"
-    assert step_line(make_record()).startswith(line[: len("step   7/300 | loss ")])
+    assert step_line(make_record()).startswith(line[: len("step   7/300 |")])
 
 
 @pytest.mark.parametrize(
@@ -85,8 +89,19 @@ def test_every_nth_step_is_shown_and_the_first_and_the_last(make_record):
     sink = ConsoleSink(stream, every=10)
     for step in range(3, 26):
         sink.step(make_record(step=step, steps=25))
-    shown = [int(line.split()[1].split("/")[0]) for line in stream.getvalue().splitlines()]
+    shown = [int(line.split()[3].split("/")[0]) for line in stream.getvalue().splitlines()]
     assert shown == [3, 10, 20, 25]
+
+
+def test_every_line_begins_with_its_date(make_record):
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, now=lambda: datetime(2026, 2, 3, 4, 5, 6, 789))
+    sink.note("a note")
+    sink.step(make_record())
+    sink.validation(ValidationRecord(step=7, steps=300, loss=2.5, seconds=1.26))
+    lines = stream.getvalue().splitlines()
+    assert [line[:20] for line in lines] == ["2026-02-03 04:05:06 "] * 3
+    assert lines[0].endswith(" a note")
 
 
 def test_a_reader_that_goes_away_does_not_change_the_exit_code():
@@ -109,7 +124,7 @@ print("trained to the end", file=sys.stderr)
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline() == "first\n"
+    assert process.stdout.readline().endswith(" first\n")
     process.stdout.close()
     process.stdin.write("go on\n")
     process.stdin.close()

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.mesh import sum_in_pairs
@@ -21,7 +21,7 @@ VALUES = st.floats(0, 1e300) | st.just(math.inf) | st.just(math.nan)
 
 def test_what_is_packed_is_unpacked() -> None:
     for wishes in map(Wishes._make, itertools.product((False, True), repeat=2)):
-        totals = Totals(SQUARES, 3.5, 7, wishes)
+        totals = Totals(SQUARES, 3.5, 7, wishes, 0.25)
         assert Totals.unpack(totals.pack()) == totals
 
 
@@ -77,6 +77,7 @@ def test_squares_whose_sum_overflows_are_not_finite() -> None:
     assert not Totals((1e308, 1e308, 0.0), 0.0, 1).finite
 
 
+@settings(deadline=None)
 @given(st.data(), COUNTS, COUNTS)
 def test_what_a_part_of_the_ranks_forbids_the_whole_does(
     data: st.DataObject, ranks: int, buckets: int
