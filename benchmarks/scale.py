@@ -115,7 +115,9 @@ GIANTS = {
     "175B": (
         str(CONFIGS / "gpt3_175b.yaml"),
         "model.vocab_size=50257",
+        "parallel.pp=16",
         "parallel.dp=8",
+        "pipeline.chunks=2",
         "train.global_batch=256",
         "kernels.loss_chunk=4096",
     ),

@@ -1,12 +1,16 @@
 """Every file in configs/ is a possible run, and the known models have their known sizes."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from megapipe.cli import parse
 from megapipe.layout import resolve
+from megapipe.plan.demand import memory_lines
+from megapipe.plan.pace import Speeds, expected
 from megapipe.plan.params import count, parameter_shapes
+from megapipe.schedule.simulate import simulate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -54,6 +58,26 @@ def test_gpt3_sizes_by_formula(name: str) -> None:
     model = parse([str(CONFIGS / f"{name}.yaml")]).config.model
     layers, h = model.layers, model.hidden
     assert PARAMETERS[name] == 12 * layers * h * h + 13 * layers * h + (50257 + 2048 + 2) * h
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
+    """Also with a single replica, which shares its states with no other."""
+    comment = path.read_text().partition("\nrun:")[0].replace("\n# ", " ")
+    said = re.search(r"laid out for ([\d,]+) GPUs of (\d+) GB", comment)
+    world, memory_gb = (int(number) for number in said.groups()) if said else (8, 1)
+    for processes in (None, world):
+        config, layout = resolve(parse([str(path)]).config, processes, None)
+        speeds = Speeds.of(config)
+        assert speeds.memory_gb == memory_gb
+        _, total = memory_lines(config, layout, speeds)
+        assert f"; fits in {memory_gb} GB" in total
+        if path.stem != "quickstart":
+            assert speeds.missing(layout) is None
+            flops = simulate(layout.schedule, layout.cost)
+            assert (
+                max(expected(config, layout, speeds).bubble_makespan, flops.bubble_makespan) < 0.04
+            )
 
 
 def test_quickstart_is_what_it_says() -> None:

@@ -186,8 +186,9 @@ def _legend(rows: list[list[Box]], timeline: Timeline, chunked: bool, cut: bool)
 
 
 def _summary(timeline: Timeline) -> str:
+    bubbles = timeline.bubble_makespan, timeline.bubble_ideal, timeline.bubble_span
+    makespan, ideal, span = (max(0.0, float(bubble)) for bubble in bubbles)  # 0 may round below
     return (
-        f"time {amount(timeline.makespan)}; idle {float(timeline.bubble_makespan):.1%} of the "
-        f"makespan, {float(timeline.bubble_ideal):.1%} of the ideal time, "
-        f"{float(timeline.bubble_span):.1%} of the longest rank span"
+        f"time {amount(timeline.makespan)}; idle {makespan:.1%} of the makespan, {ideal:.1%} of "
+        f"the ideal time, {span:.1%} of the longest rank span"
     )
