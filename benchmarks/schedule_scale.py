@@ -1,28 +1,29 @@
 """How schedules scale: ``python benchmarks/schedule_scale.py``.
 
-A schedule is generated, proved (complete, ordered, within its promise, free of deadlock on its
-channels) and simulated, in a fresh process for each measurement: processor time per operation, its
-growth with the size, and the peak memory of the process. A rank that needs its own list alone
-should not pay for the others.
+Every measurement is a fresh ``scripts/schedule.py simulate``, as users call it: it generates a
+schedule, proves it (complete, ordered, within its promise, free of deadlock on its channels),
+simulates it at exact costs, and counts its memory, its messages and why ranks are idle. Measured
+are the processor time per operation, its growth with the size, and the peak memory of the process.
+A rank that needs its own list alone should not pay for the others.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import multiprocessing
-import resource
+import os
+import subprocess
 import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from common import Result, parser, report
 
-from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import (
-    build,
     interleaved,
     names,
     one_f_one_b,
@@ -43,6 +44,8 @@ OWN_LIST: dict[str, Callable[[int, int], array[int]]] = {
     "zb_v": lambda ranks, m: zb_v.rank_ops(0, ranks, m),
 }
 """The list of rank 0 alone, for ranks and micro-batches."""
+WHOLE, DECIMALS = "F=1,I=1,W=1,comm=0", "F=0.366,I=1.234,W=0.5,comm=0.05"
+"""Costs: of a full rank, so that a chunk takes half of each, and as they are measured."""
 MICROSECONDS, OTHERS_MICROSECONDS = 2.5, 50.0
 """Targets per operation: of those above, and of all others."""
 SLOPE, SECONDS, MEBIBYTES, OWN_RATIO = 1.1, 20.0, 512.0, 1.5
@@ -55,37 +58,57 @@ class Sample(NamedTuple):
     """Peak memory of the process."""
 
 
-def measure(name: str, ranks: int, microbatches: int, chunks: int | None) -> Sample:
-    start = time.process_time()
-    schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    proved = validate(schedule)
-    simulate(schedule)
-    seconds = time.process_time() - start
-    return Sample(proved.ops, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+def simulate_by_command(
+    name: str, ranks: int, microbatches: int, costs: str, chunks: int | None
+) -> Sample | None:
+    """One run of the command in a process of its own; None where the schedule is refused."""
+    script = Path(__file__).resolve().parents[1] / "scripts" / "schedule.py"
+    command = [sys.executable, str(script), "simulate", name, "--json", "--cost", costs]
+    command += ["--ranks", f"{ranks}", "--microbatches", f"{microbatches}"]
+    command += ["--chunks", f"{chunks}"] if chunks else []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    told = process.stdout.read()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        return None
+    return Sample(json.loads(told)["ops"], used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
 
 def fastest(
-    rounds: int, name: str, ranks: int, microbatches: int, chunks: int | None = None
-) -> Sample:
-    """The fastest of several fresh processes."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        samples = [pool.apply(measure, (name, ranks, microbatches, chunks)) for _ in range(rounds)]
-    return min(samples, key=lambda sample: sample.seconds)
+    rounds: int,
+    name: str,
+    ranks: int,
+    microbatches: int,
+    costs: str = WHOLE,
+    chunks: int | None = None,
+) -> Sample | None:
+    """The fastest of several runs."""
+    samples = [simulate_by_command(name, ranks, microbatches, costs, chunks) for _ in range(rounds)]
+    return min((each for each in samples if each), key=lambda each: each.seconds, default=None)
 
 
 def closed(name: str, sizes: Sequence[tuple[int, int]], rounds: int) -> list[Result]:
     """The claims on one schedule; `sizes` are (ranks, micro-batches), ascending."""
-    samples = [fastest(rounds, name, *size, CLOSED[name]) for size in sizes]
+    by_costs = {
+        costs: [fastest(rounds, name, *size, costs, CLOSED[name]) for size in sizes]
+        for costs in (WHOLE, DECIMALS)
+    }
     ranks, microbatches = sizes[-1]
-    last = samples[-1]
-    at = f"{name}, p={ranks}, m={microbatches}, {last.ops / 1e6:.1f} M ops"
-    return [
-        Result(f"{at}: per op", 1e6 * last.seconds / last.ops, MICROSECONDS, "us", "none"),
-        Result(f"{name}: growth", slope(samples), SLOPE, "log/log", f"from p={sizes[0][0]}"),
-        Result(f"{at}: time", last.seconds, SECONDS, "s", "none"),
-        Result(f"{at}: memory", last.mebibytes, MEBIBYTES, "MiB", "none"),
-    ]
+    results = []
+    for costs, found in by_costs.items():
+        samples = [sample for sample in found if sample is not None]
+        last = samples[-1]
+        at = f"{name}, p={ranks}, m={microbatches}, {last.ops / 1e6:.1f} M ops, {costs}"
+        growth = f"{name}, {costs}: growth"
+        results += [
+            Result(f"{at}: per op", 1e6 * last.seconds / last.ops, MICROSECONDS, "us", "none"),
+            Result(growth, slope(samples), SLOPE, "log/log", f"from p={sizes[0][0]}"),
+            Result(f"{at}: time", last.seconds, SECONDS, "s", "none"),
+            Result(f"{at}: memory", last.mebibytes, MEBIBYTES, "MiB", "none"),
+        ]
+    return results
 
 
 def slope(samples: Sequence[Sample]) -> float:
@@ -104,9 +127,8 @@ def others(ranks: int, microbatches: int, rounds: int) -> list[Result]:
     for name in names():
         if name in CLOSED:
             continue
-        try:
-            sample = fastest(rounds, name, ranks, microbatches)
-        except ScheduleError:
+        sample = fastest(rounds, name, ranks, microbatches)
+        if sample is None:
             continue
         value = 1e6 * sample.seconds / sample.ops
         claim = f"{name}, p={ranks}, m={microbatches}: per op"

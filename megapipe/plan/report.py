@@ -23,6 +23,7 @@ from megapipe.plan.params import (
 )
 from megapipe.plan.slices import slice_shares
 from megapipe.plan.traffic import by_axis, message_bytes, step_traffic
+from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.ledger import peak_held, volume, weight_copies
@@ -124,7 +125,7 @@ def _message_lines(config: Config, layout: Layout) -> list[str]:
         return [*lines, "messages      within the process: no communicators"]
     used = pairs(schedule.placement)
     ends = [sum(rank in pair for pair in used) for rank in range(schedule.placement.ranks)]
-    depth = max((channel.depth for channel in validate(schedule).channels), default=0)
+    depth = max((channel.depth for channel in channels(schedule)), default=0)
     return [
         *lines,
         (

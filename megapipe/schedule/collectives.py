@@ -17,10 +17,12 @@ end. Weights are gathered by each holder for itself.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megapipe.schedule.cost import Cost, Time
+from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_MASK, STAGE_SHIFT, Kind, Schedule
 from megapipe.schedule.lower import Action, Do
 from megapipe.schedule.synchronise import for_zero, operations
+from megapipe.schedule.ticks import scaled
+from megapipe.schedule.times import Times
 
 
 class Interval(NamedTuple):
@@ -30,6 +32,11 @@ class Interval(NamedTuple):
     rank: int
     start: Time
     end: Time
+
+    def scaled(self, per_unit: int) -> "Interval":
+        """The same in another unit, of so many of which this one is a part."""
+        times = (scaled(time, per_unit) for time in (self.start, self.end))
+        return Interval(self.stage, self.rank, *times)
 
 
 class Stop(NamedTuple):
@@ -48,22 +55,21 @@ class Lane:
     """
 
     def __init__(
-        self, rank: int, ops: Sequence[int], actions: Sequence[Action], cost: Cost, stages: int
+        self, rank: int, ops: Sequence[int], actions: Sequence[Action], times: Times
     ) -> None:
         self.rank = rank
         self._length = len(ops)
         self.gathers: list[Interval] = []
         self.reductions: list[Interval] = []
         self.free: Time = 0
-        self._gather = cost.per_stage("gather", stages)
-        self._reduce = cost.per_stage("reduce", stages)
+        self._gather, self._reduce = times.gather, times.reduce
         self._gathered: dict[int, Time] = {}
         self._reduced: dict[int, Time] = {}
         """When the last reduction of a stage ends; of all, in order, in `_ends`."""
         self._ends: list[Time] = []
         self.stops = self._stops(ops, actions)
         """Those to come, the next one last."""
-        if cost.zero < 3:
+        if times.cost.zero < 3:
             for action in actions:
                 if action.do == Do.AWAIT:
                     self._begin_gather(action.stage, 0)
@@ -139,15 +145,10 @@ class Lane:
         return self.free
 
 
-def make_lanes(schedule: Schedule, cost: Cost) -> list[Lane]:
-    """A lane for each rank; none where nothing takes time.
-
-    Raises:
-        ScheduleError: a tuple of times that is not of length stages, or a negative time.
-    """
-    placement = schedule.placement
-    stages = placement.stages
-    if not cost.has_replicas(stages):
+def make_lanes(schedule: Schedule, times: Times) -> list[Lane]:
+    """A lane for each rank; none where nothing takes time."""
+    placement, cost = schedule.placement, times.cost
+    if not any((*times.gather, *times.reduce)):
         return []
     found = []
     for rank, ops in enumerate(schedule.ops):
@@ -158,7 +159,7 @@ def make_lanes(schedule: Schedule, cost: Cost) -> list[Lane]:
             prefetch=cost.prefetch,
             chunked_loss=cost.chunked_loss,
         )
-        found.append(Lane(rank, ops, program.actions, cost, stages))
+        found.append(Lane(rank, ops, program.actions, times))
     return found
 
 

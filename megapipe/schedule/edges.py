@@ -136,6 +136,10 @@ class Edges:
                     need[low] = (self.nodes + node + 1) * self.units
         return need, make
 
+    def needed(self, token: int) -> int:
+        """The slot that an operation needs."""
+        return self.base[0][token & LOW] + (token >> UNIT_SHIFT & UNITS)
+
     @cached_property
     def incoming(self) -> list[Edge | None]:
         """By low part: the ranks between which its input is sent; None if it is not."""

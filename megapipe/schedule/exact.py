@@ -18,9 +18,9 @@ from megapipe.schedule.search.instance import (
     can_run,
     instance,
     least_limit,
-    whole,
 )
 from megapipe.schedule.search.problem import Objective, Problem, Timed
+from megapipe.schedule.times import in_ticks
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def solve(
         from ortools.sat.python import cp_model
     except ImportError:
         raise ScheduleError("exact: it needs OR-Tools; pip install ortools") from None
-    cost, scale = whole(placement, cost)
+    cost, scale = in_ticks(placement, cost)
     problem = instance(
         placement,
         microbatches,

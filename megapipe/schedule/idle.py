@@ -13,12 +13,14 @@ A rank without a backward has warm-up until its first operation and drain after 
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from megapipe.schedule.cost import Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import JOINED, KIND_MASK, Kind
 from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.ticks import room
 
 
 class Idle(NamedTuple):
@@ -36,12 +38,11 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
     The four add up to makespan less busy time.
     """
     edges = Edges(timeline.schedule)
-    lists = [edges.tokens(rank) for rank in range(len(timeline.starts))]
-    need_base, _ = edges.base
+    lists = [edges.tokens(rank) for rank in range(len(timeline.start_ticks))]
     made = _made(edges, lists, timeline)
-    begin, finish = timeline.begin, timeline.finish
+    begin, finish = timeline.begin_ticks, timeline.finish_ticks
     result = []
-    for tokens, starts, ends in zip(lists, timeline.starts, timeline.ends, strict=True):
+    for tokens, starts, ends in zip(lists, timeline.start_ticks, timeline.end_ticks, strict=True):
         if not starts:
             result.append(Idle(0, 0, timeline.makespan, 0))
             continue
@@ -50,23 +51,23 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
         drain = finish - ends[-1]
         waiting: Time = 0
         imbalance: Time = 0
-        for index in range(1, len(tokens)):
-            gap = starts[index] - ends[index - 1]
-            if gap <= 0:
+        for index, (start, before) in enumerate(
+            zip(islice(starts, 1, None), ends, strict=False), 1
+        ):
+            if start <= before:
                 continue
             if index <= first_back:
-                warmup += gap
+                warmup += start - before
             elif index > last_forward:
-                drain += gap
+                drain += start - before
             else:
-                ready = ends[index - 1]
+                ready = before
                 for token in tokens[index : index + 2 if tokens[index] >= JOINED else index + 1]:
-                    slot = need_base[token & LOW] + (token >> UNIT_SHIFT & UNITS)
-                    ready = max(ready, made.get(slot, begin))
-                under_way = max(starts[index] - ready, 0)
+                    ready = max(ready, made[edges.needed(token)])
+                under_way = max(start - ready, 0)
                 waiting += under_way
-                imbalance += gap - under_way
-        result.append(Idle(warmup, waiting, drain, imbalance))
+                imbalance += start - before - under_way
+        result.append(Idle(*map(timeline.time, (warmup, waiting, drain, imbalance))))
     return tuple(result)
 
 
@@ -77,26 +78,26 @@ def typical_latency(timeline: Timeline) -> Time:
     An operation waited for its message if its rank was idle when that was sent.
     """
     edges = Edges(timeline.schedule)
-    lists = [edges.tokens(rank) for rank in range(len(timeline.starts))]
-    need_base, _ = edges.base
+    lists = [edges.tokens(rank) for rank in range(len(timeline.start_ticks))]
     made = _made(edges, lists, timeline)
     waited = []
-    for tokens, starts, ends in zip(lists, timeline.starts, timeline.ends, strict=True):
-        for token, start, before in zip(tokens[1:], starts[1:], ends, strict=False):
-            sent = made.get(need_base[token & LOW] + (token >> UNIT_SHIFT & UNITS))
-            if edges.incoming[token & LOW] is not None and sent is not None and sent > before:
+    for tokens, starts, ends in zip(lists, timeline.start_ticks, timeline.end_ticks, strict=True):
+        for token, start, before in zip(tokens[1:], islice(starts, 1, None), ends, strict=False):
+            sent = made[edges.needed(token)]
+            if edges.incoming[token & LOW] is not None and sent > before:
                 waited.append(start - sent)
-    return max(0, sorted(waited)[len(waited) // 2]) if waited else 0
+    return timeline.time(max(0, sorted(waited)[len(waited) // 2])) if waited else 0
 
 
-def _made(edges: Edges, lists: Sequence[Sequence[int]], timeline: Timeline) -> dict[int, Time]:
-    """When what operations make was there, by slot."""
+def _made(edges: Edges, lists: Sequence[Sequence[int]], timeline: Timeline) -> Sequence[Time]:
+    """By slot, when what operations make was there, in ticks; what is always there, at the
+    beginning."""
     make_base = edges.base[1]
-    return {
-        make_base[token & LOW] + (token >> UNIT_SHIFT & UNITS): end
-        for tokens, ends in zip(lists, timeline.ends, strict=True)
-        for token, end in zip(tokens, ends, strict=True)
-    }
+    made = room(timeline.begin_ticks, edges.slots, timeline.finish_ticks)
+    for tokens, ends in zip(lists, timeline.end_ticks, strict=True):
+        for token, end in zip(tokens, ends, strict=True):
+            made[make_base[token & LOW] + (token >> UNIT_SHIFT & UNITS)] = end
+    return made
 
 
 def _phases(tokens: Sequence[int]) -> tuple[int, int]:

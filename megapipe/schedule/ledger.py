@@ -19,16 +19,17 @@ from megapipe.schedule.cost import Time, plain
 from megapipe.schedule.edges import Edges
 from megapipe.schedule.ir import KIND_MASK, Kind, Schedule
 from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.ticks import per_unit, whole
 
 Amount = int | Fraction
 """Micro-batches of a full rank."""
 
 
 class _Change(NamedTuple):
-    """What an operation adds to what is alive, when it starts and when it ends."""
+    """What an operation adds to what is alive, when it starts and when it ends, in grains."""
 
-    start: Amount
-    end: Amount
+    start: int
+    end: int
 
 
 def most_held(ops: Sequence[int]) -> int:
@@ -55,31 +56,24 @@ def peak_weighted(schedule: Schedule, freed: Fraction) -> tuple[Amount, ...]:
     Raises:
         ScheduleError: a share that is not from 0 to 1.
     """
-    return tuple(
-        _whole(_peak(_changes(schedule, rank, freed))) for rank in range(len(schedule.ops))
-    )
-
-
-def _peak(changes: Iterator[_Change]) -> Amount:
-    alive = peak = Fraction(0)
-    for change in changes:
-        peak = max(peak, alive + change.start)
-        alive += change.start + change.end
-    return peak
+    grains = _Grains(schedule, freed)
+    return tuple(grains.amount(grains.peak(rank)) for rank in range(len(schedule.ops)))
 
 
 def curve(
     timeline: Timeline, rank: int, freed: Fraction = Fraction(0)
 ) -> list[tuple[Time, Amount]]:
     """The memory of a rank over time: (from when, activations alive), weighted by `freed`."""
-    changes = _changes(timeline.schedule, rank, freed)
-    events: dict[Time, Amount] = {}
-    for start, end, change in zip(timeline.starts[rank], timeline.ends[rank], changes, strict=True):
+    grains = _Grains(timeline.schedule, freed)
+    events: dict[Time, int] = {}
+    for start, end, change in zip(
+        timeline.start_ticks[rank], timeline.end_ticks[rank], grains.changes(rank), strict=True
+    ):
         events[start] = events.get(start, 0) + change.start
         events[end] = events.get(end, 0) + change.end
     times = sorted(events)
     return [
-        (time, _whole(alive))
+        (timeline.time(time), grains.amount(alive))
         for time, alive in zip(times, accumulate(events[time] for time in times), strict=True)
     ]
 
@@ -129,27 +123,63 @@ def weight_copies(schedule: Schedule) -> tuple[Amount, ...]:
     )
 
 
-def _changes(schedule: Schedule, rank: int, freed: Fraction) -> Iterator[_Change]:
-    if not 0 <= freed <= 1:
-        raise ScheduleError(f"the share freed by I is from 0 to 1, not {freed}")
-    units: Sequence[Fraction] = [
-        schedule.placement.unit * size / schedule.slices
-        for size in (schedule.sizes or [Fraction(1)])
-    ]
-    ops = schedule.rank_ops(rank)
-    ahead = {(op.stage, op.microbatch) for op in ops if op.kind == Kind.R}
-    for op in ops:
-        unit = units[op.microbatch if schedule.sizes else 0]
-        late = op.stage in schedule.recompute
-        if op.kind == Kind.F:
-            yield _Change(0 if late or schedule.forward_only else unit, 0)
-        elif op.kind == Kind.R:
-            yield _Change(unit, 0)
-        elif op.kind == Kind.W:
-            yield _Change(0, -unit * (1 - freed))
-        else:
-            begins = late and (op.stage, op.microbatch) not in ahead
-            yield _Change(unit if begins else 0, -unit if op.kind == Kind.B else -unit * freed)
+class _Grains:
+    """Activations in grains: all that operations add and free are whole numbers of these."""
+
+    def __init__(self, schedule: Schedule, freed: Fraction) -> None:
+        if not 0 <= freed <= 1:
+            raise ScheduleError(f"the share freed by I is from 0 to 1, not {freed}")
+        self._schedule = schedule
+        units = [
+            schedule.placement.unit * size / schedule.slices
+            for size in (schedule.sizes or [Fraction(1)])
+        ]
+        self._per_rank = per_unit((*units, *(unit * freed for unit in units)))
+        """Grains in a micro-batch of a full rank."""
+        self._units = [whole(unit, self._per_rank) for unit in units]
+        """What one stage keeps of a slice of each micro-batch, or of every one."""
+        self._freed = [whole(unit * freed, self._per_rank) for unit in units]
+        """What of that is free after I."""
+
+    def amount(self, grains: int) -> Amount:
+        """In micro-batches of a full rank."""
+        return _whole(Fraction(grains, self._per_rank))
+
+    def peak(self, rank: int) -> int:
+        """The most alive at once."""
+        schedule = self._schedule
+        if schedule.sizes or schedule.recompute:
+            alive = peak = 0
+            for change in self.changes(rank):
+                peak = max(peak, alive + change.start)
+                alive += change.start + change.end
+            return peak
+        # what an operation adds goes by its kind alone, and none both adds and frees
+        unit, freed = self._units[0], self._freed[0]
+        adds: dict[int, int] = {Kind.F: unit, Kind.B: -unit, Kind.I: -freed, Kind.W: freed - unit}
+        if schedule.forward_only:
+            return 0
+        kinds = map(KIND_MASK.__and__, schedule.ops[rank])
+        return max(accumulate(map(adds.__getitem__, kinds), initial=0))
+
+    def changes(self, rank: int) -> Iterator[_Change]:
+        """Of every operation of a rank."""
+        schedule = self._schedule
+        ops = schedule.rank_ops(rank)
+        ahead = {(op.stage, op.microbatch) for op in ops if op.kind == Kind.R}
+        for op in ops:
+            which = op.microbatch if schedule.sizes else 0
+            unit, freed = self._units[which], self._freed[which]
+            late = op.stage in schedule.recompute
+            if op.kind == Kind.F:
+                yield _Change(0 if late or schedule.forward_only else unit, 0)
+            elif op.kind == Kind.R:
+                yield _Change(unit, 0)
+            elif op.kind == Kind.W:
+                yield _Change(0, freed - unit)
+            else:
+                begins = late and (op.stage, op.microbatch) not in ahead
+                yield _Change(unit if begins else 0, -unit if op.kind == Kind.B else -freed)
 
 
 def _whole(amount: Amount) -> Amount:

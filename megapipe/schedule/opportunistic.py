@@ -14,7 +14,8 @@ from megapipe.schedule.collectives import complete, make_lanes
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import JOINED, STAGE_SHIFT, Schedule, packed
-from megapipe.schedule.simulate import Timeline, Times
+from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.times import Times
 
 
 def deviate(schedule: Schedule, cost: Cost, window: int) -> Timeline:
@@ -64,7 +65,7 @@ class _Run:
         self.lists: list[list[int]] = [[] for _ in ranks]
         self.starts: list[list[Time]] = [[] for _ in ranks]
         self.ends: list[list[Time]] = [[] for _ in ranks]
-        self.lanes = make_lanes(schedule, cost)
+        self.lanes = make_lanes(schedule, self.times)
         need, _ = self.edges.base
         self.arrived: dict[int, Time] = {
             self.edges.always + unit: 0 for unit in range(self.edges.units)
@@ -96,12 +97,19 @@ class _Run:
         assert not any(self.pending), "the schedule deadlocks"
         lists = tuple(map(packed, self.lists))
         run = replace(self.schedule, ops=lists, held_limit=None)
-        beside = make_lanes(run, self.cost)
+        beside = make_lanes(run, self.times)
         for lane, planned in zip(beside, self.lanes, strict=True):
             lane.gathers = planned.gathers
             lane.replay(self.ends[lane.rank])
         between = complete(run, beside, self.ends)
-        return Timeline(run, tuple(self.starts), tuple(self.ends), self.cost, *between)
+        return Timeline(
+            run,
+            tuple(self.starts),
+            tuple(self.ends),
+            self.cost,
+            *between,
+            per_unit=self.times.per_unit,
+        )
 
     def _choose(self, rank: int, now: Time) -> tuple[int | None, Time | None]:
         """The place in the list of what to run now, or else when the next input arrives."""

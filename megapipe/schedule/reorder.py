@@ -16,15 +16,16 @@ from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, Edges
 from megapipe.schedule.ir import JOINED, KIND_MASK, Kind, Schedule, packed
 from megapipe.schedule.ledger import most_held
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.times import in_ticks
 from megapipe.schedule.validate import validate
 
 
 def reorder(schedule: Schedule, cost: Cost | None = None) -> Schedule:
     """:func:`compact` and :func:`refill` at equal times, then :func:`refill` at the given cost; of
     a schedule that is known to be valid, as it is not proved again."""
-    schedule = _shortest(_compacted(schedule), Cost())
-    return _shortest(schedule, cost) if cost else schedule
+    schedule = refill_valid(_compacted(schedule), Cost())
+    return refill_valid(schedule, cost) if cost else schedule
 
 
 def compact(schedule: Schedule) -> Schedule:
@@ -121,7 +122,7 @@ def refill(schedule: Schedule, cost: Cost | None = None) -> Schedule:
         ScheduleError: the schedule cannot be executed, or is not of the plain form.
     """
     validate(schedule)
-    return _shortest(schedule, cost or Cost())
+    return refill_valid(schedule, cost or Cost())
 
 
 class _Attempt(NamedTuple):
@@ -132,21 +133,35 @@ class _Attempt(NamedTuple):
     span: Time
 
 
-def _shortest(schedule: Schedule, cost: Cost) -> Schedule:
-    """:func:`refill` of a valid schedule."""
+def refill_valid(schedule: Schedule, cost: Cost) -> Schedule:
+    """:func:`refill` of a schedule that is known to be valid, as it is not proved again."""
     edges = _plain(schedule)
+    cost, _ = in_ticks(schedule.placement, cost)
     if not any(code & KIND_MASK == Kind.W for ops in schedule.ops for code in ops):
+        return schedule
+    given = simulate(schedule, cost)
+    if _cannot_be_shorter(given):
         return schedule
     limit = max(map(most_held, schedule.ops))
     attempts = [_refilled(edges, cost, limit, eager) for eager in (False, True)]
     if not _as_simulated(cost):
-        attempts = [_timed(attempt.schedule, cost) for attempt in attempts]
-    return min((_timed(schedule, cost), *attempts), key=lambda attempt: attempt[1:]).schedule
+        attempts = [_timed(simulate(attempt.schedule, cost)) for attempt in attempts]
+    return min((_timed(given), *attempts), key=lambda attempt: attempt[1:]).schedule
 
 
-def _timed(schedule: Schedule, cost: Cost) -> _Attempt:
-    timeline = simulate(schedule, cost)
-    return _Attempt(schedule, timeline.makespan, max(timeline.spans))
+def _cannot_be_shorter(timeline: Timeline) -> bool:
+    """No rank waits once it has begun, of those that take longest and of those that end last; and
+    when a rank begins does not depend on weight gradients."""
+    latest = max(
+        starts[0] + busy
+        for starts, busy in zip(timeline.starts, timeline.busy, strict=True)
+        if starts
+    )
+    return max(timeline.spans) == max(timeline.busy) and timeline.makespan == latest
+
+
+def _timed(timeline: Timeline) -> _Attempt:
+    return _Attempt(timeline.schedule, timeline.makespan, max(timeline.spans))
 
 
 def _as_simulated(cost: Cost) -> bool:

@@ -4,20 +4,17 @@ Every rank runs its list in order and starts an operation as soon as the one bef
 and its input has arrived, so each start is the longest path to it: one pass, no event queue.
 """
 
-import random
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
-from itertools import repeat
-from typing import cast
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.collectives import Interval, complete, make_lanes
-from megapipe.schedule.cost import Cost, Time, plain, ratio
+from megapipe.schedule.cost import Cost, Time, ratio
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
-from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, Kind, Schedule
+from megapipe.schedule.ir import JOINED, Schedule
+from megapipe.schedule.ticks import Scaled, scaled
+from megapipe.schedule.times import Times
 
 
 @dataclass(frozen=True)
@@ -25,67 +22,111 @@ class Timeline:
     """A schedule in time. Times are exact where the costs are whole numbers or fractions."""
 
     schedule: Schedule
-    starts: tuple[Sequence[Time], ...]
-    """starts[rank][n] is the start of operation n of the rank; the step begins at 0. Two joined
-    operations start and end together."""
-    ends: tuple[Sequence[Time], ...]
+    start_ticks: tuple[Sequence[Time], ...]
+    """start_ticks[rank][n] is the start of operation n of the rank; the step begins at 0. Two
+    joined operations start and end together."""
+    end_ticks: tuple[Sequence[Time], ...]
     cost: Cost
-    gathers: tuple[Interval, ...] = ()
+    gather_ticks: tuple[Interval, ...] = ()
     """When parameters are gathered, by rank and start; none where that takes no time."""
-    reductions: tuple[Interval, ...] = ()
+    reduction_ticks: tuple[Interval, ...] = ()
     """When gradients are reduced, by start, on each holder of a stage; likewise."""
+    per_unit: int = 1
+    """Ticks in the unit of time of the costs. All that is not called ticks is in that unit."""
 
     @cached_property
+    def starts(self) -> tuple[Sequence[Time], ...]:
+        """starts[rank][n] is the start of operation n of the rank."""
+        return self._times(self.start_ticks)
+
+    @cached_property
+    def ends(self) -> tuple[Sequence[Time], ...]:
+        """ends[rank][n] is the end of operation n of the rank."""
+        return self._times(self.end_ticks)
+
+    def _times(self, ticks: tuple[Sequence[Time], ...]) -> tuple[Sequence[Time], ...]:
+        if self.per_unit == 1:
+            return ticks
+        return tuple(Scaled(each, self.per_unit) for each in ticks)
+
+    @cached_property
+    def gathers(self) -> tuple[Interval, ...]:
+        """When parameters are gathered, by rank and start."""
+        return tuple(each.scaled(self.per_unit) for each in self.gather_ticks)
+
+    @cached_property
+    def reductions(self) -> tuple[Interval, ...]:
+        """When gradients are reduced, by start, on each holder of a stage."""
+        return tuple(each.scaled(self.per_unit) for each in self.reduction_ticks)
+
+    @cached_property
+    def begin_ticks(self) -> Time:
+        """The first start of all, of operations and gathers."""
+        return min([self._first, *(each.start for each in self.gather_ticks)])
+
+    @cached_property
+    def finish_ticks(self) -> Time:
+        """The last end of all, of operations and reductions."""
+        return max([self._last, *(each.end for each in self.reduction_ticks)])
+
+    @property
+    def _first(self) -> Time:
+        return min(starts[0] for starts in self.start_ticks if starts)
+
+    @property
+    def _last(self) -> Time:
+        return max(ends[-1] for ends in self.end_ticks if ends)
+
+    def time(self, ticks: Time) -> Time:
+        """Ticks in the unit of the costs."""
+        return scaled(ticks, self.per_unit)
+
+    @property
     def begin(self) -> Time:
         """The first start of all, of operations and gathers."""
-        first = min(starts[0] for starts in self.starts if starts)
-        return min(first, *(each.start for each in self.gathers)) if self.gathers else first
-
-    @cached_property
-    def finish(self) -> Time:
-        """The last end of all, of operations and reductions."""
-        last = max(ends[-1] for ends in self.ends if ends)
-        return max(last, *(each.end for each in self.reductions)) if self.reductions else last
+        return self.time(self.begin_ticks)
 
     @property
     def makespan(self) -> Time:
         """From the first start to the last end over all ranks, with gathers and reductions."""
-        return self.finish - self.begin
+        return self.time(self.finish_ticks - self.begin_ticks)
 
     @property
     def exposed_gather(self) -> Time:
         """What of the makespan is before the first operation of all: gathers alone."""
-        return min(starts[0] for starts in self.starts if starts) - self.begin
+        return self.time(self._first - self.begin_ticks)
 
     @property
     def exposed_reduce(self) -> Time:
         """What of the makespan is after the last operation of all: reductions alone."""
-        return self.finish - max(ends[-1] for ends in self.ends if ends)
+        return self.time(self.finish_ticks - self._last)
 
     @cached_property
     def spans(self) -> tuple[Time, ...]:
         """Per rank, from the start of its first operation to the end of its last, so without what
         it gathers before and reduces after; 0 where it does nothing."""
         return tuple(
-            ends[-1] - starts[0] if ends else 0
-            for starts, ends in zip(self.starts, self.ends, strict=True)
+            self.time(ends[-1] - starts[0]) if ends else 0
+            for starts, ends in zip(self.start_ticks, self.end_ticks, strict=True)
         )
 
     @cached_property
     def busy(self) -> tuple[Time, ...]:
         """Per rank, the time it computes."""
         return tuple(
-            sum(ends) - sum(starts) - sum(end - start for start, end, _ in self._twice(rank))
-            for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True))
+            self.time(sum(ends) - sum(starts) - self._twice(rank))
+            for rank, (starts, ends) in enumerate(
+                zip(self.start_ticks, self.end_ticks, strict=True)
+            )
         )
 
-    def _twice(self, rank: int) -> list[tuple[Time, Time, int]]:
-        """The times of operations that are joined with their next, so stand twice."""
+    def _twice(self, rank: int) -> Time:
+        """The ticks of operations that are joined with their next, so stand twice."""
         codes = self.schedule.ops[rank]
         if not codes or max(codes) < JOINED:
-            return []
-        both = zip(self.starts[rank], self.ends[rank], codes, strict=True)
-        return [entry for entry in both if entry[2] >= JOINED]
+            return 0
+        both = zip(self.start_ticks[rank], self.end_ticks[rank], codes, strict=True)
+        return sum(end - start for start, end, code in both if code >= JOINED)
 
     @property
     def bubble_makespan(self) -> Time:
@@ -117,11 +158,12 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     edges = Edges(schedule)
     lists = [edges.tokens(rank) for rank in range(schedule.placement.ranks)]
     times = Times(edges, cost)
-    beside = make_lanes(schedule, cost)
-    lag, hold, factor = times.lag, times.hold, cost.overlap_factor
+    beside = make_lanes(schedule, times)
+    lag, hold, together = times.lag, times.hold, times.together
     need_base, make_base = edges.base
-    finished = times.many(-1, edges.slots)
-    finished[edges.always : edges.always + edges.units] = times.many(0, edges.units)
+    finished = times.many(-1, edges.always)
+    finished.extend(times.many(0, edges.units))  # what is always there
+    finished.extend(times.many(-1, edges.slots - len(finished)))
     starts = tuple(times.many(0, 0) for _ in lists)
     ends = tuple(times.many(0, 0) for _ in lists)
     free: list[Time] = [0] * len(lists)
@@ -168,9 +210,9 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
                 break
             start = max(start, arrived + lag[other])
             if my_lengths is None:
-                now = start + (length[low] + length[other]) * factor
+                now = start + together(length[low], length[other])
             else:
-                now = start + (my_lengths[index] + my_lengths[index + 1]) * factor
+                now = start + together(my_lengths[index], my_lengths[index + 1])
             my_starts.extend((start, start))
             my_ends.extend((now, now))
             now += hold[low] + hold[other]
@@ -187,76 +229,5 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
         free[rank] = now
     if waiting:
         raise ScheduleError(f"schedule {schedule.name}: it deadlocks, so it has no timeline")
-    return Timeline(schedule, starts, ends, cost, *complete(schedule, beside, ends))
-
-
-class Times:
-    """The times of one schedule's operations and messages, by low part (see Edges)."""
-
-    def __init__(self, edges: Edges, cost: Cost) -> None:
-        self.edges, self.cost = edges, cost
-        schedule = edges.schedule
-        if cost.slices is not None and len(cost.slices) != schedule.slices:
-            raise ScheduleError(
-                f"cost slices: {len(cost.slices)} shares for {schedule.slices} slices; "
-                "give one per slice"
-            )
-        table = cost.table(edges.stages)
-        self.length: list[Time] = []
-        self.lag: list[Time] = []
-        self.hold: list[Time] = []
-        part = Fraction(1, schedule.slices)
-        for low, kind, lane, stage in edges.by_low():
-            for column in (self.length, self.lag, self.hold):
-                column.extend(repeat(0, low + 1 - len(column)))
-            share = lane.size if cost.slices else lane.size * part
-            self.length[low] = _scaled(table[kind][stage], share)
-            came, goes = edges.incoming[low], edges.outgoing[low]
-            if came and cost.overlap:
-                self.lag[low] = plain(cost.link(*came, lane.size * part))
-            if goes and not cost.overlap:
-                self.hold[low] = plain(cost.link(*goes, lane.size * part))
-        times = [*self.length, *self.lag, *self.hold, *(cost.slices or ()), cost.overlap_factor]
-        times += cost.per_stage("gather", edges.stages)
-        if cost.zero >= 2:  # a rank may wait for a reduction
-            times += cost.per_stage("reduce", edges.stages)
-        floating = cost.jitter or any(isinstance(time, float) for time in times)
-        whole = all(isinstance(time, int) for time in times)
-        self.typecode = "d" if floating else "q" if whole else None
-
-    def many(self, value: int, count: int) -> list[Time]:
-        """Equal times: packed where the type allows it, in an array used as a list."""
-        if self.typecode is None:
-            return [value] * count
-        return cast("list[Time]", array(self.typecode, [value]) * count)
-
-    def by_operation(self, rank: int, tokens: "array[int]") -> list[Time] | None:
-        """The time that each operation of a list takes, where `length` does not tell."""
-        cost, schedule = self.cost, self.edges.schedule
-        if not (schedule.recompute or cost.slices or cost.jitter):
-            return None
-        ahead = {
-            (token & ~JOINED) >> STAGE_SHIFT for token in tokens if token & KIND_MASK == Kind.R
-        }
-        rolls = random.Random(f"{cost.seed} {rank}")
-        result = []
-        for token in tokens:
-            low = token & LOW
-            time = self.length[low]
-            stage = (low >> STAGE_SHIFT) % self.edges.stages
-            if (
-                stage in schedule.recompute
-                and token & KIND_MASK in (Kind.I, Kind.B)
-                and (token & ~JOINED) >> STAGE_SHIFT not in ahead
-            ):
-                time += self.length[low - low % (1 << STAGE_SHIFT) + Kind.R]
-            if cost.slices:
-                time *= cost.slices[(token >> UNIT_SHIFT & UNITS) % schedule.slices]
-            if cost.jitter:
-                time = float(time) * (1 + cost.jitter * rolls.uniform(-1, 1))
-            result.append(time)
-        return result
-
-
-def _scaled(time: Time, share: Fraction) -> Time:
-    return time * float(share) if isinstance(time, float) else plain(time * share)
+    between = complete(schedule, beside, ends)
+    return Timeline(schedule, starts, ends, cost, *between, times.per_unit)

@@ -20,12 +20,12 @@ no wait for a send before the end of the step.
 """
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edge, Edges
+from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, Kind, Op, Schedule, unpack
 from megapipe.schedule.refusal import (
     BIT,
@@ -43,18 +43,6 @@ _SPLIT = BIT[Kind.F] | BIT[Kind.I] | BIT[Kind.W]
 _FUSED = BIT[Kind.F] | BIT[Kind.B]
 
 
-class Channel(NamedTuple):
-    """A one-way channel between two ranks."""
-
-    src: int
-    dst: int
-    messages: int
-    """Messages per step."""
-    depth: int
-    """The most messages received and not yet consumed at once; a message is consumed when the
-    operation that needs it has ended."""
-
-
 @dataclass(frozen=True)
 class Report:
     """What was proved of a schedule, besides that it can be executed."""
@@ -68,8 +56,6 @@ class Report:
     peak_held: tuple[int, ...]
     """Per rank, the most chunk activations alive at once, as :attr:`Schedule.held_limit` counts
     them; 0 for a forward-only schedule, which keeps none."""
-    channels: tuple[Channel, ...]
-    """The channels that the schedule uses, sorted by source and destination."""
 
 
 def validate(schedule: Schedule) -> Report:
@@ -84,13 +70,16 @@ def validate(schedule: Schedule) -> Report:
         _check_ranges(schedule)
     tokens = [edges.tokens(rank) for rank in range(schedule.placement.ranks)]
     state = bytearray(edges.nodes * edges.units)
-    scans = [_read_list(edges, rank, tokens[rank], state) for rank in range(len(tokens))]
+    rows = _rows(edges)
+    scans = [
+        _read_list(edges, rank, tokens[rank], rows[rank], state) for rank in range(len(tokens))
+    ]
     _check_complete(edges, state)
+    _run(edges, tokens)
     return Report(
         ops=sum(len(ops) for ops in schedule.ops),
         bitwise_order=all(ascending for _, ascending in scans),
         peak_held=tuple(peak for peak, _ in scans),
-        channels=_run(edges, tokens),
     )
 
 
@@ -125,8 +114,20 @@ def _check_ranges(schedule: Schedule) -> None:
             raise misplaced(schedule, rank, index)
 
 
+def _rows(edges: Edges) -> list[dict[int, int]]:
+    """Per rank, the row of states of every operation that has a place there, by low part."""
+    schedule = edges.schedule
+    rows: list[dict[int, int]] = [{} for _ in schedule.ops]
+    for low, kind, lane, stage in edges.by_low():
+        if schedule.forward_only and kind != Kind.F:
+            continue
+        if kind != Kind.R or stage in schedule.recompute:
+            rows[edges.rank_of(lane, stage)][low] = (low >> STAGE_SHIFT) * edges.units
+    return rows
+
+
 def _read_list(
-    edges: Edges, rank: int, tokens: Iterable[int], state: bytearray
+    edges: Edges, rank: int, tokens: Iterable[int], rows: dict[int, int], state: bytearray
 ) -> tuple[int, bool]:
     """Check one rank's list alone; its peak, and whether its gradients are in order.
 
@@ -135,19 +136,8 @@ def _read_list(
     """
     schedule, units, slices = edges.schedule, edges.units, edges.schedule.slices
     limit = None if schedule.held_limit is None else schedule.held_limit[rank]
-    rows = {  # the row in `state` of every kind of operation that has a place on this rank
-        low: (low >> STAGE_SHIFT) * units
-        for low, kind, lane, stage in edges.by_low()
-        if edges.rank_of(lane, stage) == rank
-        and (kind == Kind.F or not schedule.forward_only)
-        and (kind != Kind.R or stage in schedule.recompute)
-    }
-    recomputed = {
-        (low >> STAGE_SHIFT) * units
-        for low, _, _, stage in edges.by_low()
-        if stage in schedule.recompute
-    }
-    last_of_stage = [[-1, -1] for _ in range(edges.stages)]
+    recomputed = {row for low, row in rows.items() if low & KIND_MASK == Kind.R}
+    last_of_stage: dict[int, list[int]] = defaultdict(lambda: [-1, -1])
     last = {row: last_of_stage[row // units % edges.stages] for row in rows.values()}
     held = peak = 0
     ascending = True
@@ -251,21 +241,11 @@ def _check_complete(edges: Edges, state: bytearray) -> None:
                 )
 
 
-def _run(edges: Edges, lists: list["array[int]"]) -> tuple[Channel, ...]:
-    """Run every list as far as it goes; a rank that waits is woken by what it waits for.
-
-    number[slot] is 0 until the slot's operation has run; then, if it is sent, its place in its
-    channel, counted from 1.
-    """
-    used = sorted({edge for edge in edges.outgoing if edge is not None})
-    channel: dict[Edge | None, int] = {edge: index for index, edge in enumerate(used)}
-    channel[None] = -1
-    incoming = [channel[edge] for edge in edges.incoming]
-    outgoing = [channel[edge] for edge in edges.outgoing]
-    sent, taken, consumed, depth = ([0] * len(used) for _ in range(4))
+def _run(edges: Edges, lists: list["array[int]"]) -> None:
+    """Run every list as far as it goes; a rank that waits is woken by what it waits for."""
     need_base, make_base = edges.base
-    number = array("i", bytes(4 * edges.slots))
-    number[edges.always : edges.always + edges.units] = array("i", [1]) * edges.units
+    made = bytearray(edges.slots)
+    made[edges.always : edges.always + edges.units] = b"\1" * edges.units
     cursor = [0] * len(lists)
     waiting: dict[int, int] = {}
     ready = list(range(len(lists)))
@@ -275,45 +255,18 @@ def _run(edges: Edges, lists: list["array[int]"]) -> tuple[Channel, ...]:
         index, end = cursor[rank], len(tokens)
         while index < end:
             token = tokens[index]
-            pair = (token, tokens[index + 1]) if token >= JOINED else (token,)
-            blocked = False
-            for token in pair:
-                slot = need_base[token & LOW] + (token >> UNIT_SHIFT & UNITS)
-                if not number[slot]:
-                    waiting[slot] = rank
-                    blocked = True
-                    break
-            if blocked:
+            low, unit = token & LOW, token >> UNIT_SHIFT & UNITS
+            slot = need_base[low] + unit
+            if made[slot] and token >= JOINED:
+                slot = edges.needed(tokens[index + 1])
+            if not made[slot]:
+                waiting[slot] = rank
                 break
-            for token in pair:
-                low = token & LOW
-                line = incoming[low]
-                if line >= 0:
-                    place = number[need_base[low] + (token >> UNIT_SHIFT & UNITS)]
-                    if place > taken[line]:
-                        taken[line] = place
-                    if taken[line] - consumed[line] > depth[line]:
-                        depth[line] = taken[line] - consumed[line]
-            for token in pair:
-                low = token & LOW
-                line = incoming[low]
-                if line >= 0:
-                    consumed[line] += 1
-                slot = make_base[low] + (token >> UNIT_SHIFT & UNITS)
-                line = outgoing[low]
-                if line >= 0:
-                    sent[line] += 1
-                    number[slot] = sent[line]
-                else:
-                    number[slot] = 1
-                if slot in waiting:
-                    ready.append(waiting.pop(slot))
-            index += len(pair)
+            slot = make_base[low] + unit
+            made[slot] = 1
+            if slot in waiting:
+                ready.append(waiting.pop(slot))
+            index += 1
         cursor[rank] = index
     if waiting:
         raise deadlock(edges, cursor, waiting)
-    return tuple(
-        Channel(edge.src, edge.dst, sent[index], depth[index])
-        for index, edge in enumerate(used)
-        if sent[index]
-    )

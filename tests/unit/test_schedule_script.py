@@ -6,11 +6,15 @@ import json
 import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megapipe.schedule.commands import COMMANDS, main, parser
+from megapipe.schedule.commands.arguments import number
 from megapipe.schedule.commands.search import placements
 from megapipe.schedule.commands.setting import Setting, placement_names
 from megapipe.schedule.generators import aliases, build, names
@@ -482,3 +486,22 @@ def test_stage_costs_say_how_many_chunks(tmp_path):
     path.write_text(json.dumps([{"F": 1, "I": 1, "W": 1}] * 8))
     given = parser().parse_args(["search", *SMALL, "--stage-cost", str(path)])
     assert placements(Setting.of(given)) == [loop(4, 2), vee(4)]
+
+
+@given(st.floats(0, 1e30))
+def test_numbers_are_taken_as_python_prints_floats(value):
+    assert number(repr(value)) == Fraction(repr(value))
+
+
+def test_costs_of_17_digits_are_exact(capsys, tmp_path):
+    long, short = "0.30000000000000004", "1e-05"
+    costs = ("--cost", f"F={long},I=1,W={short},comm={short}")
+    assert main(["simulate", "1f1b", *SMALL, *costs, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    exact = 11 * (Fraction(long) + 1 + Fraction(short))
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps([{"F": float(long), "I": 1, "W": float(short)}] * 4))
+    assert main(["simulate", "1f1b", *SMALL, "--stage-cost", str(path), "--json"]) == 0
+    without_messages = json.loads(capsys.readouterr().out)
+    assert without_messages["makespan"] == float(exact)
+    assert told["makespan"] > without_messages["makespan"]

@@ -155,12 +155,15 @@ def costs(text: str) -> dict[str, Fraction | int]:
 
 
 def number(text: str) -> Fraction | int:
-    """An exact number that is not negative: ``3``, ``0.366`` or ``1/3``."""
-    shape = r"(\d{1,15}|\d{0,15}\.\d{1,15}|\d{1,15}\.)([eE][+-]?\d{1,2})?|\d{1,15}/0*[1-9]\d{0,14}"
+    """An exact number from 0 to 1e30: ``3``, ``1/3``, ``0.366``, or as floats are printed, as in
+    ``0.30000000000000004`` and ``1e-05``."""
+    shape = r"(\d{1,31}|\d{0,31}\.\d{1,31}|\d{1,31}\.)([eE][+-]?\d{1,3})?|\d{1,31}/0*[1-9]\d{0,30}"
     if re.fullmatch(shape, text, re.ASCII) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number >= 0, as in 3, 0.5 or 1/3")
     exact = plain(Fraction(text))
     assert not isinstance(exact, float)
+    if exact > 10**30:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than 1e30")
     return exact
 
 

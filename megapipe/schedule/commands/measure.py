@@ -53,9 +53,10 @@ def measure(setting: Setting, schedule: Schedule, generate_seconds: float) -> di
     start = time.perf_counter()
     timeline = setting.time(schedule)
     seconds = time.perf_counter() - start
-    alone = simulate(schedule, timeline.cost.without_replicas())
+    alone = timeline
+    if timeline.gather_ticks or timeline.reduction_ticks:
+        alone = simulate(schedule, timeline.cost.without_replicas())
     weighted = peak_weighted(schedule, setting.freed)
-    counted = weighted if setting.accounting == "weighted" else peak_held(schedule)
     limit = setting.memory_limit
     return {
         **described,
@@ -72,8 +73,8 @@ def measure(setting: Setting, schedule: Schedule, generate_seconds: float) -> di
         },
         "replicas": {
             "zero": timeline.cost.zero,
-            "gathers": len(timeline.gathers),
-            "reductions": len(timeline.reductions),
+            "gathers": len(timeline.gather_ticks),
+            "reductions": len(timeline.reduction_ticks),
             "added": json_number(timeline.makespan - alone.makespan),
         },
         "idle": [
@@ -83,7 +84,7 @@ def measure(setting: Setting, schedule: Schedule, generate_seconds: float) -> di
         "peak_weighted": [json_number(value) for value in weighted],
         "memory_limit": None if limit is None else json_number(limit),
         "memory_accounting": setting.accounting,
-        "fits": limit is None or max(counted) <= limit,
+        "fits": limit is None or max(setting.counted(schedule)) <= limit,
         "generate_seconds": generate_seconds,
         "simulate_seconds": seconds,
     }

@@ -14,6 +14,7 @@ from megapipe.schedule.commands.arguments import OF_STAGE, number, options_of
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.generators import accepts, aliases, names
 from megapipe.schedule.ir import Schedule
+from megapipe.schedule.ledger import Amount, peak_weighted
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.source import goes_by_cost, load
@@ -114,6 +115,10 @@ class Setting:
         if self.placement not in (None, *known):
             raise ScheduleError(f"schedule {name}: its placement is {known[0]}")
         return schedule, seconds
+
+    def counted(self, schedule: Schedule) -> tuple[Amount, ...]:
+        """What each rank holds at most, as the memory limit counts it."""
+        return peak_weighted(schedule, self.freed if self.accounting == "weighted" else Fraction(0))
 
     def time(self, schedule: Schedule) -> Timeline:
         """A schedule in time.

@@ -25,6 +25,7 @@ from megapipe.schedule.ir import Kind, Schedule, pack
 from megapipe.schedule.ledger import most_held
 from megapipe.schedule.placement import loop
 from megapipe.schedule.simulate import simulate
+from megapipe.schedule.times import in_ticks
 
 
 @register("zb_1p")
@@ -91,7 +92,7 @@ def _best(
         raise ScheduleError(
             f"schedule {name}: memory_limit must be at least 1 micro-batch, not {limit}"
         )
-    cost = cost or Cost()
+    cost, _ = in_ticks(loop(ranks), cost or Cost())
     room = int(min(limit, microbatches))
 
     def attempt(microbatches: int, flags: Flags) -> Schedule:

@@ -20,7 +20,7 @@ from megapipe.schedule.generators.v_family import promised, two_chunks
 from megapipe.schedule.generators.weave import weave
 from megapipe.schedule.ir import MICROBATCH_SHIFT, Kind, Schedule, packed, span
 from megapipe.schedule.placement import vee
-from megapipe.schedule.reorder import refill
+from megapipe.schedule.reorder import refill_valid
 
 
 @register("zb_v")
@@ -47,8 +47,8 @@ def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = Non
         held_limit=(2 * ranks,) * ranks,
     )
     if microbatches < 2 * ranks - 1:
-        schedule = promised(refill(schedule))
-    return promised(refill(schedule, cost)) if cost else schedule
+        schedule = promised(refill_valid(schedule, Cost()))
+    return promised(refill_valid(schedule, cost)) if cost else schedule
 
 
 def rank_ops(rank: int, ranks: int, microbatches: int) -> "array[int]":

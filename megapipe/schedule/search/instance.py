@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
-from math import lcm
 from typing import Any, Literal, get_args
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
-from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.search.bound import cheapest, least
 from megapipe.schedule.search.problem import Objective, Problem
@@ -82,27 +79,6 @@ def lower_bound(
         objective=objective,
     )
     return least(problem)
-
-
-def whole(placement: Placement, cost: Cost) -> tuple[Cost, int]:
-    """The costs on a placement in whole numbers, and how many times as large they are.
-
-    Fractions are slow; costs with a float among them stay as they are.
-    """
-    stages, home = placement.stages, placement.table[0]
-    rows = dict(zip((kind.name for kind in Kind), cost.table(stages), strict=True))
-    pairs = [pair for pair in pairwise(home) if pair[0] != pair[1]]
-    links = {pair: cost.link(*pair) for a, b in pairs for pair in ((a, b), (b, a))}
-    rows |= {"reduce": cost.per_stage("reduce", stages), "gather": cost.per_stage("gather", stages)}
-    every = [time for row in (*rows.values(), links.values()) for time in row]
-    if any(isinstance(time, float) for time in every):
-        return cost, 1
-    scale = lcm(*(Fraction(time).denominator for time in every))
-    times: dict[str, Any] = {
-        name: tuple(int(time * scale) for time in row) for name, row in rows.items()
-    }
-    latency = {pair: int(time * scale) for pair, time in links.items()}
-    return replace(cost, **times, latency=latency, bandwidth=None), scale
 
 
 def least_limit(placement: Placement) -> Fraction:

@@ -47,7 +47,8 @@ class Problem:
 
     Args:
         placement: one replica.
-        cost: without jitter; quick where it has no fractions, see :func:`whole`.
+        cost: without jitter; quick where it has no fractions, see
+            :func:`~megapipe.schedule.times.in_ticks`.
         limits: per rank, the most micro-batches of a full rank alive at once; None: no limit.
         freed: share of an activation that I frees; W frees the rest.
         objective: "makespan" is the longest time from the first start of all to a rank's last

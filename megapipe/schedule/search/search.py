@@ -17,11 +17,11 @@ from megapipe.schedule.search.instance import (
     instance,
     least_limit,
     lower_bound,
-    whole,
 )
 from megapipe.schedule.search.portfolio import Portfolio
 from megapipe.schedule.search.problem import Objective, Order, Problem
 from megapipe.schedule.search.registered import Candidate, objective_of, registered
+from megapipe.schedule.times import in_ticks
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "single": loop,
@@ -162,7 +162,7 @@ class _Site:
 
     def __init__(self, placement: Placement, microbatches: int, cost: Cost, terms: _Terms) -> None:
         self.placement, self.microbatches, self.terms = placement, microbatches, terms
-        self.cost, self.scale = whole(placement, replace(cost, jitter=0.0))
+        self.cost, self.scale = in_ticks(placement, replace(cost, jitter=0.0))
         self.problem = instance(placement, microbatches, self.cost, **terms)
         self.spent = 0
 

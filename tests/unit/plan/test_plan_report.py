@@ -15,11 +15,11 @@ from megapipe.plan.in_flight import peak_activations
 from megapipe.plan.params import count, parameter_shapes, stage_shapes
 from megapipe.plan.report import held_by_process, report
 from megapipe.plan.traffic import by_axis, step_traffic
+from megapipe.schedule.channels import channels
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.validate import validate
 
 UNEVEN = (
     "model.layers=14",
@@ -173,7 +173,7 @@ def test_messages_received_ahead(schedule: str, ends: str, depth: int) -> None:
     _, layout, text = plan(
         "model.layers=4", "parallel.pp=2", "train.global_batch=16", f"pipeline.schedule={schedule}"
     )
-    assert max(channel.depth for channel in validate(layout.schedule).channels) == depth
+    assert max(channel.depth for channel in channels(layout.schedule)) == depth
     assert (
         f"{ends} point-to-point communicators per process, at most {depth} received ahead in one"
     ) in text

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from schedule_cases import of, schedules
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build, forward_only
 from megapipe.schedule.ir import Kind
@@ -24,7 +25,6 @@ from megapipe.schedule.ledger import (
 from megapipe.schedule.lower import Do, lower
 from megapipe.schedule.placement import loop, mirrored, vee
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.validate import validate
 
 ZERO = frozenset({0})
 HALVES = (Fraction(1, 2),) * 2
@@ -103,7 +103,7 @@ def test_messages_are_those_of_the_programs(schedule):
     )
     assert messages(schedule) == sends.total()
     assert {link: count for link, count in traffic(schedule).items() if count} == sends
-    assert [(c.src, c.dst, c.messages) for c in validate(schedule).channels] == [
+    assert [(c.src, c.dst, c.messages) for c in channels(schedule)] == [
         (*link, count) for link, count in sorted(sends.items())
     ]
 

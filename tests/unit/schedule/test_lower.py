@@ -10,11 +10,11 @@ from test_schedule_validate import accepted
 from token_game import run_programs
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.channels import Channel, channels
 from megapipe.schedule.generators import build, forward_only, gpipe_on, names
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import Action, Do, channel_rounds, lower
 from megapipe.schedule.placement import Placement, loop, mirrored, vee
-from megapipe.schedule.validate import Channel, validate
 
 F, B, I, R = Kind.F, Kind.B, Kind.I, Kind.R  # noqa: E741
 COMPUTE, SEND, RECV = Do.COMPUTE, Do.SEND, Do.RECV
@@ -31,7 +31,7 @@ def check(schedule, seed):
         computed = [action for action in program.actions if action.do == COMPUTE]
         assert all(action.peer == -1 and action.acks == 0 for action in computed)
         check_blocks(program.actions, schedule.rank_ops(program.rank))
-    run_programs(schedule, programs, validate(schedule).channels, seed)
+    run_programs(schedule, programs, channels(schedule), seed)
 
 
 def check_blocks(actions, ops):
@@ -146,23 +146,23 @@ def test_some_ranks_alone_are_as_among_all(schedule):
 
 def test_one_rank_has_no_messages():
     schedule = build("gpipe", ranks=1, microbatches=3, chunks=3)
-    assert validate(schedule).channels == ()
+    assert channels(schedule) == ()
     assert {action.do for action in lower(schedule)[0].actions} == {Do.COMPUTE}
 
 
 def test_the_turn_of_a_v_is_local():
     schedule = gpipe_on(vee(2), 2)
-    assert validate(schedule).channels == (Channel(0, 1, 4, 1), Channel(1, 0, 4, 1))
+    assert channels(schedule) == (Channel(0, 1, 4, 1), Channel(1, 0, 4, 1))
 
 
 def test_forward_only_needs_no_way_back():
-    assert validate(forward_only(loop(3), 4)).channels == (Channel(0, 1, 4, 1), Channel(1, 2, 4, 1))
+    assert channels(forward_only(loop(3), 4)) == (Channel(0, 1, 4, 1), Channel(1, 2, 4, 1))
 
 
 def test_messages_out_of_order_wait_in_the_pool():
     """Rank 1 begins with the last of three messages, so all three are there at once."""
     schedule = of("0F0 0F1 0F2 0B2 0B1 0B0/1F2 1B2 1F1 1B1 1F0 1B0", 3)
-    assert validate(schedule).channels == (Channel(0, 1, 3, 3), Channel(1, 0, 3, 1))
+    assert channels(schedule) == (Channel(0, 1, 3, 3), Channel(1, 0, 3, 1))
     check(schedule, 0)
 
 
@@ -203,5 +203,5 @@ def test_rounds_hold_each_pair_once_and_each_rank_once_per_round(pairs):
     ("placement", "rounds"), [(loop(2), 2), (loop(8), 4), (loop(8, 2), 4), (vee(8), 4)]
 )
 def test_few_rounds(placement: Placement, rounds: int):
-    used = [(channel.src, channel.dst) for channel in validate(gpipe_on(placement, 2)).channels]
+    used = [(channel.src, channel.dst) for channel in channels(gpipe_on(placement, 2))]
     assert len(channel_rounds(used)) == rounds

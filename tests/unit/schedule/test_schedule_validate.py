@@ -12,11 +12,12 @@ from schedule_cases import alter, dealt, of, schedules
 from token_game import gradients_in_order, peaks, play
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.channels import Channel, channels
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Schedule, pack, packed
 from megapipe.schedule.placement import Placement, loop, mirrored, vee
 from megapipe.schedule.text import to_csv
-from megapipe.schedule.validate import Channel, validate
+from megapipe.schedule.validate import validate
 
 BOTH = mirrored(loop(2))
 
@@ -293,15 +294,15 @@ def test_the_peak_counts_slices_and_parts_as_one_each():
 
 def test_channels_of_a_bidirectional_schedule():
     text = "0F0 1F1 1B1 0B0/0F1 1F0 1B0 0B1"
-    report = validate(of(text, 2, BOTH, replica=(0, 1)))
-    assert report.channels == (Channel(0, 1, 2, 1), Channel(1, 0, 2, 1))
+    schedule = of(text, 2, BOTH, replica=(0, 1))
+    assert channels(schedule) == (Channel(0, 1, 2, 1), Channel(1, 0, 2, 1))
 
 
 def test_joined_operations_hold_both_inputs_at_once():
     apart = of("0F0 0F1 0B0 0B1/1F0 1F1 1B0 1B1", 2)
     joined = of("0F0 0F1 0B0 0B1/1F0+1F1 1B0 1B1", 2)
-    assert validate(apart).channels == (Channel(0, 1, 2, 1), Channel(1, 0, 2, 1))
-    assert validate(joined).channels == (Channel(0, 1, 2, 2), Channel(1, 0, 2, 1))
+    assert channels(apart) == (Channel(0, 1, 2, 1), Channel(1, 0, 2, 1))
+    assert channels(joined) == (Channel(0, 1, 2, 2), Channel(1, 0, 2, 1))
 
 
 @pytest.mark.parametrize(

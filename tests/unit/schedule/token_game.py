@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import product
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.channels import Channel
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed, unpack
 from megapipe.schedule.lower import Do, Program
-from megapipe.schedule.validate import Channel
 
 
 def needs_and_makes(op: Op, schedule: Schedule, board: Counter):

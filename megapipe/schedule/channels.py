@@ -1,0 +1,54 @@
+"""The one-way channels of a schedule: what goes through each, and how much waits at its end.
+
+A channel is FIFO, so what a rank receives before an operation are the message that it needs and all
+that were sent before that one; see :mod:`megapipe.schedule.lower`.
+"""
+
+from array import array
+from typing import NamedTuple
+
+from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edge, Edges
+from megapipe.schedule.ir import JOINED, Schedule
+
+
+class Channel(NamedTuple):
+    """A one-way channel between two ranks."""
+
+    src: int
+    dst: int
+    messages: int
+    """Messages per step."""
+    depth: int
+    """The most messages received and not yet consumed at once; a message is consumed when the
+    operation that needs it has ended."""
+
+
+def channels(schedule: Schedule) -> tuple[Channel, ...]:
+    """The channels that a valid schedule uses, sorted by source and destination."""
+    edges = Edges(schedule)
+    lists = [edges.tokens(rank) for rank in range(schedule.placement.ranks)]
+    make_base = edges.base[1]
+    sent: dict[Edge, int] = {}
+    number = array("i", bytes(4 * edges.slots))
+    """By slot, the place of its message in its channel, from 1."""
+    for tokens in lists:
+        for token in tokens:
+            line = edges.outgoing[token & LOW]
+            if line is not None:
+                sent[line] = number[make_base[token & LOW] + (token >> UNIT_SHIFT & UNITS)] = (
+                    sent.get(line, 0) + 1
+                )
+    taken, consumed, depth = (dict.fromkeys(sent, 0) for _ in range(3))
+    for tokens in lists:
+        for index, token in enumerate(tokens):
+            if token >= JOINED:  # both inputs are taken before either operation runs
+                after = tokens[index + 1]
+                line = edges.incoming[after & LOW]
+                if line is not None:
+                    taken[line] = max(taken[line], number[edges.needed(after)])
+            line = edges.incoming[token & LOW]
+            if line is not None:
+                taken[line] = max(taken[line], number[edges.needed(token)])
+                depth[line] = max(depth[line], taken[line] - consumed[line])
+                consumed[line] += 1
+    return tuple(Channel(*line, sent[line], depth[line]) for line in sorted(sent))
