@@ -380,14 +380,6 @@ class LogConfig(Section):
     efficiency: float = Field(0.6, gt=0, le=1)
     """Share of the peak at which the plan takes stages to compute: an assumption, to be replaced by
     what a run on one device reaches."""
-    link_gbs: float | None = Field(None, gt=0)
-    """GB/s that a device sends to others of its node, for the plan; default: NVLink's, for common
-    GPUs."""
-    network_gbs: float = Field(50.0, gt=0)
-    """GB/s that a device sends to other nodes, for the plan; the default is a link of 400 Gbit/s
-    for each."""
-    node_devices: int = Field(8, ge=1)
-    """Devices of a node, for the plan."""
 
 
 class Config(Section):

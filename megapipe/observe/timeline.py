@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megapipe.schedule.cost import Cost
 from megapipe.schedule.idle import Idle, idle
 from megapipe.schedule.render.picture import picture
 from megapipe.schedule.render.stack import stack
@@ -13,13 +14,16 @@ from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.trace import trace
 
 
-def write_timeline(folder: Path, step: int, measured: Timeline) -> str:
+def write_timeline(folder: Path, step: int, measured: Timeline, plan: Cost) -> str:
     """Write ``timeline/step_<step>.json`` and ``.svg``; returns a line about the step.
 
     The JSON file is for ui.perfetto.dev. Both hold the measured step and its simulation with the
-    measured costs (medians by stage and kind; no latency). Raises OSError.
+    measured costs (medians by stage and kind; no latency). Its idle share is told next to that at
+    the costs of the `plan`: they differ as far as stages take other shares of the time than of the
+    FLOPs. Raises OSError.
     """
     simulated = simulate(measured.schedule, measured.cost)
+    planned = simulate(measured.schedule, plan)
     both = {"measured": measured, "simulated": simulated}
     place = folder / "timeline"
     place.mkdir(exist_ok=True)
@@ -30,7 +34,9 @@ def write_timeline(folder: Path, step: int, measured: Timeline) -> str:
     return (
         f"timeline of step {step}: {measured.makespan:.3g} s, simulated with its own costs "
         f"{simulated.makespan:.3g} s; idle {measured.bubble_makespan:.1%}, simulated "
-        f"{simulated.bubble_makespan:.1%}: {_by_cause(idle(measured), measured)}; see {path}.svg"
+        f"{max(0.0, simulated.bubble_makespan):.1%}, by the plan's FLOPs "
+        f"{float(planned.bubble_makespan):.1%}: {_by_cause(idle(measured), measured)}; "
+        f"see {path}.svg"
     )
 
 

@@ -56,20 +56,20 @@ def _fits(most: int, speeds: Speeds) -> str:
 
 def pace_lines(config: Config, layout: Layout, speeds: Speeds, timeline: Timeline) -> list[str]:
     """How long a step takes, and what was assumed."""
-    missing = speeds.missing(layout)
-    if missing:
-        return [f"time          not known: set log.device (as in H100) or {missing}"]
+    if speeds.tflops is None:
+        return ["time          not known: set log.device (as in H100) or log.peak_tflops"]
     alone = config.pipeline.channels == "in_process"
     seconds = float(sum(timeline.busy) if alone else timeline.makespan)
     train = config.train
     tokens = train.global_batch * train.sequence_length
     rate = tokens * token_flops(config.model, train.sequence_length) / seconds / layout.world
-    assert speeds.tflops is not None
+    parallel = config.parallel
     links = [f"{speeds.efficiency:.0%} of {speeds.tflops:g} TFLOP/s (log.efficiency)"]
-    if speeds.link is not None and layout.world > 1:
-        links.append(f"{speeds.link / 1e9:g} GB/s within nodes of {speeds.node} (log.link_gbs)")
-    if layout.world > speeds.node:
-        links.append(f"{speeds.network / 1e9:g} GB/s between nodes (log.network_gbs)")
+    if layout.world > 1:
+        node = f"{parallel.node_gb_s:g} GB/s within nodes of {parallel.per_node}"
+        links.append(f"{node} (parallel.node_gb_s)")
+    if layout.world > parallel.per_node:
+        links.append(f"{parallel.network_gb_s:g} GB/s between nodes (parallel.network_gb_s)")
     return [
         (
             f"time          {seconds:.3g} s per step, {tokens / seconds:,.0f} tokens per second, "

@@ -4,8 +4,8 @@ The speeds are *dense* bf16 tensor-core peaks with fp32 accumulation, in TFLOP/s
 They come from NVIDIA's data sheets and architecture white papers (Volta, Ampere, Ada, Hopper,
 Blackwell); where those give only the figure with 2:4 sparsity, it is halved. V100 has no bf16:
 its figure is the one for fp16. A GeForce laptop part and a MIG slice carry the name of a larger
-device and have no entry. Links are NVLink's to the other devices of a node, in GB/s one way. What
-is not known, or not the same for all devices of a name, is None.
+device and have no entry. Memory that is not known, or not the same for all devices of a name, is
+None.
 """
 
 import re
@@ -20,39 +20,38 @@ class Device(NamedTuple):
     memory_gb: float | None
     """Billions of bytes. What the data sheets sell as GB has 2 to 7% more of them, in which CUDA's
     own data have room."""
-    link_gbs: float | None
 
 
 _DEVICES = (
-    (r"GB300", Device(2500.0, None, 900.0)),
-    (r"B300", Device(2250.0, None, 900.0)),
-    (r"GB200", Device(2500.0, 186.0, 900.0)),
-    (r"B200", Device(2250.0, 180.0, 900.0)),
-    (r"B100", Device(1750.0, None, 900.0)),
-    (r"GH200", Device(989.4, 96.0, None)),
-    (r"H200 NVL", Device(835.5, 141.0, None)),
-    (r"H200", Device(989.4, 141.0, 450.0)),
-    (r"H100 NVL", Device(835.5, 94.0, None)),
-    (r"H100 PCIe", Device(756.0, 80.0, None)),
-    (r"H100", Device(989.4, 80.0, 450.0)),
-    (r"H800", Device(989.4, 80.0, 200.0)),
-    (r"H20", Device(148.0, 96.0, 450.0)),
-    (r"A100", Device(312.0, None, 300.0)),
-    (r"A800", Device(312.0, None, 200.0)),
-    (r"A40", Device(149.7, 48.0, None)),
-    (r"A30", Device(165.0, 24.0, None)),
-    (r"A10G", Device(70.0, 24.0, None)),
-    (r"A10", Device(125.0, 24.0, None)),
-    (r"L40S", Device(362.0, 48.0, None)),
-    (r"L40", Device(181.0, 48.0, None)),
-    (r"L4", Device(121.0, 24.0, None)),
-    (r"RTX A6000", Device(154.8, 48.0, None)),
-    (r"RTX 6000 Ada Generation", Device(364.2, 48.0, None)),
-    (r"RTX 5090", Device(209.5, 32.0, None)),
-    (r"RTX 4090", Device(165.2, 24.0, None)),
-    (r"RTX 3090", Device(71.0, 24.0, None)),
-    (r"V100-PCIE", Device(112.0, None, None)),
-    (r"V100", Device(125.0, None, 150.0)),
+    (r"GB300", Device(2500.0, None)),
+    (r"B300", Device(2250.0, None)),
+    (r"GB200", Device(2500.0, 186.0)),
+    (r"B200", Device(2250.0, 180.0)),
+    (r"B100", Device(1750.0, None)),
+    (r"GH200", Device(989.4, 96.0)),
+    (r"H200 NVL", Device(835.5, 141.0)),
+    (r"H200", Device(989.4, 141.0)),
+    (r"H100 NVL", Device(835.5, 94.0)),
+    (r"H100 PCIe", Device(756.0, 80.0)),
+    (r"H100", Device(989.4, 80.0)),
+    (r"H800", Device(989.4, 80.0)),
+    (r"H20", Device(148.0, 96.0)),
+    (r"A100", Device(312.0, None)),
+    (r"A800", Device(312.0, None)),
+    (r"A40", Device(149.7, 48.0)),
+    (r"A30", Device(165.0, 24.0)),
+    (r"A10G", Device(70.0, 24.0)),
+    (r"A10", Device(125.0, 24.0)),
+    (r"L40S", Device(362.0, 48.0)),
+    (r"L40", Device(181.0, 48.0)),
+    (r"L4", Device(121.0, 24.0)),
+    (r"RTX A6000", Device(154.8, 48.0)),
+    (r"RTX 6000 Ada Generation", Device(364.2, 48.0)),
+    (r"RTX 5090", Device(209.5, 32.0)),
+    (r"RTX 4090", Device(165.2, 24.0)),
+    (r"RTX 3090", Device(71.0, 24.0)),
+    (r"V100-PCIE", Device(112.0, None)),
+    (r"V100", Device(125.0, None)),
 )
 
 
@@ -69,8 +68,6 @@ def device(name: str) -> Device | None:
             said = re.search(r"\b(\d+) ?GB\b", name)
             if said is not None and pattern != "GH200":
                 known = known._replace(memory_gb=float(said[1]))
-            if re.search(r"PCI", name, re.IGNORECASE):
-                known = known._replace(link_gbs=None)
             return known
     return None
 

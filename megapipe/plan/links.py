@@ -14,7 +14,7 @@ def scatters(config: Config) -> bool:
         return False
     if chosen == "on":
         return True
-    return _speed(config, parallel.tp) > _speed(config, _processes(config))
+    return speed(config, parallel.tp) > speed(config, processes(config))
 
 
 def can_scatter(config: Config) -> bool:
@@ -29,14 +29,15 @@ def share(values: int, ranks: int) -> int:
     return -(-values // ranks)
 
 
-def _processes(config: Config) -> int:
-    parallel = config.parallel
-    return parallel.pp * (parallel.dp or 1) * parallel.cp * parallel.tp
-
-
-def _speed(config: Config, neighbours: int) -> float:
+def speed(config: Config, neighbours: int) -> float:
     """GB/s within groups of so many neighbouring processes, by the slowest link."""
     parallel = config.parallel
-    alone = _processes(config) <= parallel.per_node
+    alone = processes(config) <= parallel.per_node
     within = alone or parallel.per_node % neighbours == 0
     return parallel.node_gb_s if within else parallel.network_gb_s
+
+
+def processes(config: Config) -> int:
+    """Of the job, where each pipeline rank is one."""
+    parallel = config.parallel
+    return parallel.pp * (parallel.dp or 1) * parallel.cp * parallel.tp

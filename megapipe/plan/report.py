@@ -226,7 +226,7 @@ def _schedule_lines(
     proof = validate(schedule)
     name = f"schedule {schedule.name}: {proof.ops:,} operations, proved executable"
     unit = "in seconds, as assumed above"
-    if speeds.missing(layout):
+    if speeds.tflops is None:
         unit = "with the FLOPs of each stage, 1 being a layer's forward"
     elif config.pipeline.channels == "in_process":
         unit += ", as if each rank had a process of its own"

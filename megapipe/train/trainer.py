@@ -270,7 +270,8 @@ class Trainer:
         if self.observer is None:
             return
         try:
-            self._note(write_timeline(self.folder, step, timeline(self.step.schedule, records)))
+            measured = timeline(self.step.schedule, records)
+            self._note(write_timeline(self.folder, step, measured, self.layout.cost))
         except OSError as error:
             self._note(f"no timeline of step {step}: {error}")
 

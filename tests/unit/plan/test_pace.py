@@ -1,6 +1,5 @@
 """Time of a step at assumed speeds, and whether it fits."""
 
-import re
 from typing import Any
 
 import pytest
@@ -12,12 +11,13 @@ from megapipe.layout import Layout, resolve
 from megapipe.plan.flops import token_flops
 from megapipe.plan.in_flight import peak_activations
 from megapipe.plan.memory import model_memory
-from megapipe.plan.pace import Speeds, expected
+from megapipe.plan.pace import Speeds, expected, timed_cost
 from megapipe.plan.report import report
 from megapipe.plan.traffic import step_traffic
+from megapipe.schedule.ir import Kind
 
 BASE = ("model.vocab_size=512", "model.layers=4", "log.peak_tflops=1", "log.efficiency=0.5")
-MESH = ("log.link_gbs=2", "log.network_gbs=0.5")
+MESH = ("parallel.node_gb_s=2", "parallel.network_gb_s=0.5")
 
 
 def plan(*overrides: str) -> tuple[Config, Layout]:
@@ -53,9 +53,19 @@ def test_tensor_parallel_collectives_are_waited_for(extra: tuple[str, ...]) -> N
     overrides = ("parallel.tp=2", *MESH, *extra)
     config, layout = plan(*overrides)
     wire = sum(sent(config, layout, "tp", what) for what in "FIW")
-    within, between = seconds(*overrides), seconds(*overrides, "log.node_devices=1")
+    within, between = seconds(*overrides), seconds(*overrides, "parallel.per_node=1")
     assert within == pytest.approx(computed(config, layout) + wire / 2e9)
     assert between == pytest.approx(computed(config, layout) + wire / 0.5e9)
+
+
+def test_stages_of_two_holders_wait_once() -> None:
+    """Both ways take as long as one."""
+    shape = ("parallel.pp=2", "parallel.tp=2", "train.global_batch=16", *MESH)
+    found = []
+    for name in ("gpipe", "chimera"):
+        config, layout = plan(*shape, f"pipeline.schedule={name}")
+        found.append(timed_cost(config, layout, Speeds.of(config)).table(layout.stages)[Kind.F])
+    assert sum(found[0]) == pytest.approx(sum(found[1]))
 
 
 def test_of_what_replicas_exchange_that_counts_which_nothing_hides() -> None:
@@ -71,7 +81,7 @@ def test_messages_take_what_their_link_takes() -> None:
     overrides = ("parallel.pp=2", "train.global_batch=4", "model.tied_embeddings=false", *MESH)
     config, layout = plan(*overrides)
     size = 256 * 4 * config.model.hidden * 4
-    for more, rate in (((), 2e9), (("log.node_devices=1",), 0.5e9)):
+    for more, rate in (((), 2e9), (("parallel.per_node=1",), 0.5e9)):
         expected_seconds = 2 * computed(config, layout) + 2 * size / rate
         assert seconds(*overrides, *more) == pytest.approx(expected_seconds)
 
@@ -81,25 +91,12 @@ def test_a_process_that_runs_all_ranks_runs_them_one_after_the_other() -> None:
     assert f"time          {computed(config, layout):.3g} s per step" in report(config, layout)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "missing"),
-    [
-        (("log.peak_tflops=null",), "log.peak_tflops"),
-        (("parallel.tp=2",), "log.link_gbs"),
-        (("parallel.tp=2", "log.link_gbs=3"), None),
-        (("log.peak_tflops=null", "log.device=H100", "parallel.tp=2"), None),
-    ],
-)
-def test_what_is_to_be_set(
-    overrides: tuple[str, ...], missing: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megapipe.plan.pace.local_device", lambda: None)
-    config, layout = plan(*overrides)
-    assert Speeds.of(config).missing(layout) == missing
-    said = re.findall(
-        r"time          not known: set log.device \(as in H100\) or (\S+)", report(config, layout)
-    )
-    assert said == ([missing] if missing else [])
+    words = "time          not known: set log.device (as in H100) or log.peak_tflops\n"
+    for key, known in (("log.device=H100", True), ("log.device=null", False)):
+        text = report(*plan("parallel.tp=2", "log.peak_tflops=null", key))
+        assert (words not in text) == known
 
 
 def test_the_device_of_this_machine_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +104,11 @@ def test_the_device_of_this_machine_is_planned_for(monkeypatch: pytest.MonkeyPat
 
     def known(*overrides: str) -> tuple[Any, ...]:
         speeds = Speeds.of(parse(list(overrides)).config)
-        return speeds.memory_gb, speeds.tflops, speeds.link
+        return speeds.memory_gb, speeds.tflops
 
-    assert known() == (40, 312, 300e9)
-    assert known("log.device=H100", "log.device_gb=70") == (70, 989.4, 450e9)
-    assert known("parallel.device=cpu") == (None, None, None)
+    assert known() == (40, 312)
+    assert known("log.device=H100", "log.device_gb=70") == (70, 989.4)
+    assert known("parallel.device=cpu") == (None, None)
     with pytest.raises(ConfigError, match=r"log\.device=H1000 is not known"):
         known("log.device=H1000")
 
