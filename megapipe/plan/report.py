@@ -9,6 +9,7 @@ from megapipe.errors import ConfigError
 from megapipe.layout import Layout
 from megapipe.model.partition import StageSpec, format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.activations import stage_units
+from megapipe.plan.buckets import zero_stage
 from megapipe.plan.costs import stage_work
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
 from megapipe.plan.flops import head_flops, layer_flops, token_flops
@@ -104,7 +105,7 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
             f"mesh          pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}: "
             f"{layout.world:,} processes"
         ),
-        f"per process   {_range(held)} parameters",
+        f"per process   {_range(held)} parameters{_sharded(config, layout)}",
         (
             f"step          {train.global_batch:,} samples x {length:,} = {tokens:,} tokens, in "
             f"{layout.microbatches:,} micro-batches of {train.microbatch} per replica"
@@ -112,11 +113,19 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
         *([_slices_line(config, layout)] if schedule.slices > 1 else []),
         (
             f"compute       {per_token * tokens:.4g} FLOPs per step, {per_token:.4g} per token, "
-            f"{per_token * tokens / layout.world:.4g} per process and step"
+            f"{per_token * tokens / layout.world:.4g} per process and step on average"
         ),
         f"run           {train.steps:,} steps, {train.steps * tokens:,} tokens",
         *(f"note          {line}" for line in shortened(config)),
     ]
+
+
+def _sharded(config: Config, layout: Layout) -> str:
+    """What becomes of a process' parameters under ZeRO-3."""
+    if zero_stage(config.optimizer, layout.dp) < 3:
+        return ""
+    parts = config.optimizer.shard_size or layout.dp
+    return f", of which it keeps 1/{parts} of each stage between uses"
 
 
 def _message_lines(config: Config, layout: Layout) -> list[str]:
@@ -224,7 +233,8 @@ def _schedule_lines(
 ) -> list[str]:
     schedule = layout.schedule
     proof = validate(schedule)
-    name = f"schedule {schedule.name}: {proof.ops:,} operations, proved executable"
+    begins = ", with which auto begins" if config.pipeline.schedule == "auto" else ""
+    name = f"schedule {schedule.name}{begins}: {proof.ops:,} operations, proved executable"
     unit = "in seconds, as assumed above"
     if speeds.tflops is None:
         unit = "with the FLOPs of each stage, 1 being a layer's forward"
@@ -236,7 +246,7 @@ def _schedule_lines(
         f"activations held at most, in micro-batches of a full rank, per rank: {held}",
     ]
     copies = max(weight_copies(schedule))
-    if copies > 1:
+    if copies > 1 and config.pipeline.channels != "in_process":
         lines.append(f"weights held {copies} times")
     return [*lines, draw(timeline)]
 

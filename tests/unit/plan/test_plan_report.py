@@ -213,6 +213,19 @@ def test_in_process() -> None:
     ]
 
 
+def test_what_is_different_in_odd_settings() -> None:
+    """Weights within one process exist once, ZeRO-3 keeps a part of them, auto goes on searching,
+    and where ranks wait for nothing they are idle for 0.0%."""
+    chimera = ("parallel.pp=2", "pipeline.schedule=chimera")
+    assert "weights held 2 times" in plan(*chimera)[2]
+    assert "weights held" not in plan(*chimera, "pipeline.channels=in_process")[2]
+    zero = ("parallel.dp=2", "optimizer.zero=3", "log.peak_tflops=1")
+    assert "parameters, of which it keeps 1/2 of each stage between uses\n" in plan(*zero)[2]
+    assert "of each stage between uses" not in plan(*zero[1:])[2]
+    assert "schedule zb_h1, with which auto begins: " in plan("pipeline.schedule=auto")[2]
+    assert "-0.0%" not in plan("log.peak_tflops=0.7", "train.global_batch=96")[2]
+
+
 def test_unknown_vocabulary() -> None:
     config, layout = resolve(parse(["data.tokenizer=some/where"]).config, None, None)
     with pytest.raises(ConfigError, match=r"model\.vocab_size: not known without"):
