@@ -77,8 +77,9 @@ class Bucket:
 
     `index` is the stage number; the tied bucket's is the number of stages. Gradients are summed
     over `shard` x `replicate`; the members of `shard` own equal slices. Regions and slices are
-    :func:`aligned`, with zeros in between. A `shared` bucket has several stages or several
-    holders: it is complete at the end of a step only.
+    :func:`aligned`, with zeros in between. A `shared` bucket has several stages or several holders:
+    `holders` of these are pipeline ranks of this process, and it is complete when the last one is
+    through with it.
 
     With `sharded_grads` the main gradients have memory between :meth:`open_grads` and
     :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise.
@@ -93,6 +94,7 @@ class Bucket:
         *,
         replicate: Axis | None = None,
         shared: bool = False,
+        holders: int = 1,
         sharded_grads: bool = False,
         sharded_weights: bool = False,
     ) -> None:
@@ -100,6 +102,7 @@ class Bucket:
         self.shard = shard
         self.replicate = replicate or Axis.alone()
         self.shared = shared
+        self.holders = holders
         self.sharded_grads = sharded_grads
         self.sharded_weights = sharded_weights
         uses = sorted({spec_of(owned.parameter).replica for owned in parameters})
@@ -237,6 +240,7 @@ def make_buckets(
             mesh.device,
             replicate=replicate,
             shared=shared,
+            holders=len(set(ranks)) if in_process else 1,
             sharded_grads=policy.shards_gradients and not shared,
             sharded_weights=policy.shards_weights,
         )

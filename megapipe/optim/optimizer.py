@@ -8,7 +8,7 @@ The pipeline's programs say when a stage's gradients are sent off and when its w
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -70,6 +70,8 @@ class Optimizer:
         ]
         self._own: dict[int, Shard] = {}
         """Shards whose gradients are complete with one stage's."""
+        self._through: Counter[int] = Counter()
+        """How many pipeline ranks of this process are through with a stage."""
         self._of_stage: dict[int, list[Shard]] = defaultdict(list)
         """All that a stage computes with."""
         self._reducing: list[Shard] = []
@@ -79,12 +81,13 @@ class Optimizer:
             users = [index] if index < stages else [0, stages - 1]
             for stage in users:
                 self._of_stage[stage].append(shard)
-            if not shard.bucket.shared:
+            if index < stages:
                 self._own[index] = shard
 
     def zero_grad(self) -> None:
         """Begin a step; what is left of one that was given up is let go."""
         self._reducing.clear()
+        self._through.clear()
         for shard in self.shards:
             shard.zero_grad()
 
@@ -100,6 +103,9 @@ class Optimizer:
     def reduce(self, stage: int) -> None:
         shard = self._own.get(stage)
         if shard is None:
+            return
+        self._through[stage] += 1
+        if self._through[stage] % shard.bucket.holders:
             return
         for earlier in self.shards:
             earlier.go_on_reducing()
@@ -126,7 +132,7 @@ class Optimizer:
         bucket. Over all ranks they add up to the squares of the whole model's.
         """
         for shard in self.shards:
-            if shard.bucket.shared:
+            if shard.bucket.index == self.stages:
                 shard.start_reduce()
         for shard in self.shards:
             shard.go_on_reducing()

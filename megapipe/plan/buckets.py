@@ -60,7 +60,7 @@ class BucketPlan:
     replicate: Group
     """Its members own the same slice."""
     shared: bool
-    """Of several stages or holders, so complete only at the end of a step."""
+    """Of several stages or holders, so reduced once a step."""
     uses: int = 1
     """Gradients that a process accumulates apart: 2 where it uses a tied matrix twice."""
 

@@ -14,20 +14,16 @@ from megapipe.schedule.synchronise import for_zero, operations
 def replica_actions(config: Config, layout: Layout, rank: int) -> list[list[Action]]:
     """What a process does between its operations, for each pipeline rank that it runs."""
     schedule = layout.schedule
-    alone = config.pipeline.channels == "in_process"
+    ranks = range(layout.pp) if config.pipeline.channels == "in_process" else [rank]
+    programs = for_zero(
+        (operations(schedule, own) for own in ranks),
+        schedule,
+        zero=zero_stage(config.optimizer, layout.dp),
+        prefetch=config.optimizer.prefetch,
+        chunked_loss=most_tokens(config) > 0,
+    )
     return [
-        [
-            action
-            for action in for_zero(
-                operations(schedule, own),
-                schedule.placement,
-                zero=zero_stage(config.optimizer, layout.dp),
-                prefetch=config.optimizer.prefetch,
-                chunked_loss=most_tokens(config) > 0,
-            ).actions
-            if action.do != Do.COMPUTE
-        ]
-        for own in (range(layout.pp) if alone else [rank])
+        [action for action in program.actions if action.do != Do.COMPUTE] for program in programs
     ]
 
 

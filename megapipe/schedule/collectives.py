@@ -7,18 +7,17 @@ them. Operations wait for their weights. Under ZeRO-2 and 3, where two stages at
 for gradients (:mod:`megapipe.optim.optimizer`), a rank waits with a reduction until the one before
 is over, and adds to a stage's gradients again when those that it sent off are gone.
 
-Two things are not in the programs. Under ZeRO-0, 1 and 2 all gathers begin at the end of the step
-before: here from time 0 on, in the order in which the rank uses its stages. A stage with several
-holders is reduced once, when all of them are through with their lists, for only then do they agree
-on what comes next: those that are ready go in that order, and all holders take part from start to
-end. Weights are gathered by each holder for itself.
+A stage with several holders is reduced when the programs and the lanes of all have come to it, and
+all take part from start to end; what follows on their lanes waits. Weights are gathered by each
+holder for itself. One thing is not in the programs: under ZeRO-0, 1 and 2 all gathers begin at the
+end of the step before, here from time 0 on, in the order in which the rank uses its stages.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megapipe.schedule.cost import Time
-from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_MASK, STAGE_SHIFT, Kind, Schedule
+from megapipe.schedule.ir import JOINED, Schedule
 from megapipe.schedule.lower import Action, Do
 from megapipe.schedule.synchronise import for_zero, operations
 from megapipe.schedule.ticks import scaled
@@ -40,25 +39,34 @@ class Interval(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """Where a rank's program has actions between operations."""
+    """Where a rank's program has an action between operations."""
 
     done: int
     """Operations before it."""
-    actions: list[Action]
+    action: Action
 
 
 class Lane:
     """The gathers and reductions of one rank, begun one after the other.
 
     A simulation runs the rank's operations up to the next of its `stops`, calls :meth:`act` and
-    goes on when that says. `gathers` and `reductions` are what has begun so far.
+    goes on when that says, if the lane is not :attr:`held`. `gathers` and `reductions` are what has
+    begun so far. `company` has the lanes of all holders of each stage that others hold too.
     """
 
     def __init__(
-        self, rank: int, ops: Sequence[int], actions: Sequence[Action], times: Times
+        self,
+        rank: int,
+        ops: Sequence[int],
+        actions: Sequence[Action],
+        times: Times,
+        company: "Mapping[int, list[Lane]]",
     ) -> None:
         self.rank = rank
         self._length = len(ops)
+        self._company = company
+        for lanes in company.values():
+            lanes.append(self)
         self.gathers: list[Interval] = []
         self.reductions: list[Interval] = []
         self.free: Time = 0
@@ -67,6 +75,8 @@ class Lane:
         self._reduced: dict[int, Time] = {}
         """When the last reduction of a stage ends; of all, in order, in `_ends`."""
         self._ends: list[Time] = []
+        self._meeting: tuple[int, Time] | None = None
+        """The stage that this lane has come to reduce with others, and when."""
         self.stops = self._stops(ops, actions)
         """Those to come, the next one last."""
         if times.cost.zero < 3:
@@ -82,7 +92,7 @@ class Lane:
     def _stops(self, ops: Sequence[int], actions: Iterable[Action]) -> list[Stop]:
         """The stops of a program, the last first. Two joined operations run as one: what comes
         between them is done before both, but a reduction after them."""
-        found: dict[int, list[Action]] = {}
+        found: list[Stop] = []
         index = 0
         for action in actions:
             if action.do == Do.COMPUTE:
@@ -90,10 +100,17 @@ class Lane:
             elif self._takes_time(action):
                 joined = index > 0 and ops[index - 1] >= JOINED
                 place = index + joined if action.do == Do.REDUCE else index - joined
-                found.setdefault(place, []).append(action)
-        return [Stop(place, found[place]) for place in sorted(found, reverse=True)]
+                found.append(Stop(place, action))
+        return sorted(found, key=lambda stop: stop.done)[::-1]
+
+    @property
+    def held(self) -> bool:
+        """Whether others have not come yet for what the lane is to do next."""
+        return self._meeting is not None
 
     def _takes_time(self, action: Action) -> bool:
+        if action.do == Do.REDUCE and action.stage in self._company:
+            return self._reduce[action.stage] > 0
         if action.do in (Do.REDUCE, Do.OPEN):
             return any(self._reduce)
         return action.do in (Do.UNSHARD, Do.AWAIT) and self._gather[action.stage] > 0
@@ -102,31 +119,40 @@ class Lane:
         """When the weights are there that were gathered last; 0 where that takes no time."""
         return self._gathered.get(stage, 0)
 
-    def act(self, ended: Time, now: Time) -> Time:
-        """Do what the program says at the next stop: when the rank goes on.
+    def act(self, ended: Time, now: Time) -> tuple[Time, list[int]]:
+        """Do what the program says at the next stop: when the rank goes on, and which ranks may.
 
         The operation before `ended` then, and its messages are sent `now`.
         """
-        for action in self.stops.pop().actions:
-            if action.do == Do.REDUCE:
-                self.begin_reduce(action.stage, ended)
-            elif action.do == Do.OPEN:
-                # of all but the last: the run before this one has waited for the others
-                now = max(now, self._reduced.get(action.stage, 0), *self._ends[-2:-1])
-            elif action.do == Do.UNSHARD:
-                self._begin_gather(action.stage, now)
-            else:
-                now = max(now, self.gathered(action.stage))
-        return now
+        action = self.stops.pop().action
+        if action.do == Do.REDUCE and action.stage in self._company:
+            return now, self._meet(action.stage, ended)
+        if action.do == Do.REDUCE:
+            self._begin_reduce(action.stage, ended)
+        elif action.do == Do.OPEN:
+            # of all but the last: the run before this one has waited for the others
+            now = max(now, self._reduced.get(action.stage, 0), *self._ends[-2:-1])
+        elif action.do == Do.UNSHARD:
+            self._begin_gather(action.stage, now)
+        else:
+            now = max(now, self.gathered(action.stage))
+        return now, [self.rank]
 
-    def replay(self, ends: Sequence[Time]) -> None:
-        """Do all that is left to do, of operations whose ends are known."""
-        while self.stops:
-            index = self.next_stop
-            ended = ends[index - 1] if index else 0
-            self.act(ended, ended)
+    def _meet(self, stage: int, ready: Time) -> list[int]:
+        """Reduce a stage as soon as all its holders have come; the ranks that may go on."""
+        self._meeting = stage, ready
+        company = self._company[stage]
+        come = [lane._meeting for lane in company if lane._meeting is not None]
+        times = [time for place, time in come if place == stage]
+        if len(times) < len(company):
+            return [self.rank]
+        start = max(*times, *(lane.free for lane in company))
+        for lane in company:
+            lane._meeting = None
+            lane._next(lane.reductions, stage, start, lane._reduce[stage])
+        return [lane.rank for lane in company]
 
-    def begin_reduce(self, stage: int, ready: Time) -> None:
+    def _begin_reduce(self, stage: int, ready: Time) -> None:
         """Reduce a stage as soon as its gradients are ready and the lane is free."""
         end = self._next(self.reductions, stage, ready, self._reduce[stage])
         self._reduced[stage] = end
@@ -150,51 +176,38 @@ def make_lanes(schedule: Schedule, times: Times) -> list[Lane]:
     placement, cost = schedule.placement, times.cost
     if not any((*times.gather, *times.reduce)):
         return []
+    programs = for_zero(
+        (operations(schedule, rank) for rank in range(placement.ranks)),
+        schedule,
+        zero=cost.zero,
+        prefetch=cost.prefetch,
+        chunked_loss=cost.chunked_loss,
+    )
+    company: dict[int, list[Lane]] = {
+        stage: [] for stage in range(placement.stages) if len(placement.holders(stage)) > 1
+    }
     found = []
-    for rank, ops in enumerate(schedule.ops):
-        program = for_zero(
-            operations(schedule, rank),
-            placement,
-            zero=cost.zero,
-            prefetch=cost.prefetch,
-            chunked_loss=cost.chunked_loss,
-        )
-        found.append(Lane(rank, ops, program.actions, times))
+    for ops, program in zip(schedule.ops, programs, strict=True):
+        held = {s: company[s] for s in placement.stages_of(program.rank) if s in company}
+        found.append(Lane(program.rank, ops, program.actions, times, held))
     return found
 
 
-def complete(
-    schedule: Schedule, lanes: Sequence[Lane], ends: Sequence[Sequence[Time]]
-) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    """All gathers, by rank and start, and all reductions, by start, those of stages with several
-    holders included, once all operations have ended: `ends` per rank."""
-    if lanes:
-        _reduce_shared(schedule, lanes, ends)
+def replay(lanes: Sequence[Lane], ends: Sequence[Sequence[Time]]) -> None:
+    """Do all that is left to do, of operations whose ends are known: `ends` per rank."""
+    ready = [lane.rank for lane in lanes]
+    while ready:
+        lane = lanes[ready.pop()]
+        if lane.stops and not lane.held:
+            done = lane.next_stop
+            ended = ends[lane.rank][done - 1] if done else 0
+            _, going = lane.act(ended, ended)
+            ready.extend(going)
+
+
+def complete(lanes: Sequence[Lane]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+    """All gathers, by rank and start, and all reductions, by start."""
+    assert not any(lane.stops or lane.held for lane in lanes), "ranks wait for each other"
     gathers = (each for lane in lanes for each in lane.gathers)
     reductions = (each for lane in lanes for each in lane.reductions)
     return tuple(gathers), tuple(sorted(reductions, key=lambda each: (each.start, each.stage)))
-
-
-def _reduce_shared(
-    schedule: Schedule, lanes: Sequence[Lane], ends: Sequence[Sequence[Time]]
-) -> None:
-    placement = schedule.placement
-    ready: dict[int, Time] = {}
-    for stage in _with_gradients(schedule):
-        holders = placement.holders(stage)
-        if len(holders) > 1:
-            ready[stage] = max(ends[rank][-1] for rank in holders if ends[rank])
-    for stage in sorted(ready, key=lambda stage: (ready[stage], stage)):
-        holders = placement.holders(stage)
-        together = max(ready[stage], *(lanes[rank].free for rank in holders))
-        for rank in holders:
-            lanes[rank].begin_reduce(stage, together)
-
-
-def _with_gradients(schedule: Schedule) -> set[int]:
-    return {
-        code >> STAGE_SHIFT & STAGE_MASK
-        for ops in schedule.ops
-        for code in ops
-        if code & KIND_MASK in (Kind.B, Kind.W)
-    }

@@ -10,7 +10,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.collectives import complete, make_lanes
+from megapipe.schedule.collectives import complete, make_lanes, replay
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import JOINED, STAGE_SHIFT, Schedule, packed
@@ -100,8 +100,8 @@ class _Run:
         beside = make_lanes(run, self.times)
         for lane, planned in zip(beside, self.lanes, strict=True):
             lane.gathers = planned.gathers
-            lane.replay(self.ends[lane.rank])
-        between = complete(run, beside, self.ends)
+        replay(beside, self.ends)
+        between = complete(beside)
         return Timeline(
             run,
             tuple(self.starts),

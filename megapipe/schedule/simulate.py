@@ -222,12 +222,12 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
                     ready.append(waiting.pop(slot))
             index += 2
         else:
-            if beside and beside[rank].stops:
-                now = beside[rank].act(my_ends[-1] if my_ends else 0, now)
+            if beside and beside[rank].stops and not beside[rank].held:
+                now, going = beside[rank].act(my_ends[-1] if my_ends else 0, now)
                 stops[rank] = beside[rank].next_stop
-                ready.append(rank)
+                ready.extend(going)
         free[rank] = now
     if waiting:
         raise ScheduleError(f"schedule {schedule.name}: it deadlocks, so it has no timeline")
-    between = complete(schedule, beside, ends)
+    between = complete(beside)
     return Timeline(schedule, starts, ends, cost, *between, times.per_unit)

@@ -4,18 +4,19 @@ Gradients of a stage are sent off after its last weight gradient of the step and
 goes with it; where they have no memory of their own in between (ZeRO-2, 3), after each *run* of
 weight gradients of one stage: then a rank may have to wait for the reduction before, and its
 neighbour should not. A breadth-first order has one run per stage, so it reduces each once
-(Lamy-Poirier, 2211.05953). Updated weights are awaited before the first operation that needs them.
-Where weights are gathered on demand (ZeRO-3), those of the next stages are on their way while one
-computes.
+(Lamy-Poirier, 2211.05953). A stage of several holders is reduced once, when the last of them is
+through with it (:mod:`megapipe.schedule.holders`). Updated weights are awaited before the first
+operation that needs them. Where weights are gathered on demand (ZeRO-3), those of the next stages
+are on their way while one computes.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from megapipe.schedule.holders import Meeting, meetings
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.lower import Action, Do, Program
-from megapipe.schedule.placement import Placement
 
 _USES_WEIGHTS = frozenset((Kind.F, Kind.B, Kind.I, Kind.R))
 _ADDS_GRADIENTS = frozenset((Kind.B, Kind.W))
@@ -24,17 +25,17 @@ _ADDS_GRADIENTS = frozenset((Kind.B, Kind.W))
 def synchronise(
     program: Program,
     *,
-    shared: Collection[int],
+    shared: Sequence[Meeting] = (),
     in_runs: bool,
     prefetch: int | None,
     unsplit: Collection[int] = (),
 ) -> Program:
     """`program` with REDUCE (and OPEN), AWAIT, and UNSHARD and RESHARD put in.
 
-    The gradients of `shared` stages, which other ranks have too, are complete only when the step
-    is: they are left alone. `in_runs`: reduce after each run of weight gradients, and OPEN before
-    it. `prefetch`: weights are gathered on demand, those of so many stages ahead; None: they stay.
-    `unsplit`: stages that compute weight gradients within ``I`` too.
+    `shared`: where stages that other ranks have too are reduced, once each. `in_runs`: reduce the
+    others after each run of weight gradients, and OPEN before it. `prefetch`: weights are gathered
+    on demand, those of so many stages ahead; None: they stay. `unsplit`: stages that compute weight
+    gradients within ``I`` too.
     """
     actions: Sequence[Action] = program.actions
     actions = list(_with_reductions(actions, shared, unsplit, in_runs=in_runs))
@@ -46,18 +47,25 @@ def synchronise(
 
 
 def for_zero(
-    program: Program, placement: Placement, *, zero: int, prefetch: int, chunked_loss: bool
-) -> Program:
-    """A rank's program with what its replicas do together at a ZeRO stage; 2 and 3 share out
-    gradients and weights. A `chunked_loss` takes the head's weight gradient within ``I``."""
-    stages = range(placement.stages)
-    return synchronise(
-        program,
-        shared=[stage for stage in stages if len(placement.holders(stage)) > 1],
-        in_runs=zero >= 2,
-        prefetch=prefetch if zero == 3 else None,
-        unsplit=stages[-1:] if chunked_loss else (),
-    )
+    programs: Iterable[Program],
+    schedule: Schedule,
+    *,
+    zero: int,
+    prefetch: int,
+    chunked_loss: bool,
+) -> Iterator[Program]:
+    """Programs of a schedule's ranks with what their replicas do together at a ZeRO stage; 2 and 3
+    share out gradients and weights. A `chunked_loss` takes the head's weight gradient within
+    ``I``."""
+    shared = meetings(schedule)
+    for program in programs:
+        yield synchronise(
+            program,
+            shared=shared[program.rank],
+            in_runs=zero >= 2,
+            prefetch=prefetch if zero == 3 else None,
+            unsplit=[schedule.placement.stages - 1] if chunked_loss else (),
+        )
 
 
 def operations(schedule: Schedule, rank: int) -> Program:
@@ -75,11 +83,15 @@ def _on(do: Do, stage: int) -> Action:
 
 def _with_reductions(
     actions: Sequence[Action],
-    shared: Collection[int],
+    shared: Sequence[Meeting],
     unsplit: Collection[int],
     *,
     in_runs: bool,
 ) -> Iterator[Action]:
+    due: dict[int, list[int]] = defaultdict(list)
+    for done, stage in shared:
+        due[done].append(stage)
+    others = {stage for _, stage in shared}
     adding = [
         (i, action.stage)
         for i, action in enumerate(actions)
@@ -91,19 +103,21 @@ def _with_reductions(
     last = {run[-1][0] for run in runs}
     if not in_runs:
         last = set({stage: i for i, stage in adding}.values())
-    complete: int | None = None
+    complete, done = due[0], 0
     for i, action in enumerate(actions):
-        if complete is not None and action.do != Do.SEND:
-            yield _on(Do.REDUCE, complete)
-            complete = None
-        own = action.stage not in shared
+        if action.do != Do.SEND:
+            yield from (_on(Do.REDUCE, stage) for stage in complete)
+            complete = []
+        own = action.stage not in others
         if own and i in first:
             yield _on(Do.OPEN, action.stage)
         yield action
         if own and i in last:
-            complete = action.stage
-    if complete is not None:
-        yield _on(Do.REDUCE, complete)
+            complete.append(action.stage)
+        if action.do == Do.COMPUTE:
+            done += 1
+            complete += due[done]
+    yield from (_on(Do.REDUCE, stage) for stage in complete)
 
 
 def _with_awaits(actions: Sequence[Action]) -> Iterator[Action]:

@@ -114,14 +114,13 @@ class Pipeline:
     def _programs(self, schedule: Schedule, optimizer: Optimizer) -> Iterator[Program]:
         """What the pipeline ranks here do, with what their replicas do together."""
         policy = optimizer.policy
-        for program in lower(schedule, self.ranks):
-            yield for_zero(
-                program,
-                self.placement,
-                zero=policy.stage,
-                prefetch=policy.prefetch,
-                chunked_loss=self.chunked_loss,
-            )
+        return for_zero(
+            lower(schedule, self.ranks),
+            schedule,
+            zero=policy.stage,
+            prefetch=policy.prefetch,
+            chunked_loss=self.chunked_loss,
+        )
 
     def _message_shape(self, schedule: Schedule) -> MessageShape:
         """[slice length (/tp), rows, hidden] of what is sent for a (micro-batch, slice)."""

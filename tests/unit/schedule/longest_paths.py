@@ -3,6 +3,7 @@
 Every rank is a coroutine that goes through its real program, messages and all, action by action.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -73,11 +74,11 @@ class Clocks:
         self.gathers: list[Interval] = []
         self.reductions: list[Interval] = []
         self.programs = lower(schedule)
+        self._come = defaultdict(dict)  # stage of several holders: when each came to reduce it
         self._sent = {}  # (forward?, stage, micro-batch, slice): when it leaves
         running = [self._rank(rank) for rank in ranks]
         while running:
             running = [each for each in running if next(each, "over") != "over"]
-        self._shared()
 
     def _rank(self, rank: int) -> Iterator[None]:
         now, there, reduced, under_way = 0, {}, {}, []
@@ -86,8 +87,11 @@ class Clocks:
             for action in (action for first, _, _ in groups for action in first):
                 if action.do == Do.AWAIT:
                     there[action.stage] = self._collective("gather", action.stage, rank, 0)
+        behind = None  # a stage for whose other holders the lane waits
         for first, ops, last in groups:
             for action in first:
+                while behind is not None and rank in self._come[behind]:
+                    yield
                 if action.do == Do.UNSHARD:
                     there[action.stage] = self._collective("gather", action.stage, rank, now)
                 elif action.do == Do.AWAIT:
@@ -96,7 +100,7 @@ class Clocks:
                     now = max(now, reduced.get(action.stage, 0), *under_way[:-1])
             while None in (arrivals := [self._arrival(op) for op in ops]):
                 yield
-            start = max(now, *arrivals)
+            start = max([now, *arrivals])
             factor = self.cost.overlap_factor if len(ops) > 1 else 1
             end = start + factor * sum(map(self.meaning.length, ops))
             self.times[rank] += [(start, end)] * len(ops)
@@ -105,8 +109,26 @@ class Clocks:
                 if op.kind not in (Kind.W, Kind.R):
                     self._sent[(op.kind == Kind.F, *op[1:4])] = now
             for action in last:
+                while behind is not None and rank in self._come[behind]:
+                    yield
+                if len(self.schedule.placement.holders(action.stage)) > 1:
+                    behind = action.stage
+                    self._meet(behind, rank, end)
+                    continue
                 reduced[action.stage] = self._collective("reduce", action.stage, rank, end)
                 under_way.append(reduced[action.stage])
+
+    def _meet(self, stage: int, rank: int, ready) -> None:
+        """The last of a stage's holders begins the reduction for all, once their lanes are free."""
+        if not self.meaning.of_stage("reduce", stage):
+            return
+        come = self._come[stage]
+        come[rank] = ready
+        if len(come) == len(self.schedule.placement.holders(stage)):
+            start = max(*come.values(), *(self.lane[each] for each in come))
+            for each in list(come):
+                self._collective("reduce", stage, each, start)
+                del come[each]
 
     def _arrival(self, op: Op):
         if op.kind in (Kind.W, Kind.R):
@@ -131,49 +153,35 @@ class Clocks:
         done.append(Interval(stage, rank, start, self.lane[rank]))
         return self.lane[rank]
 
-    def _shared(self) -> None:
-        """Of several holders, together, in the order in which they are ready."""
-        ready = []
-        for stage in range(self.meaning.stages):
-            holders = self.schedule.placement.holders(stage)
-            kinds = {
-                op.kind for r in holders for op in self.schedule.rank_ops(r) if op.stage == stage
-            }
-            if len(holders) > 1 and kinds & {Kind.B, Kind.W}:
-                last = max(self.times[rank][-1][1] for rank in holders if self.times[rank])
-                ready.append((last, stage, holders))
-        for last, stage, holders in sorted(ready):
-            together = max(last, *(self.lane[rank] for rank in holders))
-            for rank in holders:
-                self._collective("reduce", stage, rank, together)
-
 
 def grouped(
     schedule: Schedule, program: Program, cost: Cost
 ) -> list[tuple[list[Action], list[Op], list[Action]]]:
     """A rank's program: its operations, joined ones together, each group with what comes before it
     and the reductions after it."""
-    actions = for_zero(
-        program,
-        schedule.placement,
+    (whole,) = for_zero(
+        [program],
+        schedule,
         zero=cost.zero,
         prefetch=cost.prefetch,
         chunked_loss=cost.chunked_loss,
-    ).actions
+    )
     ops = iter(schedule.rank_ops(program.rank))
     groups: list[tuple[list[Action], list[Op], list[Action]]] = []
     first: list[Action] = []
-    for action in actions:
+    for action in whole.actions:
         if action.do == Do.COMPUTE:
             op = next(ops)
             assert op[:4] == action[1:5]
-            if groups and groups[-1][1][-1].joined:
+            if groups and groups[-1][1] and groups[-1][1][-1].joined:
                 groups[-1][0].extend(first)
                 groups[-1][1].append(op)
             else:
                 groups.append((first, [op], []))
             first = []
         elif action.do == Do.REDUCE:
+            if not groups:  # a rank that computes nothing
+                groups.append(([], [], []))
             groups[-1][2].append(action)
         elif action.do not in (Do.SEND, Do.RECV):
             first.append(action)

@@ -13,6 +13,7 @@ from test_simulate import costs
 from megapipe.schedule.collectives import Interval
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build, forward_only
+from megapipe.schedule.holders import meetings
 from megapipe.schedule.idle import idle
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.opportunistic import deviate
@@ -102,17 +103,46 @@ def test_one_of_a_joined_pair_holds_up_both():
     assert list(timeline.starts[0][:4]) == [1, 10, 10, 12]
 
 
-def test_all_holders_of_a_stage_reduce_together_when_they_are_through():
+def test_all_holders_of_a_stage_reduce_together_when_the_last_is_through():
     schedule = of("0F0 1F1 1B1 0B0/0F1 1F0 1B0 0B1", 2, mirrored(loop(2)), replica=(0, 1))
     timeline = simulate(schedule, Cost(F=1, B=2, reduce=(5, 7)))
     assert [list(ends) for ends in timeline.ends] == [[1, 2, 4, 6]] * 2
     assert timeline.reductions == (
-        *(Interval(0, rank, 6, 11) for rank in (0, 1)),
-        *(Interval(1, rank, 11, 18) for rank in (0, 1)),
+        *(Interval(1, rank, 4, 11) for rank in (0, 1)),
+        *(Interval(0, rank, 11, 16) for rank in (0, 1)),
     )
     late = simulate(schedule, Cost(F=1, B=(2, 4), latency={(0, 1): 3}, reduce=(0, 1)))
-    last = max(ends[-1] for ends in late.ends)
+    last = max(ends[2] for ends in late.ends)
     assert late.reductions == tuple(Interval(1, rank, last, last + 1) for rank in (0, 1))
+
+
+def lazily(schedule, cost):
+    """When all is over if what several ranks hold is reduced after all operations."""
+    placement, alone = schedule.placement, simulate(schedule, cost.without_replicas())
+    free = [ends[-1] for ends in alone.ends]
+    for stage in range(placement.stages):
+        holders = placement.holders(stage)
+        end = max(free[rank] for rank in holders) + cost.reduce
+        for rank in holders:
+            free[rank] = end
+    return max(free)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("chimera", {}),
+        ("chimera_backward_halving", {}),
+        ("gems", {}),
+        ("bitpipe", {"chunks": 2}),
+        ("dualpipe", {}),
+    ],
+)
+@pytest.mark.parametrize("reduce", [1, 3, 8])
+def test_eager_is_sooner_than_lazy(name, options, reduce):
+    schedule = build(name, ranks=4, microbatches=8, **options)
+    cost = Cost(F=1, B=2, I=1, W=1, reduce=reduce)
+    assert simulate(schedule, cost).makespan < lazily(schedule, cost)
 
 
 def test_a_holder_that_computes_nothing_takes_part():
@@ -142,9 +172,10 @@ def test_reductions_are_as_early_as_their_lane_allows(schedule, data):
         for op, end in ops:
             if op.kind in (Kind.B, Kind.W):
                 ready[op.stage] = max(end, ready.get(op.stage, 0))
-    for stage in ready:
-        if len(holders := schedule.placement.holders(stage)) > 1:
-            ready[stage] = max(timeline.ends[r][-1] for r in holders if timeline.ends[r])
+    for rank, shared in enumerate(meetings(schedule)):
+        for done, stage in shared:
+            come = timeline.ends[rank][done - 1] if done else 0
+            ready[stage] = max(come, ready[stage])
     expected = {(s, r) for s in ready if length[s] for r in schedule.placement.holders(s)}
     assert sorted((each.stage, each.rank) for each in timeline.reductions) == sorted(expected)
     lanes = [

@@ -10,7 +10,7 @@ from megapipe.schedule.generators import build, names
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.lower import Action, Do, lower
 from megapipe.schedule.opening import arriving, cut, opening
-from megapipe.schedule.synchronise import synchronise
+from megapipe.schedule.synchronise import for_zero
 
 
 def inputs(op: Op) -> list[tuple[int, int, int]]:
@@ -42,8 +42,8 @@ def check_messages(schedule: Schedule, counts: tuple[int, ...]) -> None:
     """The openings' actions run to their ends by themselves; what is then left in the channels is
     what the ranks expect to arrive and have not taken."""
     openings: list[deque[Action]] = []
-    for program, count in zip(lower(schedule), counts, strict=True):
-        whole = synchronise(program, shared=(), in_runs=True, prefetch=None)
+    programs = for_zero(lower(schedule), schedule, zero=2, prefetch=1, chunked_loss=True)
+    for whole, count in zip(programs, counts, strict=True):
         actions = whole.actions[: cut(whole, count)]
         assert sum(action.do == Do.COMPUTE for action in actions) == count
         assert not {Do.OPEN, Do.REDUCE} & {action.do for action in actions}

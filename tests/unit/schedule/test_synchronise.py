@@ -1,6 +1,7 @@
 """Where a rank's program reduces gradients and gathers weights."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from schedule_cases import all_small, of, schedules
 
 from megapipe.schedule.generators import build, names
+from megapipe.schedule.holders import Meeting, meetings
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.lower import Action, Do, Program, lower
 from megapipe.schedule.synchronise import operations, synchronise
@@ -33,11 +35,7 @@ def shown(program: Program) -> str:
 
 
 def of_text(text: str, *, in_runs: bool = False, prefetch: int | None = None, **kwargs) -> str:
-    return shown(
-        synchronise(
-            program_of(text), in_runs=in_runs, prefetch=prefetch, **{"shared": (), **kwargs}
-        )
-    )
+    return shown(synchronise(program_of(text), in_runs=in_runs, prefetch=prefetch, **kwargs))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +88,15 @@ def test_a_stage_that_is_not_split_adds_within_its_input_gradient_too() -> None:
 
 
 @pytest.mark.parametrize("in_runs", [False, True])
-def test_the_gradients_of_shared_stages_are_left_alone(in_runs: bool) -> None:
-    text = of_text(BREADTH_FIRST, in_runs=in_runs, shared=[1])
-    assert "reduce:1" not in text
+def test_shared_stages_are_reduced_where_their_holders_meet(in_runs: bool) -> None:
+    text = of_text(BREADTH_FIRST, in_runs=in_runs, shared=[Meeting(7, 1)])
+    assert text.endswith("0B0 reduce:1 0B1 reduce:0")
+    assert text.count("reduce:1") == 1
     assert "open:1" not in text
-    assert text.count("reduce:0") == 1
-    assert "await:1" in text, "their weights are not"
+    assert "await:1" in text, "their weights are as those of others"
+    last = of_text(BREADTH_FIRST, in_runs=in_runs, shared=[Meeting(8, 1), Meeting(8, 0)])
+    assert last.endswith("0B0 0B1 reduce:1 reduce:0"), "in the order in which they are given"
+    assert of_text("0F0 0B0", shared=[Meeting(0, 1)]).startswith("reduce:1 await:0")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_the_next_stages_are_on_their_way_while_one_computes() -> None:
 def test_gathers_begin_before_the_rank_waits_for_a_message() -> None:
     """And before memory for gradients is taken."""
     first, _ = lower(of("0F0 2F0 2B0 0B0/1F0 3F0 3B0 1B0"))
-    assert shown(synchronise(first, shared=(), in_runs=True, prefetch=0)) == (
+    assert shown(synchronise(first, in_runs=True, prefetch=0)) == (
         "unshard:0 await:0 0F0 send:0 reshard:0 unshard:2 recv:1 await:2 2F0 send:2 "
         "recv:3 open:2 2B0 send:2 reduce:2 reshard:2 unshard:0 recv:1 open:0 await:0 0B0 reduce:0 "
         "reshard:0"
@@ -141,7 +142,7 @@ def test_gathers_begin_before_the_rank_waits_for_a_message() -> None:
 
 def test_recomputation_needs_weights() -> None:
     schedule = of("0F0 1F0 0R0 1B0 0B0", recompute=frozenset({0}))
-    text = shown(synchronise(lower(schedule)[0], shared=(), in_runs=False, prefetch=0))
+    text = shown(synchronise(lower(schedule)[0], in_runs=False, prefetch=0))
     assert "reshard:1 unshard:0 await:0 0R0 reshard:0 unshard:1 await:1 1B0" in text
 
 
@@ -157,17 +158,23 @@ def uses(action: Action) -> bool:
     return action.do == Do.COMPUTE and action.kind in (Kind.F, Kind.B, Kind.I, Kind.R)
 
 
-def check_gradients(program: Program, shared: frozenset[int], *, in_runs: bool) -> None:
+def check_gradients(program: Program, shared: Sequence[Meeting], *, in_runs: bool) -> None:
     """Every weight gradient is followed by a reduction of its stage; runs are as long as can be."""
     opened: int | None = None
     reductions: list[int] = []
     pending: set[int] = set()
+    met: list[Meeting] = []
+    done, others = 0, {stage for _, stage in shared}
     for action in program.actions:
+        done += action.do == Do.COMPUTE
+        if action.do == Do.REDUCE and action.stage in others:
+            met.append(Meeting(done, action.stage))
+            continue
         if action.do == Do.OPEN:
             assert in_runs
             assert opened is None, "one run at a time"
             opened = action.stage
-        elif adds(action) and action.stage not in shared:
+        elif adds(action) and action.stage not in others:
             assert not in_runs or opened == action.stage
             pending.add(action.stage)
         elif action.do == Do.REDUCE:
@@ -177,19 +184,24 @@ def check_gradients(program: Program, shared: frozenset[int], *, in_runs: bool) 
             opened = None
     assert not pending
     assert opened is None
-    assert not shared & set(reductions)
+    assert met == list(shared)
     order = [action.stage for action in program.actions if adds(action)]
     if in_runs:
         runs = [stage for stage, _ in itertools.groupby(order)]
-        assert reductions == [stage for stage in runs if stage not in shared]
+        assert reductions == [stage for stage in runs if stage not in others]
     else:
         last = [stage for i, stage in enumerate(order) if stage not in order[i + 1 :]]
-        assert reductions == [stage for stage in last if stage not in shared]
+        assert reductions == [stage for stage in last if stage not in others]
 
 
-def check_reductions_are_direct(program: Program) -> None:
+def check_reductions_are_direct(program: Program, shared: Sequence[Meeting]) -> None:
     """After the operation that completes the gradients, and its messages."""
-    unsent = [action for action in program.actions if action.do != Do.SEND]
+    others = {stage for _, stage in shared}
+    unsent = [
+        action
+        for action in program.actions
+        if action.do != Do.SEND and not (action.do == Do.REDUCE and action.stage in others)
+    ]
     for before, action in itertools.pairwise(unsent):
         if action.do == Do.REDUCE:
             assert adds(before)
@@ -217,8 +229,10 @@ def check_weights(program: Program, prefetch: int) -> None:
     assert not state
 
 
-def check(schedule: Schedule, shared: frozenset[int], prefetch: int, *, in_runs: bool) -> None:
+def check(schedule: Schedule, prefetch: int, *, in_runs: bool) -> None:
+    where = meetings(schedule)
     for program in lower(schedule):
+        shared = where[program.rank]
         options = {"shared": shared, "in_runs": in_runs}
         alone = operations(schedule, program.rank)
         for ahead in (None, prefetch):
@@ -234,7 +248,7 @@ def check(schedule: Schedule, shared: frozenset[int], prefetch: int, *, in_runs:
         for each in (kept, gathered):
             assert plain(each) == list(program.actions), "what was there stays, in its order"
             check_gradients(each, shared, in_runs=in_runs)
-            check_reductions_are_direct(each)
+            check_reductions_are_direct(each, shared)
         check_weights(gathered, prefetch)
         awaited: list[int] = []
         for action in kept.actions:
@@ -248,23 +262,19 @@ def check(schedule: Schedule, shared: frozenset[int], prefetch: int, *, in_runs:
 @pytest.mark.parametrize("name", names())
 def test_registered_schedules(name: str) -> None:
     for i, schedule in enumerate(all_small(name, ranks=4, microbatches=3)):
-        stages = range(schedule.placement.stages)
-        shared = frozenset(s for s in stages if len(schedule.placement.holders(s)) > 1)
-        check(schedule, shared, i % 3, in_runs=i % 2 == 0)
+        check(schedule, i % 3, in_runs=i % 2 == 0)
 
 
 @settings(max_examples=60, deadline=None)
-@given(schedules(), st.frozensets(st.integers(0, 7)), st.integers(0, 5), st.booleans())
-def test_any_schedule(
-    schedule: Schedule, shared: frozenset[int], prefetch: int, in_runs: bool
-) -> None:
-    check(schedule, shared, prefetch, in_runs=in_runs)
+@given(schedules(), st.integers(0, 5), st.booleans())
+def test_any_schedule(schedule: Schedule, prefetch: int, in_runs: bool) -> None:
+    check(schedule, prefetch, in_runs=in_runs)
 
 
 def test_with_many_ahead_all_are_gathered_once() -> None:
     schedule = build("interleaved_1f1b", ranks=2, microbatches=4, chunks=3)
     for program in lower(schedule):
-        actions = synchronise(program, shared=(), in_runs=True, prefetch=5).actions
+        actions = synchronise(program, in_runs=True, prefetch=5).actions
         gathers = [action.stage for action in actions if action.do == Do.UNSHARD]
         assert sorted(gathers) == sorted(schedule.placement.stages_of(program.rank))
 
@@ -275,7 +285,7 @@ def test_breadth_first_has_one_run_per_chunk(chunks: int) -> None:
     last."""
     schedule = build("breadth_first", ranks=2, microbatches=6, chunks=chunks)
     for program in lower(schedule):
-        actions = synchronise(program, shared=(), in_runs=True, prefetch=0).actions
+        actions = synchronise(program, in_runs=True, prefetch=0).actions
         reduced = [action.stage for action in actions if action.do == Do.REDUCE]
         assert sorted(reduced) == sorted(schedule.placement.stages_of(program.rank))
         assert sum(action.do == Do.UNSHARD for action in actions) == 2 * chunks - 1

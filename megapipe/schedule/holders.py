@@ -1,0 +1,84 @@
+"""When all holders of a stage are through with it, so that its gradients can be reduced.
+
+A stage of a bidirectional pipeline has several holders, which reduce its gradients together. Each
+may do so as soon as the last of them has run its last weight gradient (the eager synchronisation of
+Chimera, 2107.06925). When that is, and which of two stages comes first, all must see alike: here
+every operation takes a whole number of units, and each rank puts a reduction behind what it has
+done by then. So there is one order of all operations and reductions of all ranks, by their ends,
+of which each program is a part and in which nothing comes before what it needs; whatever waits for
+whatever, no circle can form.
+"""
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
+from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_MASK, STAGE_SHIFT, Kind, Schedule
+
+LENGTH = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1, Kind.R: 1}
+"""Of an operation, in units."""
+
+
+class Meeting(NamedTuple):
+    """Where a rank takes part in the reduction of a stage that others hold too."""
+
+    done: int
+    """Operations before it."""
+    stage: int
+
+
+def meetings(schedule: Schedule) -> list[list[Meeting]]:
+    """By rank, what it reduces with other holders, in order. A holder that adds nothing to a stage
+    comes when its list is done."""
+    placement = schedule.placement
+    shared = [s for s in range(placement.stages) if len(placement.holders(s)) > 1]
+    found: list[list[Meeting]] = [[] for _ in schedule.ops]
+    if schedule.forward_only or not shared:
+        return found
+    ends = _ends(schedule)
+    through: list[dict[int, int]] = []
+    for ops, times in zip(schedule.ops, ends, strict=True):
+        added = {
+            code >> STAGE_SHIFT & STAGE_MASK: end
+            for code, end in zip(ops, times, strict=True)
+            if code & KIND_MASK in (Kind.B, Kind.W)
+        }
+        last = times[-1] if times else 0
+        through.append({stage: added.get(stage, last) for stage in shared})
+    complete = {s: max(through[rank][s] for rank in placement.holders(s)) for s in shared}
+    for stage in sorted(shared, key=lambda s: (complete[s], s)):
+        for rank in placement.holders(stage):
+            found[rank].append(Meeting(bisect_right(ends[rank], complete[stage]), stage))
+    return found
+
+
+def _ends(schedule: Schedule) -> list[list[int]]:
+    """By rank, when its operations end if messages take no time."""
+    edges = Edges(schedule)
+    need, make = edges.base
+    lists = [edges.tokens(rank) for rank in range(len(schedule.ops))]
+    ends: list[list[int]] = [[] for _ in lists]
+    finished: dict[int, int] = {}
+    waiting: dict[int, int] = {}
+    ready = list(range(len(lists)))
+    while ready:
+        rank = ready.pop()
+        tokens, mine = lists[rank], ends[rank]
+        while len(mine) < len(tokens):
+            first = len(mine)
+            together = tokens[first : first + (2 if tokens[first] >= JOINED else 1)]
+            units = [token >> UNIT_SHIFT & UNITS for token in together]
+            needed = [need[token & LOW] + u for token, u in zip(together, units, strict=True)]
+            missing = [slot for slot in needed if slot < edges.always and slot not in finished]
+            if missing:
+                waiting[missing[0]] = rank
+                break
+            end = max([finished.get(slot, 0) for slot in needed] + mine[-1:])
+            end += sum(LENGTH[Kind(token & KIND_MASK)] for token in together)
+            for token, unit in zip(together, units, strict=True):
+                mine.append(end)
+                slot = make[token & LOW] + unit
+                finished[slot] = end
+                if slot in waiting:
+                    ready.append(waiting.pop(slot))
+    return ends
