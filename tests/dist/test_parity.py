@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from matrix import (
@@ -103,3 +103,9 @@ def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups() -> None
         for schedule, chunks in SCHEDULES
     ]
     check(cases, 4)
+
+
+def test_holders_of_a_stage_in_one_process() -> None:
+    """Its gradients are complete when the last of the pipeline ranks here is through with them."""
+    base = Case(dp=2, pp=4, m=4, in_process=True, masked=0.3)
+    check([replace(base, schedule="chimera", zero=zero) for zero in range(4)], 2)
