@@ -259,13 +259,13 @@ def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
 
 def _scalars(config: Config, layout: Layout) -> Iterator[Exchange]:
     """Sums in a fixed order are all-gathers: the unmasked tokens before the first backward, and at
-    the end the totals of the step: squared norms per bucket, loss, tokens, two wishes."""
+    the end the totals of the step: squared norms per bucket, loss, tokens, two wishes, memory."""
     pp = 1 if config.pipeline.channels == "in_process" else layout.pp
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": pp}
     ends = {homes[-1] for homes in layout.schedule.placement.table}
     for what, axes, length in (
         ("tokens", ("dp", "pp") if len(ends) > 1 else ("dp",), 1),
-        ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + 4),
+        ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + 5),
     ):
         for axis in axes:
             total = sizes[axis] * length * SCALAR
