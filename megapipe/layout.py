@@ -165,13 +165,26 @@ def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, i
         if world % inner:
             raise LaunchError(
                 f"world size {world} does not divide into {factors}: expected a multiple of {inner}"
+                f"; {_start_with(inner)}"
             )
         dp = world // inner
     else:
         dp = parallel.dp
         if world != dp * inner:
-            raise LaunchError(f"world size {world} for dp {dp} x {factors}: expected {dp * inner}")
+            raise LaunchError(
+                f"world size {world} for dp {dp} x {factors}: expected {dp * inner}; "
+                f"{_start_with(dp * inner)}"
+            )
     return parallel.model_copy(update={"dp": dp}), dp * inner
+
+
+def _start_with(world: int) -> str:
+    """The command that starts `world` processes, on nodes of eight where one is too small."""
+    if world > 8 and world % 8 == 0:
+        where = f"--nnodes {world // 8} --nproc 8 --rdzv-endpoint HOST:PORT --rdzv-id ID"
+    else:
+        where = f"--nproc {world}"
+    return f"start with python -m megapipe.launch {where} train.py ..."
 
 
 def _microbatches(config: Config, dp: int) -> int:

@@ -1,8 +1,8 @@
 """How a process finds its place in the job and meets its peers.
 
-A job starts under torchrun, under srun (its variables are enough), or as one plain process. The
-processes meet in a key-value store; before any process group exists they compare their
-configuration and code there.
+A job starts under :mod:`megapipe.launch` or torchrun, under srun (its variables are enough), or as
+one plain process. The processes meet in a key-value store; before any process group exists they
+compare their configuration and code there.
 """
 
 from __future__ import annotations

@@ -20,9 +20,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any, Literal
 
+AGAIN_S = 1.0
+"""A signal that comes again within this time counts once: launchers hand on what a terminal has
+sent to all processes."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -38,7 +42,8 @@ class StopRequest:
         self.phase: Literal["setup", "training", "leaving"] = "setup"
         """What there is to save: nothing yet, a step, nothing more."""
         self._speaks = speaks
-        self._deadly = 0
+        self._last: float | None = None
+        """When the last SIGINT or SIGTERM came that counts, monotonic seconds."""
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -73,8 +78,11 @@ class StopRequest:
         self.signal = self.signal or number
         if number == signal.SIGUSR1 or (number == signal.SIGTERM and self.phase == "leaving"):
             return  # a launcher ends what is left of a job; all is saved, reports may be on the way
-        self._deadly += 1
-        if self._deadly > 1 or (number == signal.SIGINT and self.phase != "training"):
+        now, first = time.monotonic(), self._last is None
+        if self._last is not None and now - self._last < AGAIN_S:
+            return
+        self._last = now
+        if not first or (number == signal.SIGINT and self.phase != "training"):
             os._exit(128 + number)
         if number == signal.SIGINT and self._speaks:
             with contextlib.suppress(OSError, ValueError):

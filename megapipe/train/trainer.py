@@ -318,6 +318,7 @@ class Trainer:
             meta=meta,
             group=self.mesh,
         )
+        self._note(f"saved {path}")
         error = None
         if self.mesh.rank == 0:
             try:
@@ -325,7 +326,6 @@ class Trainer:
             except MegapipeError as problem:
                 error = problem
         all_or_none(self.mesh, error)
-        self._note(f"saved {path}")
         self.clock.restart()
 
     def _summarise(self, losses: list[float], seconds: float) -> None:

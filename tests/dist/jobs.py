@@ -140,6 +140,9 @@ class Job:
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         self.start([*run, "train.py", *args])
 
+    def launch(self, world: int, *args: str) -> None:
+        self.start(["-m", "megapipe.launch", "--nproc", str(world), "train.py", *args])
+
     def ranks(self, world: int, args: Mapping[int, Sequence[str]], port: int | None = None) -> None:
         """Some ranks of a world of `world`, each with arguments of its own, without a launcher."""
         common = {
@@ -194,6 +197,12 @@ class Job:
 def run_torchrun(folder: Path, world: int, *args: str) -> Outcome:
     with Job(folder) as job:
         job.torchrun(world, *args)
+        return job.end()
+
+
+def run_launched(folder: Path, world: int, *args: str) -> Outcome:
+    with Job(folder) as job:
+        job.launch(world, *args)
         return job.end()
 
 

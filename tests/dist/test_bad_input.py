@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import ENDLESS, ROOT, Job, arguments, run_plain, run_torchrun, tiny
+from jobs import ENDLESS, ROOT, Job, arguments, run_launched, run_plain, run_torchrun, tiny
 
 Prepare = Callable[[Path], dict[str, str]]
 
@@ -123,11 +123,18 @@ def overridden(folder: Path, bad: Bad) -> list[str]:
     return arguments({**tiny(folder), **bad.prepare(folder)})
 
 
-@pytest.mark.parametrize("bad", [*EARLY, *BEFORE_DATA, *LATE], ids=lambda bad: bad.name)
+@pytest.mark.parametrize("bad", [EARLY[0], LATE[0]], ids=lambda bad: bad.name)
 def test_under_torchrun(bad: Bad, tmp_path: Path) -> None:
-    outcome = run_torchrun(tmp_path, 2, *overridden(tmp_path, bad))
+    run_torchrun(tmp_path, 2, *overridden(tmp_path, bad)).assert_one_line(bad.code, *bad.words)
+
+
+@pytest.mark.parametrize("bad", [*EARLY, *BEFORE_DATA, *LATE], ids=lambda bad: bad.name)
+def test_under_our_launcher(bad: Bad, tmp_path: Path) -> None:
+    """Which adds nothing to the line and hands on the exit code."""
+    outcome = run_launched(tmp_path, 2, *overridden(tmp_path, bad))
     outcome.assert_one_line(bad.code, *bad.words)
     if bad not in LATE:
+        assert len(outcome.text.splitlines()) == 1, outcome.text
         assert not (tmp_path / "cache").exists(), "a corpus was prepared for nothing"
 
 

@@ -395,12 +395,20 @@ def test_impossible(overrides: list[str], words: str) -> None:
         (
             ["parallel.tp=4", "parallel.pp=2"],
             12,
-            "world size 12 does not divide into pp 2 x cp 1 x tp 4: expected a multiple of 8",
+            (
+                "world size 12 does not divide into pp 2 x cp 1 x tp 4: expected a multiple of 8; "
+                "start with python -m megapipe.launch --nproc 8 train.py"
+            ),
         ),
         (
             ["parallel.tp=2", "parallel.dp=2"],
             8,
-            "world size 8 for dp 2 x pp 1 x cp 1 x tp 2: expected 4",
+            "world size 8 for dp 2 x pp 1 x cp 1 x tp 2: expected 4; start with",
+        ),
+        (
+            ["parallel.tp=8", "parallel.pp=4", "parallel.dp=1", "model.heads=8"],
+            1,
+            "start with python -m megapipe.launch --nnodes 4 --nproc 8 --rdzv-endpoint",
         ),
         (
             ["parallel.pp=4", "parallel.tp=2", "pipeline.channels=in_process"],

@@ -1,0 +1,177 @@
+"""Starts the processes of a job on this node: ``python -m megapipe.launch --nproc 8 train.py ...``.
+
+torchrun's agent does the work: it meets the agents of other nodes, hosts the store, starts a
+process per rank and ends all when one fails. What differs is how it ends. The ranks say themselves
+what went wrong, so nothing is added to that; the exit code is that of the first rank to fail; and a
+signal is handed on to the ranks, which may take as long as they need to save. torchrun kills them
+after half a minute.
+
+On several nodes, run on each of them with the same ``--rdzv-id``::
+
+    python -m megapipe.launch --nnodes 4 --nproc 8 --rdzv-endpoint node0:29400 --rdzv-id 7 train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from types import FrameType
+
+from megapipe.errors import LaunchError
+from megapipe.train.ending import say
+
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+MONITOR_S = 0.1
+"""Time between two looks at the ranks."""
+STANDALONE = "localhost:0"
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    nnodes: int = 1,
+    rdzv_endpoint: str = STANDALONE,
+    rdzv_id: str | None = None,
+) -> int:
+    """Run ``python *command`` in `nproc` processes here, as a part of `nnodes` alike.
+
+    Returns the exit code: that of the first rank to fail, 128 + n where signal n killed it. Raises
+    :class:`LaunchError` if the nodes do not meet. To be called in the main thread.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if nproc > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    logging.disable(logging.CRITICAL)  # the agent's account of each signal and failure
+    rendezvous = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint=rdzv_endpoint,
+            run_id=rdzv_id or uuid.uuid4().hex,
+            min_nodes=nnodes,
+            max_nodes=nnodes,
+        )
+    )
+    spec = WorkerSpec(
+        role="megapipe",
+        local_world_size=nproc,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=("-u", *command),
+        max_restarts=0,
+        monitor_interval=MONITOR_S,
+    )
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
+    handed_on: set[int] = set()
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        handed_on.add(number)
+        pids = [worker.id for worker in agent.get_worker_group().workers if worker.id]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if not pids:
+            os._exit(128 + number)
+
+    # the agent's own handler would end the ranks: it gets a signal that nobody sends
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
+    for number in HANDED_ON:
+        signal.signal(number, hand_on)
+    try:
+        result = agent.run()
+    except (RendezvousError, TimeoutError) as error:
+        raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
+    finally:
+        rendezvous.shutdown()
+    for rank, failure in result.failures.items():  # the first first; the agent ended the others
+        if failure.exitcode > 0:
+            return failure.exitcode
+        if -failure.exitcode not in handed_on:
+            _say_killed(rank, signal.Signals(-failure.exitcode))
+        return 128 - failure.exitcode
+    return 0
+
+
+def _say_killed(rank: int, number: signal.Signals) -> None:
+    """What a rank that was killed could not say."""
+    hint = "; the system does so when memory runs out" if number == signal.SIGKILL else ""
+    say(LaunchError(f"rank {rank} was killed by {number.name}{hint}"))
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m megapipe.launch",
+        description="Starts the processes of a job on this node and hands on their exit code.",
+        usage="%(prog)s [options] PROGRAM.py [arguments]   (or: -m MODULE [arguments])",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--nproc", "--nproc-per-node", type=int, metavar="N",
+        help="processes on this node; default: its number of GPUs, or 1",
+    )  # fmt: skip
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes (default 1)")
+    parser.add_argument(
+        "--rdzv-endpoint", default=STANDALONE, metavar="HOST:PORT",
+        help="where the nodes meet, on one of them; needed with several",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rdzv-id", metavar="ID", help="name of the job on all nodes; needed with several"
+    )
+    options, command = _split(argv)
+    arguments = parser.parse_args(options)
+    if not command:
+        parser.error("no program: expected train.py or another")
+    if (arguments.nproc or 1) < 1 or arguments.nnodes < 1:
+        parser.error("--nproc and --nnodes: expected a number >= 1")
+    if arguments.nnodes > 1 and (arguments.rdzv_endpoint == STANDALONE or not arguments.rdzv_id):
+        parser.error("several nodes need --rdzv-endpoint HOST:PORT and --rdzv-id ID to meet")
+    return arguments, command
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The launcher's options, each ``--name value`` or ``--name=value``, and what it is to run."""
+    if {"-h", "--help"}.intersection(argv[:1]):
+        return list(argv), []
+    at = 0
+    while at < len(argv) and argv[at].startswith("--"):
+        at += 1 if "=" in argv[at] else 2
+    return list(argv[:at]), list(argv[at:])
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() or 1
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments, command = _parse(argv)
+    try:
+        return launch(
+            command,
+            nproc=arguments.nproc or _gpus(),
+            nnodes=arguments.nnodes,
+            rdzv_endpoint=arguments.rdzv_endpoint,
+            rdzv_id=arguments.rdzv_id,
+        )
+    except LaunchError as error:
+        say(error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are ranks to hand it on to
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""Our launcher, with programs of one line in the place of train.py."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from jobs import Job, Outcome, free_port
+
+from megapipe.launch import main
+
+SHOW = (
+    "import os; print(*(os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')), flush=True)"
+)
+
+
+def program(text: str) -> list[str]:
+    return ["-c", f"import os, sys, signal, time; rank = int(os.environ['RANK']); {text}"]
+
+
+def run(folder: Path, text: str, nproc: int = 3) -> Outcome:
+    with Job(folder) as job:
+        job.start(["-m", "megapipe.launch", f"--nproc={nproc}", *program(text)])
+        return job.end()
+
+
+def test_the_exit_code_is_that_of_the_first_to_fail(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "time.sleep(60 * (rank != 1)); sys.exit(6)")
+    assert outcome.codes == [6]
+    assert outcome.text == ""
+
+
+def test_a_rank_that_was_killed_is_spoken_for(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "os.kill(os.getpid(), 9) if rank == 2 else time.sleep(60)")
+    assert outcome.codes == [128 + signal.SIGKILL]
+    assert outcome.errors == [
+        "megapipe: error: rank 2 was killed by SIGKILL; the system does so when memory runs out"
+    ]
+    assert len(outcome.text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_nodes_meet_and_hand_on_their_code(code: int, tmp_path: Path) -> None:
+    nodes = ["--nnodes", "2", "--nproc", "2", "--rdzv-id", "a"]
+    nodes += ["--rdzv-endpoint", f"localhost:{free_port()}"]
+    with Job(tmp_path) as job:
+        for _ in range(2):
+            job.start(["-m", "megapipe.launch", *nodes, *program(f"{SHOW}; sys.exit({code})")])
+        outcome = job.end()
+    assert sorted(outcome.text.splitlines()) == ["0 0 4", "1 1 4", "2 0 4", "3 1 4"]
+    assert outcome.codes == [code, code]
+
+
+def test_nodes_that_do_not_meet(tmp_path: Path) -> None:
+    """Nobody is at the address, which is not of this machine."""
+    nodes = ["--nnodes", "2", "--rdzv-id", "a", "--rdzv-endpoint", "no-such-host.invalid:1"]
+    with Job(tmp_path) as job:
+        job.start(["-m", "megapipe.launch", *nodes, *program("pass")])
+        job.end().assert_one_line(4, "no-such-host.invalid:1", "the nodes do not meet")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "no program"),
+        (["--nproc", "0", "train.py"], "expected a number >= 1"),
+        (["--nproc", "many", "train.py"], "invalid int value: 'many'"),
+        (["--nodes", "2", "train.py"], "--nodes"),
+        (["--nnodes", "2", "train.py"], "--rdzv-endpoint HOST:PORT and --rdzv-id"),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
