@@ -1,4 +1,4 @@
-"""Train a model: ``torchrun --nproc-per-node 8 train.py configs/quickstart.yaml parallel.tp=2``.
+"""Train a model: ``python -m megapipe.launch --nproc 8 train.py configs/quickstart.yaml``.
 
 ``python train.py --help`` lists every key, ``--help optimizer`` those of a section; ``--dry-run``
 prints the plan instead of training.

@@ -16,6 +16,7 @@ COMMANDS = {
     "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
     "prepare-data": ("megapipe.data.command", "tokenize a corpus ahead of a run"),
     "summary": ("megapipe.observe.summary", "how a finished run went"),
+    "launch": ("megapipe.launch", "start the processes of a job on this node"),
 }
 """The module of each command, whose main(argv) returns the exit code, and what it is for."""
 
@@ -48,7 +49,7 @@ def usage() -> str:
             *(f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()),
             "",
             "megapipe COMMAND --help tells what a command takes; megapipe --version which this is.",
-            "Several processes: torchrun --nproc-per-node 8 -m megapipe train quickstart",
+            "Several processes: megapipe launch --nproc 8 -m megapipe train quickstart",
             "",
         ]
     )

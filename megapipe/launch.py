@@ -112,8 +112,9 @@ def _say_killed(rank: int, number: signal.Signals) -> None:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    own = sys.argv[0]  # as a console command: megapipe launch
     parser = argparse.ArgumentParser(
-        prog="python -m megapipe.launch",
+        prog=own if own.startswith("megapipe ") else "python -m megapipe.launch",
         description="Starts the processes of a job on this node and hands on their exit code.",
         usage="%(prog)s [options] PROGRAM.py [arguments]   (or: -m MODULE [arguments])",
         allow_abbrev=False,
@@ -134,7 +135,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     arguments = parser.parse_args(options)
     if not command:
         parser.error("no program: expected train.py or another")
-    if (arguments.nproc or 1) < 1 or arguments.nnodes < 1:
+    if arguments.nnodes < 1 or (arguments.nproc is not None and arguments.nproc < 1):
         parser.error("--nproc and --nnodes: expected a number >= 1")
     if arguments.nnodes > 1 and (arguments.rdzv_endpoint == STANDALONE or not arguments.rdzv_id):
         parser.error("several nodes need --rdzv-endpoint HOST:PORT and --rdzv-id ID to meet")
@@ -158,7 +159,9 @@ def _gpus() -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Start what `argv` says; returns the exit code."""
     arguments, command = _parse(argv)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are ranks to hand it on to
     try:
         return launch(
             command,
@@ -173,5 +176,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are ranks to hand it on to
     sys.exit(main(sys.argv[1:]))

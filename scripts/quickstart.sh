@@ -18,7 +18,7 @@ for argument in "$@"; do
 done
 
 export OMP_NUM_THREADS=1
-.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 8 \
+.venv/bin/python -m megapipe.launch --nproc 8 \
   train.py configs/quickstart.yaml "run.name=$name" "$@"
 if [[ $trains == yes ]]; then
   .venv/bin/python -m megapipe summary "$folder/$name"

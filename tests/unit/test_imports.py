@@ -49,6 +49,7 @@ BELOW_TRAIN = (
     "tensor_parallel",
 )
 MAY_COMMUNICATE = (
+    "megapipe.launch",  # starts torch's agent
     "megapipe.axis",  # names the type of a group
     "megapipe.mesh",
     "megapipe.testing",

@@ -23,8 +23,8 @@ SHELL_FILES = [
     for path in [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci/run"]
     if path.exists()
 ]
-MODULES = ("ruff", "mypy", "pytest", "torch/distributed/run")
-IN_TREE = ("megapipe/__main__",)
+MODULES = ("ruff", "mypy", "pytest")
+IN_TREE = ("megapipe/__main__", "megapipe/launch")
 
 # The pip of a stand-in environment: logs its arguments; installs a module per requirement.
 PIP = """
@@ -282,12 +282,12 @@ def test_a_wrong_python_leaves_the_environment_as_it_is(tree):
 
 def test_quickstart_trains_eight_processes_and_sums_up(tree):
     assert run(tree, "quickstart.sh", "train.steps=5", "data.source=a b").returncode == 0
-    *install, torchrun, summary, generate = take_log(tree)
+    *install, launch, summary, generate = take_log(tree)
     assert install == INSTALL
-    name = torchrun[6].removeprefix("run.name=")
+    name = launch[5].removeprefix("run.name=")
     assert re.fullmatch(r"quickstart-\d{8}-\d{6}", name)
-    assert torchrun == [
-        *("run", "--standalone", "--nproc-per-node", "8"),
+    assert launch == [
+        *("launch", "--nproc", "8"),
         *("train.py", "configs/quickstart.yaml", f"run.name={name}"),
         *("train.steps=5", "data.source=a b"),
     ]
@@ -301,14 +301,14 @@ def test_quickstart_follows_the_run_folder_of_its_arguments(tree):
 
 
 def test_quickstart_passes_a_failure_on_and_sums_nothing_up(tree):
-    assert run(tree, "quickstart.sh", EXIT_RUN="1").returncode == 1
-    assert take_log(tree)[-1][0] == "run"
+    assert run(tree, "quickstart.sh", EXIT_LAUNCH="1").returncode == 1
+    assert take_log(tree)[-1][0] == "launch"
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--help"])
 def test_quickstart_has_nothing_to_sum_up_without_a_run(tree, option):
     assert run(tree, "quickstart.sh", option).returncode == 0
-    assert take_log(tree)[-1][0] == "run"
+    assert take_log(tree)[-1][0] == "launch"
 
 
 def test_ci_runs_the_test_script(tree):
