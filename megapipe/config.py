@@ -38,6 +38,9 @@ class RunConfig(Section):
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue from the run folder's newest checkpoint if there is one; never: refuse a
     folder that has one; must: fail if there is none."""
+    resume_changes: Literal["refuse", "allow"] = "refuse"
+    """Whether a run may continue with another corpus, seed, sequence length, document mask or
+    model (as far as the tensors fit). Other changes, such as the learning rate, are listed."""
 
 
 class ParallelConfig(Section):
@@ -54,7 +57,8 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Keep activations between the tensor-parallel regions split by sequence over tp."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Communication library; auto: nccl when every process has a GPU of its own, else gloo."""
+    """Communication library; auto: nccl when every process has a GPU of its own, by the GPUs'
+    identities, else gloo."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: cuda if there is one."""
     per_node: int = Field(8, ge=1)

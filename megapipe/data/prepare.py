@@ -83,6 +83,13 @@ class Prepared:
     digest: str
     meta: Meta
 
+    @property
+    def content(self) -> str:
+        """SHA-256, in hex, of what the corpus came out as: sizes, entropy and tokenizer. It stays
+        the same where the files of a corpus are moved or copied."""
+        what = self.meta.model_dump_json(exclude={"source", "tokenizer"})
+        return hashlib.sha256(what.encode()).hexdigest()
+
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) -> Prepared:
     """The tokenized corpus of `config`, from the cache if it is there.

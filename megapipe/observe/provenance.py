@@ -50,6 +50,14 @@ def provenance(root: Path) -> Provenance:
     }
 
 
+def start_mark(run_folder: Path, step: int) -> str:
+    """What names the record of a start that goes on at `step`, beside that of the first start:
+    ``-step-00000018``, with a number where the run has gone on from there before."""
+    mark = f"-step-{step:08d}"
+    before = len(list(run_folder.glob(f"config{mark}*.yaml")))
+    return f"{mark}.{before}" if before else mark
+
+
 def git_state(root: Path) -> GitState | None:
     """Commit of the work tree whose top is ``root``, and whether anything differs from it."""
     top = _git(root, "rev-parse", "--show-toplevel")

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from megapipe.cli import Command, flatten, show
-from megapipe.config import ParallelConfig
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.errors import ConfigError, LaunchError, MegapipeError
+from megapipe.errors import LaunchError, MegapipeError
 from megapipe.layout import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import package_hash
 from megapipe.plan.report import report as plan_report
-from megapipe.train import launch
+from megapipe.train import devices, launch
 from megapipe.train.ending import Ending
 from megapipe.train.launch import Place
 from megapipe.train.signals import StopRequest
-
-if TYPE_CHECKING:
-    import torch
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Hardware queues: work in one queue waits for what is ahead of it, a receive that waits for its
@@ -54,9 +49,9 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
     import torch.distributed as dist
 
     from megapipe.mesh import Grid, ParallelMesh
+    from megapipe.train.resume import Finished
     from megapipe.train.trainer import Trainer
 
-    device, backend = choose_device(config.parallel, place)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
     timeout = config.parallel.timeout_s
@@ -69,13 +64,22 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
         )
         values = {**flatten(config), "megapipe's files": package_hash(), "torch": torch_version()}
         launch.compare_ranks(store, place, values, timeout)
+        device, backend = devices.choose(config.parallel, place, store)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         launch.start_process_group(store, place, backend, timeout)
         in_process = config.pipeline.channels == "in_process"
         grid = Grid(pp=1 if in_process else layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
         mesh = ParallelMesh(grid, device=device, timeout_s=timeout)
-        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=place.local_rank, stop=stop)
-        ending.cleanup = trainer.close
-        trainer.run()
+        try:
+            trainer = Trainer(
+                config, layout, mesh, tokenizer, local_rank=place.local_rank, stop=stop
+            )
+            ending.cleanup = trainer.close
+            trainer.run()
+        except Finished as finished:
+            if place.rank == 0:
+                show(f"{finished}\n")
         mesh.barrier()
         dist.destroy_process_group()
         ending.leave()
@@ -100,29 +104,6 @@ def set_environment(*, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
         os.environ.setdefault("NCCL_PROTO", "Simple")
-
-
-def choose_device(parallel: ParallelConfig, place: Place) -> tuple[torch.device, str]:
-    """This process' device and the backend of its groups."""
-    import torch
-
-    if parallel.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("parallel.device=cuda, but torch sees no CUDA device; use auto or cpu")
-    if parallel.device == "cpu" or not torch.cuda.is_available():
-        if parallel.backend == "nccl":
-            raise ConfigError("parallel.backend=nccl needs CUDA devices; use auto or gloo")
-        return torch.device("cpu"), "gloo"
-    count = torch.cuda.device_count()
-    own = place.local_world <= count
-    if parallel.backend == "nccl" and not own:
-        raise ConfigError(
-            f"parallel.backend=nccl needs a GPU per process: {place.local_world} processes share "
-            f"{count} here; use gloo or fewer processes"
-        )
-    device = torch.device("cuda", place.local_rank % count)
-    torch.cuda.set_device(device)
-    backend = parallel.backend if parallel.backend != "auto" else ("nccl" if own else "gloo")
-    return device, backend
 
 
 def torch_version() -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megapipe.checkpoint.reader import Checkpoint, find_newest
-from megapipe.cli import flatten
 from megapipe.config import Config
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.mesh import ParallelMesh
@@ -15,8 +13,9 @@ from megapipe.plan.params import parameter_shapes
 from megapipe.train.agreement import all_or_none
 from megapipe.train.step import TrainStep
 
-FREE = ("model.dtype", "model.dropout", "model.init_std")
-"""Keys of a model that may differ from the checkpoint's."""
+
+class Finished(Exception):
+    """There is nothing to do for this start of a run; the text says so, and what to do."""
 
 
 @dataclass
@@ -60,11 +59,39 @@ def choose(config: Config, checkpoints: Path, mesh: ParallelMesh) -> Source:
     return source
 
 
+def check_end(source: Source, config: Config) -> None:
+    """Raise :class:`Finished` where the run has reached its end, :class:`ConfigError` where the
+    checkpoint lies beyond it."""
+    if source.checkpoint is None:
+        return
+    train, step, path = config.train, source.checkpoint.step, source.checkpoint.path
+    if step > train.steps or (step >= train.last_step and not source.is_own):
+        key = "stop_after" if train.steps > step else "steps"
+        raise ConfigError(
+            f"{path} is of step {step}, where train.{key}={train.last_step} leaves nothing to do; "
+            "expected more, or another run.name to begin anew"
+        )
+    if step == train.steps:
+        raise Finished(
+            f"{path} is of the last of {train.steps} steps: the run is finished; to train on raise "
+            "train.steps, to begin anew choose another run.name"
+        )
+    if step >= train.last_step:
+        raise Finished(
+            f"{path} is of step {step} of {train.steps}, and train.stop_after={train.stop_after}: "
+            "to train on raise it, or set null"
+        )
+
+
 def load(checkpoint: Checkpoint, config: Config, step: TrainStep, mesh: ParallelMesh) -> None:
     """Set weights and states to the checkpoint's. Raises on every rank if it does not fit."""
     error = None
     try:
-        _check_model(checkpoint, config, step.optimizer.rule.states)
+        kinds = ("model", *(f"optimizer.{name}" for name in step.optimizer.rule.states))
+        shapes = parameter_shapes(config.model)
+        checkpoint.match(
+            {f"{kind}/{name}": shape for kind in kinds for name, shape in shapes.items()}
+        )
         step.load(checkpoint)
     except MegapipeError as problem:
         error = problem
@@ -99,26 +126,3 @@ def _verified(path: Path, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
         error = str(problem)
     first = mesh.agree(error)
     return (checkpoint, "") if first is None else (None, first)
-
-
-def _check_model(checkpoint: Checkpoint, config: Config, states: Sequence[str]) -> None:
-    """Refuse the weights of a model that computes something else, or without these states."""
-    stored = checkpoint.manifest.config
-    rule = stored.get("optimizer.rule", "adamw")
-    if rule != config.optimizer.rule:
-        raise CheckpointError(
-            f"{checkpoint.path}: its optimizer state is of optimizer.rule={rule}, the "
-            f"configuration has {config.optimizer.rule}"
-        )
-    for key, value in flatten(config).items():
-        if key.startswith("model.") and key not in FREE and stored.get(key) != value:
-            raise CheckpointError(
-                f"{checkpoint.path}: its {key} is {stored.get(key)}, the configuration has {value}"
-            )
-    checkpoint.match(
-        {
-            f"{kind}/{name}": shape
-            for kind in ("model", *(f"optimizer.{name}" for name in states))
-            for name, shape in parameter_shapes(config.model).items()
-        }
-    )

@@ -65,6 +65,15 @@ class Evaluation(NamedTuple):
     """Some rank was asked to stop before all samples were seen; the loss is nan."""
 
 
+class Position(NamedTuple):
+    """How far the data are consumed; between two such points a step takes a global batch."""
+
+    step: int
+    """Steps done."""
+    samples: int
+    """Samples that they took."""
+
+
 class TrainStep:
     """The computation of one process; `schedule` replaces the configured one if given.
 
@@ -117,6 +126,7 @@ class TrainStep:
         self._executors = self._make_executors(self.schedule, train=True)
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
         self._recording: list[Executor] = []
+        self.position = Position(0, 0)
         self.last = self.stages.get(self.placement.stages - 1)
         seed = config.run.seed
         self.optimizer.set_weights(initial or (lambda spec, out: spec.initialise(out, seed)))
@@ -219,8 +229,12 @@ class TrainStep:
 
     def fetch(self, step: int, rows: Rows) -> tuple[dict[Key, MicroBatch], int]:
         """The micro-batches of a step, and the number of unmasked tokens that count here."""
-        first = step * self.config.train.global_batch
-        return self._feed.fetch(self.schedule, rows, step, first, self.scaler.scale)
+        return self._feed.fetch(self.schedule, rows, step, self.samples(step), self.scaler.scale)
+
+    def samples(self, step: int) -> int:
+        """Samples that the steps before `step` take, and so the number of its first one."""
+        since = step - self.position.step
+        return self.position.samples + since * self.config.train.global_batch
 
     def own_totals(self, tokens: int, wishes: Callable[[], Wishes]) -> Totals:
         """What this rank adds to the totals of a step whose backward passes are done."""
@@ -238,6 +252,10 @@ class TrainStep:
         updates = coordinates.get("updates", checkpoint.step)
         if type(updates) is not int or updates < 0:
             raise CheckpointError(f"{checkpoint.path}: its number of updates is {updates}")
+        samples = coordinates.get("samples")
+        if type(samples) is not int or samples < 0:
+            raise CheckpointError(f"{checkpoint.path}: its number of samples is {samples}")
+        self.position = Position(checkpoint.step, samples)
         state.load(self.optimizer, checkpoint, updates)
         self.scaler.load(coordinates.get("loss_scale", self.scaler.state()))
 

@@ -25,20 +25,21 @@ from megapipe.errors import ConfigError, MegapipeError, Preempted
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
 from megapipe.observe.observer import Observer, build_sinks
-from megapipe.observe.provenance import provenance
+from megapipe.observe.provenance import provenance, start_mark
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
 from megapipe.observe.timeline import write_timeline
 from megapipe.plan.devices import peak
 from megapipe.plan.flops import token_flops
 from megapipe.plan.params import count, parameter_shapes
-from megapipe.train import state
+from megapipe.train import changes, state
 from megapipe.train.agreement import all_or_none
 from megapipe.train.auto import AutoSchedule
+from megapipe.train.changes import Change, Changes
 from megapipe.train.kernels import agreed_kernels
-from megapipe.train.resume import choose, load
+from megapipe.train.resume import check_end, choose, load
 from megapipe.train.signals import StopRequest
-from megapipe.train.step import TrainStep
+from megapipe.train.step import Position, TrainStep
 from megapipe.train.totals import Wishes
 from megapipe.train.update import StepResult
 from megapipe.words import counted
@@ -77,9 +78,12 @@ class Trainer:
         self.folder = Path(config.run.folder) / config.run.name
         self.checkpoints = self.folder / "checkpoints"
         self._make_folder()
-        kernels = agreed_kernels(config, layout, mesh, layout.schedule)
         self.source = choose(config, self.checkpoints, mesh)
+        check_end(self.source, config)
+        self._changes(corpus=None)
+        kernels = agreed_kernels(config, layout, mesh, layout.schedule)
         self.prepared = self._prepare(local_rank)
+        self.changes = self._changes(corpus=self._change_of_corpus())
         self.training, self.validation = build_batches(config, tokenizer, self.prepared)
         self.step = TrainStep(config, layout, mesh, kernels=kernels, document_end=tokenizer.eod)
         self.first_step = 0
@@ -89,6 +93,8 @@ class Trainer:
         if self.source.checkpoint is not None:
             load(self.source.checkpoint, config, self.step, mesh)
             self.first_step = self.source.checkpoint.step
+            if self.changes.data_anew:
+                self.step.position = Position(self.first_step, 0)
             self.skipped = self.first_step - self.step.optimizer.count
             if self.source.is_own:
                 self.run_id = self.source.checkpoint.manifest.run_id
@@ -121,12 +127,32 @@ class Trainer:
         assert prepared is not None
         return prepared
 
+    def _changes(self, corpus: Change | None) -> Changes:
+        """What has changed since the checkpoint; raises for what cannot go on."""
+        checkpoint = self.source.checkpoint
+        if checkpoint is None:
+            return Changes()
+        return changes.check(checkpoint, self.config, own=self.source.is_own, corpus=corpus)
+
+    def _change_of_corpus(self) -> Change | None:
+        """None where the checkpoint's corpus came out as this one, whatever its name."""
+        if self.source.checkpoint is None:
+            return None
+        manifest, prepared = self.source.checkpoint.manifest, self.prepared
+        stored = manifest.digests
+        if prepared.digest == stored.get("corpus") or prepared.content == stored.get("content"):
+            return None
+        before = f"{manifest.config.get('data.source')} ({stored.get('content', 'unknown')[:8]})"
+        return Change("corpus", before, f"{self.config.data.source} ({prepared.content[:8]})")
+
     def _open_run_folder(self) -> Observer:
         """Record what runs: configuration, versions, git state."""
+        mark = start_mark(self.folder, self.first_step) if self.source.is_own else ""
         try:
-            (self.folder / "config.yaml").write_text(dump(self.config))
+            (self.folder / f"config{mark}.yaml").write_text(dump(self.config))
             origin = provenance(Path(__file__).resolve().parents[2])
-            (self.folder / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+            text = json.dumps(origin, indent=2) + "\n"
+            (self.folder / f"provenance{mark}.json").write_text(text)
         except OSError as error:
             raise ConfigError(
                 f"run.folder: cannot write to {self.folder}: {error.strerror}"
@@ -145,7 +171,10 @@ class Trainer:
             self._note(f"passed over a damaged checkpoint: {reason}")
         if self.source.checkpoint is not None:
             path = self.source.checkpoint.path
-            self._note(f"resumed from {path} at step {self.first_step} of {steps}")
+            at = f"step {self.first_step} of {steps}, sample {self.step.position.samples}"
+            self._note(f"resumed from {path} at {at}")
+            for change in self.changes.told:
+                self._note(f"changed since: {change}")
         auto = self._auto_schedule()
         self.stop.phase = "training"
         self.clock.restart()
@@ -246,7 +275,7 @@ class Trainer:
                 mfu=None if limit is None else tflops / limit,
                 memory_gib=result.memory_gib,
                 eta_seconds=pace * (train.last_step - step),
-                samples=step * train.global_batch,
+                samples=self.step.samples(step),
                 loss_scale=result.loss_scale if self.step.scaler.scales else None,
                 skipped=self.skipped if self.step.scaler.scales else None,
             )
@@ -301,7 +330,7 @@ class Trainer:
         sizes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "chunks")}
         coordinates: dict[str, Any] = {
             "step": step,
-            "samples": step * self.config.train.global_batch,
+            "samples": self.step.samples(step),
             **self.step.coordinates(),
         }
         meta = Meta(
@@ -309,7 +338,7 @@ class Trainer:
             layout=sizes,
             coordinates=coordinates,
             config=flatten(self.config),
-            digests={"corpus": self.prepared.digest},
+            digests={"corpus": self.prepared.digest, "content": self.prepared.content},
         )
         path = save(
             self.checkpoints,

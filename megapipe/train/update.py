@@ -30,7 +30,7 @@ class StepResult:
     """Factor of the loss in the backward pass (fp16)."""
     wishes: Wishes = field(default_factory=Wishes)
     """What ranks wanted by then."""
-    memory_gib: float | None = None
+    memory_gib: float | None = field(default=None, compare=False)
     """Memory of the fullest rank; see :mod:`megapipe.observe.memory`."""
 
 

@@ -1,0 +1,120 @@
+"""What may differ between a checkpoint and the run that goes on from it.
+
+=========  ======================================================================================
+harmless   how and where it is computed, saved and told: layout, kernels, ZeRO, logging
+listed     how training goes on: learning rate, batch, clipping, dropout, types, ... and any key
+           that is in no other class
+refused    what makes it another run: the corpus, the order of its samples (seed, sequence length),
+           what counts in the loss, the model. ``run.resume_changes=allow`` lists these too, as far
+           as the tensors fit; the data then begin anew where their order is another
+never      the update rule: its state would mean something else
+=========  ======================================================================================
+
+A new run that begins from ``checkpoint.load`` may have another corpus and order; its model has to
+be the checkpoint's all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue
+
+from megapipe import strict_yaml
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.cli import flatten
+from megapipe.config import Config
+from megapipe.errors import CheckpointError
+
+HARMLESS = (
+    *("run.", "parallel.", "pipeline.", "activations.", "kernels.", "data.", "checkpoint.", "log."),
+    *("optimizer.zero", "optimizer.shard_size", "optimizer.prefetch", "optimizer.post_validation"),
+    *("optimizer.offload", "optimizer.offload_folder", "optimizer.window_mib"),
+    *("train.microbatch", "train.validate_every", "train.validation_samples", "train.stop_after"),
+    "model.init_std",
+)
+"""Keys, and sections of which all other keys are."""
+ORDER = ("run.seed", "train.sequence_length")
+"""What decides, with the corpus, which tokens a sample number stands for."""
+REFUSED = (*ORDER, "data.mask_document_ends", "data.document_mask")
+LISTED_OF_MODEL = ("model.dtype", "model.dropout")
+"""All other keys of the model are refused."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that has another value than in the checkpoint."""
+
+    key: str
+    stored: Any
+    now: Any
+
+    def __str__(self) -> str:
+        before, now = map(strict_yaml.text_of, (self.stored, self.now))
+        return f"{self.key} was {before} and is {now}"
+
+    @property
+    def harmless(self) -> bool:
+        """Whether nothing that is learnt depends on it."""
+        return not self.refused and any(
+            self.key.startswith(name) if name.endswith(".") else self.key == name
+            for name in HARMLESS
+        )
+
+    @property
+    def of_model(self) -> bool:
+        return (
+            self.key.startswith("model.")
+            and self.key not in LISTED_OF_MODEL
+            and self.key not in HARMLESS
+        )
+
+    @property
+    def refused(self) -> bool:
+        """Whether it makes another run."""
+        return self.key in REFUSED or self.of_model
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What is to be told, and whether samples are to be counted from 0 again."""
+
+    told: tuple[Change, ...] = ()
+    data_anew: bool = False
+
+
+def check(checkpoint: Checkpoint, config: Config, *, own: bool, corpus: Change | None) -> Changes:
+    """What has changed since a checkpoint, of this run (`own`) or another.
+
+    `corpus` is the change of the corpus if it is known and another. Raises
+    :class:`CheckpointError` for what cannot go on.
+    """
+    changes = [*compare(checkpoint.manifest.config, config), *([corpus] if corpus else [])]
+    for change in changes:
+        if change.key == "optimizer.rule":
+            raise CheckpointError(
+                f"{checkpoint.path}: its optimizer state is of optimizer.rule={change.stored}, the "
+                f"configuration has {change.now}"
+            )
+    refused = [c for c in changes if c.of_model or (own and (c.refused or c is corpus))]
+    if refused and config.run.resume_changes == "refuse":
+        raise CheckpointError(
+            f"{checkpoint.path} is of another run: {'; '.join(map(str, refused))}; change back, "
+            "choose another run.name, or set run.resume_changes=allow"
+        )
+    return Changes(
+        tuple(change for change in changes if not change.harmless),
+        data_anew=any(change.key in ORDER or change is corpus for change in changes),
+    )
+
+
+def compare(stored: Mapping[str, JsonValue], config: Config) -> list[Change]:
+    """The keys whose values differ; one that the checkpoint lacks had its default."""
+    defaults = flatten(Config())
+    return [
+        Change(key, before, now)
+        for key, now in flatten(config).items()
+        if (before := stored.get(key, defaults[key])) != now
+    ]
