@@ -1,10 +1,10 @@
 """Activation memory against formula: ``python benchmarks/memory.py``.
 
 Every registered schedule runs one step in one process, with every kind of activation policy that a
-layout accepts for it. Each storage that a stage's operation makes has a finaliser, and after each
-operation those that are alive are added up per rank. The formula, that of ``--dry-run``
-(:mod:`megapipe.plan.in_flight`), adds up what the operations of the same schedule should hold.
-Messages on their way are in neither.
+layout accepts for it. Each storage that a stage's operation makes has a finaliser, and those that
+are alive are added up per rank: after each operation, and within it at each allocation. The
+formula, that of ``--dry-run`` (:mod:`megapipe.plan.in_flight`), adds up what the operations of the
+same schedule should hold. Messages on their way are in neither.
 
 Then the same for what a process holds of the model, in :mod:`model_memory`.
 """
@@ -65,6 +65,8 @@ class Alive(NamedTuple):
     """Bytes."""
     host: int = 0
     """Bytes."""
+    within: int = 0
+    """Bytes on the device within operations."""
     activations: int = 0
     """Pieces, each counted at each stage that has a graph or weight gradients of it."""
 
@@ -82,6 +84,8 @@ class Rank:
     def __init__(self) -> None:
         self.stages: dict[int, Measured] = {}
         self.peak = Alive()
+        self.live = LiveStorages()
+        """Of all operations of the rank."""
 
     def note(self) -> None:
         self.peak = self.peak.most(Alive.total(stage.alive() for stage in self.stages.values()))
@@ -100,14 +104,13 @@ class Measured(Stage):
         self.live: dict[Key, LiveStorages] = {}
         self.graphs: set[Key] = set()
         """What has had a graph: not its input alone is held."""
-        self.fetched: set[Key] = set()
-        """What had its input gradient: nothing of it is on the host any more."""
 
     def forward(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
         given = [t for t in (mb.tokens, mb.labels, mb.mask) if t is not None]
         weights = [t for p in self.module.parameters() for t in (p.data, main_grad(p))]
         self.live[key] = LiveStorages([*given, *weights])
-        with self.live[key]:
+        self.rank.live.know([*given, *weights])
+        with self.rank.live, self.live[key]:
             y = super().forward(key, None if x is None else x.clone(), mb)
         y = None if y is None else y.clone()
         if not self.recompute:
@@ -116,21 +119,20 @@ class Measured(Stage):
         return y
 
     def recompute_ahead(self, key: Key) -> None:
-        with self.live[key]:
+        with self.rank.live, self.live[key]:
             super().recompute_ahead(key)
         self.graphs.add(key)
         self.rank.note()
 
     def input_grad(self, key: Key, grad: Tensor | None) -> Tensor | None:
-        with self.live[key]:
+        with self.rank.live, self.live[key]:
             out = super().input_grad(key, None if grad is None else grad.clone())
         out = None if out is None else out.clone()
-        self.fetched.add(key)
         self.rank.note()
         return out
 
     def weight_grad(self, key: Key) -> None:
-        with self.live[key]:
+        with self.rank.live, self.live[key]:
             super().weight_grad(key)
 
     def alive(self) -> Alive:
@@ -149,10 +151,9 @@ class Measured(Stage):
         for key, storages in self.live.items():
             own = {name: live for name, live in storages.alive.items() if live.bytes > SCALAR}
             for name, live in own.items():
-                in_host = live.made_as_bytes and key not in self.fetched
-                (host if in_host else device)[name] = live.bytes
+                (host if live.in_host else device)[name] = live.bytes
             counted += key in self.graphs and not own.keys() <= carried
-        return Alive(sum(device.values()), sum(host.values()), counted)
+        return Alive(sum(device.values()), sum(host.values()), activations=counted)
 
 
 def configure(schedule: str, activations: dict[str, Any], sequence: int) -> tuple[Config, Layout]:
@@ -216,7 +217,7 @@ def measure(config: Config, layout: Layout) -> list[Alive]:
     run_together(executors, microbatches(layout))
     left = [stage.alive() for rank in ranks for stage in rank.stages.values()]
     assert not any(map(any, left)), "something outlived its W"
-    return [rank.peak for rank in ranks]
+    return [rank.peak._replace(within=rank.live.peak) for rank in ranks]
 
 
 def microbatches(layout: Layout) -> dict[Key, MicroBatch]:
@@ -246,7 +247,11 @@ def predict(config: Config, layout: Layout) -> list[Alive]:
     """Per rank, the most that its operations should hold: bytes by formula, activations as the
     validator counts them."""
     return [
-        Alive(*peak_activations(config, layout, rank), activations)
+        Alive(
+            *peak_activations(config, layout, rank, inside=False),
+            peak_activations(config, layout, rank).device,
+            activations,
+        )
         for rank, activations in enumerate(validate(layout.schedule).peak_held)
     ]
 
@@ -276,6 +281,7 @@ def compare(
     of_bytes = max(worst["device"], worst["host"])
     for claim, (difference, where), tolerance in (
         ("bytes", of_bytes, TOLERANCE),
+        ("bytes within operations", worst["within"], TOLERANCE),
         ("pieces", worst["activations"], 0.0),
     ):
         yield Result(

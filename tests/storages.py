@@ -28,6 +28,8 @@ class Alive(NamedTuple):
     """Between I and W."""
     after: list[int]
     """After W."""
+    within: dict[str, int]
+    """Most bytes within F, I, W, and B, on the device."""
 
 
 def measure(stage: Stage, x: Tensor, mb: MicroBatch) -> Alive:
@@ -37,17 +39,34 @@ def measure(stage: Stage, x: Tensor, mb: MicroBatch) -> Alive:
     stage.input_grad((0, 0), x)
     stage.weight_grad((0, 0))
     with LiveStorages(known_of(stage, x)) as live:
+        within = {}
+
+        def peak() -> int:
+            found, live.peak = live.peak, live.bytes
+            return found
+
         y = stage.forward((0, 0), x.clone(), mb)
         assert y is not None
         del y
         settle()
-        device, host = live.sizes, live.byte_sizes
+        within["F"] = peak()
+        device, host = live.sizes, live.host_sizes
         stage.input_grad((0, 0), x.clone())
         settle()
-        queued = sorted(live.sizes + live.byte_sizes)
+        within["I"] = peak()
+        queued = sorted(live.sizes + live.host_sizes)
         stage.weight_grad((0, 0))
         settle()
-        return Alive(device, host, queued, live.sizes + live.byte_sizes)
+        within["W"] = peak()
+        after = live.sizes + live.host_sizes
+        stage.begin(train=True)
+        stage.forward((0, 0), x.clone(), mb)
+        settle()
+        peak()
+        stage.backward((0, 0), x.clone())
+        settle()
+        within["B"] = peak()
+        return Alive(device, host, queued, after, within)
 
 
 def measure_slices(

@@ -197,7 +197,8 @@ class _Parcel:
     ) -> None:
         self.previous = previous
         self.stream = stream
-        self.copies: list[_Copy] = []
+        self.copies: list[weakref.ref[_Copy]] = []
+        """Each is held by what was saved of it, and gone when the backward is through with that."""
         self._open: dict[int, tuple[torch.UntypedStorage, _Copy]] = {}
         """Address -> a storage and its copy; holding it keeps its address from being given away
         while the part runs."""
@@ -209,7 +210,7 @@ class _Parcel:
         address = storage.data_ptr()
         if address not in self._open:
             self._open[address] = storage, _Copy(storage, self.stream)
-            self.copies.append(self._open[address][1])
+            self.copies.append(weakref.ref(self._open[address][1]))
         copy, offset = self._open[address][1], int(tensor.storage_offset())
         return _View(copy, tensor.dtype, offset, tensor.size(), tensor.stride())
 
@@ -218,8 +219,9 @@ class _Parcel:
         self._open.clear()
 
     def fetch(self) -> None:
-        for copy in self.copies:
-            copy.fetch()
+        for reference in self.copies:
+            if (copy := reference()) is not None:
+                copy.fetch()
 
     def unpack(self, packed: Tensor | _View) -> Tensor:
         if isinstance(packed, Tensor):

@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_EMPTY = torch.ops.aten.empty.memory_format
+
 
 class Live(NamedTuple):
     """A storage that is alive."""
 
     bytes: int
-    made_as_bytes: bool
-    """As copies in host memory are."""
+    in_host: bool
+    """A copy of an activation in host memory: made empty, as bytes."""
 
 
 class LiveStorages(TorchDispatchMode):
@@ -29,8 +31,17 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._known: set[int] = set()
+        self.know(known)
         self._alive: dict[int, Live] = {}
+        self.bytes = 0
+        """Of all that is alive, but for copies in host memory."""
+        self.peak = 0
+        """The most that this was, also within operations; may be set back to `bytes`."""
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Leave these out from now on."""
+        self._known.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def __torch_dispatch__(
         self,
@@ -42,16 +53,24 @@ class LiveStorages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._note(tensor)
+                self._note(tensor, in_host=func is _EMPTY and tensor.dtype == torch.uint8)
         return out
 
-    def _note(self, tensor: Tensor) -> None:
+    def _note(self, tensor: Tensor, *, in_host: bool) -> None:
         storage = tensor.untyped_storage()
         name, size = id(storage), storage.nbytes()
         if name in self._alive or not size or storage.data_ptr() in self._known:
             return
-        self._alive[name] = Live(size, tensor.dtype == torch.uint8)
-        weakref.finalize(storage, self._alive.pop, name, None)
+        self._alive[name] = Live(size, in_host)
+        if not in_host:
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._free, name)
+
+    def _free(self, name: int) -> None:
+        gone = self._alive.pop(name)
+        if not gone.in_host:
+            self.bytes -= gone.bytes
 
     @property
     def alive(self) -> Mapping[int, Live]:
@@ -60,10 +79,10 @@ class LiveStorages(TorchDispatchMode):
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each storage that is alive, ascending, without those made as bytes."""
-        return sorted(live.bytes for live in self._alive.values() if not live.made_as_bytes)
+        """Bytes of each storage that is alive, ascending, without copies in host memory."""
+        return sorted(live.bytes for live in self._alive.values() if not live.in_host)
 
     @property
-    def byte_sizes(self) -> list[int]:
-        """The same of those made as bytes, as copies in host memory are."""
-        return sorted(live.bytes for live in self._alive.values() if live.made_as_bytes)
+    def host_sizes(self) -> list[int]:
+        """The same of copies in host memory."""
+        return sorted(live.bytes for live in self._alive.values() if live.in_host)

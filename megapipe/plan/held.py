@@ -110,7 +110,7 @@ def stage_held(
     labels and masks themselves.
     """
     device, host, queued = held(model, units, sizes)
-    w = _Widths.of(model, sizes)
+    w = Widths.of(model, sizes)
     size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
     residual = w.local_tokens * model.hidden * size
     if stage.embedding:
@@ -129,7 +129,7 @@ def stage_held(
 def queued_bytes(model: ModelConfig, sizes: Sizes) -> int:
     """What the weight gradients of one block wait with, under any policy: the input and the output
     gradient of each of the four linear layers."""
-    w = _Widths.of(model, sizes)
+    w = Widths.of(model, sizes)
     whole = (w.queries + 2 * w.keys) + w.queries + w.up + w.ffn
     return DTYPE_BYTES[model.dtype] * (w.tokens * whole + w.local_tokens * 4 * model.hidden)
 
@@ -137,18 +137,18 @@ def queued_bytes(model: ModelConfig, sizes: Sizes) -> int:
 def carried_bytes(model: ModelConfig, blocks: int, sizes: Sizes) -> int:
     """Keys and values of all positions, `sizes` being those of the whole sequences: what the slices
     of a micro-batch share in `blocks` blocks, from the first one's F to its I, under any policy."""
-    w = _Widths.of(model, sizes)
+    w = Widths.of(model, sizes)
     return blocks * 2 * w.tokens * w.keys * DTYPE_BYTES[model.dtype]
 
 
 def carried_gradients(model: ModelConfig, blocks: int, sizes: Sizes) -> int:
     """Gradients of those up to a slice's end, in fp32 (fp64 for fp64): what the I of a slice leaves
     to the slice before it."""
-    attended = _Widths.of(model, sizes._replace(sequence=sizes.attended))
+    attended = Widths.of(model, sizes._replace(sequence=sizes.attended))
     return blocks * 2 * attended.tokens * attended.keys * max(DTYPE_BYTES[model.dtype], 4)
 
 
-class _Widths(NamedTuple):
+class Widths(NamedTuple):
     """Tokens, and numbers per token, on one tensor-parallel rank."""
 
     tokens: int
@@ -164,10 +164,10 @@ class _Widths(NamedTuple):
     up: int
 
     @staticmethod
-    def of(model: ModelConfig, sizes: Sizes) -> _Widths:
+    def of(model: ModelConfig, sizes: Sizes) -> Widths:
         tokens, tp = sizes.sequence * sizes.rows, sizes.tp
         ffn = known(model.ffn_hidden) // tp
-        return _Widths(
+        return Widths(
             tokens=tokens,
             local_tokens=tokens // tp if sizes.sequence_parallel else tokens,
             heads=model.heads // tp,
@@ -181,7 +181,7 @@ class _Widths(NamedTuple):
 
 def _norm(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
     size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
-    tokens = _Widths.of(model, sizes).local_tokens
+    tokens = Widths.of(model, sizes).local_tokens
     values = tokens * model.hidden
     yield Saved("norm", "input", values * size, is_input=True)
     if model.norm == "rmsnorm":
@@ -194,7 +194,7 @@ def _norm(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
 
 def _attention(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
     size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
-    w = _Widths.of(model, sizes)
+    w = Widths.of(model, sizes)
     queries, keys = w.tokens * w.queries, w.tokens * w.keys
     rows = w.tokens * w.heads  # of the scores
     is_slice = sizes.before is not None
@@ -230,7 +230,7 @@ def _attention(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
 
 
 def _activation(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
-    w = _Widths.of(model, sizes)
+    w = Widths.of(model, sizes)
     inner = w.tokens * w.ffn * DTYPE_BYTES[model.dtype]
     yield Saved("mlp_activation", "up", inner * w.up // w.ffn, is_input=True)
     yield Saved("mlp_activation", "output", inner)
@@ -239,6 +239,6 @@ def _activation(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
 
 def _residual_mask(module: str, model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
     if model.dropout:
-        values = _Widths.of(model, sizes).local_tokens * model.hidden
+        values = Widths.of(model, sizes).local_tokens * model.hidden
         size = 1 if sizes.cuda else DTYPE_BYTES[model.dtype]
         yield Saved(module, "residual mask", values * size, has_grad=False)

@@ -9,6 +9,7 @@ from megapipe.layout import Layout
 from megapipe.plan.chunks import most_tokens
 from megapipe.plan.held import Held, Sizes, carried_bytes, carried_gradients, stage_held
 from megapipe.plan.params import DTYPE_BYTES
+from megapipe.plan.workspace import Peaks, peaks
 from megapipe.schedule.ir import Kind, Op
 
 _Owner = tuple[int, int, int | None]
@@ -35,18 +36,25 @@ class _Piece(NamedTuple):
     """Keys and values of the whole micro-batch; 0 unless this is a slice of it."""
     carried_gradients: int
     """What its I leaves to the slice before it."""
+    within: Peaks
+    """The most that it takes while an operation runs."""
+    within_built: Peaks
+    """The same, where the graph of a stage that is run again is there already."""
 
 
-def peak_activations(config: Config, layout: Layout, rank: int) -> Activations:
-    """The most that pipeline rank `rank` holds for its backwards, in either memory.
+def peak_activations(
+    config: Config, layout: Layout, rank: int, *, inside: bool = True
+) -> Activations:
+    """The most that pipeline rank `rank` holds for its pieces, in either memory.
 
     Pieces hold from F to I or B what their stage saves, from I to W what weight gradients wait
-    with. A stage that is run again holds its input, until the backward builds the graph
-    with the gradient at hand. Other messages, and what an operation frees again, come on top.
+    with. A stage that is run again holds its input, until the backward builds the graph. While an
+    operation runs its piece takes more (:mod:`megapipe.plan.workspace`); without `inside` that is
+    left out, and the peak is that between operations. Messages on their way come on top.
     """
     held: dict[_Owner, Activations] = {}
     device = host = most_device = most_host = 0
-    for changes in _moments(config, layout, rank):
+    for changes in _moments(config, layout, rank, inside):
         for owner, now in changes.items():
             before = held.pop(owner, _NOTHING)
             device += now.device - before.device
@@ -58,8 +66,13 @@ def peak_activations(config: Config, layout: Layout, rank: int) -> Activations:
     return Activations(most_device, most_host)
 
 
-def _moments(config: Config, layout: Layout, rank: int) -> Iterator[dict[_Owner, Activations]]:
-    """What changes: at the end of each operation, and in one when a graph is built again."""
+def _moments(
+    config: Config, layout: Layout, rank: int, inside: bool
+) -> Iterator[dict[_Owner, Activations]]:
+    """What changes: at the end of each operation, and in one when a graph is built again.
+
+    With `inside` also at the fullest moment of each.
+    """
     schedule, train = layout.schedule, config.train
     rows = [int(schedule.size_of(i) * train.microbatch) for i in range(schedule.microbatches)]
     piece_of = cache(partial(_piece, config, layout))
@@ -71,6 +84,11 @@ def _moments(config: Config, layout: Layout, rank: int) -> Iterator[dict[_Owner,
         owner = op.stage, op.microbatch, op.slice
         full = Activations(piece.held.device, piece.held.host)
         again = op.stage in schedule.recompute and owner not in built
+        if inside:
+            within = piece.within_built if owner in built else piece.within
+            host = full.host if op.kind in (Kind.F, Kind.B, Kind.I) else 0
+            carry = _carry(op, piece) if op.kind == Kind.F else {}
+            yield {owner: Activations(getattr(within, op.kind.name), host), **carry}
         if op.kind == Kind.F:
             kept = Activations(0 if stage.embedding else piece.message, 0) if again else full
             yield {owner: kept, **_carry(op, piece)}
@@ -105,9 +123,13 @@ def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -
         carried = carried_bytes(model, len(spec.layers), whole)
         gradients = carried_gradients(model, len(spec.layers), sizes)
     tokens = sizes.sequence * rows // (layout.tp if split else 1)
+    most, units = most_tokens(config), layout.units[stage]
+    again = stage in layout.schedule.recompute
     return _Piece(
-        held=stage_held(model, spec, layout.units[stage], sizes, loss_chunk=most_tokens(config)),
+        held=stage_held(model, spec, units, sizes, loss_chunk=most),
         message=tokens * model.hidden * DTYPE_BYTES[model.dtype],
         carried=carried,
         carried_gradients=gradients,
+        within=peaks(model, spec, units, sizes, most_tokens=most, again=again),
+        within_built=peaks(model, spec, units, sizes, most_tokens=most),
     )

@@ -152,7 +152,7 @@ class _ColumnFunction(Function):
         ctx.save_for_backward(x)
         ctx.layer = layer
         if graph_only:
-            return x.new_empty(layer.output_shape(x))
+            return x.new_empty(()).expand(layer.output_shape(x))
         return column_product(x, layer.matrix(), layer.vector(), layer.sharding)
 
     @staticmethod
@@ -185,7 +185,7 @@ class _RowFunction(Function):
         ctx.save_for_backward(x)
         ctx.layer = layer
         if graph_only:
-            return x.new_empty(layer.output_shape(x))
+            return x.new_empty(()).expand(layer.output_shape(x))
         return row_product(x, layer.matrix(), layer.vector(), layer.sharding)
 
     @staticmethod

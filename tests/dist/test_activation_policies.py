@@ -15,6 +15,7 @@ from storages import Alive, measure
 from megapipe.mesh import Grid
 from megapipe.model.microbatch import MicroBatch
 from megapipe.plan.held import Sizes, held, held_tensors
+from megapipe.plan.workspace import peaks
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
@@ -118,3 +119,25 @@ def test_bytes_on_a_tensor_parallel_rank() -> None:
             queued = held(config.model, layout.units[1], sizes).queued
             assert sum(alive.queued) == queued, case.name
             assert not alive.after, case.name
+
+
+def measure_within(world: World, given: list[Case]) -> list[dict[str, int]]:
+    return [alive.within for alive in measure_all(world, given)]
+
+
+def test_peaks_within_operations_on_a_tensor_parallel_rank() -> None:
+    base = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64)
+    given = [
+        replace(base, activations=name, model=model, sequence_parallel=split)
+        for name, model in (("keep", "gpt2"), ("full", "llama"), ("selective", "gpt2"))
+        for split in (False, True)
+    ]
+    for results in run_world(2, measure_within, given, timeout_s=120):
+        for case, within in zip(given, results, strict=True):
+            config, layout = configure(case)
+            sizes = Sizes(case.sequence, case.batch, case.tp, case.sequence_parallel)
+            spec, units = layout.stage_layers[1], layout.units[1]
+            formula = peaks(config.model, spec, units, sizes, most_tokens=0)
+            for kind, measured in within.items():
+                error = getattr(formula, kind) / measured - 1
+                assert abs(error) < 0.02, f"{case.name}: {kind} is {error:+.1%} off"

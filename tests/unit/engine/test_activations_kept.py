@@ -25,12 +25,14 @@ from megapipe.engine.weight_grad import WeightGradQueue, WeightGradTask
 from megapipe.model.attention import Attention
 from megapipe.model.block import Block
 from megapipe.model.config import ModelConfig
+from megapipe.model.gpt import TORCH_DTYPES
 from megapipe.model.microbatch import MicroBatch
 from megapipe.model.mlp import MLP
 from megapipe.model.norm import Norm
 from megapipe.model.partition import StageSpec
 from megapipe.plan.activations import Unit, stage_units
 from megapipe.plan.held import Sizes, held, held_tensors
+from megapipe.plan.workspace import peaks
 
 LAYERS, ROWS, LENGTH = 3, 2, 8
 MIDDLE = StageSpec(embedding=False, layers=range(LAYERS), head=False)
@@ -203,6 +205,26 @@ def test_bytes_are_those_of_the_formula(kind: str, fields: dict[str, Any], name:
     assert (sum(alive.device), sum(alive.host)) == total[:2]
     assert sum(alive.queued) == total.queued
     assert not alive.after
+
+
+LARGER = {"hidden": 64, "head_dim": 16, "ffn_hidden": 192}
+"""Of which a few vectors are a small part."""
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("gpt2", {"dtype": "bf16"}), ("gpt2", {}), ("llama", {"kv_heads": 2, "dtype": "fp32"})],
+)
+def test_the_peak_within_an_operation_is_that_of_the_formula(
+    kind: str, fields: dict[str, Any], name: str
+) -> None:
+    model = model_of(kind, **fields).model_copy(update=LARGER)
+    x = torch.ones(64, 4, model.hidden, dtype=TORCH_DTYPES[model.dtype])
+    alive = measure(middle(model, name), x, microbatch(model, 0))
+    formula = peaks(model, MIDDLE, units_of(name), Sizes(64, 4), most_tokens=0)
+    for kind, measured in alive.within.items():
+        assert getattr(formula, kind) == pytest.approx(measured, rel=0.005), kind
 
 
 def test_offloading_lets_go_of_the_message_that_came_in() -> None:

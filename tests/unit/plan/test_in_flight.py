@@ -9,6 +9,7 @@ from megapipe.config import Config
 from megapipe.layout import Layout, resolve
 from megapipe.plan.held import Held, Sizes, carried_bytes, carried_gradients, stage_held
 from megapipe.plan.in_flight import peak_activations
+from megapipe.plan.workspace import peaks
 
 SMALL = (
     "model.layers=4",
@@ -41,7 +42,7 @@ def test_micro_batches_between_f_and_i_and_between_i_and_w(
     keys = ("parallel.pp=3", "pipeline.layout=E L | L | L*2 H", f"pipeline.schedule={schedule}")
     config, layout = configure(*keys)
     each = of_stage(config, layout, rank, Sizes(256, 4))
-    found = peak_activations(config, layout, rank)
+    found = peak_activations(config, layout, rank, inside=False)
     assert found == (forwards * each.device + queued * each.queued, 0)
 
 
@@ -50,8 +51,8 @@ def test_a_stage_that_is_run_again_holds_inputs_a_graph_and_a_gradient() -> None
     keys = ("parallel.pp=2", "pipeline.layout=E L*2 | L*2 H", "activations.policy=stage")
     config, layout = configure(*keys)
     first, last = (of_stage(config, layout, stage, Sizes(256, 4)) for stage in (0, 1))
-    assert peak_activations(config, layout, 0) == (first.device + MESSAGE, 0)
-    assert peak_activations(config, layout, 1) == (last.device, 0)
+    assert peak_activations(config, layout, 0, inside=False) == (first.device + MESSAGE, 0)
+    assert peak_activations(config, layout, 1, inside=False) == (last.device, 0)
 
 
 def test_blocks_that_are_run_again_peak_when_their_weight_gradients_wait() -> None:
@@ -61,14 +62,17 @@ def test_blocks_that_are_run_again_peak_when_their_weight_gradients_wait() -> No
         config, layout = configure(*keys, f"pipeline.schedule={schedule}")
         each = of_stage(config, layout, 0, Sizes(256, 4))
         assert each.device < each.queued
-        assert peak_activations(config, layout, 0) == (each.queued if split else each.device, 0)
+        assert peak_activations(config, layout, 0, inside=False) == (
+            each.queued if split else each.device,
+            0,
+        )
 
 
 def test_what_waits_in_host_memory_is_apart() -> None:
     config, layout = configure("activations.offload=[norm]", "parallel.pp=2")
     each = of_stage(config, layout, 0, Sizes(256, 4))
     assert each.host > 0
-    assert peak_activations(config, layout, 0) == (2 * each.device, 2 * each.host)
+    assert peak_activations(config, layout, 0, inside=False) == (2 * each.device, 2 * each.host)
 
 
 @pytest.mark.parametrize("policy", ["keep", "full"])
@@ -88,4 +92,28 @@ def test_slices_of_two_micro_batches_on_the_first_of_two_ranks(policy: str) -> N
         2 * head.device + tail.device + 2 * carried + gradients,  # the next one's second F
         head.device + tail.device + carried,  # the first slice's B: no carry
     ]
-    assert peak_activations(config, layout, 0) == (max(moments), 0)
+    assert peak_activations(config, layout, 0, inside=False) == (max(moments), 0)
+
+
+@pytest.mark.parametrize("policy", ["keep", "full", "stage"])
+def test_the_peak_is_within_an_operation_while_others_wait(policy: str) -> None:
+    """On the first of two ranks one micro-batch waits while another is in F or B."""
+    keys = ("parallel.pp=2", "pipeline.layout=E L*2 | L*2 H", f"activations.policy={policy}")
+    config, layout = configure(*keys)
+    spec, units, again = layout.stage_layers[0], layout.units[0], policy == "stage"
+    within = peaks(config.model, spec, units, Sizes(256, 4), most_tokens=256, again=again)
+    waiting = 0 if again else of_stage(config, layout, 0, Sizes(256, 4)).device
+    found = peak_activations(config, layout, 0)
+    assert found.device == waiting + max(within.F, within.B)
+    assert of_stage(config, layout, 0, Sizes(256, 4)).device < within.B
+
+
+def test_the_peak_while_weight_gradients_wait() -> None:
+    """I of the last micro-batch, while none is left but the weight gradients of the others."""
+    keys = ("activations.policy=full", "pipeline.layout=E L*4 H", "pipeline.schedule=zb_h1")
+    config, layout = configure(*keys)
+    within = peaks(
+        config.model, layout.stage_layers[0], layout.units[0], Sizes(256, 4), most_tokens=256
+    )
+    assert peak_activations(config, layout, 0).device == within.I
+    assert of_stage(config, layout, 0, Sizes(256, 4)).queued < within.I
