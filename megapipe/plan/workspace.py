@@ -7,8 +7,7 @@ the engine, so the highest mark is what the allocator must have had.
 
 The kernels are torch's own. Left out are what they use inside (flash attention's on a GPU), a few
 numbers per token of the loss, gradients of vectors, and the wait between a collective's members.
-Approximate are slices, whose carries are counted at rest alone, and attention with dropout on the
-CPU.
+Approximate is attention with dropout on the CPU; carries of slices are counted between operations.
 """
 
 from __future__ import annotations
