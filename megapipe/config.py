@@ -308,6 +308,11 @@ class KernelsConfig(Section):
     of I. 0: the logits of the whole micro-batch, kept from F to I, and the head's weight gradient
     is left to W. Default: 256, on a GPU 4096."""
 
+    overlap: bool = True
+    """Tensor-parallel collectives of B and W travel while weight gradients are computed. false:
+    each is waited for where it begins, and gives the same bits. Hiding them takes, with sequence
+    parallelism, a gathered tensor [s, b, h] more at a time."""
+
     def loss_tokens(self, *, cuda: bool) -> int:
         """`loss_chunk`, with its default filled in.
 

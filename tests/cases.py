@@ -54,6 +54,7 @@ class Case:
     activations: str = "keep"
     loss_chunk: int | None = None
     compile: bool = False
+    overlap: bool = True
     model: str = "gpt2"
     tied: bool = True
     uneven: bool = False
@@ -163,7 +164,11 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "scatter_gather": case.scatter,
             },
             "activations": ACTIVATIONS[case.activations],
-            "kernels": {"loss_chunk": case.loss_chunk, "compile": case.compile},
+            "kernels": {
+                "loss_chunk": case.loss_chunk,
+                "compile": case.compile,
+                "overlap": case.overlap,
+            },
             "data": {"document_mask": case.documents},
             "optimizer": {
                 "rule": case.rule,

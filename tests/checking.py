@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import reference
 import torch
 from cases import LR, STEPS, Case, batch_of, configure, plain
@@ -186,3 +187,13 @@ def check_weights(
         here = box.inside(whole(tuple(full.shape)))
         found = {name: torch.from_numpy(values)}
         reference.assert_weights_close(found, {name: full[here]}, LR)
+
+
+def assert_same_bits(one: Outcome, other: Outcome, name: str) -> None:
+    """Two outcomes of a rank, of the same layout, are bitwise the same."""
+    assert one.losses == other.losses, name
+    assert one.norms == other.norms, name
+    for mine, others in zip((*one.grads, *one.copies), (*other.grads, *other.copies), strict=True):
+        for (tensor, box, values), (tensor_, box_, values_) in zip(mine, others, strict=True):
+            assert (tensor, box) == (tensor_, box_)
+            assert np.array_equal(values, values_), f"{name}: {tensor}"

@@ -19,7 +19,7 @@ from megapipe.tensor_parallel import collectives
 
 BEGIN = ("start_all_reduce", "start_all_gather", "start_reduce_scatter", "start_all_to_all")
 """What begins a collective; the functions that wait at once call these."""
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+PRODUCTS = ("mm", "addmm", "addmm_")
 
 
 @dataclass

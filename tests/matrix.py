@@ -75,6 +75,7 @@ ELSEWHERE = {
     "group": "follows from the schedule and m; all values: test_schedules",
     "slices": "test_schedules",
     "pairs": "test_schedules",
+    "overlap": "changes no bit: test_overlap",
     "swap": "test_schedules",
     "loss_scale": "one at which fp16 does not overflow; dynamic ones: test_fp16",
     "layers": "follows from the number of stages",

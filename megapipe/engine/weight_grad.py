@@ -8,7 +8,8 @@ function returns the input gradient and *queues* the weight gradient as a task t
 the GEMM needs. ``W`` runs the queued tasks, which add straight into the main gradient.
 
 ``B`` is ``I`` and ``W`` through the same kernels, so fused and split schedules agree bitwise. Only
-that it lets each task run as soon as it comes (:attr:`WeightGradQueue.at_once`), and nothing wait.
+that it lets each task run as soon as it comes (:attr:`WeightGradQueue.at_once`), or beside the next
+collective of the backward, which then costs no time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 
 class WeightGradTask(Protocol):
     """One layer's weight gradient for one micro-batch, ready to run."""
+
+    def begin(self) -> None:
+        """Begin to bring here what is to be gathered; :meth:`run` does so where nobody did."""
 
     def run(self) -> None:
         """Add the gradient into the parameter's main gradient."""
@@ -46,19 +50,23 @@ class WeightGradQueue:
         assert key not in self._tasks, f"weight gradients of {key} are already queued"
         self._filling = self._tasks[key] = []
 
-    def put(self, task: WeightGradTask) -> None:
+    def put(self, *tasks: WeightGradTask, later: bool = False) -> None:
+        """Hand tasks over. Of those that may run at once some had better run `later`: beside the
+        next collective (:meth:`beside`), or at the end of the backward."""
         assert self._filling is not None, "a backward pass ran outside the engine"
-        if self.at_once:
-            task.run()
+        if self.at_once and not later:
+            _run_in_turn(list(tasks))
         else:
-            self._filling.append(task)
+            self._filling.extend(tasks)
+
+    def beside(self) -> None:
+        """A collective has begun, and is waited for next: run what was put for later."""
+        if self.at_once and self._filling:
+            _run_in_turn(self._filling)
 
     def run(self, key: Hashable) -> None:
         """Compute the gradients of `key` and let go of what they held."""
-        tasks = self._tasks.pop(key)
-        tasks.reverse()
-        while tasks:
-            tasks.pop().run()
+        _run_in_turn(self._tasks.pop(key))
 
     def pending(self) -> dict[Hashable, list[WeightGradTask]]:
         """What is queued now, for inspection."""
@@ -68,6 +76,18 @@ class WeightGradQueue:
         self._tasks.clear()
         self._filling = None
         self.at_once = False
+
+
+def _run_in_turn(tasks: list[WeightGradTask]) -> None:
+    """Run and remove all tasks; what the next one gathers travels while one computes."""
+    tasks.reverse()
+    if tasks:
+        tasks[-1].begin()
+    while tasks:
+        task = tasks.pop()
+        if tasks:
+            tasks[-1].begin()
+        task.run()
 
 
 def main_grad(parameter: Parameter) -> Tensor:

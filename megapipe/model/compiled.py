@@ -24,6 +24,7 @@ from megapipe.model.microbatch import MicroBatch
 from megapipe.ops.compiler import Compiler
 from megapipe.ops.documents import Documents
 from megapipe.tensor_parallel.linear import (
+    LinearTask,
     ParallelLinear,
     column_input_grad,
     column_product,
@@ -71,9 +72,8 @@ class _Harvest:
 
     def queue(self, grads: Sequence[Tensor]) -> None:
         """Leave the weight gradients to ``W``, in the order of the backward."""
-        taken = zip(self.layers, self.inputs, grads, strict=True)
-        for layer, x, grad in reversed(list(taken)):
-            layer.defer(x, grad)
+        tasks = list(map(LinearTask, self.layers, self.inputs, grads))
+        self.layers[0].sharding.queue.put(*reversed(tasks))
 
 
 class _Sinks(Function):

@@ -28,6 +28,8 @@ class Kernels:
     """What compiles the blocks, if something does."""
     loss_chunk: int = 0
     """Tokens whose logits there are at a time; 0: all of a micro-batch's."""
+    overlap: bool = True
+    """Tensor-parallel collectives run beside weight gradients."""
     choices: Sequence[Choice[Any]] = ()
 
     def banner(self) -> str:

@@ -74,6 +74,7 @@ def select_kernels(
         choices=used,
         compiler=torch_compile if wanted.compile else None,
         loss_chunk=wanted.loss_tokens(cuda=device.type == "cuda"),
+        overlap=wanted.overlap,
     )
 
 

@@ -1,13 +1,13 @@
 """How long a step takes, at speeds that are assumed.
 
 Operations take the FLOPs of their stage at a share of the device's peak, and the collectives of
-tensor parallelism on top, at the speed of a node's links or of the network; messages and what
+tensor parallelism on top, at the speed of a node's links or of the network: those of B and W as far
+as they outlast the weight gradients beside which they run (``kernels.overlap``). Messages and what
 replicas exchange travel beside them, as the simulator has it. Latencies, the update and what
 operations wait for in memory are not in it but as far as the share of the peak is.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
@@ -17,21 +17,18 @@ from megapipe.plan.chunks import most_tokens
 from megapipe.plan.costs import scaled
 from megapipe.plan.devices import device, local_device
 from megapipe.plan.flops import layer_flops
-from megapipe.plan.links import speed
+from megapipe.plan.links import scatters, speed
 from megapipe.plan.params import DTYPE_BYTES
 from megapipe.plan.traffic import (
     Exchange,
     message_bytes,
+    operation_traffic,
     reduction,
-    step_traffic,
 )
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.simulate import Timeline, simulate
-
-_WAITING = {"F": "F", "I": "I", "W": "W", "messages": "FI"}
-"""Operations that wait for a tp collective, by what it is for."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +83,32 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
     tokens = config.train.sequence_length * config.train.microbatch
     rate = speeds.tflops * 1e12 * speeds.efficiency
     computed = scaled(layout.cost, tokens / layout.tp / rate)
-    collectives = _collectives(config, layout)
     reduce, gather = _replicas(config, layout)
     stride = layout.tp * layout.cp * layout.dp
 
-    def times(kind: Literal["F", "I", "W"]) -> tuple[float, ...]:
-        own = computed.table(layout.stages)[Kind[kind]]
-        return tuple(float(a) + b for a, b in zip(own, collectives[kind], strict=True))
+    kinds = ("F", "I", "W", "B")
+    link, own = 1e9 * speed(config, layout.tp), computed.table(layout.stages)
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for stage in range(layout.stages):
+        F, I, W = (float(own[Kind[kind]][stage]) for kind in "FIW")  # noqa: E741
+        sent = {k: float(operation_traffic(config, layout, stage, k)) / link for k in kinds}
+        hidden = config.kernels.overlap
+        F += _message(config, layout, stage, stage - 1) / link
+        I += _message(config, layout, stage, stage + 1) / link  # noqa: E741
+        times["F"].append(F + sent["F"])
+        times["I"].append(I + sent["I"])
+        times["W"].append(max(W, sent["W"]) if hidden else W + sent["W"])
+        if config.kernels.compile:
+            times["B"].append(times["I"][-1] + times["W"][-1])
+        else:
+            times["B"].append(I + (max(W, sent["B"]) if hidden else W + sent["B"]))
 
     return replace(
         computed,
-        F=times("F"),
-        I=times("I"),
-        W=times("W"),
+        F=tuple(times["F"]),
+        I=tuple(times["I"]),
+        W=tuple(times["W"]),
+        B=tuple(times["B"]),
         bandwidth={
             (a, b): _between(config, a * stride, b * stride)
             for a, b in pairs(layout.schedule.placement)
@@ -112,35 +122,13 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
     )
 
 
-def _collectives(config: Config, layout: Layout) -> dict[str, list[float]]:
-    """Seconds of the tp collectives of an operation on a whole micro-batch, by kind and stage.
-
-    They are those of all stages of a rank, by layers; an end of the model has one or two of them
-    where a layer has four. Those of a forward that is run again are with the forward.
-    """
-    schedule, rate = layout.schedule, 1e9 * speed(config, layout.tp)
-    result = {kind: [0.0] * layout.stages for kind in "FIW"}
+def _message(config: Config, layout: Layout, stage: int, source: int) -> float:
+    """Bytes that a process sends to its tp peers to put together one message between stages."""
+    row = layout.schedule.placement.table[0]
     alone = config.pipeline.channels == "in_process"
-    passed = [0.0] * len(schedule.placement.table)
-    for microbatch in range(schedule.microbatches):
-        passed[schedule.replica_of(microbatch)] += float(schedule.size_of(microbatch))
-    for rank in range(1 if alone else layout.pp):
-        weights: dict[int, float] = {}
-        total = 0.0
-        for row, microbatches in zip(schedule.placement.table, passed, strict=True):
-            for stage, home in enumerate(row):
-                if alone or home == rank:
-                    spec = layout.stage_layers[stage]
-                    weights[stage] = len(spec.layers) + (spec.embedding + spec.head) / 2
-                    total += weights[stage] * microbatches
-        for exchange in step_traffic(config, layout, rank):
-            kinds = _WAITING.get(exchange.what, "") if exchange.axis == "tp" else ""
-            for kind in kinds:
-                seconds = float(exchange.wire) / rate / len(kinds)
-                for stage, weight in weights.items():
-                    holders = 1 if alone else len(schedule.placement.holders(stage))
-                    result[kind][stage] += seconds * weight / total / holders
-    return result
+    if alone or not 0 <= source < len(row) or row[source] == row[stage] or not scatters(config):
+        return 0.0
+    return float((layout.tp - 1) * message_bytes(config, layout))
 
 
 def _between(config: Config, first: int, second: int) -> float:

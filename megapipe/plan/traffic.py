@@ -10,7 +10,8 @@ conventions of bytes:
 
 Tensor parallelism (Shoeybi et al., 1909.08053) all-reduces the hidden states x twice per layer in
 the forward and twice in the input gradient; with sequence parallelism (2205.05198) each of these
-is an all-gather and a reduce-scatter, and the weight gradients gather again what was not kept.
+is an all-gather and a reduce-scatter, and the weight gradients gather again what was not kept: the
+inputs, and where they wait for ``W`` the gradients too.
 Gradients are reduced and weights gathered once per step, with ZeRO-2 and 3 (1910.02054) after each
 run of weight gradients and before each run of uses. The pipeline sends x and its gradient, or
 shares of them that are gathered on arrival (:mod:`megapipe.plan.links`). What
@@ -39,6 +40,7 @@ from megapipe.plan.chunks import loss_chunk, most_tokens
 from megapipe.plan.links import scatters, share
 from megapipe.plan.params import DTYPE_BYTES
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
+from megapipe.schedule.ir import Kind
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
@@ -111,22 +113,38 @@ def message_bytes(config: Config, layout: Layout, tokens: int | None = None) -> 
     return share(tokens * config.model.hidden, ranks) * DTYPE_BYTES[config.model.dtype]
 
 
+def operation_traffic(config: Config, layout: Layout, stage: int, kind: str) -> Fraction:
+    """Bytes of hidden states that a process sends to its tp peers in one F, I, W or B of a whole
+    micro-batch; those of a forward that is run again are with the F."""
+    per_pass = _stage_traffic(config, layout, stage, fused=kind == "B")
+    sent = [
+        Exchange("tp", collective, what, count, count * hidden_bytes(config), layout.tp).wire
+        for (collective, what), count in per_pass.items()
+        if what in ("IW" if kind == "B" else kind)
+    ]
+    return sum(sent, Fraction(0))
+
+
 def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    """Per piece of a micro-batch and layer: 2 collectives in F and I, 4 gathers in W."""
-    tokens = config.train.sequence_length * config.train.microbatch
+    """Per piece of a micro-batch and layer: 2 or 4 collectives in F and in I, and with sequence
+    parallelism 4 gathers in W, or 2 in the W of a B."""
+    whole = hidden_bytes(config) // (config.train.sequence_length * config.train.microbatch)
     for stage in process_stages(config, layout, rank):
-        pieces = list(_pieces(config, layout, stage, rank))
-        volume = Fraction(sum(pieces), tokens)
-        per_pass = _stage_traffic(config, layout, stage)
-        for (collective, what), count in per_pass.items():
+        split, fused = (
+            list(_pieces(config, layout, stage, rank, fused=fused)) for fused in (False, True)
+        )
+        per_pass = [_stage_traffic(config, layout, stage, fused=fused) for fused in (False, True)]
+        for collective, what in per_pass[0]:
+            counts = [of[collective, what] for of in per_pass]
             yield Exchange(
                 axis="tp",
                 collective=collective,
                 what=what,
-                count=count * len(pieces),
-                bytes=int(count * hidden_bytes(config) * volume),
+                count=counts[0] * len(split) + counts[1] * len(fused),
+                bytes=(counts[0] * sum(split) + counts[1] * sum(fused)) * whole,
                 members=layout.tp,
             )
+        pieces = split + fused
         if layout.stage_layers[stage].head:
             forwards = 1 + (stage in layout.schedule.recompute)
             most = most_tokens(config)
@@ -142,23 +160,28 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
             )
 
 
-def _pieces(config: Config, layout: Layout, stage: int, rank: int) -> Iterator[int]:
-    """Tokens of each piece of a micro-batch that `stage` computes on pipeline rank `rank`."""
+def _pieces(config: Config, layout: Layout, stage: int, rank: int, *, fused: bool) -> Iterator[int]:
+    """Tokens of each piece of a micro-batch that `stage` computes on pipeline rank `rank`, of those
+    whose backward is one operation, or of the others."""
     schedule = layout.schedule
     alone = config.pipeline.channels == "in_process"
     lengths = layout.slice_lengths if schedule.slices > 1 else (config.train.sequence_length,)
-    for microbatch in range(schedule.microbatches):
-        home = schedule.placement.rank_of(stage, schedule.replica_of(microbatch))
-        if alone or home == rank:
-            rows = int(schedule.size_of(microbatch) * config.train.microbatch)
-            yield from (rows * length for length in lengths)
+    kind = Kind.B if fused else Kind.I
+    for own in range(layout.pp) if alone else [rank]:
+        for op in schedule.rank_ops(own):
+            if op.stage == stage and op.kind == kind:
+                rows = int(schedule.size_of(op.microbatch) * config.train.microbatch)
+                yield rows * lengths[op.slice]
 
 
-def _stage_traffic(config: Config, layout: Layout, stage: int) -> dict[tuple[Collective, str], int]:
+def _stage_traffic(
+    config: Config, layout: Layout, stage: int, *, fused: bool
+) -> dict[tuple[Collective, str], int]:
     """Collectives of hidden states in one pass through a stage, by kind and operation.
 
     What is run again in the backward ends in a linear layer without its product, and so without
-    the last reduction.
+    the last reduction. A `fused` backward gathers the gradients of row layers once, a compiled one
+    twice all the same.
     """
     spec = layout.stage_layers[stage]
     linears = _PAIRS * len(spec.layers)
@@ -172,6 +195,7 @@ def _stage_traffic(config: Config, layout: Layout, stage: int) -> dict[tuple[Col
     rows = linears + rerun - left_out + spec.embedding * (1 + again)
     head_forwards = spec.head * (1 + again)
     kept_logits = spec.head * (most_tokens(config) == 0)
+    gathered = linears * (1 if fused and not config.kernels.compile else 2)
     if not config.parallel.sequence_parallel:
         return {("all_reduce", "F"): rows, ("all_reduce", "I"): linears + spec.head}
     return {
@@ -179,7 +203,7 @@ def _stage_traffic(config: Config, layout: Layout, stage: int) -> dict[tuple[Col
         ("reduce_scatter", "F"): rows,
         ("all_gather", "I"): linears,
         ("reduce_scatter", "I"): linears + spec.head,
-        ("all_gather", "W"): 2 * linears + spec.embedding + kept_logits,
+        ("all_gather", "W"): gathered + spec.embedding + kept_logits,
     }
 
 

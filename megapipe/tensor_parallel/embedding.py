@@ -11,7 +11,13 @@ from torch.nn import Parameter, functional
 
 from megapipe.engine.weight_grad import main_grad
 from megapipe.plan.params import WORD_EMBEDDING, padded_vocabulary
-from megapipe.tensor_parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megapipe.tensor_parallel.collectives import (
+    Wait,
+    all_reduce,
+    done,
+    reduce_scatter,
+    start_gathering,
+)
 from megapipe.tensor_parallel.parameter import (
     Sharding,
     new_parameter,
@@ -26,13 +32,19 @@ class _WordTask:
     layer: WordEmbedding
     tokens: Tensor
     grad: Tensor
+    _whole: Tensor | None = None
+    _arrived: Wait = done
+
+    def begin(self) -> None:
+        if self.layer.sharding.kernels.overlap:
+            self._gather()
 
     def run(self) -> None:
-        layer, grad = self.layer, self.grad
-        if layer.sharding.sequence_split:
-            grad = all_gather(grad, layer.sharding.tp)
+        layer = self.layer
+        grad = self._gather()
         row, elsewhere = layer.local_rows(self.tokens)
         target = main_grad(layer.weight)
+        self._arrived()
         source = grad.flatten(0, 1).to(target.dtype)
         if layer.sharding.tp.size > 1:
             source = source.masked_fill(elsewhere.t().reshape(-1, 1), 0)
@@ -40,6 +52,15 @@ class _WordTask:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.tokens, self.grad
+
+    def _gather(self) -> Tensor:
+        """The gradient of all positions [s, b, h], which may be on its way."""
+        sharding = self.layer.sharding
+        if not sharding.sequence_split:
+            return self.grad
+        if self._whole is None:
+            self._whole, self._arrived = start_gathering(self.grad, sharding.tp)
+        return self._whole
 
 
 class _WordFunction(Function):
@@ -58,7 +79,9 @@ class _WordFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.layer.sharding.queue.put(_WordTask(ctx.layer, ctx.tokens, grad))
+        sharding = ctx.layer.sharding
+        later = sharding.sequence_split and sharding.kernels.overlap
+        sharding.queue.put(_WordTask(ctx.layer, ctx.tokens, grad), later=later)
         return None, None, None
 
 
@@ -98,6 +121,9 @@ class _PositionTask:
     layer: PositionEmbedding
     start: int
     grad: Tensor  # [s(/tp), b, h]
+
+    def begin(self) -> None:
+        """Nothing is gathered."""
 
     def run(self) -> None:
         target = main_grad(self.layer.weight)

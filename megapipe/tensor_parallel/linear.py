@@ -6,7 +6,9 @@ With sequence parallelism (Korthikanti et al., 2205.05198) the activations aroun
 s/tp positions, and each all-reduce becomes an all-gather and a reduce-scatter.
 
 The weight gradient is queued (:mod:`megapipe.engine.weight_grad`). What was gathered is not kept:
-the queue holds the shard, and ``W`` gathers it again.
+the queue holds the shard, and ``W`` gathers it again. A ``B`` uses the gradient that it gathered
+for both products, and hides its collectives behind the weight gradients: a column layer's own runs
+while its input gradient is summed, a row layer's waits for the next gradient to be gathered.
 """
 
 from __future__ import annotations
@@ -20,33 +22,56 @@ from torch.autograd import Function
 from torch.nn import Parameter, functional
 
 from megapipe.engine.weight_grad import add_product, main_grad
-from megapipe.tensor_parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megapipe.tensor_parallel.collectives import (
+    Wait,
+    all_gather,
+    all_reduce,
+    done,
+    reduce_scatter,
+    start_all_reduce,
+    start_gathering,
+    start_reduce_scatter,
+)
 from megapipe.tensor_parallel.parameter import Sharding, new_parameter
 
 
 @dataclass
-class _LinearTask:
-    """main gradients of one linear layer: x [s(/tp), b, in], grad [s(/tp), b, out]."""
+class LinearTask:
+    """Main gradients of one linear layer: x [s(/tp), b, in], grad [s(/tp), b, out]."""
 
     layer: ParallelLinear
     x: Tensor
     grad: Tensor
+    whole: Tensor | None = None
+    """With sequence parallelism, all positions of the one that is split, where they are gathered
+    or on their way."""
+    _arrived: Wait = done
+
+    def begin(self) -> None:
+        if self.layer.sharding.kernels.overlap:
+            self._gather()
 
     def run(self) -> None:
         layer, x, grad = self.layer, self.x, self.grad
+        self._gather()
         if layer.bias is not None:
             bias = main_grad(layer.bias)
             bias.view(-1).add_(grad.flatten(0, -2).sum(0, dtype=bias.dtype))
-        if layer.sharding.sequence_split:
-            if layer.rows_split:
-                x = all_gather(x, layer.sharding.tp)
-            else:
-                grad = all_gather(grad, layer.sharding.tp)
+        self._arrived()
+        whole, self.whole = self.whole, None
+        if whole is not None:
+            x, grad = (whole, grad) if layer.rows_split else (x, whole)
         left, right = grad.flatten(0, -2), x.flatten(0, -2)
         add_product(layer.weight, left, right, layer.sharding.kernels.accumulate)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.x, self.grad
+        return (self.x, self.grad) if self.whole is None else (self.x, self.grad, self.whole)
+
+    def _gather(self) -> None:
+        sharding = self.layer.sharding
+        if sharding.sequence_split and self.whole is None:
+            shard = self.x if self.layer.rows_split else self.grad
+            self.whole, self._arrived = start_gathering(shard, sharding.tp)
 
 
 class ParallelLinear(nn.Module):
@@ -107,10 +132,6 @@ class ParallelLinear(nn.Module):
         length = x.shape[0] * split if self.rows_split else x.shape[0] // split
         return length, *x.shape[1:-1], len(self.matrix())
 
-    def defer(self, x: Tensor, grad: Tensor) -> None:
-        """Leave the weight gradient to ``W``: `x` was the input, `grad` is of the output."""
-        self.sharding.queue.put(_LinearTask(self, x, grad))
-
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
     """x [s(/tp), b, in] by rows [out/tp, in] of a matrix: [s, b, out/tp]."""
@@ -120,10 +141,23 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sha
 
 def column_input_grad(grad: Tensor, weight: Tensor, sharding: Sharding) -> Tensor:
     """The gradient of the input of :func:`column_product`, from that of its output."""
-    grad_x = grad @ weight  # [s, b, in], a partial sum over tp
+    grad_x, summed = start_sum(grad @ weight, sharding)
+    summed()
+    return grad_x
+
+
+def start_sum(partial: Tensor, sharding: Sharding) -> tuple[Tensor, Wait]:
+    """Begin to add up input gradients of which each tp rank has a term: [s, b, in] -> [s(/tp), b,
+    in], there after the wait; `partial` may be overwritten. Without ``kernels.overlap`` it is there
+    at once."""
     if sharding.sequence_split:
-        return reduce_scatter(grad_x, sharding.tp)
-    return all_reduce(grad_x, sharding.tp)
+        total, summed = start_reduce_scatter(partial, sharding.tp)
+    else:
+        total, summed = partial, start_all_reduce(partial, sharding.tp)
+    if not sharding.kernels.overlap:
+        summed()
+        summed = done
+    return total, summed
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
@@ -159,8 +193,13 @@ class _ColumnFunction(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         layer: ColumnParallelLinear = ctx.layer
-        grad_x = column_input_grad(grad, layer.matrix(), layer.sharding)
-        layer.defer(x.detach(), grad)
+        queue = layer.sharding.queue
+        task = LinearTask(layer, x.detach(), grad)
+        if queue.at_once:
+            task.begin()
+        grad_x, summed = start_sum(grad @ layer.matrix(), layer.sharding)
+        queue.put(task)
+        summed()
         return grad_x, None, None, None
 
 
@@ -192,8 +231,19 @@ class _RowFunction(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         layer: RowParallelLinear = ctx.layer
-        grad_x = row_input_grad(grad, layer.matrix(), layer.sharding)
-        layer.defer(x.detach(), grad)
+        sharding, queue = layer.sharding, layer.sharding.queue
+        task = LinearTask(layer, x.detach(), grad)
+        if not sharding.sequence_split:
+            grad_x = grad @ layer.matrix()
+            queue.put(task)
+            return grad_x, None, None, None
+        whole, gathered = start_gathering(grad, sharding.tp)
+        queue.beside()
+        gathered()
+        if queue.at_once:
+            task.whole = whole
+        grad_x = whole @ layer.matrix()
+        queue.put(task, later=sharding.kernels.overlap)
         return grad_x, None, None, None
 
 

@@ -25,14 +25,14 @@ from torch.nn import Parameter
 
 from megapipe.engine.weight_grad import add_product
 from megapipe.plan.chunks import loss_chunk
-from megapipe.tensor_parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megapipe.tensor_parallel.collectives import all_gather
 from megapipe.tensor_parallel.cross_entropy import (
     Exponentials,
     exponentiate,
     loss_dtype,
     masked_sum,
 )
-from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.linear import ColumnParallelLinear, start_sum
 
 
 @dataclass
@@ -96,20 +96,18 @@ class _Loss:
         sharding, weight = self.head.sharding, self.head.weight
         matrix, x = self.head.matrix(), self.whole(hidden)
         weights = (self.mask != 0).flatten() * grad  # [s * b]
-        grad_x, losses = torch.empty_like(x), []
+        grad_x, losses = torch.empty_like(x), []  # partial sums over tp
         for chunk in self.chunks(x):
             losses.append(chunk.losses)
             g = chunk.exponentials.gradient(weights[chunk.tokens])
             if g.dtype != x.dtype:
                 g = chunk.scratch.copy_(g)
             torch.mm(g, matrix, out=grad_x[chunk.tokens])
+            if chunk.tokens.stop == len(x):
+                grad_hidden, summed = start_sum(grad_x.view(-1, *hidden.shape[1:]), sharding)
             add_product(weight, g, chunk.x, sharding.kernels.accumulate)
-        grad_x = grad_x.view(-1, *hidden.shape[1:])  # [s, b, h], a partial sum over tp
-        if sharding.sequence_split:
-            grad_x = reduce_scatter(grad_x, sharding.tp)
-        else:
-            all_reduce(grad_x, sharding.tp)
-        return self.total(losses), grad_x
+        summed()
+        return self.total(losses), grad_hidden
 
 
 class _LinearCrossEntropy(Function):

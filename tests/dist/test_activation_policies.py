@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
-from parity import ACTIVATIONS, Case, Outcome, check_case, configure, run_cases
+from checking import assert_same_bits
+from parity import ACTIVATIONS, Case, check_case, configure, run_cases
 from storages import Alive, measure
 
 from megapipe.mesh import Grid
@@ -72,16 +72,7 @@ def test_dropout_is_the_same_bitwise() -> None:
     for outcomes in run_world(2, run_cases, [*given, *unique], timeout_s=120):
         of = dict(zip([*given, *unique], outcomes, strict=True))
         for case, kept in zip(given, plain, strict=True):
-            assert_same(of[case], of[kept], case.name)
-
-
-def assert_same(one: Outcome, other: Outcome, name: str) -> None:
-    assert one.losses == other.losses, name
-    assert one.norms == other.norms, name
-    for mine, others in zip((*one.grads, *one.copies), (*other.grads, *other.copies), strict=True):
-        for (tensor, box, values), (tensor_, box_, values_) in zip(mine, others, strict=True):
-            assert (tensor, box) == (tensor_, box_)
-            assert np.array_equal(values, values_), f"{name}: {tensor}"
+            assert_same_bits(of[case], of[kept], case.name)
 
 
 def measure_all(world: World, given: list[Case]) -> list[Alive]:

@@ -33,6 +33,7 @@ from megapipe.ops.kernels import Kernels
 from megapipe.ops.select import select_kernels
 from megapipe.optim.buffers import Bucket
 from megapipe.plan.activations import BlockPolicy, Unit
+from megapipe.tensor_parallel.linear import LinearTask
 from megapipe.tensor_parallel.parameter import Sharding
 
 SPLIT = "F0 F1 F2 I0 F3 I1 W0 I2 I3 W1 W2 W3"
@@ -372,7 +373,7 @@ class KeptInside(Function):
 
 def queue_kept(harvest: Any, _grads: Any) -> None:
     for layer, x in zip(reversed(harvest.layers), reversed(harvest.inputs), strict=True):
-        layer.defer(x, KEPT.pop(0))
+        layer.sharding.queue.put(LinearTask(layer, x, KEPT.pop(0)))
 
 
 def test_what_is_kept_inside_the_graph_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,12 +24,16 @@ from megapipe.tensor_parallel.parameter import Sharding
 
 @dataclass
 class Task:
-    """Notes its name when run, and which of the tensors under watch are alive then."""
+    """Notes its name when it begins, and when run with how many of the tensors under watch are
+    alive then."""
 
     name: str
     log: list[str]
     held: Tensor = field(default_factory=lambda: torch.zeros(3))
     watched: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        self.log.append(f"({self.name}")
 
     def run(self) -> None:
         self.log.append(f"{self.name}{sum(ref() is not None for ref in self.watched)}")
@@ -46,9 +50,10 @@ def test_tasks_run_by_key_in_the_order_of_the_backward() -> None:
             queue.put(Task(f"{name}{key}", log))
     assert {key: len(tasks) for key, tasks in queue.pending().items()} == {0: 2, 1: 2}
     queue.run(1)
-    assert log == ["a10", "b10"], "the other micro-batch waits"
+    first = ["(a1", "(b1", "a10", "b10"]
+    assert log == first, "the other micro-batch waits; b gathers while a computes"
     queue.run(0)
-    assert log == ["a10", "b10", "a00", "b00"]
+    assert log == [*first, "(a0", "(b0", "a00", "b00"]
     assert not queue.pending()
 
 
@@ -60,17 +65,36 @@ def test_tasks_that_run_at_once_are_not_held() -> None:
     watched, name = weakref.ref(first.held), "b"
     del first
     queue.put(Task(name, log, watched=[watched]))
-    assert log == ["a0", "b0"]
+    both = ["(a", "a0", "(b", "b0"]
+    assert log == both
     assert queue.pending() == {0: []}
     queue.run(0)
-    assert log == ["a0", "b0"]
+    assert log == both
     queue.at_once = False
     queue.open(1)
     queue.put(Task("c", log))
-    assert len(log) == 2
+    queue.beside()
+    assert log == both, "I leaves them to W"
     queue.at_once = True
     queue.clear()
     assert not queue.at_once
+
+
+def test_tasks_for_later_run_beside_the_next_collective_or_at_the_end() -> None:
+    queue, log = WeightGradQueue(), []
+    queue.at_once = True
+    queue.open(0)
+    queue.beside()
+    queue.put(Task("a", log), later=True)
+    assert not log
+    queue.beside()
+    assert log == ["(a", "a0"]
+    queue.put(Task("b", log), later=True)
+    queue.put(Task("c", log))
+    assert log[2:] == ["(c", "c0"]
+    queue.at_once = False
+    queue.run(0)
+    assert log[4:] == ["(b", "b0"]
 
 
 def test_each_key_is_filled_once_and_run_once() -> None:
@@ -104,7 +128,8 @@ def test_tensors_are_let_go_task_by_task() -> None:
         queue.put(task)
     del task
     queue.run(0)
-    assert log == ["a3", "b2", "c1"], "when b runs, what a held is gone"
+    runs = [entry for entry in log if "(" not in entry]
+    assert runs == ["a3", "b2", "c1"], "when b runs, what a held is gone"
     assert all(ref() is None for ref in watched)
 
 

@@ -50,7 +50,7 @@ def test_one_process_computes_at_the_share_of_the_peak() -> None:
 
 @pytest.mark.parametrize("extra", [(), ("parallel.sequence_parallel=true",)])
 def test_tensor_parallel_collectives_are_waited_for(extra: tuple[str, ...]) -> None:
-    overrides = ("parallel.tp=2", *MESH, *extra)
+    overrides = ("parallel.tp=2", *MESH, *extra, "kernels.overlap=false")
     config, layout = plan(*overrides)
     wire = sum(sent(config, layout, "tp", what) for what in "FIW")
     within, between = seconds(*overrides), seconds(*overrides, "parallel.per_node=1")
@@ -66,6 +66,18 @@ def test_stages_of_two_holders_wait_once() -> None:
         config, layout = plan(*shape, f"pipeline.schedule={name}")
         found.append(timed_cost(config, layout, Speeds.of(config)).table(layout.stages)[Kind.F])
     assert sum(found[0]) == pytest.approx(sum(found[1]))
+
+
+@pytest.mark.parametrize("extra", [(), ("parallel.sequence_parallel=true",)])
+def test_those_of_a_backward_hide_behind_weight_gradients(extra: tuple[str, ...]) -> None:
+    """All of them where links are fast; where computing takes no time, nothing is hidden."""
+    overrides = ("parallel.tp=2", "parallel.network_gb_s=1", *extra)
+    config, layout = plan(*overrides)
+    forward, *backward = (sent(config, layout, "tp", what) for what in "FIW")
+    fast = seconds(*overrides, "parallel.node_gb_s=1000")
+    assert fast == pytest.approx(computed(config, layout) + forward / 1e12, rel=1e-9)
+    slow = seconds(*overrides, "parallel.node_gb_s=1", "log.peak_tflops=1e9")
+    assert slow == pytest.approx((forward + sum(backward)) / 1e9, rel=1e-3)
 
 
 def test_of_what_replicas_exchange_that_counts_which_nothing_hides() -> None:

@@ -9,7 +9,13 @@ import pytest
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.layout import Layout, resolve
-from megapipe.plan.traffic import Exchange, by_axis, message_bytes, step_traffic
+from megapipe.plan.traffic import (
+    Exchange,
+    by_axis,
+    message_bytes,
+    operation_traffic,
+    step_traffic,
+)
 from megapipe.schedule.generators import names
 from megapipe.schedule.ledger import traffic, volume
 
@@ -71,20 +77,41 @@ def test_every_number_of_a_small_job() -> None:
     }
 
 
-def test_sequence_parallelism_splits_each_all_reduce_and_gathers_again_in_w() -> None:
+@pytest.mark.parametrize(("schedule", "again"), [("1f1b", 0), ("zb_h1", 4)])
+def test_sequence_parallelism_splits_each_all_reduce_and_gathers_again_in_w(
+    schedule: str, again: int
+) -> None:
+    """The inputs of column layers; those of four row layers too, where W is apart from I."""
     config, layout = plan(
-        *PIPELINE, "pipeline.layout=E L*2 | L*2 H", "parallel.sequence_parallel=true"
+        *PIPELINE,
+        "pipeline.layout=E L*2 | L*2 H",
+        "parallel.sequence_parallel=true",
+        f"pipeline.schedule={schedule}",
     )
     first, last = (found(step_traffic(config, layout, rank)) for rank in (0, 1))
     assert first["tp", "all_gather", "F"] == (5 * 4, 5 * 4 * X)
     assert first["tp", "reduce_scatter", "F"] == (5 * 5, 5 * 5 * X), "the embedding's too"
     assert first["tp", "all_gather", "I"] == (5 * 4, 5 * 4 * X)
     assert first["tp", "reduce_scatter", "I"] == (5 * 4, 5 * 4 * X)
-    assert first["tp", "all_gather", "W"] == (5 * 9, 5 * 9 * X)
+    assert first["tp", "all_gather", "W"] == (5 * (5 + again), 5 * (5 + again) * X)
     assert first["tp", "all_reduce", "sequence shards"] == (1, 2 * 2 * 32 * 4), "the norms"
     assert first["pp", "send", "to 1"] == (5, 5 * X // 2)
     assert last["tp", "all_gather", "F"] == (5 * 5, 5 * 5 * X), "the head's too"
-    assert last["tp", "all_gather", "W"] == (5 * 8, 5 * 8 * X), "the head's is done within I"
+    last_w = 5 * (4 + again)
+    assert last["tp", "all_gather", "W"] == (last_w, last_w * X), "the head's is done within I"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])
+def test_operations_say_together_what_a_step_says(schedule: str) -> None:
+    """DualPipe has both kinds of backward."""
+    keys = ("model.layers=8", "parallel.sequence_parallel=true", f"pipeline.schedule={schedule}")
+    config, layout = plan("parallel.pp=2", "parallel.tp=2", "train.global_batch=24", *keys)
+    for rank in range(2):
+        whole = sum(e.wire for e in step_traffic(config, layout, rank) if e.what in ("F", "I", "W"))
+        assert whole == sum(
+            operation_traffic(config, layout, op.stage, op.kind.name)
+            for op in layout.schedule.rank_ops(rank)
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""Tensor parallelism with two processes on gloo: ``python benchmarks/tensor_parallel.py``.
+
+The same model is trained from the same weights on the same batches in four ways, by turns within
+one run: with and without ``parallel.sequence_parallel``, and with collectives that run beside
+weight gradients or are waited for where they begin (``kernels.overlap=false``). With sequence
+parallelism an all-reduce of the hidden states becomes a gather and a reduce-scatter of as many
+bytes, norms are computed once instead of twice, and the weight gradients gather again what was not
+kept (Korthikanti et al., 2205.05198). Losses of the first steps are compared before anything is
+timed. A ratio is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from common import Result, parser, report
+
+from megapipe.config import Config
+from megapipe.layout import resolve
+from megapipe.mesh import Grid, ParallelMesh
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+TP, VOCABULARY = 2, 4096
+WARM_UP, SAME = 3, 2e-6
+"""Steps that are compared and not timed, and how far their losses may be apart, relatively."""
+
+
+class Size(NamedTuple):
+    hidden: int
+    sequence: int
+    microbatch: int
+    layers: int = 4
+    microbatches: int = 4
+
+
+SIZES = (Size(256, 256, 1), Size(128, 128, 4), Size(64, 64, 1))
+QUICK = (Size(16, 8, 1, 1, 1),)
+
+
+class Side(NamedTuple):
+    split: bool
+    """With sequence parallelism."""
+    overlap: bool
+
+
+SIDES = [Side(split, overlap) for split in (True, False) for overlap in (True, False)]
+
+
+def new_step(size: Size, mesh: ParallelMesh, side: Side) -> TrainStep:
+    config = Config.model_validate(
+        {
+            "model": {
+                "layers": size.layers,
+                "hidden": size.hidden,
+                "heads": 4,
+                "vocab_size": VOCABULARY,
+            },
+            "parallel": {"tp": TP, "sequence_parallel": side.split},
+            "kernels": {"overlap": side.overlap},
+            "train": {
+                "sequence_length": size.sequence,
+                "microbatch": size.microbatch,
+                "global_batch": size.microbatch * size.microbatches,
+            },
+        }
+    )
+    return TrainStep(*resolve(config, TP, VOCABULARY), mesh)
+
+
+def times(world: World, size: Size, rounds: int) -> list[list[float]]:
+    """Seconds of each round, by side."""
+    mesh = world.mesh(Grid(tp=TP))
+    steps = [new_step(size, mesh, side) for side in SIDES]
+    samples = size.microbatch * size.microbatches
+    generator = torch.Generator().manual_seed(0)
+    shape = (WARM_UP, samples, size.sequence + 1)
+    tokens = torch.randint(VOCABULARY, shape, generator=generator)
+    mask = torch.ones(size.microbatch, size.sequence, dtype=torch.bool)
+
+    def train(step: TrainStep, i: int) -> float:
+        def rows(indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            batch = tokens[i % WARM_UP, [index % samples for index in indices]]
+            return batch[:, :-1], batch[:, 1:], mask
+
+        result = step.train(i, rows)
+        assert result is not None
+        return result.loss
+
+    for i in range(WARM_UP):
+        losses = [train(step, i) for step in steps]
+        assert max(losses) - min(losses) <= SAME * losses[0], f"step {i}: losses {losses}"
+    seconds: list[list[float]] = [[] for _ in SIDES]
+    for i in range(rounds):
+        for turn in range(len(SIDES)):
+            side = (i + turn) % len(SIDES)
+            dist.barrier()
+            start = time.perf_counter()
+            train(steps[side], WARM_UP + i)
+            seconds[side].append(time.perf_counter() - start)
+    return seconds
+
+
+def measure(size: Size, rounds: int) -> Iterator[Result]:
+    by_side = zip(*run_world(TP, times, size, rounds), strict=True)
+    slowest = [list(map(max, zip(*ranks, strict=True))) for ranks in by_side]
+    of = dict(zip(SIDES, slowest, strict=True))
+
+    def ratio(one: Side, other: Side) -> float:
+        return statistics.median(a / b for a, b in zip(of[one], of[other], strict=True))
+
+    split, plain = Side(split=True, overlap=True), Side(split=False, overlap=True)
+    what = f"hidden {size.hidden}, {size.sequence * size.microbatch} tokens"
+    print(f"{what}: {statistics.median(of[plain]) * 1e3:.1f} ms a step of plain tp {TP}")
+    yield Result(f"{what}: sequence parallelism", ratio(split, plain), 1.15, "x", f"plain tp {TP}")
+    for name, side in (("sequence parallelism", split), (f"tp {TP}", plain)):
+        waiting = ratio(side, side._replace(overlap=False))
+        yield Result(f"{what}: {name}, collectives hidden", waiting, 1.0, "x", "waited for")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--rounds", type=int, default=40, help="timed steps per side (40)")
+    given = options.parse_args(argv)
+    if given.rounds < 1:
+        options.error("--rounds must be at least 1")
+    sizes, rounds = (QUICK, 2) if given.quick else (SIZES, given.rounds)
+    results = [result for size in sizes for result in measure(size, rounds)]
+    report("Tensor parallelism", results, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Tensor-parallel collectives beside weight gradients: which are waited for with nothing computed
+meanwhile, and that hiding them changes no bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from checking import assert_same_bits
+from collective_recorder import recording
+from parity import ACTIVATIONS, Case, configure, run_cases
+
+from megapipe.mesh import Grid
+from megapipe.model.microbatch import MicroBatch
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+LAYERS = 3
+Counts = dict[str, tuple[int, int]]
+"""Collectives, and those that are exposed, by operation."""
+
+
+def count(world: World, cases: list[Case]) -> list[Counts]:
+    """Of the operations of the second of four stages, which is blocks alone."""
+    return [count_one(world, case) for case in cases]
+
+
+def count_one(world: World, case: Case) -> Counts:
+    config, layout = configure(case)
+    stage = TrainStep(config, layout, world.mesh(Grid(tp=case.tp))).stages[1]
+    local = case.sequence // (case.tp if case.sequence_parallel else 1)
+    x = torch.ones(local, case.batch, config.model.hidden, dtype=torch.float64)
+    mb = MicroBatch(index=0, step=0, seed=1)
+    stage.begin(train=True)
+    stage.forward((1, 0), x, mb)
+    counts = {}
+    for name, operation in (
+        ("F", lambda: stage.forward((0, 0), x, mb)),
+        ("I", lambda: stage.input_grad((0, 0), x)),
+        ("W", lambda: stage.weight_grad((0, 0))),
+        ("B", lambda: stage.backward((1, 0), x)),
+    ):
+        with recording() as recorder:
+            operation()
+        counts[name] = len(recorder.calls), len(recorder.exposed())
+    return counts
+
+
+MIDDLE = Case(tp=2, pp=4, in_process=True, layers=3 + LAYERS, uneven=True)
+SPLIT = replace(MIDDLE, sequence_parallel=True)
+FORWARD = (4 * LAYERS, 4 * LAYERS)
+HIDDEN = {"F": FORWARD, "I": FORWARD, "W": (4 * LAYERS, 1), "B": (6 * LAYERS, 1)}
+"""With sequence parallelism."""
+EXPECTED = {
+    MIDDLE: {
+        "F": (2 * LAYERS, 2 * LAYERS),
+        "I": (2 * LAYERS, 2 * LAYERS),
+        "W": (0, 0),
+        "B": (2 * LAYERS, 0),
+    },
+    SPLIT: HIDDEN,
+    replace(SPLIT, activations="selective"): HIDDEN,  # what is run again gathers nothing
+    replace(MIDDLE, overlap=False): {
+        "F": (2 * LAYERS, 2 * LAYERS),
+        "I": (2 * LAYERS, 2 * LAYERS),
+        "W": (0, 0),
+        "B": (2 * LAYERS, 2 * LAYERS),
+    },
+    replace(SPLIT, overlap=False): {
+        "F": FORWARD,
+        "I": FORWARD,
+        "W": (4 * LAYERS, 4 * LAYERS),
+        "B": (6 * LAYERS, 6 * LAYERS),
+    },
+}
+
+
+def test_exposed_collectives_per_operation() -> None:
+    """Per layer 2 in F and I without sequence parallelism, 4 with; in B and W the first gather."""
+    for found in run_world(2, count, list(EXPECTED)):
+        assert dict(zip(EXPECTED, found, strict=True)) == EXPECTED
+
+
+def cases(tp: int, sequence_parallel: bool) -> list[Case]:
+    """Every policy; types, schedules and models by turns."""
+    return [
+        Case(
+            tp=tp,
+            pp=2,
+            in_process=True,
+            sequence_parallel=sequence_parallel,
+            activations=policy,
+            dtype="fp32" if i % 2 else "fp64",
+            schedule=("1f1b", "zb_h1", "zb_v")[i % 3],
+            chunks=2 if i % 3 == 2 else None,
+            model=("gpt2", "llama", "mixed", "gelu")[i // 2 % 4],
+            loss_chunk=0 if i % 4 < 2 else None,
+        )
+        for i, policy in enumerate(ACTIVATIONS)
+    ]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_hiding_collectives_changes_no_bit(tp: int) -> None:
+    """Without sequence parallelism it is all-reduces beside GEMMs, of which tp 2 shows enough."""
+    hidden = cases(tp, sequence_parallel=True)
+    hidden += cases(tp, sequence_parallel=False)[: None if tp == 2 else 2]
+    plain = [replace(case, overlap=False) for case in hidden]
+    for outcomes in run_world(tp, run_cases, [*hidden, *plain]):
+        halves = outcomes[: len(hidden)], outcomes[len(hidden) :]
+        for case, one, other in zip(hidden, *halves, strict=True):
+            assert_same_bits(one, other, case.name)
