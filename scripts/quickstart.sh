@@ -21,7 +21,9 @@ export OMP_NUM_THREADS=1
 .venv/bin/python -m megapipe.launch --nproc 8 \
   train.py configs/quickstart.yaml "run.name=$name" "$@"
 if [[ $trains == yes ]]; then
-  .venv/bin/python -m megapipe summary "$folder/$name"
-  sample=$(.venv/bin/python -m megapipe generate "$folder/$name" --prompt "def " --tokens 100 --line)
-  printf 'sample      %s\n' "$sample"
+  summary=$(.venv/bin/python -m megapipe summary "$folder/$name")
+  printf '\nIts text:\n\n'
+  .venv/bin/python -m megapipe generate "$folder/$name" \
+    --prompt "class " --tokens 300 --temperature 0.5
+  printf '\n%s\n' "$summary"
 fi

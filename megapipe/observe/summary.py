@@ -1,12 +1,16 @@
 """The closing words on a run: ``python -m megapipe summary RUN_FOLDER``."""
 
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megapipe import cli
 from megapipe.errors import ConfigError, MegapipeError
+from megapipe.layout import resolve
 from megapipe.observe.console import duration
 
 
@@ -38,8 +42,8 @@ def read_summary(run_folder: Path) -> Summary:
         raise ConfigError(f"{path}: {where}: {first['msg']}") from error
 
 
-def format_summary(summary: Summary) -> str:
-    """Four aligned lines of text."""
+def format_summary(summary: Summary, commands: dict[str, str] | None = None) -> str:
+    """Aligned lines of text: how it went, and `commands` for what could come next."""
     ratio = summary.validation_loss / summary.unigram_entropy
     rows = {
         "trained": f"{summary.steps} steps in {duration(summary.seconds)}, "
@@ -48,8 +52,27 @@ def format_summary(summary: Summary) -> str:
         "validation": f"{summary.validation_loss:.4f}, {ratio:.2f} x the corpus' unigram entropy "
         f"of {summary.unigram_entropy:.4f}",
         "run folder": summary.run_folder,
+        **(commands or {}),
     }
     return "\n".join(f"{name:<10}  {value}" for name, value in rows.items())
+
+
+def next_commands(run_folder: Path) -> dict[str, str]:
+    """Commands for this folder that go on from the run's recorded configuration; none without."""
+    path = run_folder / "config.yaml"
+    if not path.is_file():
+        return {}
+    config = cli.parse([str(path)]).config
+    _, layout = resolve(config, None, config.model.vocab_size)
+    python = os.path.relpath(sys.executable)
+    if python.startswith(os.pardir):
+        python = sys.executable
+    megapipe = [python, "-m", "megapipe"]
+    train = [*megapipe, "launch", "--nproc", str(layout.world), "-m", "megapipe", "train"]
+    return {
+        "more text": shlex.join([*megapipe, "generate", str(run_folder), "--prompt", "def "]),
+        "to go on": shlex.join([*train, str(path), f"train.steps={2 * config.train.steps}"]),
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +80,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if len(argv) != 1 or argv[0].startswith("-"):
             raise ConfigError("usage: megapipe summary RUN_FOLDER")
-        print(format_summary(read_summary(Path(argv[0]))))
+        folder = Path(argv[0])
+        print(format_summary(read_summary(folder), next_commands(folder)))
     except MegapipeError as error:
         print(f"megapipe: error: {error}", file=sys.stderr)
         return error.exit_code

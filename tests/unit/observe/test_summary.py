@@ -1,11 +1,15 @@
 import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from megapipe import cli
 from megapipe.errors import ConfigError
-from megapipe.observe.summary import format_summary, read_summary
+from megapipe.layout import resolve
+from megapipe.observe.summary import format_summary, next_commands, read_summary
 
 SUMMARY = {
     "loss_first": 5.5512,
@@ -43,6 +47,25 @@ def test_the_command_prints_it(run_folder):
     )
     assert result.stdout.splitlines()[-1] == "run folder  runs/quickstart-1"
     assert result.stderr == ""
+
+
+def test_it_ends_with_the_commands_that_go_on_from_the_run(run_folder, monkeypatch):
+    """They name this Python, this folder and as many processes as the recorded layout has."""
+    monkeypatch.chdir(run_folder.parent)
+    given = ["parallel.dp=2", "parallel.tp=2", "pipeline.channels=in_process", "parallel.pp=2"]
+    config, _ = resolve(cli.parse([*given, "train.steps=30"]).config, None, None)
+    (run_folder / "config.yaml").write_text(cli.dump(config))
+    place = Path("a b")
+    run_folder.rename(place)
+    text, train = list(next_commands(place).values())
+    python = shlex.quote(sys.executable)
+    assert text == f"{python} -m megapipe generate 'a b' --prompt 'def '"
+    assert train == (
+        f"{python} -m megapipe launch --nproc 4 -m megapipe train 'a b/config.yaml' train.steps=60"
+    )
+    monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
+    assert all(c.startswith(".venv/bin/python -m ") for c in next_commands(place).values())
+    assert cli.parse([str(place / "config.yaml"), "train.steps=60"]).config.train.steps == 60
 
 
 def test_a_folder_without_a_summary_is_one_line(tmp_path):
