@@ -119,7 +119,7 @@ def megapipe_side(size: Size) -> Step:
     return step
 
 
-def initial_weights(size: Size) -> Any:
+def initial_weights(size: Size, *, tied: bool = True) -> Any:
     """What megapipe starts from, as Hugging Face's state dict."""
     import torch
 
@@ -130,8 +130,9 @@ def initial_weights(size: Size) -> Any:
     from megapipe.tensor_parallel.parameter import Sharding, spec_of
 
     config, _ = size.config()
+    model = config.model.model_copy(update={"tied_embeddings": tied})
     spec = StageSpec(embedding=True, layers=range(size.layers), head=True)
-    stage = GPTStage(config.model, spec, Sharding(Axis.alone(), False, torch.float32))
+    stage = GPTStage(model, spec, Sharding(Axis.alone(), False, torch.float32))
     full = {}
     for parameter in stage.parameters():
         spec_ = spec_of(parameter)
@@ -139,7 +140,7 @@ def initial_weights(size: Size) -> Any:
             values = torch.empty(spec_.sizes)
             spec_.initialise(values, config.run.seed)
             full[spec_.name] = values[tuple(map(slice, spec_.shape))].clone()
-    return to_hf(full, config.model)
+    return to_hf(full, model)
 
 
 def hugging_face_side(size: Size) -> Step:

@@ -303,10 +303,10 @@ class KernelsConfig(Section):
     its backward is up to the compiler (activations.policy is keep, full or stage), and a forward
     that is run again agrees with the first to rounding. Not with dropout or slices of sequences."""
     loss_chunk: int | None = Field(None, ge=0)
-    """Tokens whose logits there are at a time, at most half of a micro-batch's; their losses and
-    all gradients are computed at once in the backward, so that the head's weight gradient is part
-    of I. 0: the logits of the whole micro-batch, kept from F to I, and the head's weight gradient
-    is left to W. Default: 256, on a GPU 4096."""
+    """Tokens whose logits there are at a time, at most half of a micro-batch's where that is 128 or
+    more; their losses and all gradients are computed at once in the backward, so that the head's
+    weight gradient is part of I. 0: the logits of the whole micro-batch, kept from F to I, and the
+    head's weight gradient is left to W. Default: 256, on a GPU 4096."""
 
     overlap: bool = True
     """Tensor-parallel collectives of B and W travel while weight gradients are computed. false:

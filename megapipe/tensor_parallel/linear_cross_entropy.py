@@ -139,9 +139,9 @@ def linear_cross_entropy(
     """Sum of the unmasked token losses in nats, [], in fp32 (fp64 for fp64).
 
     `hidden` is [s(/tp), b, h]; `labels`, global ids, and `mask` are [s, b]. The logits of `chunk`
-    tokens are there at a time, at most of half of them all. Over tp there is one small all-gather
-    per chunk, and one reduction of the gradient of `hidden`. With a graph the value is NaN until
-    the backward has run: only there is it computed, together with the gradients.
+    tokens are there at a time (:func:`~megapipe.plan.chunks.loss_chunk`). Over tp there is one
+    small all-gather per chunk, and one reduction of the gradient of `hidden`. With a graph the
+    value is NaN until the backward has run: only there is it computed, together with the gradients.
     """
     loss = _Loss(head, labels, mask, vocab_size, chunk)
     if not torch.is_grad_enabled():

@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.engine.weight_grad import main_grad
 from megapipe.mesh import Axis
 from megapipe.optim.buffers import Bucket, owned_parameters
+from megapipe.plan.chunks import LEAST
 from megapipe.tensor_parallel.cross_entropy import masked_sum, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megapipe.tensor_parallel.parameter import Sharding
 
-TOKENS, HIDDEN, VOCAB = 96, 24, 200
+TOKENS, HIDDEN, VOCAB = 2 * LEAST, 24, 200
 
 
 def new_head(weight: Tensor) -> ColumnParallelLinear:
@@ -101,7 +102,7 @@ def test_there_are_never_more_logits_than_those_of_a_chunk(dtype: torch.dtype) -
     assert whole.elements == TOKENS * VOCAB, "the measure sees the logits"
     with Largest() as chunked:
         run(dtype, 8)
-    assert chunked.elements == VOCAB * HIDDEN, "the weight is the largest"
+    assert chunked.elements == TOKENS * HIDDEN, "the hidden states are the largest"
     with Largest() as large:
         run(dtype, 10 * TOKENS)
     assert large.elements == TOKENS // 2 * VOCAB, "a chunk for all would be their whole array"

@@ -1,0 +1,435 @@
+"""megapipe beside its peers, on the CPU: ``python benchmarks/peers.py``.
+
+Each row trains one model twice in the same processes, once by megapipe and once by a peer: the same
+weights, batches, clipping and AdamW in fp32. A row counts only if the losses of the first steps
+agree to 2e-6. Then the two run a step by turns. Given is the peer's time over ours, as the median
+over the rounds: of the clock on the wall, until the slowest process is done, and of the processors,
+all processes together. The last rows are of a model so small that what a step costs besides its
+arithmetic decides.
+
+transformers runs GPT-2 in one process. torch's pipelining, DistributedDataParallel with
+ZeroRedundancyOptimizer, and FSDP2 run a plain GPT-2 (:mod:`plain_gpt`); torch's tensor parallelism
+splits transformers' Llama, whose projections are apart. Sequence parallelism is compared with
+megapipe's own plain tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from common import Result, parser, report
+from plain_gpt import PlainGPT
+from step import (
+    BETAS,
+    CHECKED_STEPS,
+    CLIP,
+    DECAY,
+    LR,
+    Size,
+    hugging_face_side,
+    initial_weights,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from zero import Peer as Replicated
+from zero import own_batches
+
+from megapipe.config import Config
+from megapipe.layout import Layout, resolve
+from megapipe.mesh import Grid, ParallelMesh
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+TOLERANCE = 2e-6
+GOAL, SMALL_GOAL, SEQUENCE_GOAL = 1.1, 1.0, 1 / 1.15
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model, one layout, one peer."""
+
+    name: str
+    peer: str
+    size: Size
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    microbatches: int = 1
+    goal: float = GOAL
+    pipeline: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def samples(self) -> int:
+        """In a step."""
+        return self.dp * self.microbatches * self.size.batch
+
+    def config(self, **parallel: Any) -> tuple[Config, Layout]:
+        settings = self.size.config()[0].model_dump()
+        settings["model"]["tied_embeddings"] = self.pp == 1  # torch's pipelining ties nothing
+        settings["parallel"] |= {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        settings["parallel"] |= self.parallel | parallel
+        settings["pipeline"] |= self.pipeline
+        settings["train"]["global_batch"] = self.samples
+        return resolve(Config.model_validate(settings), self.world, self.size.vocab)
+
+    def batches(self) -> Tensor:
+        """[n, samples, s + 1], those of the replicas one after the other."""
+        parts = [own_batches(self.size, part) for part in range(self.samples // self.size.batch)]
+        return torch.cat(parts, dim=1)
+
+
+class Lap(NamedTuple):
+    """Seconds of one step on one rank."""
+
+    wall: float
+    processor: float
+
+
+Side = Callable[[int], float]
+"""Runs step i on this rank; its loss, or NaN where a rank does not know it."""
+
+
+def megapipe_side(row: Row, mesh: ParallelMesh, **parallel: Any) -> Side:
+    config, layout = row.config(**parallel)
+    train = TrainStep(config, layout, mesh)
+    batches = row.batches()
+    mask = torch.ones(row.samples, row.size.sequence, dtype=torch.bool)
+
+    def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        batch = batches[indices[0] // row.samples % len(batches)]
+        chosen = batch[[i % row.samples for i in indices]]
+        return chosen[:, :-1], chosen[:, 1:], mask[: len(indices)]
+
+    def step(i: int) -> float:
+        result = train.train(i, rows)
+        assert result is not None
+        return result.loss
+
+    return step
+
+
+def transformers_side(row: Row, mesh: ParallelMesh) -> Side:
+    assert row.microbatches == 1
+    return hugging_face_side(row.size)
+
+
+def plain_model(row: Row, *, tied: bool) -> PlainGPT:
+    """The plain GPT-2 with megapipe's first weights."""
+    model = PlainGPT(row.config()[0].model)
+    state = initial_weights(row.size, tied=tied)
+    if not tied:
+        model.lm_head.weight = nn.Parameter(torch.empty_like(model.wte.weight))
+    model.load_gpt2(state)
+    return model
+
+
+def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=BETAS, fused=True)
+
+
+def clip(whole: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Clip gradients by their global norm: `whole` ones that every rank has, `parts` that differ
+    from rank to rank."""
+    square = torch.zeros(())
+    if parts:
+        square = torch.stack(torch._foreach_norm(list(parts))).square().sum()
+    dist.all_reduce(square)
+    if whole:
+        square += torch.stack(torch._foreach_norm(list(whole))).square().sum()
+    factor = CLIP / (float(square.sqrt()) + 1e-6)
+    if factor < 1:
+        torch._foreach_mul_([*whole, *parts], factor)
+
+
+class _Part(nn.Module):
+    """Some layers of the plain GPT-2, with the ends of the model where they belong."""
+
+    def __init__(self, model: PlainGPT, layers: Sequence[int], *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(model.h[i] for i in layers)
+        self.first, self.last = first, last
+        if first:
+            self.wte, self.wpe = model.wte, model.wpe
+        if last:
+            self.ln_f, self.lm_head = model.ln_f, model.lm_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """tokens [b, s] or hidden states [b, s, h] -> hidden states or logits [b, s, V]."""
+        if self.first:
+            x = self.wte(x) + self.wpe(torch.arange(x.shape[1]))
+        for block in self.h:
+            x = block(x)
+        if self.last:
+            x = self.lm_head(self.ln_f(x))
+        return x
+
+
+def pipelining_side(row: Row, mesh: ParallelMesh) -> Side:
+    """torch.distributed.pipelining: 1F1B, or interleaved 1F1B where megapipe has chunks."""
+    model = plain_model(row, tied=False)
+    chunks = row.pipeline.get("chunks", 1)
+    count = chunks * row.pp
+    share = row.size.layers // count
+    stages: list[Any] = []
+    for index in range(mesh.rank, count, row.pp):
+        layers = range(index * share, (index + 1) * share)
+        part = _Part(model, layers, first=index == 0, last=index + 1 == count)
+        stages.append(PipelineStage(part, index, count, torch.device("cpu")))
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    schedule: Any
+    if chunks == 1:
+        schedule = Schedule1F1B(stages[0], row.microbatches, loss_fn=loss_of)
+    else:
+        schedule = ScheduleInterleaved1F1B(stages, row.microbatches, loss_fn=loss_of)
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = adamw(parameters)
+    batches = row.batches()
+
+    def step(i: int) -> float:
+        batch = batches[i % len(batches)]
+        tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        losses: list[Tensor] = []
+        schedule.step(
+            *((tokens,) if mesh.rank == 0 else ()),
+            target=labels if mesh.rank == row.pp - 1 else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        clip([], [p.grad for p in parameters if p.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return statistics.mean(float(loss.detach()) for loss in losses) if losses else math.nan
+
+    return step
+
+
+def replicated_side(row: Row, mesh: ParallelMesh) -> Side:
+    peer = Replicated(row.size, mesh.rank)
+    return lambda i: float(peer.step(i))
+
+
+def fsdp_side(row: Row, mesh: ParallelMesh) -> Side:
+    """FSDP2: each block, and the rest, gathered and reduced on its own."""
+    model = plain_model(row, tied=True)
+    replicas = init_device_mesh("cpu", (row.dp,))
+    for block in model.h:
+        fully_shard(block, mesh=replicas)
+    fully_shard(model, mesh=replicas)
+    parameters = list(model.parameters())
+    optimizer = adamw(parameters)
+    batches = own_batches(row.size, mesh.rank)
+
+    def step(i: int) -> float:
+        batch = batches[i % len(batches)]
+        loss = model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+def tensor_parallel_side(row: Row, mesh: ParallelMesh) -> Side:
+    """torch's tensor parallelism of transformers' Llama; the embedding and the head are whole."""
+    from transformers import LlamaForCausalLM
+
+    from megapipe.model.hf_config import config_to_hf
+
+    config, _ = row.config()
+    model = LlamaForCausalLM(config_to_hf(config.model, attn_implementation="sdpa")).train()
+    model.load_state_dict(initial_weights(row.size))
+    ranks = init_device_mesh("cpu", (row.tp,))
+    plan: dict[str, Any] = {}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        plan[name] = ColwiseParallel()
+    for name in ("mlp.gate_proj", "mlp.up_proj"):
+        plan[name] = ColwiseParallel()
+    plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, ranks, plan)
+    parameters = list(model.parameters())
+    # the fused kernel takes one kind of tensor at a time
+    split = [p for p in parameters if isinstance(p.data, DTensor)]
+    whole = [p for p in parameters if not isinstance(p.data, DTensor)]
+    optimizers = [adamw(split), adamw(whole)]
+    batches = row.batches()
+
+    def step(i: int) -> float:
+        batch = batches[i % len(batches)]
+        tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        loss = model(tokens, labels=labels, shift_labels=labels, use_cache=False).loss
+        loss.backward()
+        clip(
+            [p.grad for p in whole if p.grad is not None],
+            [p.grad.to_local() for p in split if isinstance(p.grad, DTensor)],
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+def without_sequence_parallelism(row: Row, mesh: ParallelMesh) -> Side:
+    return megapipe_side(row, mesh, sequence_parallel=False)
+
+
+PEERS: dict[str, Callable[[Row, ParallelMesh], Side]] = {
+    "transformers": transformers_side,
+    "torch pipelining": pipelining_side,
+    "DDP + ZeroRedundancyOptimizer": replicated_side,
+    "FSDP2": fsdp_side,
+    "torch tensor parallelism": tensor_parallel_side,
+    "plain tensor parallelism": without_sequence_parallelism,
+}
+
+
+class Measured(NamedTuple):
+    """Of one rank."""
+
+    apart: float
+    """Largest relative difference of the first losses."""
+    ours: list[Lap]
+    theirs: list[Lap]
+
+
+def measure(world: World, row: Row, rounds: int) -> Measured:
+    mesh = world.mesh(Grid(pp=row.pp, dp=row.dp, tp=row.tp))
+    sides = (megapipe_side(row, mesh), PEERS[row.peer](row, mesh))
+    apart = 0.0
+    for i in range(CHECKED_STEPS):
+        ours, theirs = sides[0](i), known_mean(sides[1](i))
+        apart = max(apart, abs(ours - theirs) / ours)
+    laps: tuple[list[Lap], list[Lap]] = ([], [])
+    for i in range(CHECKED_STEPS, CHECKED_STEPS + rounds):
+        for side in (0, 1) if i % 2 else (1, 0):
+            dist.barrier()
+            wall, processor = time.perf_counter(), time.process_time()
+            sides[side](i)
+            laps[side].append(Lap(time.perf_counter() - wall, time.process_time() - processor))
+    return Measured(apart, *laps)
+
+
+def known_mean(loss: float) -> float:
+    """The mean over the ranks that know a loss."""
+    known = torch.tensor([0.0, 0.0] if math.isnan(loss) else [loss, 1.0], dtype=torch.float64)
+    dist.all_reduce(known)
+    return float(known[0] / known[1])
+
+
+def ratios(ranks: Sequence[Measured]) -> Lap:
+    """The peer's time over ours, medians of the rounds."""
+
+    def laps(side: str) -> Iterator[Lap]:
+        for round_ in zip(*(getattr(rank, side) for rank in ranks), strict=True):
+            yield Lap(max(lap.wall for lap in round_), sum(lap.processor for lap in round_))
+
+    pairs = list(zip(laps("ours"), laps("theirs"), strict=True))
+    return Lap(
+        statistics.median(theirs.wall / ours.wall for ours, theirs in pairs),
+        statistics.median(theirs.processor / ours.processor for ours, theirs in pairs),
+    )
+
+
+def claims(row: Row, rounds: int) -> Iterator[Result]:
+    ranks = run_world(row.world, measure, row, rounds, timeout_s=600.0)
+    apart = max(rank.apart for rank in ranks)
+    if not apart <= TOLERANCE:
+        print(f"void: {row.name}, {row.peer}: losses are {apart:.2g} apart")
+        return
+    ours = statistics.median(max(laps).wall for laps in zip(*(r.ours for r in ranks), strict=True))
+    name = f"{row.name}, {row.size.family}, hidden {row.size.hidden}"
+    for what, ratio in zip(("wall", "processors"), ratios(ranks), strict=True):
+        peer = f"{row.peer}; ours {1e3 * ours:.1f} ms"
+        yield Result(f"{name}: {what}", ratio, row.goal, "x", peer, at_least=True)
+
+
+def rows(large: Size, small: Size) -> list[Row]:
+    """Every layout with its peers; then those whose cost besides arithmetic is told by a small
+    model."""
+    one = Row("1 process", "transformers", large)
+    pipe = Row("pp 2", "torch pipelining", large, pp=2, microbatches=4)
+    looped = {"chunks": 2, "schedule": "interleaved_1f1b"}
+    data = Row("dp 2", "DDP + ZeroRedundancyOptimizer", large, dp=2)
+    llama = replace(large, family="llama")
+    tensor = Row("tp 2", "torch tensor parallelism", llama, tp=2)
+    split = {"sequence_parallel": True}
+    listed = [
+        one,
+        replace(one, size=llama),
+        pipe,
+        replace(pipe, name="pp 2, 2 chunks", pipeline=looped),
+        data,
+        replace(data, peer="FSDP2"),
+        tensor,
+        replace(
+            tensor,
+            name="tp 2, sequence parallel",
+            peer="plain tensor parallelism",
+            goal=SEQUENCE_GOAL,
+            parallel=split,
+        ),
+    ]
+    listed += [replace(row, size=small, goal=SMALL_GOAL) for row in (one, pipe, data)]
+    return listed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--rounds", type=int, default=15, help="timed steps per side (15)")
+    options.add_argument(
+        "--only", metavar="TEXT", default="", help="rows whose name has this in it"
+    )
+    given = options.parse_args(argv)
+    if given.rounds < 1:
+        options.error("--rounds must be at least 1")
+    large = Size("gpt2", batch=2)
+    small = Size("gpt2", hidden=64, heads=2, vocab=512, sequence=64, batch=1)
+    rounds = given.rounds
+    if given.quick:
+        large = Size("gpt2", layers=4, hidden=16, heads=2, vocab=32, sequence=8, batch=1)
+        small, rounds = replace(large, hidden=8), 1
+    chosen = [row for row in rows(large, small) if given.only in f"{row.name}, {row.peer}"]
+    if not chosen:
+        options.error(f"no row has {given.only!r} in its name")
+    results = [result for row in chosen for result in claims(row, rounds)]
+    report("The time of peers over megapipe's", results, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
