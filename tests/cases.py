@@ -267,6 +267,7 @@ def plain(case: Case) -> Case:
         slices=None,
         pairs=None,
         in_process=False,
+        scatter="off",
         sequence_parallel=False,
         zero=1,
         shard_size=None,
