@@ -96,7 +96,8 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
             outcome.results.append(step.settle())
         except NumericError as error:
             outcome.error = str(error)
-    outcome.results = [result for result in outcome.results if result is not None]
+    known = [result for result in outcome.results if result is not None]
+    outcome.results = [replace(result, memory_gib=0.0) for result in known]  # of the run
     step.optimizer.await_all_weights()
     outcome.bits = {
         f"weights of stage {stage}: {name}": digest(parameter.detach())
