@@ -27,7 +27,7 @@ def check(config: Config, dp: int) -> None:
     _check_precision(config.optimizer, config.model.dtype)
     _check_kernels(config)
     _check_activations(config.activations)
-    _check_timeline(config.log)
+    _check_watched_steps(config.log)
     _check_stop(config.train)
 
 
@@ -140,13 +140,13 @@ def _check_post_validation(config: Config) -> None:
             raise ConfigError(f"optimizer.post_validation=true needs {expected}")
 
 
-def _check_timeline(log: LogConfig) -> None:
-    wrong = [step for step in log.timeline if step < 1]
-    if wrong:
-        raise ConfigError(
-            f"log.timeline={log.timeline}: there is no step {wrong[0]}: expected steps counted "
-            "from 1"
-        )
+def _check_watched_steps(log: LogConfig) -> None:
+    for key, steps in (("timeline", log.timeline), ("profile", log.profile)):
+        wrong = [step for step in steps if step < 1]
+        if wrong:
+            raise ConfigError(
+                f"log.{key}={steps}: there is no step {wrong[0]}: expected steps counted from 1"
+            )
 
 
 def shortened(config: Config) -> list[str]:
@@ -159,12 +159,13 @@ def shortened(config: Config) -> list[str]:
             f"warm-up of {counted(warmup, 'step')}: the usual {USUAL_WARMUP} leave too few for the "
             "decay (optimizer.warmup_steps)"
         )
-    beyond = [step for step in config.log.timeline if step > train.last_step]
-    if beyond:
-        notes.append(
-            f"no timeline of {plural('step', len(beyond))} {', '.join(map(str, beyond))} "
-            f"(log.timeline): the run ends after step {train.last_step}"
-        )
+    for key, steps in (("timeline", config.log.timeline), ("profile", config.log.profile)):
+        beyond = [step for step in steps if step > train.last_step]
+        if beyond:
+            notes.append(
+                f"no {key} of {plural('step', len(beyond))} {', '.join(map(str, beyond))} "
+                f"(log.{key}): the run ends after step {train.last_step}"
+            )
     return notes
 
 

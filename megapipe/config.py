@@ -35,6 +35,9 @@ class RunConfig(Section):
     deterministic: bool = False
     """On CUDA: only deterministic kernels and a pinned NCCL algorithm, so that equal runs are
     bitwise equal; slower. On the CPU they always are."""
+    collect_every: int = Field(100, ge=0)
+    """Steps between runs of Python's garbage collector, at the same step on all ranks; 0: as Python
+    has it, whenever, so that ranks wait for each other."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue from the run folder's newest checkpoint if there is one; never: refuse a
     folder that has one; must: fail if there is none."""
@@ -378,6 +381,14 @@ class LogConfig(Section):
     """Steps, counted from 1, of which the time of each pipeline operation is recorded: a trace
     for ui.perfetto.dev and a picture, each with the simulation next to it, go to
     `timeline/` in the run folder. Steps that the run does not come to are left out with a note."""
+    profile: list[int] = Field(default_factory=list)
+    """Steps, counted from 1, of which torch's profiler writes a trace per rank to `profile/` in the
+    run folder, with the names of the pipeline's operations; `python -m megapipe.observe.profile
+    FOLDER` joins those of a step. On a GPU the operations are NVTX ranges too. Such a step is
+    slower."""
+    memory_history: bool = False
+    """On a GPU: remember where memory was asked for, for the snapshot that is written when there is
+    no more (`out_of_memory/` in the run folder). Every allocation takes longer."""
     device: str | None = None
     """Device that --dry-run plans for, as torch calls it or a part of that (H100, A100-SXM4-80GB);
     default: that of this machine. A run reports on the one it has."""

@@ -13,6 +13,7 @@ code  meaning
 4     launch: world size, rendezvous, ranks that disagree
 5     checkpoint: missing, damaged, or of another model
 6     numerics: loss or gradient is not finite
+7     memory of a device is used up
 75    stopped by a signal after saving; run again to resume
 130   interrupted from the keyboard with nothing to save, or a second time
 ====  ====================================================================
@@ -57,6 +58,12 @@ class NumericError(MegapipeError):
     """A loss or a gradient is not finite."""
 
     exit_code = 6
+
+
+class OutOfMemory(MegapipeError):
+    """A device has no memory left."""
+
+    exit_code = 7
 
 
 class Preempted(MegapipeError):

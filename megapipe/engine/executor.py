@@ -56,8 +56,9 @@ class Executor:
     """Runs `program` with this rank's `stages` (by global stage number) over its `channels`.
 
     `shape` is that of the messages. With `train` false the forward ops build no graph
-    (validation). With a `recorder` it is told when each op starts and stops. `replicas` is needed
-    where the program synchronises data-parallel replicas.
+    (validation). With a `recorder` it is told when each op starts and stops. `wrap` may give every
+    action's call something around it. `replicas` is needed where the program synchronises
+    data-parallel replicas.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Executor:
         shape: MessageShape,
         train: bool,
         recorder: Recorder | None = None,
+        wrap: Callable[[Action, Call], Call] | None = None,
         replicas: Synchroniser | None = None,
     ) -> None:
         self.program = program
@@ -86,6 +88,8 @@ class Executor:
                 expected = message, shape(action.microbatch, action.slice)
                 self._expected[action.peer].append(expected)
         self._calls = [self._bind(action) for action in program.actions]
+        if wrap is not None:
+            self._calls = list(map(wrap, program.actions, self._calls))
         self._next = 0
         self._opening: Opening | None = None
 

@@ -49,6 +49,7 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
     import torch.distributed as dist
 
     from megapipe.mesh import Grid, ParallelMesh
+    from megapipe.observe.out_of_memory import out_of_memory, remember_allocations
     from megapipe.train.resume import Finished
     from megapipe.train.trainer import Trainer
 
@@ -65,6 +66,8 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
         device, backend = devices.choose(config.parallel, place, store)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if config.log.memory_history:
+            remember_allocations(device)
         launch.start_process_group(store, place, backend, timeout)
         in_process = config.pipeline.channels == "in_process"
         grid = Grid(pp=1 if in_process else layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
@@ -84,6 +87,8 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
         return 0
     except MegapipeError as error:
         return ending.report(error)
+    except torch.OutOfMemoryError as error:
+        return ending.report(out_of_memory(error, config, layout, place.rank))
     except Exception as error:
         return ending.report_unexpected(error)
     finally:
@@ -91,13 +96,14 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
 
 
 def set_environment(*, deterministic: bool) -> None:
-    """What CUDA's and NCCL's libraries read when they are loaded; what is set already stays."""
+    """What torch, CUDA and NCCL read when they are loaded; what is set already stays."""
     if os.environ.setdefault(CONNECTIONS, "32") == "1":
         raise LaunchError(
             f"{CONNECTIONS}=1 makes pipeline messages wait for each other; unset it, or use 32"
         )
     # a kernel loaded on first use waits for all that runs, a posted receive included
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler tells when it starts
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")

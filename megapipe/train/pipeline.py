@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from megapipe.config import Config
 from megapipe.engine.channels import (
@@ -12,6 +13,7 @@ from megapipe.engine.channels import (
     ProcessGroupChannels,
 )
 from megapipe.engine.executor import Executor, Opening, run_together
+from megapipe.engine.names import named
 from megapipe.engine.recorder import Record, Recorder
 from megapipe.engine.shares import SharingChannels
 from megapipe.engine.stage import Key, Stage
@@ -74,11 +76,13 @@ class Pipeline:
         *,
         train: bool,
         record: bool = False,
+        name: bool = False,
     ) -> list[Executor]:
         """What runs `schedule` on each of the pipeline ranks here.
 
         `stages` are those of the process by number; `optimizer` reduces their gradients and gathers
-        their weights. With `record`, :meth:`records` tells when each operation ran.
+        their weights. With `record`, :meth:`records` tells when each operation ran. With `name`
+        profilers are told what runs.
         """
         recorders = self._recorders if record else [None] * len(self.ranks)
         executors = [
@@ -89,6 +93,7 @@ class Pipeline:
                 shape=self._message_shape(schedule),
                 train=train,
                 recorder=recorder,
+                wrap=partial(named, device=self.mesh.device) if name else None,
                 replicas=optimizer,
             )
             for program, channels, recorder in zip(

@@ -125,7 +125,8 @@ class TrainStep:
         self.update = Update(config.optimizer, self.optimizer, self.scaler, config.train.steps)
         self._executors = self._make_executors(self.schedule, train=True)
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
-        self._recording: list[Executor] = []
+        self._watched: dict[tuple[bool, bool], list[Executor]] = {}
+        """Executors that (record, name)."""
         self.position = Position(0, 0)
         self.last = self.stages.get(self.placement.stages - 1)
         seed = config.run.seed
@@ -177,13 +178,13 @@ class TrainStep:
         self.schedule = schedule
         self._check_schedule()
         self._executors = self._make_executors(schedule, train=True)
-        self._recording = []
+        self._watched.clear()
 
     def _make_executors(
-        self, schedule: Schedule, *, train: bool, record: bool = False
+        self, schedule: Schedule, *, train: bool, record: bool = False, name: bool = False
     ) -> list[Executor]:
         return self.pipeline.executors(
-            schedule, self.stages, self.optimizer, train=train, record=record
+            schedule, self.stages, self.optimizer, train=train, record=record, name=name
         )
 
     def train(
@@ -192,21 +193,24 @@ class TrainStep:
         rows: Rows,
         *,
         record: bool = False,
+        name: bool = False,
         wishes: Callable[[], Wishes] = Wishes,
     ) -> StepResult | None:
         """Optimizer step `step`, counted from 0, and its result.
 
         With ``optimizer.post_validation`` the result is of the step before, None for the first;
         :meth:`settle` gives the last. `wishes` tells, at the end, what this rank wants. With
-        `record`, :meth:`records` then tells when each op ran. Raises :class:`NumericError` before
-        an update with a gradient that is not finite.
+        `record`, :meth:`records` then tells when each op ran; with `name` profilers see what runs
+        under its name. Raises :class:`NumericError` before an update with a gradient that is not
+        finite.
         """
         executors = self._executors
-        if record:
-            self._recording = self._recording or self._make_executors(
-                self.schedule, train=True, record=True
-            )
-            executors = self._recording
+        if record or name:
+            if (record, name) not in self._watched:
+                self._watched[record, name] = self._make_executors(
+                    self.schedule, train=True, record=record, name=name
+                )
+            executors = self._watched[record, name]
             self.mesh.barrier()
         if self.trust is not None:
             return self.trust.train(executors[0], step, rows, wishes)

@@ -25,6 +25,7 @@ from megapipe.errors import ConfigError, MegapipeError, Preempted
 from megapipe.layout import Layout
 from megapipe.mesh import ParallelMesh
 from megapipe.observe.observer import Observer, build_sinks
+from megapipe.observe.profile import StepProfile
 from megapipe.observe.provenance import provenance, start_mark
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
@@ -36,6 +37,7 @@ from megapipe.train import changes, state
 from megapipe.train.agreement import all_or_none
 from megapipe.train.auto import AutoSchedule
 from megapipe.train.changes import Change, Changes
+from megapipe.train.garbage import Garbage
 from megapipe.train.kernels import agreed_kernels
 from megapipe.train.resume import check_end, choose, load
 from megapipe.train.signals import StopRequest
@@ -162,6 +164,10 @@ class Trainer:
     def run(self) -> None:
         """Train to ``train.stop_after`` or the end. Raises :class:`Preempted` after saving if asked
         to stop."""
+        with Garbage(self.config.run.collect_every) as garbage:
+            self._run(garbage)
+
+    def _run(self, garbage: Garbage) -> None:
         steps, end = self.config.train.steps, self.config.train.last_step
         self._note(self._banner())
         kernels = self.step.kernels
@@ -183,6 +189,7 @@ class Trainer:
         times: dict[int, float] = {}
         pace = None
         for step in range(self.first_step, end):
+            profile = self._begin_profile(step + 1)
             start = time.perf_counter()
             drawn = step + 1 in self.config.log.timeline
             recorded = drawn or (auto is not None and auto.recording)
@@ -190,14 +197,23 @@ class Trainer:
             validate = last or _due(self.config.train.validate_every, step + 1)
             save = last or _due(self.config.checkpoint.every, step + 1)
             results = [
-                self.step.train(step, self.training.rows, record=recorded, wishes=self._wishes)
+                self.step.train(
+                    step,
+                    self.training.rows,
+                    record=recorded,
+                    name=profile is not None,
+                    wishes=self._wishes,
+                )
             ]
             stop = results[0] is not None and results[0].wishes.stop
             save |= results[0] is not None and results[0].wishes.save
-            if validate or save or stop:
+            if validate or save or stop or profile is not None:
+                # what is under way when a profile ends writes into what is no more
                 results.append(self.step.settle())
             seconds = times[step] = time.perf_counter() - start
             pace = seconds if pace is None else SMOOTHING * pace + (1 - SMOOTHING) * seconds
+            if profile is not None:
+                self._end_profile(profile, step + 1)
             for result in results:
                 if result is not None:
                     stop |= result.wishes.stop
@@ -210,6 +226,7 @@ class Trainer:
                             f"step {result.step + 1} is skipped: gradients are not finite at loss "
                             f"scale {result.loss_scale:g}, which is halved"
                         )
+            garbage.after(step + 1)
             if drawn:
                 self._draw_timeline(step + 1)
             if auto is not None:
@@ -293,6 +310,32 @@ class Trainer:
             self._note,
             resumed=self.source.is_own,
         )
+
+    def _begin_profile(self, step: int) -> StepProfile | None:
+        if step not in self.config.log.profile:
+            return None
+        mesh = self.mesh
+        place = f"pp {mesh.pp.index} dp {mesh.dp.index} tp {mesh.tp.index}"
+        on_gpu = mesh.device.type == "cuda"
+        profile = StepProfile(self.folder, step, rank=mesh.rank, place=place, on_gpu=on_gpu)
+        profile.start()
+        mesh.barrier()
+        return profile
+
+    def _end_profile(self, profile: StepProfile, step: int) -> None:
+        problem = None
+        try:
+            profile.stop()
+        except OSError as error:
+            problem = f"rank {self.mesh.rank}: {error}"
+        problem = self.mesh.agree(problem)
+        if problem is not None:
+            self._note(f"no whole profile of step {step}: {problem}")
+        else:
+            self._note(
+                f"profile of step {step}: a trace per rank in {profile.folder}; python -m "
+                f"megapipe.observe.profile {profile.folder} makes one of them"
+            )
 
     def _draw_timeline(self, step: int) -> None:
         records = self.step.records()

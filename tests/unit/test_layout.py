@@ -301,6 +301,7 @@ def test_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             ["log.timeline=[3,0]"],
             "log.timeline=[3, 0]: there is no step 0: expected steps counted from 1",
         ),
+        (["log.profile=[-1]"], "log.profile=[-1]: there is no step -1: expected steps counted"),
         (
             ["train.steps=200", "train.stop_after=201"],
             "is more than train.steps=200: expected at m",
@@ -404,6 +405,7 @@ def test_auto_begins_within_the_memory_limit(settings: tuple[str, ...], limit: i
         (["train.steps=9"], ["warm-up of 0 steps: "]),
         (["train.steps=20", "optimizer.warmup_steps=0.5"], []),
         (["log.timeline=[300,2]"], []),
+        (["log.profile=[301]"], ["no profile of step 301 (log.profile): the run ends after"]),
         (["log.timeline=[301]"], ["no timeline of step 301 (log.timeline): the run ends after"]),
         (
             ["train.stop_after=10", "log.timeline=[10, 11, 300]"],

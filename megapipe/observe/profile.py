@@ -1,0 +1,122 @@
+"""Traces of single steps by torch's profiler, one file per rank, for ui.perfetto.dev.
+
+``python -m megapipe.observe.profile runs/NAME/profile/step_000020`` makes one file of the ranks',
+in which every rank has processes of its own. Times of one host fit together; those of several as
+far as their clocks do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megapipe.errors import DataError, MegapipeError
+
+MERGED = "merged.json.gz"
+PROCESSES_PER_RANK = 1000
+"""Numbers of processes that a rank may have in a merged file: one for the host, and one per GPU."""
+
+
+class StepProfile:
+    """The profile of one step on this rank; names of operations come from
+    :mod:`megapipe.engine.names`."""
+
+    def __init__(self, folder: Path, step: int, *, rank: int, place: str, on_gpu: bool) -> None:
+        self.folder = folder / "profile" / f"step_{step:06d}"
+        self.rank = rank
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        self._profile = profile(activities=activities)
+        about = {"rank": rank, "place": place, "step": step}
+        self._about = json.dumps(about)
+
+    def start(self) -> None:
+        """Begin; the first time in a process it takes seconds."""
+        self._profile.start()
+        self._profile.add_metadata_json("megapipe", self._about)
+
+    def stop(self) -> None:
+        """End, when the device has done what it was given, and write the file. Raises OSError."""
+        if ProfilerActivity.CUDA in self._profile.activities:
+            torch.cuda.synchronize()
+        self._profile.stop()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"rank_{self.rank:04d}.json.gz"
+        self._profile.export_chrome_trace(str(path))
+
+
+def merge(folder: Path) -> Path:
+    """Make one trace of those of all ranks in `folder`; returns its path.
+
+    Raises:
+        DataError: there are none, or one is damaged.
+    """
+    paths = sorted(folder.glob("rank_*.json.gz"))
+    if not paths:
+        raise DataError(f"{folder}: no rank_*.json.gz, expected the folder of a profiled step")
+    base = None
+    with gzip.open(folder / MERGED, "wt", encoding="utf-8") as out:
+        out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        separator = ""
+        for path in paths:
+            try:
+                trace = json.loads(gzip.decompress(path.read_bytes()))
+                rank, place = (trace["megapipe"][key] for key in ("rank", "place"))
+                base = trace["baseTimeNanoseconds"] if base is None else base
+                shift = (trace["baseTimeNanoseconds"] - base) / 1e3
+                events = trace["traceEvents"]
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{path}: no trace of a rank ({error})") from None
+            for event in _renumbered(events, rank, f"rank {rank} ({place})", shift):
+                out.write(separator + json.dumps(event))
+                separator = ",\n"
+        out.write("\n]}\n")
+    return folder / MERGED
+
+
+def _renumbered(
+    events: list[dict[str, Any]], rank: int, name: str, shift_us: float
+) -> Iterator[dict[str, Any]]:
+    """A rank's events with processes and flows that no other rank has."""
+    numbers: dict[int, int] = {}
+    for event in events:
+        process = event.get("pid")
+        if not isinstance(process, int):  # the profiler's own remarks
+            continue
+        number = numbers.setdefault(process, rank * PROCESSES_PER_RANK + len(numbers))
+        changed = {**event, "pid": number}
+        if "ts" in event:
+            changed["ts"] = event["ts"] + shift_us
+        if "id" in event:
+            changed["id"] = f"{rank}/{event['id']}"
+        if event.get("ph") == "M" and event["name"] == "process_name":
+            changed["args"] = {"name": name}
+        if event.get("ph") == "M" and event["name"] == "process_sort_index":
+            changed["args"] = {"sort_index": number}
+        yield changed
+
+
+def main() -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m megapipe.observe.profile",
+        description="Make one trace of those of all ranks.",
+    )
+    parser.add_argument("folder", type=Path, help="folder of a profiled step: .../profile/step_N")
+    try:
+        print(merge(parser.parse_args().folder))
+    except MegapipeError as error:
+        print(f"megapipe: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

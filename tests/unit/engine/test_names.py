@@ -1,0 +1,53 @@
+"""Names of actions, and that they are given to all actions or to none."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from fake_stages import FakeStage, microbatches_of, scalar
+from torch.profiler import ProfilerActivity, profile
+
+from megapipe.engine.channels import InProcessChannels
+from megapipe.engine.executor import Executor, run_together
+from megapipe.engine.names import name_of, named
+from megapipe.schedule.generators import build
+from megapipe.schedule.ir import Kind
+from megapipe.schedule.lower import Action, Do, lower
+
+
+@pytest.mark.parametrize(
+    ("action", "name"),
+    [
+        (Action(Do.COMPUTE, Kind.F, 1, 3), "F stage 1 micro-batch 3"),
+        (Action(Do.COMPUTE, Kind.W, 0, 2, 1), "W stage 0 micro-batch 2 slice 1"),
+        (Action(Do.SEND, Kind.I, 2, 0, peer=1), "send I of stage 2 micro-batch 0 to rank 1"),
+        (Action(Do.RECV, Kind.F, 1, 0, peer=0), "receive F of stage 1 micro-batch 0 from rank 0"),
+        (Action(Do.REDUCE, Kind.F, 4, 0), "reduce stage 4"),
+        (Action(Do.AWAIT, Kind.F, 4, 0), "await stage 4"),
+    ],
+)
+def test_a_name_tells_stage_micro_batch_and_kind(action: Action, name: str) -> None:
+    assert name_of(action) == name
+
+
+def test_a_trace_has_what_a_rank_does_in_order() -> None:
+    schedule = build("zb_h1", ranks=2, microbatches=2)
+    programs = lower(schedule)
+    executors = []
+    for program, ends in zip(programs, InProcessChannels.connect(2), strict=True):
+        stages = {s: FakeStage(s, 2, []) for s in schedule.placement.stages_of(program.rank)}
+        wrap = partial(named, device=torch.device("cpu"))
+        executors.append(
+            Executor(program, stages, ends, shape=scalar, train=True, wrap=wrap)  # type: ignore[arg-type]
+        )
+    with profile(activities=[ProfilerActivity.CPU]) as watch:
+        run_together(executors, microbatches_of(schedule))
+    events = watch.events()
+    assert events is not None
+    seen = [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+    for program in programs:
+        wanted = [name_of(action) for action in program.actions]
+        assert len(set(wanted)) == len(wanted)
+        assert [name for name in seen if name in wanted] == wanted
