@@ -74,6 +74,7 @@ class Case:
     """Each of four values."""
     batch: int = 2
     sequence: int = 8
+    steps: int = STEPS
 
     @property
     def replicated(self) -> bool:
@@ -190,7 +191,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "post_validation": case.post_validation,
             },
             "train": {
-                "steps": STEPS,
+                "steps": case.steps,
                 "sequence_length": case.sequence,
                 "global_batch": case.batch * case.m * case.dp,
                 "microbatch": case.batch,

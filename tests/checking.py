@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import reference
 import torch
-from cases import LR, STEPS, Case, batch_of, configure, plain
+from cases import LR, Case, batch_of, configure, plain
 from compare import assert_scalar_close, assert_within
 from dropout_noise import noise_of
 from expected import (
@@ -43,14 +43,16 @@ DRAWS = 6
 
 def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
     """Loss, every gradient, gradient norm, every weight and state, every copy, validation loss."""
-    values = [values_at(case, outcomes, i) for i in range(STEPS + 1)]
+    values = [values_at(case, outcomes, i) for i in range(case.steps + 1)]
     check_beginning(case, values[0])
     check_loss("validation loss", [o.validation for o in outcomes], case, values[0]["model"])
-    grads = [assemble([o.grads[i] for o in outcomes], values[0]["model"]) for i in range(STEPS)]
+    grads = [
+        assemble([o.grads[i] for o in outcomes], values[0]["model"]) for i in range(case.steps)
+    ]
     if trains_alone(case):
         check_training(case, outcomes, grads)
     farther = 0
-    for i in range(STEPS):
+    for i in range(case.steps):
         if not trains_alone(case):
             check_loss("loss", [o.losses[i] for o in outcomes], case, values[i]["model"], i)
             check_gradients(case, values[i]["model"], grads[i], i)

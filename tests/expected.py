@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import reference
 import torch
-from cases import END, STEPS, Case, batch_of, configure, plain, validation_samples
+from cases import END, Case, batch_of, configure, plain, validation_samples
 from dropout_noise import noise_of
 from reference import Batch, Params
 from torch import Tensor
@@ -25,11 +25,11 @@ def expected(case: Case) -> tuple[list[reference.Step], float]:
     """The steps of AdamW from the first weights on, and the validation loss, of a plain case."""
     config, _ = configure(case)
     params = reference.init_random(config.model, seed=3)
-    lr = [learning_rate(config.optimizer, i, STEPS) for i in range(STEPS)]
+    lr = [learning_rate(config.optimizer, i, case.steps) for i in range(case.steps)]
     settings = reference.Optimizer(
         lr=lr, weight_decay=config.optimizer.weight_decay, clip=case.clip
     )
-    batches = [batch_of(case, i) for i in range(STEPS)]
+    batches = [batch_of(case, i) for i in range(case.steps)]
     steps = reference.train(params, config.model, batches, settings, document_end(case))
     return steps, validation(case, params).exact
 

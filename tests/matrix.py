@@ -78,6 +78,7 @@ ELSEWHERE = {
     "overlap": "changes no bit: test_overlap",
     "swap": "test_schedules",
     "loss_scale": "one at which fp16 does not overflow; dynamic ones: test_fp16",
+    "steps": "many: test_parity",
     "layers": "follows from the number of stages",
     "heads": "a size; what three tp ranks can share: test_odd_sizes",
     "batch": "follows from m",

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import reference
 from cases import ACTIVATIONS as ACTIVATIONS
-from cases import END, STEPS, Case, Rows, configure, validation_rows, validation_samples
+from cases import END, Case, Rows, configure, validation_rows, validation_samples
 from cases import LR as LR
+from cases import STEPS as STEPS
 from cases import batch_of as batch_of
 from cases import plain as plain
 from checking import check_case as check_case
@@ -25,7 +26,7 @@ from megapipe.train.step import TrainStep
 
 
 def run_case(world: World, case: Case, *, validate: bool = True, device: str = "cpu") -> Outcome:
-    """Train a case for STEPS steps on this rank of a world of `case.world`."""
+    """Train a case on this rank of a world of `case.world`."""
     config, layout = configure(case)
     grid = Grid(pp=1 if case.in_process else case.pp, dp=case.dp, tp=case.tp)
     mesh = world.mesh(grid, device)
@@ -48,7 +49,7 @@ def as_gpipe(like: Schedule) -> Schedule:
 
 
 def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
-    """Train for STEPS steps; what this rank saw."""
+    """Train the case's steps; what this rank saw."""
     outcome = Outcome()
     rows = Rows(case)
     if validate:
@@ -62,7 +63,7 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
 
     step.optimizer.finish_reduce = spy  # type: ignore[method-assign]
     outcome.values.append(own_values(step.optimizer))
-    for i in range(STEPS):
+    for i in range(case.steps):
         result = step.train(i, rows) or step.settle()
         assert result is not None
         outcome.losses.append(result.loss)

@@ -22,7 +22,7 @@ from matrix import (
     pairs_of,
     to_case,
 )
-from parity import Case, Outcome, check_case, run_case
+from parity import Case, Outcome, check_case, configure, run_case
 from traced import traced_blocks
 
 from megapipe.testing import World, run_world
@@ -83,6 +83,30 @@ def test_every_switch_is_a_dimension() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_full_product(world: int) -> None:
     check([to_case(choice) for choice in layouts_in_full(random.Random(1))], world)
+
+
+LONG = [
+    # what a run does by default: exact, with real processes, ZeRO-1
+    Case(dp=2, tp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", layers=4, steps=20),
+    Case(dp=2, pp=2, zero=3, chunks=2, m=4, schedule="interleaved_1f1b", tied=False, steps=20),
+    Case(dp=2, tp=2, zero=2, rule="lars", sequence_parallel=True, steps=20),
+]
+UNEVEN_SLICES = [
+    Case(pp=2, m=3, schedule="seq1f1b", slices=3, sequence=22, model="llama", masked=0.3),
+    Case(tp=2, m=2, schedule="seq1f1b", slices=3, sequence=22, sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_many_steps(world: int) -> None:
+    check(LONG, world)
+
+
+def test_slices_of_uneven_length() -> None:
+    for case in UNEVEN_SLICES:
+        lengths = configure(case)[1].slice_lengths
+        assert len(set(lengths)) > 1, lengths
+    check(UNEVEN_SLICES, 2)
 
 
 def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups() -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -48,6 +48,7 @@ class Run:
     clip: float | None = None
     poison: Poison = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
 
 
 @dataclass
@@ -82,7 +83,7 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
     """Some steps of a run, with validation before or after."""
     case = this.case
     settings = configure(case)[0].model_dump()
-    settings["train"]["steps"] = STEPS
+    settings["train"]["steps"] = this.steps
     settings["optimizer"] |= {"clip": this.clip, "post_validation": trust, **this.optimizer}
     config, layout = resolve(Config.model_validate(settings), case.world, case.vocab)
     step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
@@ -91,7 +92,7 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
     outcome, rows, now = Outcome(), Rows(case), [0]
     with poisoned(this.poison, world.rank, now):
         try:
-            for now[0] in range(STEPS):
+            for now[0] in range(this.steps):
                 outcome.results.append(step.train(now[0], rows))
             outcome.results.append(step.settle())
         except NumericError as error:
@@ -189,14 +190,14 @@ def with_mishaps(case: Case, norms: Mapping[bool, float], seed: int, **settings:
     return Run(case, norms[case.tied], poison, settings)
 
 
-def check(runs: list[Run]) -> None:
+def check(runs: Sequence[Run]) -> None:
     ranks = run_world(4, both, runs, timeout_s=60 + 10 * len(runs))
     for this, outcomes in zip(runs, zip(*ranks, strict=True), strict=True):
         for before, after in outcomes:
             assert before.error is None
             waits = [must_wait(result, this.clip) for result in before.results]
-            assert len(waits) == STEPS
-            assert 0 < sum(waits) < STEPS, "some clip, some do not"
+            assert len(waits) == this.steps
+            assert 0 < sum(waits) < this.steps, "some clip, some do not"
             skipped = sum(not math.isfinite(result.grad_norm) for result in before.results)
             assert skipped == len(this.poison)
             try:
@@ -217,6 +218,12 @@ def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
             for seed, (case, settings) in enumerate(FURTHER)
         ]
     )
+
+
+def test_fifty_steps(norms: dict[bool, float]) -> None:
+    cases = [replace(BASE, schedule="zb_v", dtype="fp16"), replace(BASE, schedule="zb_h1")]
+    runs = [with_mishaps(case, norms, 200 + seed) for seed, case in enumerate(cases)]
+    check([replace(this, steps=50) for this in runs])
 
 
 def test_a_value_that_is_not_finite_is_the_same_error_on_all_ranks() -> None:
