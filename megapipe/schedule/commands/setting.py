@@ -17,7 +17,7 @@ from megapipe.schedule.ir import Schedule
 from megapipe.schedule.ledger import Amount, peak_weighted
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.source import goes_by_cost, load
+from megapipe.schedule.source import goes_by_cost, is_own, load
 
 Number = Fraction | int
 
@@ -98,12 +98,11 @@ class Setting:
         Raises:
             ScheduleError: a schedule that cannot be had, or has another placement.
         """
-        limit = self.memory_limit if self.accounting == "held" else None
         options = dict(self.options)
         if lenient and _registered(name):
             options = {what: value for what, value in options.items() if what in accepts(name)}
         sizes = {"ranks": self.ranks, "microbatches": self.microbatches}
-        hints: dict[str, Any] = {**sizes, **options, "memory_limit": limit}
+        hints: dict[str, Any] = {**sizes, **options, **self._memory(name)}
         start = time.perf_counter()
         schedule = load(name, **hints)
         costs_given = self.costs or self.stage_costs or self.bandwidth
@@ -115,6 +114,14 @@ class Setting:
         if self.placement not in (None, *known):
             raise ScheduleError(f"schedule {name}: its placement is {known[0]}")
         return schedule, seconds
+
+    def _memory(self, name: str) -> dict[str, Number | None]:
+        """What a schedule is told of the memory: nothing if it cannot count as the limit does."""
+        if self.accounting == "held":
+            return {"memory_limit": self.memory_limit}
+        if is_own(name) or "freed" in accepts(name):
+            return {"memory_limit": self.memory_limit, "freed": self.freed}
+        return {}
 
     def counted(self, schedule: Schedule) -> tuple[Amount, ...]:
         """What each rank holds at most, as the memory limit counts it."""

@@ -14,7 +14,7 @@ _ALIASES: dict[str, str] = {}
 
 OPTIONS = ("chunks", "group", "slices", "pairs")
 """What a generator may take besides ranks and microbatches, each refused where it is not taken."""
-HINTS = ("cost", "memory_limit")
+HINTS = ("cost", "memory_limit", "freed")
 """What a generator may go by; those that do not, ignore it."""
 
 
@@ -23,10 +23,10 @@ def register(name: str, *aliases: str) -> Callable[[Generator], Generator]:
 
     A generator takes ``ranks`` and ``microbatches``, and those of these that it has, each with a
     default: ``chunks`` (virtual stages per rank), ``group``, ``slices``, ``pairs``; ``cost`` (a
-    :class:`~megapipe.schedule.cost.Cost`) and ``memory_limit`` (micro-batches of a full rank,
-    held from F to W). It returns a schedule that is valid for every argument that it does not
-    refuse with a ScheduleError. Its gradient-producing operations are in micro-batch order at
-    each stage.
+    :class:`~megapipe.schedule.cost.Cost`), ``memory_limit`` (micro-batches of a full rank) and
+    ``freed`` (the share of an activation that the limit counts as free after I; 0). It returns a
+    schedule that is valid for every argument that it does not refuse with a ScheduleError. Its
+    gradient-producing operations are in micro-batch order at each stage.
     """
 
     def add(generator: Generator) -> Generator:

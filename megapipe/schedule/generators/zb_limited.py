@@ -16,6 +16,7 @@ from array import array
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
+from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
@@ -25,6 +26,7 @@ from megapipe.schedule.ir import Kind, Schedule, pack
 from megapipe.schedule.ledger import most_held
 from megapipe.schedule.placement import loop
 from megapipe.schedule.simulate import simulate
+from megapipe.schedule.ticks import per_unit, whole
 from megapipe.schedule.times import in_ticks
 
 
@@ -34,22 +36,25 @@ def zb_1p(
     microbatches: int,
     cost: Cost | None = None,
     memory_limit: float | Fraction | None = None,
+    freed: float | Fraction = 0,
 ) -> Schedule:
     """The heuristic at the memory of 1F1B: p micro-batches per rank, or `memory_limit`.
 
     Idle time, for m >= 2p, W <= F, W <= I and zero latency: (p-1)(F+I-W). The paper counts memory
-    weighted, a part of an activation being free after I; here a micro-batch counts as one from F
-    to W, as long as its tensors are kept.
+    weighted, a part of an activation being free after I; give that share as `freed`. By default a
+    micro-batch counts as one from F to W, as long as its tensors are kept.
 
     Args:
         cost: what the order is made for; default: equal times, no latency.
-        memory_limit: micro-batches that a rank may hold, at least 1; rounded down.
+        memory_limit: micro-batches that a rank may hold, at least 1.
+        freed: share of a micro-batch that I frees, from 0 to 1; W frees the rest.
 
     Raises:
-        ScheduleError: no room for one micro-batch, or a cost that does not fit the stages.
+        ScheduleError: no room for one micro-batch, a share that is none, or a cost that does not
+            fit the stages.
     """
     limit = ranks if memory_limit is None else memory_limit
-    return _best("zb_1p", ranks, microbatches, cost, limit)
+    return _best("zb_1p", ranks, microbatches, cost, limit, freed)
 
 
 @register("zb_2p")
@@ -58,15 +63,16 @@ def zb_2p(
     microbatches: int,
     cost: Cost | None = None,
     memory_limit: float | Fraction | None = None,
+    freed: float | Fraction = 0,
 ) -> Schedule:
     """The heuristic at twice the memory of 1F1B: 2p micro-batches per rank, or `memory_limit`.
 
     At equal times, zero latency and m >= 2p no rank idles within its own span, while the makespan
-    is that of zb_h1. The limit of the paper's table is weighted: it holds 3p to 4.5p micro-batches
-    from F to W. Here all 2p are counted so; see :func:`zb_1p` for that and the arguments.
+    is that of zb_h1. The limit of the paper's table is weighted, with a share `freed` of 0.366 or
+    0.432: it holds 3p to 4.5p micro-batches from F to W. See :func:`zb_1p` for the arguments.
     """
     limit = 2 * ranks if memory_limit is None else memory_limit
-    return _best("zb_2p", ranks, microbatches, cost, limit)
+    return _best("zb_2p", ranks, microbatches, cost, limit, freed)
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,12 @@ class Flags:
 
 
 def _best(
-    name: str, ranks: int, microbatches: int, cost: Cost | None, limit: float | Fraction
+    name: str,
+    ranks: int,
+    microbatches: int,
+    cost: Cost | None,
+    limit: float | Fraction,
+    freed: float | Fraction,
 ) -> Schedule:
     """The order with the shortest span that is not worse than zb_h1, where that fits.
 
@@ -93,10 +104,12 @@ def _best(
             f"schedule {name}: memory_limit must be at least 1 micro-batch, not {limit}"
         )
     cost, _ = in_ticks(loop(ranks), cost or Cost())
-    room = int(min(limit, microbatches))
+    if not 0 <= freed <= 1:
+        raise ScheduleError(f"schedule {name}: freed must be from 0 to 1, not {freed}")
+    memory = _Memory.of(Fraction(min(limit, microbatches)), Fraction(freed))
 
     def attempt(microbatches: int, flags: Flags) -> Schedule:
-        ops = _Pipeline(ranks, microbatches, cost, room, flags).run()
+        ops = _Pipeline(ranks, microbatches, cost, memory, flags).run()
         return Schedule(name, loop(ranks), microbatches, ops, tuple(map(most_held, ops)))
 
     few = min(microbatches, 4 * ranks)
@@ -111,6 +124,22 @@ def _best(
     return min(found, plain, key=lambda schedule: _score(schedule, cost, ceiling))
 
 
+class _Memory(NamedTuple):
+    """The memory limit, in grains."""
+
+    limit: int
+    whole: int
+    """What F takes for one micro-batch."""
+    rest: int
+    """What of that W frees, and not I already."""
+
+    @classmethod
+    def of(cls, limit: Fraction, freed: Fraction) -> "_Memory":
+        """From micro-batches, and the share that I frees."""
+        grains = per_unit((limit, freed))
+        return cls(*(whole(amount, grains) for amount in (limit, 1, 1 - freed)))
+
+
 def _score(schedule: Schedule, cost: Cost, ceiling: Time) -> tuple[bool, Time, Time]:
     """The least is the best: no longer than the ceiling, then the shortest span."""
     timeline = simulate(schedule, cost)
@@ -120,9 +149,11 @@ def _score(schedule: Schedule, cost: Cost, ceiling: Time) -> tuple[bool, Time, T
 class _Pipeline:
     """One run of the heuristic. Rank r has stage r; all lists of times are by rank."""
 
-    def __init__(self, ranks: int, microbatches: int, cost: Cost, limit: int, flags: Flags) -> None:
+    def __init__(
+        self, ranks: int, microbatches: int, cost: Cost, memory: _Memory, flags: Flags
+    ) -> None:
         self.ranks, self.microbatches = ranks, microbatches
-        self.limit, self.flags = limit, flags
+        self.memory, self.flags = memory, flags
         self.time = cost.table(ranks)
         self.down = [0] + [cost.link(rank - 1, rank) for rank in range(1, ranks)]
         self.up = [cost.link(rank + 1, rank) for rank in range(ranks - 1)] + [0]
@@ -135,6 +166,13 @@ class _Pipeline:
         """When each I ended."""
         self.weights = [0] * ranks
         """How many W have run."""
+        self.alive = [0] * ranks
+        """What is alive, in grains."""
+        self.adds = {
+            Kind.F: memory.whole,
+            Kind.I: memory.rest - memory.whole,
+            Kind.W: -memory.rest,
+        }
 
     def run(self) -> tuple["array[int]", ...]:
         """The list of every rank."""
@@ -159,7 +197,7 @@ class _Pipeline:
             end, spent = self.now[rank], self.time[Kind.F][rank]
             if rank < self.ranks - 1:
                 arrival += self.up[rank]
-                while more[rank] + 1 < min(self.microbatches, self.limit) and (
+                while more[rank] + 1 < min(self.microbatches, self.most) and (
                     end < arrival if self.flags.fill else end + spent <= arrival
                 ):
                     more[rank] += 1
@@ -186,7 +224,7 @@ class _Pipeline:
         for rank in range(self.ranks):
             count = len(self.forwards[rank])
             fed = rank == 0 or count < len(self.forwards[rank - 1])
-            if takes[rank] and fed and count - len(self.inputs[rank]) < self.limit:
+            if takes[rank] and fed and count - len(self.inputs[rank]) < self.most:
                 self.forward(rank)
 
     def skips(self, rank: int) -> bool:
@@ -199,7 +237,7 @@ class _Pipeline:
         arrival = self.now[below] + work + self.up[rank]
         if now >= arrival:
             return True
-        crowded = max(0, count + 1 - self.limit - self.weights[rank])
+        crowded = max(0, -(-self.excess(rank) // max(1, self.memory.rest)))
         if now + self.time[Kind.F][rank] + crowded * self.time[Kind.W][rank] <= arrival:
             return False
         return self.idle[rank] + arrival - now <= max(self.idle)
@@ -210,11 +248,20 @@ class _Pipeline:
         arrival: Time = 0
         if rank:
             arrival = self.forwards[rank - 1][len(ends)] + self.down[rank]
-        while len(ends) - self.weights[rank] >= self.limit:
+        while self.excess(rank) > 0:
             self.weight(rank)
         self.fill(rank, arrival)
         self.put(rank, Kind.F, len(ends), arrival)
         ends.append(self.now[rank])
+
+    @property
+    def most(self) -> int:
+        """Micro-batches that a rank may have between F and I, when all W have run that can."""
+        return self.memory.limit // self.memory.whole
+
+    def excess(self, rank: int) -> int:
+        """What the next F would be above the limit, in grains."""
+        return self.alive[rank] + self.memory.whole - self.memory.limit
 
     def input(self, rank: int) -> None:
         """Run the next I, after the W that its arrival calls for."""
@@ -252,4 +299,5 @@ class _Pipeline:
                 self.idle[rank] += arrival - self.now[rank]
             self.now[rank] = arrival
         self.now[rank] += self.time[kind][rank]
+        self.alive[rank] += self.adds[kind]
         self.ops[rank].append(pack(kind, rank, microbatch))
