@@ -19,7 +19,8 @@ from megapipe.schedule.generators.split import split_backwards
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.ledger import peak_held
 from megapipe.schedule.placement import Placement
-from megapipe.schedule.source import goes_by_cost, load
+from megapipe.schedule.source import goes_by_cost, is_own, load
+from megapipe.schedule.validate import validate
 
 BYTE_VOCABULARY = 257
 """Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
@@ -61,7 +62,12 @@ class Layout:
 
 
 def resolve(
-    config: Config, world: int | None, vocab_size: int | None, *, where: str = "configuration"
+    config: Config,
+    world: int | None,
+    vocab_size: int | None,
+    *,
+    where: str = "configuration",
+    before: Layout | None = None,
 ) -> tuple[Config, Layout]:
     """`config` with every dependent default filled in, and the layout that it describes.
 
@@ -69,28 +75,36 @@ def resolve(
     `vocab_size` is the tokenizer's; None takes what is known without loading it. If that is
     nothing, ``model.vocab_size`` stays None, and the default partition counts the head as one
     layer until the configuration is resolved with the tokenizer at hand.
+    `before` is the layout of `config` if that was resolved before: an order may take seconds to
+    make, so it stays what it is if the tokenizer changes nothing.
+
+    A schedule of the user's is proved executable.
 
     Raises :class:`ConfigError` (:class:`LaunchError` for a wrong number of processes), in one
     line that begins with `where`.
     """
     try:
-        return _resolve(config, world, vocab_size)
+        return _resolve(config, world, vocab_size, before)
     except MegapipeError as error:
         raise type(error)(f"{where}: {error}") from None
 
 
-def _resolve(config: Config, world: int | None, vocab_size: int | None) -> tuple[Config, Layout]:
-    if vocab_size is None and config.data.tokenizer == "byte":
+def _resolve(
+    given: Config, world: int | None, vocab_size: int | None, before: Layout | None
+) -> tuple[Config, Layout]:
+    if vocab_size is None and given.data.tokenizer == "byte":
         vocab_size = BYTE_VOCABULARY
-    model = _resolved_model(config, vocab_size)
-    parallel, processes = _resolved_mesh(config, world)
+    model = _resolved_model(given, vocab_size)
+    parallel, processes = _resolved_mesh(given, world)
     dp = parallel.dp or 1
-    config = config.model_copy(update={"model": model, "parallel": parallel})
+    config = given.model_copy(update={"model": model, "parallel": parallel})
+    if before is not None and config == given:
+        return config, before
     check(config, dp)
     microbatches = _microbatches(config, dp)
     # an order that goes by costs is made when the stages are known; a short one has its placement
     by_cost = goes_by_cost(config.pipeline.schedule)
-    short = by_cost and ":" not in config.pipeline.schedule
+    short = by_cost and not is_own(config.pipeline.schedule)
     schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
     stages = _partition(config, schedule.placement)
@@ -210,6 +224,7 @@ def _slice_lengths(config: Config, slices: int) -> tuple[int, ...]:
 
 
 def _schedule(config: Config, microbatches: int, cost: Cost | None = None) -> Schedule:
+    """The schedule, of which only the placement counts if it goes by a cost that is not given."""
     pipeline, pp = config.pipeline, config.parallel.pp
     passes = microbatches * pp * (pipeline.chunks or 1)
     if passes > MOST_PASSES:
@@ -223,6 +238,7 @@ def _schedule(config: Config, microbatches: int, cost: Cost | None = None) -> Sc
             f"pipeline.placement={pipeline.placement} is for pipeline.schedule=auto; "
             f"{pipeline.schedule} has its own: expected null"
         )
+    final = cost is not None or not goes_by_cost(pipeline.schedule)
     try:
         if pipeline.schedule == "auto":
             schedule = _begin_auto(pipeline, pp, microbatches)
@@ -238,9 +254,11 @@ def _schedule(config: Config, microbatches: int, cost: Cost | None = None) -> Sc
                 memory_limit=pipeline.memory_limit,
                 cost=cost,
             )
+            if is_own(pipeline.schedule) and final:
+                validate(schedule)
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
-    if pipeline.memory_limit is not None:
+    if pipeline.memory_limit is not None and final:
         _check_memory(schedule, pipeline.memory_limit)
     rows = config.train.microbatch
     for size in schedule.sizes or ():

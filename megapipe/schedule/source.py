@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 import traceback
+from array import array
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -53,7 +54,12 @@ def goes_by_cost(spec: str) -> bool:
     of the user's may look at it."""
     if spec in names() or spec in aliases():
         return "cost" in accepts(spec)
-    return ":" in spec and not spec.endswith(".csv")
+    return is_own(spec) and not spec.endswith(".csv")
+
+
+def is_own(spec: str) -> bool:
+    """Whether `spec` is a function or a file of the user's, so nobody has proved what it makes."""
+    return ":" in spec or spec.endswith(".csv")
 
 
 def _build(name: str, ranks: int, microbatches: int, given: dict[str, Any]) -> Schedule:
@@ -143,6 +149,11 @@ def _check(
         raise ScheduleError(
             f"schedule {spec}: it returned {type(schedule).__name__}; return a "
             "megapipe.schedule.ir.Schedule"
+        )
+    if not all(isinstance(ops, array) and ops.typecode == "q" for ops in schedule.ops):
+        raise ScheduleError(
+            f"schedule {spec}: its lists of operations must be arrays of packed ones, as "
+            "megapipe.schedule.ir.packed makes them"
         )
     if schedule.forward_only:
         raise ScheduleError(f"schedule {spec}: it has no backward; leave out forward_only")

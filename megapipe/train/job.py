@@ -60,7 +60,9 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
     ending = Ending(place, store)
     try:
         tokenizer = launch.first_on_host(store, "tokenizer", lambda: load_tokenizer(name), timeout)
-        config, layout = resolve(config, world, tokenizer.vocab_size, where=command.where)
+        config, layout = resolve(
+            config, world, tokenizer.vocab_size, where=command.where, before=layout
+        )
         values = {**flatten(config), "megapipe's files": package_hash(), "torch": torch_version()}
         launch.compare_ranks(store, place, values, timeout)
         device, backend = devices.choose(config.parallel, place, store)

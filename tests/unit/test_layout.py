@@ -1,15 +1,17 @@
 """What several keys decide together: defaults filled in, and every impossible combination."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import megapipe.layout
 from megapipe.checks import shortened
 from megapipe.cli import dump, parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError, LaunchError, MegapipeError
-from megapipe.layout import resolve
+from megapipe.layout import BYTE_VOCABULARY, resolve
 from megapipe.model.partition import format_layout
 from megapipe.plan.slices import balanced_slices
 from megapipe.schedule.generators import build
@@ -149,6 +151,70 @@ def test_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     _, layout = resolve(configure("parallel.pp=2", own), None, None)
     assert layout.schedule.placement == vee(2)
     assert (layout.stages, layout.chunks) == (4, 2)
+
+
+INVALID = """
+import sys
+from dataclasses import replace
+from megapipe.schedule.generators import build
+from megapipe.schedule.ir import packed
+
+def swapped(ranks, microbatches, cost=None):
+    schedule = build("1f1b", ranks=ranks, microbatches=microbatches)
+    first, *rest = (packed(reversed(ops)) for ops in schedule.ops)
+    return replace(schedule, ops=(first, *rest), held_limit=None)
+
+def unknown(ranks, microbatches):
+    schedule = build("1f1b", ranks=ranks, microbatches=microbatches)
+    return replace(schedule, ops=(packed([9, -1]),) * ranks)
+
+def unpacked(ranks, microbatches):
+    schedule = build("1f1b", ranks=ranks, microbatches=microbatches)
+    return replace(schedule, ops=tuple(schedule.rank_ops(rank) for rank in range(ranks)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("invalid:swapped", "rank 0, op 0 (0B11): it needs 0F11 first"),
+        ("invalid:unknown", "schedule 1f1b: rank 0, op 0"),
+        ("invalid:unpacked", "its lists of operations must be arrays of packed ones"),
+        ("invalid.csv", "is missing from its list"),
+    ],
+)
+def test_a_schedule_of_one_s_own_is_proved_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, words: str
+) -> None:
+    (tmp_path / "invalid.py").write_text(INVALID)
+    short = to_csv(build("1f1b", ranks=2, microbatches=12)).rpartition(",")[0] + "\n"
+    (tmp_path / "invalid.csv").write_text(short)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "invalid", raising=False)
+    given = configure("parallel.pp=2", f"pipeline.schedule={spec}", "pipeline.memory_limit=12")
+    with pytest.raises(ConfigError) as raised:
+        resolve(given, None, None)
+    assert str(raised.value).startswith(f"configuration: pipeline.schedule={spec}: ")
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_order_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, layout = resolve(configure("parallel.pp=2", "pipeline.schedule=zb_2p"), None, None)
+    made = []
+    load = megapipe.layout.load
+    monkeypatch.setattr(
+        megapipe.layout, "load", lambda *args, **more: made.append(args) or load(*args, **more)
+    )
+    size = BYTE_VOCABULARY
+    assert resolve(config, None, size, before=layout) == (config, layout)
+    assert made == []
+    unknown = configure("parallel.pp=2", "data.tokenizer=some/where")
+    config, layout = resolve(unknown, None, None)
+    again, other = resolve(config, None, size, before=layout)
+    assert again.model.vocab_size == size
+    assert other is not layout
+    assert made
 
 
 @pytest.mark.parametrize(
