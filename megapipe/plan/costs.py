@@ -16,13 +16,14 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megapipe.config import Config
-from megapipe.model.partition import StageSpec
-from megapipe.plan.activations import Unit
+from megapipe.model.partition import StageSpec, balanced, parse_layout
+from megapipe.plan.activations import Unit, stage_units
 from megapipe.plan.chunks import most_tokens
 from megapipe.plan.flops import layer_flops
 from megapipe.plan.params import known, padded_vocabulary
 from megapipe.plan.slices import slice_shares
 from megapipe.schedule.cost import Cost, PerStage
+from megapipe.schedule.placement import Placement
 
 
 class Work(NamedTuple):
@@ -111,6 +112,19 @@ def scaled(cost: Cost, factor: float) -> Cost:
         return tuple(float(time) * factor for time in row)
 
     return replace(cost, F=times(cost.F), I=times(cost.I), W=times(cost.W), R=times(cost.R))
+
+
+def placement_cost(config: Config, placement: Placement) -> Cost:
+    """The costs of a resolved model's stages on a placement, its layers shared out for it; 1 is
+    the forward of a layer."""
+    layers, parts = config.model.layers, part_costs(config)
+    stages = parse_layout(balanced(layers, placement, *parts), layers)
+    every = range(len(stages))
+    units = stage_units(config.activations, stages)
+    kept = stage_work(config, stages, units, ())
+    again = stage_work(config, stages, stage_units(config.activations, stages, every), every)
+    work = [own._replace(R=other.R) for own, other in zip(kept, again, strict=True)]
+    return scaled(relative_cost(config, work, ()), 1 / _Once.of(config).layer)
 
 
 class _Once(NamedTuple):

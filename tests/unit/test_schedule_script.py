@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.model.config import ModelConfig
+from megapipe.plan.flops import head_flops, layer_flops
 from megapipe.schedule.commands import COMMANDS, main, parser
 from megapipe.schedule.commands.arguments import number
 from megapipe.schedule.commands.search import placements
@@ -505,3 +507,28 @@ def test_costs_of_17_digits_are_exact(capsys, tmp_path):
     without_messages = json.loads(capsys.readouterr().out)
     assert without_messages["makespan"] == float(exact)
     assert told["makespan"] > without_messages["makespan"]
+
+
+def test_costs_of_a_configuration(tmp_path):
+    """The stages of its model, shared out for each schedule: 6 layers and a head of three."""
+    path = tmp_path / "model.yaml"
+    path.write_text("model: {layers: 6, vocab_size: 6144}\nparallel: {pp: 2}\n")
+    script = [sys.executable, "scripts/schedule.py", "compare", "gpipe", "hanayo"]
+    size = ["--ranks", "3", "--microbatches", "1", "--config", str(path)]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*script, *size, *more], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+
+    done = run("--json")
+    assert done.stderr == ""
+    told = {row["schedule"]: row["makespan"] for row in json.loads(done.stdout)}
+    model = ModelConfig(layers=6).resolved(vocab_size=6144, sequence_length=256)
+    layer = layer_flops(model, 256)
+    assert told["gpipe"] == pytest.approx((18 * layer + 3 * head_flops(model)) / layer)
+    assert told["hanayo"] == pytest.approx(told["gpipe"])
+    taken = run("--cost", "F=2")
+    assert (taken.returncode, taken.stdout) == (2, "")
+    assert f"argument --cost: F is in {path} already" in taken.stderr
+    assert len(taken.stderr.splitlines()) == 1

@@ -4,7 +4,8 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from megapipe.errors import MegapipeError
 from megapipe.schedule.commands import (
@@ -18,6 +19,11 @@ from megapipe.schedule.commands import (
     validate,
 )
 from megapipe.schedule.commands.arguments import Parser
+from megapipe.schedule.cost import Cost
+from megapipe.schedule.placement import Placement
+
+Planner = Callable[[Path], Callable[[Placement], Cost]]
+"""From a configuration to the costs of its model's stages on a placement."""
 
 COMMANDS = (listing, show, simulate, compare, draw, validate, export, search)
 
@@ -34,10 +40,11 @@ def parser() -> Parser:
     return top
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one command; the exit code of the process."""
+def main(argv: Sequence[str], planner: Planner | None = None) -> int:
+    """Run one command; the exit code of the process. `planner` reads what --config names."""
     try:
         given: argparse.Namespace = parser().parse_args(argv)
+        given.planner = planner
         given.run(given)
         sys.stdout.flush()
     except MegapipeError as error:

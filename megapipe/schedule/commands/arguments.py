@@ -101,6 +101,13 @@ def add_costs(parser: Parser) -> None:
         help='times of each virtual stage instead: a list of {"F": 1, "I": 1, "W": 1}',
     )
     parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE.yaml",
+        help="times of the stages of this configuration's model instead, its layers shared out "
+        "for each schedule; 1 is the forward of a layer",
+    )
+    parser.add_argument(
         "--bandwidth",
         type=number,
         metavar="X",

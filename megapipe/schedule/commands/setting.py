@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -42,14 +42,25 @@ class Setting:
     zero: int
     prefetch: int
     chunked_loss: bool
+    planned: Callable[[Placement], Cost] | None = None
+    """Costs of a model's stages on a placement."""
 
     @classmethod
     def of(cls, given: argparse.Namespace) -> "Setting":
         """The setting that was given on the command line.
 
         Raises:
-            ConfigError: a file of stage costs that cannot be used.
+            ConfigError: a file of stage costs or a configuration that cannot be used.
         """
+        planned = None
+        if given.config is not None:
+            taken = sorted(set(given.cost) & {"F", "I", "W", "B", "R"})
+            if given.stage_cost is not None or taken:
+                other = f"--cost: {taken[0]}" if taken else "--stage-cost: that"
+                raise ConfigError(f"argument {other} is in {given.config} already")
+            if given.planner is None:
+                raise ConfigError("argument --config: scripts/schedule.py reads configurations")
+            planned = given.planner(given.config)
         stage_costs = {} if given.stage_cost is None else read_stage_costs(given.stage_cost)
         both = sorted(set(stage_costs) & set(given.cost))
         if both:
@@ -71,6 +82,7 @@ class Setting:
             zero=given.zero,
             prefetch=given.prefetch,
             chunked_loss=given.chunked_loss,
+            planned=planned,
         )
 
     def cost(self, placement: Placement) -> Cost:
@@ -78,6 +90,9 @@ class Setting:
         times = {name: self.costs[name] for name in OF_STAGE if name in self.costs}
         cost = Cost.full_rank(placement, **times, latency=self.costs.get("comm", 0))
         per_stage: dict[str, Any] = dict(self.stage_costs)
+        if self.planned is not None:
+            model = self.planned(placement)
+            per_stage = {kind: getattr(model, kind) for kind in ("F", "I", "W", "R")}
         return replace(
             cost,
             **per_stage,
@@ -105,7 +120,7 @@ class Setting:
         hints: dict[str, Any] = {**sizes, **options, **self._memory(name)}
         start = time.perf_counter()
         schedule = load(name, **hints)
-        costs_given = self.costs or self.stage_costs or self.bandwidth
+        costs_given = self.costs or self.stage_costs or self.bandwidth or self.planned
         if costs_given and goes_by_cost(name):  # they are those of stages, so of its placement
             start = time.perf_counter()
             schedule = load(name, **hints, cost=self.cost(schedule.placement))
