@@ -458,7 +458,8 @@ class _Way:
                 ("out", self.queries, self.local),
                 ("qkv", self.local, self.qkv),
             ):
-                tape.pass_by(gathered, self._product(matrix))
+                # beside it the next task's gather, which has begun (kernels.overlap)
+                tape.pass_by(2 * gathered, self._product(matrix))
                 tape.drop(x, grad)
         if self.stage.embedding:
             self._embedding_gradient(tape)
