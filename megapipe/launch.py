@@ -56,15 +56,17 @@ def launch(
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     logging.disable(logging.CRITICAL)  # the agent's account of each signal and failure
-    rendezvous = get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint=rdzv_endpoint,
-            run_id=rdzv_id or uuid.uuid4().hex,
-            min_nodes=nnodes,
-            max_nodes=nnodes,
-        )
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=rdzv_endpoint,
+        run_id=rdzv_id or uuid.uuid4().hex,
+        min_nodes=nnodes,
+        max_nodes=nnodes,
     )
+    try:
+        rendezvous = get_rendezvous_handler(parameters)
+    except (RendezvousError, ValueError) as error:
+        raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
     spec = WorkerSpec(
         role="megapipe",
         local_world_size=nproc,
