@@ -13,6 +13,7 @@ Approximate is attention with dropout on the CPU; carries of slices are counted 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megapipe.model.config import ModelConfig
@@ -36,11 +37,20 @@ class Peaks(NamedTuple):
     W: int
 
 
+@dataclass
+class PutOff:
+    """A weight gradient that a B computes beside the next gather, and what it lets go of then."""
+
+    matrix: str
+    frees: int
+
+
 class Tape:
     """Bytes that are held now, and the most that ever were."""
 
     def __init__(self, now: int = 0) -> None:
         self.now = self.peak = now
+        self.put_off: PutOff | None = None
 
     def take(self, *sizes: int) -> None:
         self.now += sum(sizes)
@@ -287,6 +297,7 @@ class _Way:
                 tape.drop(self.local, self.mask)
             if at_once:
                 self._embedding_gradient(tape)
+        self._compute_put_off(tape)
         return tape.peak
 
     def _unit_again(
@@ -365,14 +376,25 @@ class _Way:
         if self.mask:
             tape.take(self.local)
             tape.drop(self.mask)
-        gathered = self.whole if self.split > 1 else 0
-        tape.take(gathered, x)
-        tape.drop(gathered)
+        if self.split == 1:
+            tape.take(x)  # the gradient of the input
+            if at_once:
+                tape.pass_by(self._product(matrix))
+                tape.drop(x, self.local if self.mask else 0)
+            return
+        tape.take(self.whole)
+        self._compute_put_off(tape)
+        tape.take(x)
         if at_once:
-            tape.pass_by(gathered, self._product(matrix))
-            tape.drop(x)
-            if self.mask:
-                tape.drop(self.local)
+            tape.put_off = PutOff(matrix, self.whole + x + (self.local if self.mask else 0))
+        else:
+            tape.drop(self.whole)
+
+    def _compute_put_off(self, tape: Tape) -> None:
+        if tape.put_off is not None:
+            tape.pass_by(self._product(tape.put_off.matrix))
+            tape.drop(tape.put_off.frees)
+            tape.put_off = None
 
     def _widen_backward(
         self,
@@ -402,16 +424,23 @@ class _Way:
             tape.drop(self.local)
         tape.take(self.local)  # the sum
         tape.drop(self.local)
-        if (at_once and not grad_stays) or self.mask:
+        if self.mask or (at_once and not grad_stays and tape.put_off is None):
             tape.drop(self.local)  # the residual's, which no queue holds
+        elif at_once and not grad_stays:
+            assert tape.put_off is not None
+            tape.put_off.frees += self.local
 
     def _column_backward(self, tape: Tape, grad: int, matrix: str, at_once: bool) -> None:
         """Leaves the gradient of the norm's output, [s(/tp), b, h]."""
-        tape.take(self.whole)
-        self._scatter(tape)
+        gathered = self.whole if at_once and self.split > 1 else 0
+        tape.take(gathered, self.whole)
+        if self.split > 1:
+            tape.take((self.split - 1) * self.local)  # what the sum receives
         if at_once:
-            tape.pass_by(self.whole if self.split > 1 else 0, self._product(matrix))
-            tape.drop(grad, self.local)
+            tape.pass_by(self._product(matrix))
+            tape.drop(gathered, grad, self.local)
+        if self.split > 1:
+            tape.drop((self.split - 2) * self.local, self.whole)
 
     def _norm_backward(self, tape: Tape) -> None:
         """From the gradient of its output to that of its input."""

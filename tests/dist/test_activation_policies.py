@@ -113,7 +113,12 @@ def test_bytes_on_a_tensor_parallel_rank() -> None:
 
 
 def measure_within(world: World, given: list[Case]) -> list[dict[str, int]]:
-    return [alive.within for alive in measure_all(world, given)]
+    """The least of a few times: gloo's threads may let go of what they sent a moment late."""
+    times = [[alive.within for alive in measure_all(world, given)] for _ in range(3)]
+    return [
+        {kind: min(found[kind] for found in of_case) for kind in of_case[0]}
+        for of_case in zip(*times, strict=True)
+    ]
 
 
 def test_peaks_within_operations_on_a_tensor_parallel_rank() -> None:
