@@ -30,6 +30,8 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 MONITOR_S = 0.1
 """Time between two looks at the ranks."""
 STANDALONE = "localhost:0"
+RDZV_TIMEOUT_S = 60
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is imported
 
 
 def launch(
@@ -39,13 +41,13 @@ def launch(
     nnodes: int = 1,
     rdzv_endpoint: str = STANDALONE,
     rdzv_id: str | None = None,
+    rdzv_timeout_s: int = RDZV_TIMEOUT_S,
 ) -> int:
     """Run ``python *command`` in `nproc` processes here, as a part of `nnodes` alike.
 
     Returns the exit code: that of the first rank to fail, 128 + n where signal n killed it. Raises
     :class:`LaunchError` if the nodes do not meet. To be called in the main thread.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -62,6 +64,7 @@ def launch(
         run_id=rdzv_id or uuid.uuid4().hex,
         min_nodes=nnodes,
         max_nodes=nnodes,
+        read_timeout=rdzv_timeout_s,
     )
     try:
         rendezvous = get_rendezvous_handler(parameters)
@@ -134,11 +137,16 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--rdzv-id", metavar="ID", help="name of the job on all nodes; needed with several"
     )
     options, command = _split(argv)
+    parser.add_argument(
+        "--rdzv-timeout", type=int, default=RDZV_TIMEOUT_S, metavar="SECONDS",
+        help=f"how long to look for the node at --rdzv-endpoint (default {RDZV_TIMEOUT_S})",
+    )  # fmt: skip
     arguments = parser.parse_args(options)
     if not command:
         parser.error("no program: expected train.py or another")
-    if arguments.nnodes < 1 or (arguments.nproc is not None and arguments.nproc < 1):
-        parser.error("--nproc and --nnodes: expected a number >= 1")
+    numbers = (arguments.nnodes, arguments.rdzv_timeout, arguments.nproc)
+    if any(number is not None and number < 1 for number in numbers):
+        parser.error("--nproc, --nnodes and --rdzv-timeout: expected a number >= 1")
     if arguments.nnodes > 1 and (arguments.rdzv_endpoint == STANDALONE or not arguments.rdzv_id):
         parser.error("several nodes need --rdzv-endpoint HOST:PORT and --rdzv-id ID to meet")
     return arguments, command
@@ -171,6 +179,7 @@ def main(argv: Sequence[str]) -> int:
             nnodes=arguments.nnodes,
             rdzv_endpoint=arguments.rdzv_endpoint,
             rdzv_id=arguments.rdzv_id,
+            rdzv_timeout_s=arguments.rdzv_timeout,
         )
     except LaunchError as error:
         say(error)

@@ -48,13 +48,16 @@ def test_nodes_meet_and_hand_on_their_code(code: int, tmp_path: Path) -> None:
         for _ in range(2):
             job.start(["-m", "megapipe.launch", *nodes, *program(f"{SHOW}; sys.exit({code})")])
         outcome = job.end()
-    assert sorted(outcome.text.splitlines()) == ["0 0 4", "1 1 4", "2 0 4", "3 1 4"]
+    said = set(outcome.text.splitlines())
+    assert said <= {"0 0 4", "1 1 4", "2 0 4", "3 1 4"}
+    assert len(said) == 4 or code, "the first to fail may end others before they speak"
     assert outcome.codes == [code, code]
 
 
 def test_nodes_that_do_not_meet(tmp_path: Path) -> None:
     """Nobody is at the address, which is not of this machine."""
     nodes = ["--nnodes", "2", "--rdzv-id", "a", "--rdzv-endpoint", "no-such-host.invalid:1"]
+    nodes += ["--rdzv-timeout", "2"]
     with Job(tmp_path) as job:
         job.start(["-m", "megapipe.launch", *nodes, *program("pass")])
         job.end().assert_one_line(4, "no-such-host.invalid:1", "the nodes do not meet")
