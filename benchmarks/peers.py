@@ -373,8 +373,8 @@ def claims(row: Row, rounds: int) -> Iterator[Result]:
     ours = statistics.median(max(laps).wall for laps in zip(*(r.ours for r in ranks), strict=True))
     name = f"{row.name}, {row.size.family}, hidden {row.size.hidden}"
     for what, ratio in zip(("wall", "processors"), ratios(ranks), strict=True):
-        peer = f"{row.peer}; ours {1e3 * ours:.1f} ms"
-        yield Result(f"{name}: {what}", ratio, row.goal, "x", peer, at_least=True)
+        peer = f"ours {1e3 * ours:.1f} ms"
+        yield Result(f"{name}, {row.peer}: {what}", ratio, row.goal, "x", peer, at_least=True)
 
 
 def rows(large: Size, small: Size) -> list[Row]:

@@ -77,6 +77,9 @@ def whole_inputs(microbatches: int, length: int) -> Tensor:
 class _NoWork:
     """A weight gradient that is queued and has nothing to do."""
 
+    def begin(self) -> None:
+        pass
+
     def run(self) -> None:
         pass
 

@@ -11,6 +11,7 @@ import datetime
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -112,7 +113,9 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
                 continue
             del waiting[rank]
             try:
-                ok, value = pipe.recv()
+                ok, value = pickle.loads(
+                    pipe.recv_bytes()
+                )  # tensors by value: the rank may be gone
             except EOFError:
                 ok, value = False, "died without a word"
             (results if ok else failures)[rank] = value
@@ -133,10 +136,10 @@ def _rank_main(
         store = TCPStore("127.0.0.1", port, is_master=False)
         here = World(rank, world, store)
         here.restart()
-        pipe.send((True, function(here, *args)))
+        pipe.send_bytes(pickle.dumps((True, function(here, *args))))
         dist.destroy_process_group()
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         pipe.close()
         os._exit(0)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import torch
 from parity import Case, Outcome, run_case
 from torch import Tensor
 from torch.nn.attention.bias import causal_upper_left
@@ -32,7 +31,9 @@ from megapipe.optim.rules import rule
 from megapipe.optim.shard import Shard
 from megapipe.schedule.ir import Schedule
 from megapipe.tensor_parallel import linear
+from megapipe.tensor_parallel.collectives import Wait, done
 from megapipe.tensor_parallel.embedding import PositionEmbedding
+from megapipe.tensor_parallel.parameter import Sharding
 from megapipe.testing import World, run_world
 from megapipe.train.feed import Feed
 from megapipe.train.step import TrainStep
@@ -300,24 +301,19 @@ def recomputed_from_a_stale_input() -> Patch:
 
 def column_input_gradient_not_reduced() -> Patch:
     """The all-reduces of the linear layers' backward are left out, those of forward are not."""
-
-    def wrong(tensor: Tensor, axis: Axis, *args: Any) -> Tensor:
-        from megapipe.tensor_parallel.collectives import all_reduce
-
-        in_backward = torch._C._current_graph_task_id() != -1
-        return tensor if in_backward else all_reduce(tensor, axis, *args)
-
-    return mock.patch.object(linear, "all_reduce", wrong)
+    return mock.patch.object(linear, "start_sum", lambda partial, sharding: (partial, done))
 
 
 def small_error_in_a_reduction() -> Patch:
     """1e-6 on top of each sum: far below what a loss curve shows."""
-    reduce = linear.all_reduce
+    start_sum = linear.start_sum
 
-    def wrong(tensor: Tensor, axis: Axis, *args: Any) -> Tensor:
-        return reduce(tensor, axis, *args).add_(1e-6)
+    def wrong(partial: Tensor, sharding: Sharding) -> tuple[Tensor, Wait]:
+        total, summed = start_sum(partial, sharding)
+        summed()
+        return total.add_(1e-6), done
 
-    return mock.patch.object(linear, "all_reduce", wrong)
+    return mock.patch.object(linear, "start_sum", wrong)
 
 
 def last_layer_lost() -> Patch:

@@ -95,10 +95,10 @@ def measured(step: TrainStep, schedule: Schedule, after_op: Any) -> Iterator[Led
         with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor):
             return build(self, key, x, mb, **options)
 
-    def watched_put(self: WeightGradQueue, task: Any) -> None:
+    def watched_put(self: WeightGradQueue, task: Any, *, later: bool = False) -> None:
         for tensor in task.tensors():
             ledger.watch(tensor)
-        put(self, task)
+        put(self, task, later=later)
 
     def watched_bind(self: Executor, action: Action) -> Any:
         call = bind(self, action)

@@ -102,7 +102,7 @@ def interrupted(world: World, folder: Path, settings: dict[str, Any]) -> tuple[l
                 folder / "checkpoints",
                 step=2,
                 pieces=state.pieces(first.optimizer),
-                meta=meta,
+                meta=replace(meta, coordinates={"samples": first.samples(i)}),
                 group=first.mesh,
             )
         first.train(i, rows)

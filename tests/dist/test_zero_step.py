@@ -78,10 +78,10 @@ def watch(world: World, case: Case) -> Seen:
     def counted(module: Any, name: str, argument: int = 0) -> Any:
         real = getattr(module, name)
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             if args[-1].group is not None:
                 said[name, args[argument].nbytes, len(moments)] += 1
-            return real(*args)
+            return real(*args, **options)
 
         return mock.patch.object(module, name, call)
 

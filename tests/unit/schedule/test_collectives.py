@@ -195,7 +195,7 @@ def test_reductions_are_as_early_as_their_lane_allows(schedule, data):
         assert each.start == max([ready[each.stage], *busy])
         starts = {o.start for o in timeline.reductions if o.stage == each.stage}
         assert starts == {each.start}
-    assert timeline.finish == max(
+    assert timeline.time(timeline.finish_ticks) == max(
         *(ends[-1] for ends in timeline.ends if ends), 0, *(o.end for o in timeline.reductions)
     )
 
