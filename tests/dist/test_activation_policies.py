@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from checking import assert_same_bits
 from parity import ACTIVATIONS, Case, check_case, configure, run_cases
@@ -18,6 +19,8 @@ from megapipe.plan.held import Sizes, held, held_tensors
 from megapipe.plan.workspace import peaks
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+
+pytestmark = pytest.mark.full
 
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2))
 POLICIES = [name for name in ACTIVATIONS if name != "keep"]

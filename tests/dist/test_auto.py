@@ -21,6 +21,8 @@ from megapipe.train import auto
 from megapipe.train.auto import AutoSchedule
 from megapipe.train.step import TrainStep
 
+pytestmark = pytest.mark.full
+
 CASE = Case(pp=2, dp=2, m=6, schedule="auto", dtype="fp32")
 GPIPE = to_csv(build("gpipe", ranks=2, microbatches=6))
 SWITCH = auto.WARM_UP + 2 * auto.MEASURED

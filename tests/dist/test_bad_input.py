@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from jobs import ENDLESS, ROOT, Job, arguments, run_launched, run_plain, run_torchrun, tiny
 
+pytestmark = pytest.mark.full
+
 Prepare = Callable[[Path], dict[str, str]]
 
 

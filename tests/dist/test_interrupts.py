@@ -12,6 +12,8 @@ from jobs import ENDLESS, Job, Outcome, arguments, run_plain, tiny
 
 from megapipe.train.signals import AGAIN_S
 
+pytestmark = pytest.mark.full
+
 
 def heed_interrupts() -> None:
     """As from a keyboard; what a shell starts in the background ignores them."""

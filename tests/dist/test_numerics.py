@@ -27,6 +27,8 @@ from megapipe.optim.lr import learning_rate
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
+pytestmark = pytest.mark.full
+
 
 def outcomes_of(cases: list[Case]) -> list[list[Outcome]]:
     """Per case, the outcomes of all ranks."""

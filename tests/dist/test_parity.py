@@ -59,7 +59,9 @@ def check(cases: list[Case], world: int) -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=[pytest.mark.full] if n in (4, 8) else []) for n in WORLDS]
+)
 def test_pairs(world: int) -> None:
     check([to_case(choice) for choice in choices_of_pairs()], world)
 

@@ -35,6 +35,8 @@ from megapipe.train.step import TrainStep
 from megapipe.train.trust import Trust
 from megapipe.train.update import StepResult
 
+pytestmark = pytest.mark.full
+
 STEPS = 6
 Poison = Mapping[tuple[int, int], float]
 """What one gradient becomes, by step and rank."""

@@ -31,6 +31,8 @@ from megapipe.train.resume import Finished
 from megapipe.train.signals import StopRequest
 from megapipe.train.trainer import Clock, Trainer
 
+pytestmark = pytest.mark.full
+
 VOCABULARY = 257
 STEPS, HALF = 8, 4
 BASE = {

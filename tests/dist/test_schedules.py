@@ -13,6 +13,8 @@ from megapipe.schedule.generators import names
 from megapipe.schedule.validate import validate
 from megapipe.testing import run_world
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("name", names())
 def test_trains(name: str) -> None:

@@ -11,6 +11,8 @@ from switch_faults import FAULTS, run_faults, run_right
 
 from megapipe.testing import run_world
 
+pytestmark = pytest.mark.full
+
 SIZES = sorted({case.world for case, _ in FAULTS.values()})
 
 

@@ -35,6 +35,8 @@ from test_resume import (
 from megapipe.schedule.generators import names
 from megapipe.testing import run_world
 
+pytestmark = pytest.mark.full
+
 
 def test_the_copies_agree_and_gradients_lose_little_when_they_travel_in_bf16() -> None:
     """Each gradient is rounded to 8 bits before it is added up in fp32, three times at most."""

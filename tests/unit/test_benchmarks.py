@@ -38,6 +38,7 @@ def test_there_are_benchmarks() -> None:
     assert BENCHMARKS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_a_benchmark_prints_a_table_and_writes_its_results(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "results.json"

@@ -36,6 +36,8 @@ from megapipe.plan.activations import BlockPolicy, Unit
 from megapipe.tensor_parallel.linear import LinearTask
 from megapipe.tensor_parallel.parameter import Sharding
 
+pytestmark = pytest.mark.full
+
 SPLIT = "F0 F1 F2 I0 F3 I1 W0 I2 I3 W1 W2 W3"
 FUSED = "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3"
 MB = MicroBatch(index=0, step=0, seed=1)
