@@ -36,6 +36,8 @@ LINGER_S = 5.0
 """How long the host of the store waits for the others to leave: longer than their grace."""
 PATIENCE_S = 10.0
 """How long processes wait for each other that have not met yet: torch takes its time to load."""
+DYING_S = 1.0
+"""How long a killed process may take to give back its port."""
 FAILED = "failed"
 
 
@@ -177,17 +179,28 @@ def _hear_from_first(store: Store) -> None:
 def speaks_alone(place: Place) -> bool:
     """Whether a process that cannot reach the store says so.
 
-    Not where the port is taken on its own host: that is rank 0's to report.
+    Not where the port is taken on its own host, and stays so: that is rank 0's to report. A rank 0
+    that was killed gives it back in a moment.
     """
     if place.rank > 1 and place.local_rank > 0:
         return False
+    deadline = time.monotonic() + DYING_S
+    while _is_taken(place):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_taken(place: Place) -> bool:
+    """Whether a program on this host listens where the store should be."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((place.address, place.port))
         except OSError as error:
-            return error.errno != errno.EADDRINUSE
-    return True
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def say(error: MegapipeError) -> None:
