@@ -2,8 +2,9 @@
 
 Between operations a stage holds what :mod:`megapipe.plan.held` lists. Within one come the gradients
 on their way through the graph, what is run again, and what kernels make and let go of. Here each
-allocation of a piece's way through a stage is made and freed on a :class:`Tape`, in the order of
-the engine, so the highest mark is what the allocator must have had.
+allocation of a piece's way through a stage is made and freed on a tape
+(:class:`~megapipe.plan.tape.Tape`), in the order of the engine, so the highest mark is what the
+allocator must have had.
 
 The kernels are torch's own. Left out are what they use inside (flash attention's on a GPU), a few
 numbers per token of the loss, gradients of vectors, and the wait between a collective's members.
@@ -13,7 +14,6 @@ Approximate is attention with dropout on the CPU; carries of slices are counted 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megapipe.model.config import ModelConfig
@@ -22,6 +22,7 @@ from megapipe.plan.activations import BlockPolicy, Unit
 from megapipe.plan.chunks import loss_chunk
 from megapipe.plan.held import Sizes, Widths, saved_tensors, stage_held
 from megapipe.plan.params import DTYPE_BYTES, known, padded_vocabulary
+from megapipe.plan.tape import PutOff, Tape
 
 
 class Peaks(NamedTuple):
@@ -35,35 +36,6 @@ class Peaks(NamedTuple):
     I: int  # noqa: E741
     B: int
     W: int
-
-
-@dataclass
-class PutOff:
-    """A weight gradient that a B computes beside the next gather, and what it lets go of then."""
-
-    matrix: str
-    frees: int
-
-
-class Tape:
-    """Bytes that are held now, and the most that ever were."""
-
-    def __init__(self, now: int = 0) -> None:
-        self.now = self.peak = now
-        self.put_off: PutOff | None = None
-
-    def take(self, *sizes: int) -> None:
-        self.now += sum(sizes)
-        self.peak = max(self.peak, self.now)
-
-    def drop(self, *sizes: int) -> None:
-        self.now -= sum(sizes)
-        assert self.now >= 0, "more is freed than was held"
-
-    def pass_by(self, *sizes: int) -> None:
-        """What is there for a moment."""
-        self.take(*sizes)
-        self.drop(*sizes)
 
 
 def peaks(

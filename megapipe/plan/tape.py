@@ -1,0 +1,34 @@
+"""Bytes that an operation takes and gives back, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class PutOff:
+    """A weight gradient that a B computes beside the next gather, and what it lets go of then."""
+
+    matrix: str
+    frees: int
+
+
+class Tape:
+    """Bytes that are held now, and the most that ever were."""
+
+    def __init__(self, now: int = 0) -> None:
+        self.now = self.peak = now
+        self.put_off: PutOff | None = None
+
+    def take(self, *sizes: int) -> None:
+        self.now += sum(sizes)
+        self.peak = max(self.peak, self.now)
+
+    def drop(self, *sizes: int) -> None:
+        self.now -= sum(sizes)
+        assert self.now >= 0, "more is freed than was held"
+
+    def pass_by(self, *sizes: int) -> None:
+        """What is there for a moment."""
+        self.take(*sizes)
+        self.drop(*sizes)
