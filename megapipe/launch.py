@@ -3,8 +3,8 @@
 torchrun's agent does the work: it meets the agents of other nodes, hosts the store, starts a
 process per rank and ends all when one fails. What differs is how it ends. The ranks say themselves
 what went wrong, so nothing is added to that; the exit code is that of the first rank to fail; and a
-signal is handed on to the ranks, which may take as long as they need to save. torchrun kills them
-after half a minute.
+signal is handed on to the ranks, which may take as long as they need to save; a second one ends
+them at once. torchrun kills them after half a minute.
 
 On several nodes, run on each of them with the same ``--rdzv-id``::
 
@@ -19,35 +19,42 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from megapipe.errors import LaunchError
 from megapipe.train.ending import say
+from megapipe.train.signals import AGAIN_S
 
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 MONITOR_S = 0.1
 """Time between two looks at the ranks."""
 STANDALONE = "localhost:0"
 RDZV_TIMEOUT_S = 60
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is imported
+KILL_S = 1.0
+"""How long ranks may take to end at a second Ctrl-C: one may be stuck in C++ or stopped."""
 
 
 def launch(
     command: Sequence[str],
     *,
-    nproc: int,
+    nproc: int | None = None,
     nnodes: int = 1,
     rdzv_endpoint: str = STANDALONE,
     rdzv_id: str | None = None,
     rdzv_timeout_s: int = RDZV_TIMEOUT_S,
 ) -> int:
-    """Run ``python *command`` in `nproc` processes here, as a part of `nnodes` alike.
+    """Run ``python *command`` in `nproc` processes here, as a part of `nnodes` alike; by default in
+    as many as there are GPUs, or one.
 
     Returns the exit code: that of the first rank to fail, 128 + n where signal n killed it. Raises
     :class:`LaunchError` if the nodes do not meet. To be called in the main thread.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
+    nproc = nproc or _gpus()
     if nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -80,21 +87,11 @@ def launch(
         monitor_interval=MONITOR_S,
     )
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
-    handed_on: set[int] = set()
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        handed_on.add(number)
-        pids = [worker.id for worker in agent.get_worker_group().workers if worker.id]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        if not pids:
-            os._exit(128 + number)
-
+    relay = _Relay(lambda: [w.id for w in agent.get_worker_group().workers if w.id])
     # the agent's own handler would end the ranks: it gets a signal that nobody sends
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     for number in HANDED_ON:
-        signal.signal(number, hand_on)
+        signal.signal(number, relay.hand_on)
     try:
         result = agent.run()
     except (RendezvousError, TimeoutError) as error:
@@ -104,10 +101,39 @@ def launch(
     for rank, failure in result.failures.items():  # the first first; the agent ended the others
         if failure.exitcode > 0:
             return failure.exitcode
-        if -failure.exitcode not in handed_on:
+        if -failure.exitcode not in relay.handed_on:
             _say_killed(rank, signal.Signals(-failure.exitcode))
         return 128 - failure.exitcode
     return 0
+
+
+class _Relay:
+    """Hands signals on to the ranks; kills what a second SIGINT or SIGTERM does not end."""
+
+    def __init__(self, pids: Callable[[], list[int]]) -> None:
+        self.handed_on: set[int] = set()
+        self._pids = pids
+        self._last: float | None = None
+        """When SIGINT or SIGTERM last came, monotonic seconds."""
+
+    def hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.handed_on.add(number)
+        self._send(number)
+        if not self._pids():
+            os._exit(128 + number)
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            return
+        now = time.monotonic()
+        if self._last is not None and now - self._last >= AGAIN_S:
+            killer = threading.Timer(KILL_S, self._send, [signal.SIGKILL])
+            killer.daemon = True
+            killer.start()
+        self._last = now
+
+    def _send(self, number: int) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def _say_killed(rank: int, number: signal.Signals) -> None:
@@ -175,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return launch(
             command,
-            nproc=arguments.nproc or _gpus(),
+            nproc=arguments.nproc,
             nnodes=arguments.nnodes,
             rdzv_endpoint=arguments.rdzv_endpoint,
             rdzv_id=arguments.rdzv_id,
