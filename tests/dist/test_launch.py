@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import threads
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from megapipe.errors import ConfigError, DataError, LaunchError
@@ -136,23 +137,13 @@ def port() -> Iterator[int]:
 
 
 def at_once(world: int, port: int, work: Callable[[Place, PrefixStore], Any]) -> list[Any]:
-    """What `work` gives on each of the ranks, run as threads: a result or an exception."""
-    results: list[Any] = [None] * world
+    """What `work` gives on each of the ranks, which meet in a store: a result or an exception."""
 
-    def rank_main(rank: int) -> None:
+    def on_rank(rank: int) -> Any:
         place = Place(rank, world, rank, world, port=port, hosted=True)
-        try:
-            results[rank] = work(place, PrefixStore("x", TCPStore("127.0.0.1", port)))
-        except Exception as error:
-            results[rank] = error
+        return work(place, PrefixStore("x", TCPStore("127.0.0.1", port)))
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return results
+    return threads.at_once(world, on_rank)
 
 
 def test_ranks_that_agree(port: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from threads import at_once
 from torch.distributed import HashStore
 
 from megapipe.config import ParallelConfig
@@ -38,22 +38,13 @@ def start(
     """What each of several processes chooses, or what it raises; they see these devices."""
     store, world = HashStore(), len(visible)
     local = per_host or world
-    results: list[Any] = [None] * world
 
-    def rank_main(rank: int) -> None:
+    def on_rank(rank: int) -> tuple[str, str]:
         place = Place(rank, world, rank % local, local)
-        try:
-            device, backend = choose(parallel, place, store, Visible(visible[rank]))
-            results[rank] = (str(device), backend)
-        except Exception as error:
-            results[rank] = error
+        device, backend = choose(parallel, place, store, Visible(visible[rank]))
+        return str(device), backend
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
+    return at_once(world, on_rank)
 
 
 @pytest.mark.parametrize("parallel", [AUTO, NCCL], ids=["auto", "nccl"])
