@@ -9,8 +9,7 @@ arithmetic decides.
 
 transformers runs GPT-2 in one process. torch's pipelining, DistributedDataParallel with
 ZeroRedundancyOptimizer, and FSDP2 run a plain GPT-2 (:mod:`plain_gpt`); torch's tensor parallelism
-splits transformers' Llama, whose projections are apart. Sequence parallelism is compared with
-megapipe's own plain tensor parallelism.
+splits transformers' Llama, whose projections are apart.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from step import (
     BETAS,
     CHECKED_STEPS,
     CLIP,
-    DECAY,
     LR,
     Size,
+    decayed,
     hugging_face_side,
     initial_weights,
 )
@@ -59,7 +58,7 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
 TOLERANCE = 2e-6
-GOAL, SMALL_GOAL, SEQUENCE_GOAL = 1.1, 1.0, 1 / 1.15
+GOAL, SMALL_GOAL = 1.1, 1.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ class Row:
     microbatches: int = 1
     goal: float = GOAL
     pipeline: dict[str, Any] = field(default_factory=dict)
-    parallel: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -86,11 +84,10 @@ class Row:
         """In a step."""
         return self.dp * self.microbatches * self.size.batch
 
-    def config(self, **parallel: Any) -> tuple[Config, Layout]:
+    def config(self) -> tuple[Config, Layout]:
         settings = self.size.config()[0].model_dump()
         settings["model"]["tied_embeddings"] = self.pp == 1  # torch's pipelining ties nothing
         settings["parallel"] |= {"dp": self.dp, "tp": self.tp, "pp": self.pp}
-        settings["parallel"] |= self.parallel | parallel
         settings["pipeline"] |= self.pipeline
         settings["train"]["global_batch"] = self.samples
         return resolve(Config.model_validate(settings), self.world, self.size.vocab)
@@ -112,8 +109,8 @@ Side = Callable[[int], float]
 """Runs step i on this rank; its loss, or NaN where a rank does not know it."""
 
 
-def megapipe_side(row: Row, mesh: ParallelMesh, **parallel: Any) -> Side:
-    config, layout = row.config(**parallel)
+def megapipe_side(row: Row, mesh: ParallelMesh) -> Side:
+    config, layout = row.config()
     train = TrainStep(config, layout, mesh)
     batches = row.batches()
     mask = torch.ones(row.samples, row.size.sequence, dtype=torch.bool)
@@ -147,11 +144,7 @@ def plain_model(row: Row, *, tied: bool) -> PlainGPT:
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=BETAS, fused=True)
+    return torch.optim.AdamW(decayed(parameters), lr=LR, betas=BETAS, fused=True)
 
 
 def clip(whole: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -303,17 +296,12 @@ def tensor_parallel_side(row: Row, mesh: ParallelMesh) -> Side:
     return step
 
 
-def without_sequence_parallelism(row: Row, mesh: ParallelMesh) -> Side:
-    return megapipe_side(row, mesh, sequence_parallel=False)
-
-
 PEERS: dict[str, Callable[[Row, ParallelMesh], Side]] = {
     "transformers": transformers_side,
     "torch pipelining": pipelining_side,
     "DDP + ZeroRedundancyOptimizer": replicated_side,
     "FSDP2": fsdp_side,
     "torch tensor parallelism": tensor_parallel_side,
-    "plain tensor parallelism": without_sequence_parallelism,
 }
 
 
@@ -386,7 +374,6 @@ def rows(large: Size, small: Size) -> list[Row]:
     data = Row("dp 2", "DDP + ZeroRedundancyOptimizer", large, dp=2)
     llama = replace(large, family="llama")
     tensor = Row("tp 2", "torch tensor parallelism", llama, tp=2)
-    split = {"sequence_parallel": True}
     listed = [
         one,
         replace(one, size=llama),
@@ -395,13 +382,6 @@ def rows(large: Size, small: Size) -> list[Row]:
         data,
         replace(data, peer="FSDP2"),
         tensor,
-        replace(
-            tensor,
-            name="tp 2, sequence parallel",
-            peer="plain tensor parallelism",
-            goal=SEQUENCE_GOAL,
-            parallel=split,
-        ),
     ]
     listed += [replace(row, size=small, goal=SMALL_GOAL) for row in (one, pipe, data)]
     return listed

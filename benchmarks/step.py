@@ -168,16 +168,21 @@ def plain_side(size: Size) -> Step:
     return training(model, model, size)
 
 
+def decayed(parameters: Sequence[Any]) -> list[dict[str, Any]]:
+    """The groups of an optimizer: matrices with weight decay, vectors without."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 def training(model: Any, loss_of: Callable[[Any, Any], Any], size: Size) -> Step:
     """The usual loop: fused AdamW, vectors without weight decay, clipping by the global norm."""
     import torch
 
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
+    optimizer = torch.optim.AdamW(decayed(parameters), lr=LR, betas=BETAS, fused=True)
     tokens = size.tokens()
 
     def step(i: int) -> float:

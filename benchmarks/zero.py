@@ -28,7 +28,17 @@ from fake_world import Amount, Seen, Watch, fake_world
 from plain_gpt import PlainGPT
 from rich.console import Console
 from rich.table import Table
-from step import BETAS, CHECKED_STEPS, CLIP, DECAY, LR, TOLERANCE, Size, initial_weights
+from step import (
+    BETAS,
+    CHECKED_STEPS,
+    CLIP,
+    DECAY,
+    LR,
+    TOLERANCE,
+    Size,
+    decayed,
+    initial_weights,
+)
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -293,13 +303,9 @@ class Peer:
         model = PlainGPT(size.config()[0].model)
         model.load_gpt2(initial_weights(size))
         self.parameters = list(model.parameters())
-        groups = [
-            {"params": [p for p in self.parameters if p.dim() > 1], "weight_decay": DECAY},
-            {"params": [p for p in self.parameters if p.dim() == 1], "weight_decay": 0.0},
-        ]
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.optimizer = ZeroRedundancyOptimizer(
-            groups,
+            decayed(self.parameters),
             optimizer_class=torch.optim.AdamW,
             parameters_as_bucket_view=True,
             lr=LR,
