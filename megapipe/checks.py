@@ -13,6 +13,7 @@ from megapipe.config import (
 )
 from megapipe.errors import ConfigError
 from megapipe.model.config import Dtype, ModelConfig
+from megapipe.plan.devices import device
 from megapipe.plan.links import can_scatter
 from megapipe.words import counted, plural
 
@@ -28,6 +29,7 @@ def check(config: Config, dp: int) -> None:
     _check_kernels(config)
     _check_activations(config.activations)
     _check_watched_steps(config.log)
+    _check_device(config.log)
     _check_stop(config.train)
 
 
@@ -147,6 +149,14 @@ def _check_watched_steps(log: LogConfig) -> None:
             raise ConfigError(
                 f"log.{key}={steps}: there is no step {wrong[0]}: expected steps counted from 1"
             )
+
+
+def _check_device(log: LogConfig) -> None:
+    if log.device is not None and device(log.device) is None:
+        raise ConfigError(
+            f"log.device={log.device} is not known: expected a common GPU, as in H100 or "
+            "A100-SXM4-80GB, or null with log.device_gb and log.peak_tflops"
+        )
 
 
 def shortened(config: Config) -> list[str]:

@@ -10,7 +10,6 @@ operations wait for in memory are not in it but as far as the share of the peak 
 from dataclasses import dataclass, replace
 
 from megapipe.config import Config
-from megapipe.errors import ConfigError
 from megapipe.layout import Layout
 from megapipe.plan.buckets import BucketPlan, process_buckets, zero_stage
 from megapipe.plan.chunks import most_tokens
@@ -45,18 +44,10 @@ class Speeds:
 
     @classmethod
     def of(cls, config: Config) -> "Speeds":
-        """From the configuration, and where it says nothing from what is known of the device.
-
-        Raises :class:`ConfigError` for a name of which nothing is known.
-        """
+        """From the configuration, and where it says nothing from what is known of the device."""
         log, cpu = config.log, config.parallel.device == "cpu"
         name = log.device or (None if cpu else local_device())
         known = None if name is None else device(name)
-        if log.device is not None and known is None:
-            raise ConfigError(
-                f"log.device={log.device} is not known: expected a common GPU, as in H100 or "
-                "A100-SXM4-80GB, or null with log.device_gb and log.peak_tflops"
-            )
         return cls(
             name=name,
             memory_gb=log.device_gb or (known and known.memory_gb),

@@ -122,7 +122,7 @@ def test_the_device_of_this_machine_is_planned_for(monkeypatch: pytest.MonkeyPat
     assert known("log.device=H100", "log.device_gb=70") == (70, 989.4)
     assert known("parallel.device=cpu") == (None, None)
     with pytest.raises(ConfigError, match=r"log\.device=H1000 is not known"):
-        known("log.device=H1000")
+        plan("log.device=H1000")
 
 
 def test_fits() -> None:
