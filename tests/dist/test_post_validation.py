@@ -19,8 +19,8 @@ import pytest
 import reference
 import torch
 from parity import Case, Rows, configure, take_box
-from test_resume import DP, HALF, Play, assert_same_files, checkpoint, run
-from test_resume import STEPS as JOB_STEPS
+from plays import DP, HALF, Play, assert_same_files, checkpoint, run
+from plays import STEPS as JOB_STEPS
 
 from megapipe.config import Config
 from megapipe.errors import NumericError

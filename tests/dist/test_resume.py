@@ -4,176 +4,39 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import reference
 import torch
-from jobs import Job, arguments, tiny, write_corpus
-from parity import local_copies
+from jobs import Job, arguments, tiny
+from plays import (
+    BASE,
+    DP,
+    HALF,
+    STEPS,
+    TP,
+    VOCABULARY,
+    Play,
+    assert_continues,
+    assert_same_files,
+    checkpoint,
+    run,
+    save_as_loaded,
+)
 
 from megapipe.checkpoint import Checkpoint
 from megapipe.cli import parse
-from megapipe.config import Config
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.errors import CheckpointError, ConfigError, MegapipeError
+from megapipe.errors import CheckpointError, ConfigError
 from megapipe.generate import Generator, find_checkpoint
 from megapipe.layout import resolve
-from megapipe.mesh import Grid
-from megapipe.testing import World, run_world
-from megapipe.train.resume import Finished
-from megapipe.train.signals import StopRequest
-from megapipe.train.trainer import Clock, Trainer
+from megapipe.testing import run_world
+from megapipe.train.trainer import Clock
 
 pytestmark = pytest.mark.full
-
-VOCABULARY = 257
-STEPS, HALF = 8, 4
-BASE = {
-    "model.layers": "4",
-    "train.steps": str(STEPS),
-    "train.global_batch": "8",
-    "train.validate_every": str(HALF),
-    "checkpoint.every": str(HALF),
-    "checkpoint.keep": "9",
-    "optimizer.lr": "1e-2",
-    "optimizer.clip": "0.5",
-}
-DP = {"parallel.dp": "2", "parallel.pp": "2", "model.dropout": "0.1"}
-TP = {"parallel.tp": "2", "parallel.pp": "2", "parallel.sequence_parallel": "true"}
-
-
-class Interrupted(Exception):
-    """Ends a test run where a killed one would."""
-
-
-@dataclass(frozen=True)
-class Play:
-    """A run by the real trainer.
-
-    `stop_after` ends it after the checkpoint of that step as if it were killed; `preempt` sends
-    rank 1 the signal of a scheduler during that step; `clocks` are the ranks' own, by which they
-    save.
-    """
-
-    name: str
-    settings: Mapping[str, str]
-    stop_after: int | None = None
-    preempt: int | None = None
-    clocks: tuple[Callable[[], Clock], ...] = ()
-
-
-def play_all(world: World, base: Mapping[str, str], plays: list[Play]) -> list[dict[str, Any]]:
-    """This rank's part of one run after another."""
-    return [play(world, base, each) for each in plays]
-
-
-def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
-    """All that this rank shows of a run: what it reported, its weights, its optimizer."""
-    config: Config = parse(arguments({**base, **this.settings, "run.name": this.name})).config
-    tokenizer = load_tokenizer("byte")
-    config, layout = resolve(config, world.size, tokenizer.vocab_size)
-    mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
-    outcome: dict[str, Any] = {"error": None}
-    trainer = None
-    stop = StopRequest()
-    try:
-        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
-        if this.clocks:
-            trainer.clock = this.clocks[world.rank]()
-        outcome["loaded"] = list(local_copies(trainer.step)) if trainer.first_step else None
-        train, save, rows = trainer.step.train, trainer._save, trainer.training.rows
-
-        def rows_and_note(samples: Sequence[int]) -> Any:
-            outcome.setdefault("samples", set()).update(samples)
-            return rows(samples)
-
-        trainer.training.rows = rows_and_note  # type: ignore[method-assign]
-
-        def train_and_note(step: int, rows: Any, **options: Any) -> Any:
-            if this.preempt == step + 1 and world.rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            result = train(step, rows, **options)
-            outcome.setdefault("steps", {})[step + 1] = result
-            return result
-
-        def save_and_stop(step: int) -> None:
-            save(step)
-            if step == this.stop_after:
-                raise Interrupted
-
-        trainer.step.train = train_and_note  # type: ignore[method-assign]
-        trainer._save = save_and_stop  # type: ignore[method-assign]
-        trainer.run()
-    except Interrupted:
-        pass
-    except Finished as finished:
-        outcome["finished"] = str(finished)
-        return outcome
-    except MegapipeError as error:
-        outcome["error"] = (type(error), str(error))
-        if trainer is None:
-            return outcome
-    finally:
-        stop.__exit__()
-        if trainer is not None:
-            trainer.close()
-    assert trainer is not None
-    outcome["first_step"] = trainer.first_step
-    outcome["run_id"] = trainer.run_id
-    outcome["validation"] = trainer.validation_loss
-    outcome["copies"] = list(local_copies(trainer.step))
-    outcome["state"] = [
-        (owned.spec.name, owned.start, kind, values.double().clone().numpy())
-        for owned in trainer.step.optimizer.own_slices()
-        for kind, values in owned.values.items()
-    ]
-    return outcome
-
-
-def run(folder: Path, *plays: Play, world: int = 4) -> list[list[dict[str, Any]]]:
-    """Per play, what each rank shows."""
-    ranks = run_world(world, play_all, {**tiny(folder), **BASE}, list(plays))
-    return [list(outcomes) for outcomes in zip(*ranks, strict=True)]
-
-
-def checkpoint(folder: Path, name: str, step: int) -> Path:
-    return folder / "runs" / name / "checkpoints" / f"step-{step:08d}"
-
-
-def assert_same_files(a: Path, b: Path) -> None:
-    """The same global tensors, bit for bit."""
-    first, second = Checkpoint.open(a), Checkpoint.open(b)
-    assert first.names() == second.names()
-    kinds = {name.split("/")[0] for name in first.names()}
-    assert kinds in (
-        {"model", "optimizer.exp_avg", "optimizer.exp_avg_sq"},
-        {"model", "optimizer.exp_avg"},  # lion
-    )
-    for name in first.names():
-        assert torch.equal(first.read(name), second.read(name)), name
-
-
-def assert_continues(parts: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
-    """Ranks of a resumed run against those of the uninterrupted one."""
-    for part, full in zip(parts, whole, strict=True):
-        assert part["error"] is None
-        first = part["first_step"]
-        assert sorted(part["steps"]) == list(range(first + 1, STEPS + 1))
-        for step, result in part["steps"].items():
-            assert result == full["steps"][step], step  # loss, norm, learning rate, tokens
-        assert part["validation"] == full["validation"]
-        for key in ("copies", "state"):
-            for (*mine, x), (*theirs, y) in zip(part[key], full[key], strict=True):
-                assert mine == theirs
-                assert np.array_equal(x, y), mine
-
 
 CASES = {
     "dp2 pp2 dropout fp32": DP,
@@ -247,20 +110,6 @@ def test_another_layout_loads_the_same_state_and_goes_on(schedule: str, tmp_path
     assert_same_files(Path(resaved[0]), saved)
 
 
-def save_as_loaded(world: World, settings: Mapping[str, str], source: str, target: str) -> str:
-    """Load a checkpoint into a layout and save it from there."""
-    given = {**settings, "checkpoint.load": source, "run.name": "again"}
-    tokenizer = load_tokenizer("byte")
-    config, layout = resolve(parse(arguments(given)).config, world.size, tokenizer.vocab_size)
-    mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
-    with StopRequest() as stop:
-        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
-    trainer.checkpoints = Path(target)
-    trainer._save(trainer.first_step)
-    trainer.close()
-    return str(Path(target) / f"step-{trainer.first_step:08d}")
-
-
 def damage(path: Path) -> None:
     """Flip one bit in the middle of the largest shard."""
     shard = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
@@ -308,90 +157,6 @@ def test_whether_to_resume_can_be_demanded(tmp_path: Path) -> None:
         assert "run.resume" in rank["error"][1]
     for rank in ended:
         assert "the run is finished; to train on raise train.steps" in rank["finished"]
-
-
-ONE = {"parallel.pp": "1", "model.layers": "1", "train.validate_every": "0"}
-
-
-def notes_of(folder: Path, name: str) -> list[str]:
-    lines = (folder / "runs" / name / "log.jsonl").read_text().splitlines()
-    return [x["text"] for x in map(json.loads, lines) if x["kind"] == "note"]
-
-
-def test_another_global_batch_neither_repeats_nor_skips_samples(tmp_path: Path) -> None:
-    """8 samples in each of 3 steps, then 12 in each of 2, then 4 in 3 steps."""
-    batches = [("8", "3"), ("12", "5"), ("4", "8")]
-    plays = [
-        Play("run", {**ONE, "train.global_batch": batch, "train.stop_after": last})
-        for batch, last in batches
-    ]
-    parts = [part for (part,) in run(tmp_path, *plays, world=1)]
-    assert [part["error"] for part in parts] == [None] * 3
-    assert [part["samples"] for part in parts] == [
-        set(range(24)), set(range(24, 48)), set(range(48, 60))
-    ]  # fmt: skip
-    notes = notes_of(tmp_path, "run")
-    assert "changed since: train.global_batch was 8 and is 12" in notes
-    assert any(note.endswith("at step 5 of 8, sample 48") for note in notes)
-
-
-def test_another_seed_or_corpus_is_refused_or_begins_its_data_anew(tmp_path: Path) -> None:
-    begun = {**ONE, "train.stop_after": "2"}
-    other, moved = (write_corpus(tmp_path / "other.txt", 5000), tmp_path / "moved.txt")
-    allow = {"run.resume_changes": "allow"}
-    seed, corpus = {"run.seed": "7"}, {"data.source": str(other)}
-    write_corpus(moved)
-    first, no_seed, no_corpus, copied, anew = (
-        part
-        for (part,) in run(
-            tmp_path,
-            Play("run", begun),
-            Play("run", {**ONE, **seed}),
-            Play("run", {**ONE, **corpus}),
-            Play("run", {**ONE, "data.source": str(moved), "train.stop_after": "3"}),
-            Play("run", {**ONE, **seed, **corpus, **allow, "train.stop_after": "4"}),
-            world=1,
-        )
-    )
-    assert first["error"] is None
-    for part, word in ((no_seed, "run.seed was 1234 and is 7"), (no_corpus, "corpus was ")):
-        assert part["error"][0] is CheckpointError
-        assert word in part["error"][1]
-    assert copied["error"] is None
-    assert copied["samples"] == set(range(16, 24)), "the same corpus elsewhere goes on"
-    assert anew["error"] is None
-    assert anew["samples"] == set(range(8))
-    assert any(note.startswith("changed since: corpus was") for note in notes_of(tmp_path, "run"))
-
-
-def test_the_record_of_a_run_is_kept(tmp_path: Path) -> None:
-    """By a start that does nothing; one that goes on adds its own."""
-    settings = {**ONE, "train.stop_after": "2"}
-    more = {**ONE, "train.stop_after": "3", "optimizer.lr": "0.5"}
-    beyond = {**ONE, "train.steps": "2", "optimizer.schedule": "constant"}
-    begun, idle, went_on, past = (
-        part
-        for (part,) in run(
-            tmp_path,
-            Play("run", settings),
-            Play("run", {**settings, "log.every": "5"}),
-            Play("run", more),
-            Play("run", beyond),
-            world=1,
-        )
-    )
-    assert begun["error"] is None
-    assert "train.stop_after=2: to train on raise it, or set null" in idle["finished"]
-    assert went_on["error"] is None
-    assert past["error"][0] is ConfigError
-    assert "is of step 3, where train.steps=2 leaves nothing to do" in past["error"][1]
-    folder = tmp_path / "runs/run"
-    files = {path.name for path in folder.glob("*") if path.suffix in (".yaml", ".json")}
-    record = {"config.yaml", "provenance.json"}
-    added = {"config-step-00000002.yaml", "provenance-step-00000002.json"}
-    assert files - {"summary.json"} == record | added
-    assert parse([str(folder / "config.yaml")]).config.log.every == 1
-    assert parse([str(folder / "config-step-00000002.yaml")]).config.optimizer.lr == 0.5
 
 
 def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from parity import (
     plain,
     run_cases,
 )
-from test_resume import (
+from plays import (
     BASE,
     HALF,
     Play,
@@ -28,7 +28,7 @@ from test_resume import (
     run,
     save_as_loaded,
 )
-from test_resume import (
+from plays import (
     STEPS as JOB_STEPS,
 )
 

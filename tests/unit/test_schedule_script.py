@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 
 from megapipe.model.config import ModelConfig
 from megapipe.plan.flops import head_flops, layer_flops
-from megapipe.schedule.commands import COMMANDS, main, parser
+from megapipe.schedule.commands import COMMANDS, main
 from megapipe.schedule.commands.arguments import number
-from megapipe.schedule.commands.search import placements
-from megapipe.schedule.commands.setting import Setting, placement_names
+from megapipe.schedule.commands.setting import placement_names
 from megapipe.schedule.generators import aliases, build, names
 from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
 from megapipe.schedule.render import svg, text
@@ -413,81 +411,6 @@ def test_export_and_validate(ask, tmp_path):
     assert ask("export", "zb_h1", *SMALL, "--format", "torch") == to_csv(schedule)
     told = json.loads(ask("validate", path, "--json"))
     assert (told["valid"], told["ops"], told["peak_held"]) == (True, 96, [4] * 4)
-
-
-# search
-
-UNEVEN = [{"F": 1, "I": 1, "W": 1}, {"F": 2, "I": 1, "W": 2}, {"F": 1, "I": 2, "W": 1}]
-
-
-@pytest.fixture
-def uneven(tmp_path):
-    path = tmp_path / "uneven.json"
-    path.write_text(json.dumps(UNEVEN))
-    return ("--ranks", "3", "--microbatches", "5", "--stage-cost", path, "--evaluations", "300")
-
-
-def test_search(ask, uneven, tmp_path):
-    """What it prints is what `simulate` says of the file that it writes."""
-    path = tmp_path / "found.csv"
-    told = json.loads(ask("search", *uneven, "--memory-limit", "3", "-o", path, "--json"))
-    assert (told["schedule"], told["makespan"], told["value"]) == ("searched", 26, 26)
-    assert told["lower_bound"] == 26
-    assert told["baseline_value"] > 26
-    assert told["baseline"] in names()
-    assert (told["objective"], told["fits"], told["valid"]) == ("makespan", True, True)
-    assert 0 < told["evaluations"] <= 600
-    again = json.loads(ask("simulate", path, *uneven[:6], "--memory-limit", "3", "--json"))
-    changing = {"schedule", "generate_seconds", "simulate_seconds"}
-    assert {key: told[key] for key in again.keys() - changing} == {
-        key: again[key] for key in again.keys() - changing
-    }
-
-
-def test_search_by_span_and_weighted_memory(ask, uneven):
-    limit = ("--memory-limit", "2", "--freed-by-input-grad", "1")
-    held = json.loads(ask("search", *uneven, *limit, "--json"))
-    weighted = json.loads(
-        ask("search", *uneven, *limit, "--memory-accounting", "weighted", "--json")
-    )
-    assert max(held["peak_held"]) == 2
-    assert max(weighted["peak_weighted"]) == 2
-    assert weighted["value"] < held["value"]
-    span = json.loads(ask("search", *uneven, "--objective", "span", "--json"))
-    assert span["value"] == span["span"]
-
-
-def test_search_for_a_reader(ask):
-    size = ("--ranks", "2", "--microbatches", "2", "--placement", "single", "--evaluations", "9")
-    shown = ask("search", *size).splitlines()
-    assert re.fullmatch(
-        r"  found     makespan 7; (\w+), the best of `list`, 7; none is below 7", shown[-1]
-    )
-
-
-@pytest.mark.parametrize(
-    ("more", "found"),
-    [
-        ((), [loop(4), loop(4, 2), vee(4), wave(4, 2)]),
-        (("--chunks", "1"), [loop(4)]),
-        (("--chunks", "2"), [loop(4, 2), vee(4)]),
-        (("--chunks", "3"), [loop(4, 3)]),
-        (("--chunks", "4"), [loop(4, 4), wave(4, 2)]),
-        (("--placement", "wave"), [wave(4, 2)]),
-        (("--placement", "wave", "--chunks", "2"), [vee(4)]),
-        (("--placement", "loop", "--chunks", "3"), [loop(4, 3)]),
-    ],
-)
-def test_where_search_looks(more, found):
-    given = parser().parse_args(["search", *SMALL, *more])
-    assert placements(Setting.of(given)) == found
-
-
-def test_stage_costs_say_how_many_chunks(tmp_path):
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps([{"F": 1, "I": 1, "W": 1}] * 8))
-    given = parser().parse_args(["search", *SMALL, "--stage-cost", str(path)])
-    assert placements(Setting.of(given)) == [loop(4, 2), vee(4)]
 
 
 @given(st.floats(0, 1e30))
