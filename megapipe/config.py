@@ -228,6 +228,11 @@ class OptimizerConfig(Section):
     reduce_dtype: Literal["fp32", "bf16"] | None = None
     """Type in which gradients travel between replicas; they are added in fp32. Default: the
     type of the main gradients, fp32 (fp64)."""
+    reduce_chunk_mib: float | None = Field(256.0, gt=0)
+    """Least size, in MiB, of the pieces in which a stage's gradients are reduced over dp. A piece
+    leaves as soon as its last weight gradient of the step is in, beside those to come; the sums are
+    the same bits. null: one reduction for a stage, when all is in. Stages that several ranks hold
+    are not cut."""
     post_validation: bool = False
     """Update weights without waiting for the global gradient norm, begin the next step, and take
     the update back where the norm asks for clipping or a value is not finite: the same weights,

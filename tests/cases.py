@@ -45,6 +45,7 @@ class Case:
     shard_size: int | None = None
     prefetch: int = 1
     reduce_dtype: str | None = None
+    reduce_chunk_mib: float | None = None
     rule: str = "adamw"
     state_dtype: str = "fp32"
     master: str = "fp32"
@@ -182,6 +183,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "shard_size": case.shard_size,
                 "prefetch": case.prefetch,
                 "reduce_dtype": case.reduce_dtype,
+                "reduce_chunk_mib": case.reduce_chunk_mib,
                 "state_dtype": case.state_dtype,
                 "master": case.master,
                 "rounding": case.rounding,
@@ -275,6 +277,7 @@ def plain(case: Case) -> Case:
         prefetch=1,
         offload="none",
         reduce_dtype=None,
+        reduce_chunk_mib=None,
         post_validation=False,
         uneven=False,
         debug=False,

@@ -49,6 +49,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "shard_size": [None, 1, 2],
     "prefetch": [1, 0],
     "reduce_dtype": [None, "fp32", "bf16"],
+    "reduce_chunk_mib": [None, 1e-6],
     "offload": ["none", "host", "disk"],
     "post_validation": [False, True],
     "rule": ["adamw", "adam", "sgd", "lion", "muon", "lars", "lamb"],
@@ -118,6 +119,7 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (c["zero"] >= 2 and 1 in (dp, c["shard_size"]))
         or (c["prefetch"] == 0 and c["zero"] < 3)
         or (c["reduce_dtype"] is not None and dp == 1)
+        or (c["reduce_chunk_mib"] is not None and dp == 1)
         or (master == "none" and c["dtype"] != "bf16")
         or (state_dtype == "bf16" and c["dtype"] == "fp64")
         or (c["post_validation"] and not _can_be_undone(c))

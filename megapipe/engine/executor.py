@@ -10,10 +10,12 @@ programs of all pipeline ranks in turn.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from megapipe.engine.channels import Channels, MessageShape, Shape, message_of
 from megapipe.engine.recorder import Recorder
@@ -21,6 +23,7 @@ from megapipe.engine.stage import Key, Stage
 from megapipe.model.microbatch import MicroBatch
 from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.lower import Action, Do, Program
+from megapipe.schedule.synchronise import last_gradients
 
 Call = Callable[[], None]
 
@@ -29,7 +32,11 @@ class Synchroniser(Protocol):
     """What data-parallel replicas do together for one stage, each without holding up the rest."""
 
     def reduce(self, stage: int) -> None:
-        """REDUCE: the gradients in the stage's buffer are complete for now; send them off."""
+        """REDUCE: the gradients in the stage's buffers are complete for now; send them off."""
+
+    def gradient_came(self, stage: int, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
+        """In the last operation before a REDUCE: a parameter has got its gradient, while those of
+        others wait to be computed. What is complete may leave."""
 
     def open_grads(self, stage: int) -> None:
         """OPEN: weight gradients are about to come."""
@@ -88,6 +95,9 @@ class Executor:
                 expected = message, shape(action.microbatch, action.slice)
                 self._expected[action.peer].append(expected)
         self._calls = [self._bind(action) for action in program.actions]
+        for place in last_gradients(program.actions).values():
+            stage = program.actions[place].stage
+            self._calls[place] = self._watched(self._calls[place], stage)
         if wrap is not None:
             self._calls = list(map(wrap, program.actions, self._calls))
         self._next = 0
@@ -184,6 +194,18 @@ class Executor:
             Kind.R: self._bind_recompute,
         }[action.kind](action)
         return call if self.recorder is None else self.recorder.timed(action, call)
+
+    def _watched(self, call: Call, stage: int) -> Call:
+        """An operation whose gradients may leave as they come in."""
+        assert self.replicas is not None
+        queue, watch = self.stages[stage].queue, partial(self.replicas.gradient_came, stage)
+
+        def run() -> None:
+            queue.watch = watch
+            call()
+            queue.watch = None
+
+        return run
 
     def _bind_send(self, action: Action) -> Call:
         message, take = message_of(action), self._inbox.pop

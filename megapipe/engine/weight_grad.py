@@ -9,12 +9,13 @@ the GEMM needs. ``W`` runs the queued tasks, which add straight into the main gr
 
 ``B`` is ``I`` and ``W`` through the same kernels, so fused and split schedules agree bitwise. Only
 that it lets each task run as soon as it comes (:attr:`WeightGradQueue.at_once`), or beside the next
-collective of the backward, which then costs no time.
+collective of the backward, which then costs no time. In the last ``W`` or ``B`` of a step someone
+may watch the gradients come in (:attr:`WeightGradQueue.watch`), and send them off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -26,6 +27,10 @@ from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 class WeightGradTask(Protocol):
     """One layer's weight gradient for one micro-batch, ready to run."""
 
+    @property
+    def weight(self) -> Parameter:
+        """The parameter whose gradient this is, with that of its bias if it has one."""
+
     def begin(self) -> None:
         """Begin to bring here what is to be gathered; :meth:`run` does so where nobody did."""
 
@@ -36,6 +41,10 @@ class WeightGradTask(Protocol):
         """What the task keeps alive."""
 
 
+Watch = Callable[[Parameter, Iterable[Parameter]], None]
+"""Told of a parameter that has got a gradient, and of those whose gradients wait to be computed."""
+
+
 class WeightGradQueue:
     """Tasks of one stage, kept per micro-batch in the order of the backward pass."""
 
@@ -44,6 +53,7 @@ class WeightGradQueue:
         self._filling: list[WeightGradTask] | None = None
         self.at_once = False
         """Run tasks instead of collecting them."""
+        self.watch: Watch | None = None
 
     def open(self, key: Hashable) -> None:
         """Collect tasks for `key` from here on; a key's tasks are collected once."""
@@ -55,18 +65,18 @@ class WeightGradQueue:
         next collective (:meth:`beside`), or at the end of the backward."""
         assert self._filling is not None, "a backward pass ran outside the engine"
         if self.at_once and not later:
-            _run_in_turn(list(tasks))
+            self._run_in_turn(list(tasks))
         else:
             self._filling.extend(tasks)
 
     def beside(self) -> None:
         """A collective has begun, and is waited for next: run what was put for later."""
         if self.at_once and self._filling:
-            _run_in_turn(self._filling)
+            self._run_in_turn(self._filling)
 
     def run(self, key: Hashable) -> None:
         """Compute the gradients of `key` and let go of what they held."""
-        _run_in_turn(self._tasks.pop(key))
+        self._run_in_turn(self._tasks.pop(key))
 
     def pending(self) -> dict[Hashable, list[WeightGradTask]]:
         """What is queued now, for inspection."""
@@ -76,18 +86,21 @@ class WeightGradQueue:
         self._tasks.clear()
         self._filling = None
         self.at_once = False
+        self.watch = None
 
-
-def _run_in_turn(tasks: list[WeightGradTask]) -> None:
-    """Run and remove all tasks; what the next one gathers travels while one computes."""
-    tasks.reverse()
-    if tasks:
-        tasks[-1].begin()
-    while tasks:
-        task = tasks.pop()
+    def _run_in_turn(self, tasks: list[WeightGradTask]) -> None:
+        """Run and remove all tasks; what the next one gathers travels while one computes."""
+        tasks.reverse()
         if tasks:
             tasks[-1].begin()
-        task.run()
+        while tasks:
+            task = tasks.pop()
+            if tasks:
+                tasks[-1].begin()
+            task.run()
+            if self.watch is not None:
+                put_off = (self._filling or []) if self.at_once else []
+                self.watch(task.weight, [each.weight for each in (*tasks, *put_off)])
 
 
 def main_grad(parameter: Parameter) -> Tensor:

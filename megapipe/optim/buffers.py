@@ -1,7 +1,9 @@
-"""Contiguous parameter and gradient buffers, one bucket per virtual stage.
+"""Contiguous parameter and gradient buffers, one bucket per virtual stage or a few.
 
 A bucket holds a stage's parameters in the model dtype and their main gradients in fp32 (fp64 for
-fp64), each as one flat array, so that reducing, sharding and gathering are one call per stage.
+fp64), each as one flat array, so that reducing, sharding and gathering are one call per bucket. A
+large stage has several, so that its last layers' gradients can leave while those of the first are
+being computed (Li et al., 2006.15704).
 Parameters are ordered by :class:`Region`: those that decay before those that do not, split ones
 before those that every tp rank holds; weight decay and the norm then act on a few ranges.
 
@@ -23,7 +25,7 @@ from torch.nn import Parameter
 from megapipe.mesh import Axis, ParallelMesh
 from megapipe.model.gpt import GPTStage
 from megapipe.optim.policy import BucketGroups, ZeroPolicy
-from megapipe.plan.buckets import aligned
+from megapipe.plan.buckets import Sized, aligned, chunk_length, cut
 from megapipe.plan.params import WORD_EMBEDDING
 from megapipe.tensor_parallel.parameter import ParameterSpec, spec_of
 
@@ -73,11 +75,12 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Bucket:
-    """Flat weights and main gradients of one stage, or of the tied embedding.
+    """Flat weights and main gradients of a stage or of a piece of it, or of the tied embedding.
 
-    `index` is the stage number; the tied bucket's is the number of stages. Gradients are summed
-    over `shard` x `replicate`; the members of `shard` own equal slices. Regions and slices are
-    :func:`aligned`, with zeros in between. A `shared` bucket has several stages or several holders:
+    `index` is the stage number; the tied bucket's is the number of stages. `start` is where a piece
+    would begin in one bucket of the whole stage. Gradients are summed over `shard` x `replicate`;
+    the members of `shard` own equal slices. Regions and slices are :func:`aligned`, with zeros in
+    between. A `shared` bucket has several stages or several holders:
     `holders` of these are pipeline ranks of this process, and it is complete when the last one is
     through with it.
 
@@ -92,6 +95,7 @@ class Bucket:
         shard: Axis,
         device: torch.device,
         *,
+        start: int = 0,
         replicate: Axis | None = None,
         shared: bool = False,
         holders: int = 1,
@@ -99,6 +103,7 @@ class Bucket:
         sharded_weights: bool = False,
     ) -> None:
         self.index = index
+        self.start = start
         self.shard = shard
         self.replicate = replicate or Axis.alone()
         self.shared = shared
@@ -227,25 +232,38 @@ def make_buckets(
 
     holders[stage] are the pipeline ranks that hold a stage. A stage with several holders, and
     `tied` embeddings, which the first and the last stage hold, are reduced over them too, unless
-    the pipeline is `in_process` and they are one. Buckets come in stage order, the tied last.
+    the pipeline is `in_process` and they are one. Buckets come in stage order, those of a stage as
+    they are reduced, the tied last.
     """
     groups = BucketGroups(mesh, policy)
 
-    def bucket(index: int, owned: Sequence[Owned], ranks: Sequence[int], *, shared: bool) -> Bucket:
-        shard, replicate = groups.axes_of([0] if in_process else ranks)
-        return Bucket(
-            index,
-            owned,
-            shard,
-            mesh.device,
-            replicate=replicate,
-            shared=shared,
-            holders=len(set(ranks)) if in_process else 1,
-            sharded_grads=policy.shards_gradients and not shared,
-            sharded_weights=policy.shards_weights,
+    def bucketed(
+        index: int, owned: Sequence[Owned], ranks: Sequence[int], *, shared: bool
+    ) -> Iterator[Bucket]:
+        axes = groups.axes_of([0] if in_process else ranks)
+        whole = shared or axes.shard.size * axes.replicate.size == 1
+        size = main_dtype(owned[0].parameter.dtype).itemsize
+        least = None if whole else chunk_length(policy.chunk_mib, size)
+        specs = {spec_of(each.parameter).name: spec_of(each.parameter) for each in owned}
+        sized = (
+            Sized(name, spec.numel, spec.decay, spec.split_dim is not None)
+            for name, spec in specs.items()
         )
+        for piece in cut(sized, least):
+            yield Bucket(
+                index,
+                [each for each in owned if spec_of(each.parameter).name in piece.names],
+                axes.shard,
+                mesh.device,
+                start=piece.start,
+                replicate=axes.replicate,
+                shared=shared,
+                holders=len(set(ranks)) if in_process else 1,
+                sharded_grads=policy.shards_gradients and not shared,
+                sharded_weights=policy.shards_weights,
+            )
 
-    buckets = []
+    buckets: list[Bucket] = []
     word: list[Owned] = []
     for stage, module in sorted(modules.items()):
         own: list[Owned] = []
@@ -254,8 +272,8 @@ def make_buckets(
             (word if is_shared else own).append(owned)
         if own:
             shared = len(set(holders[stage])) > 1
-            buckets.append(bucket(stage, own, holders[stage], shared=shared))
+            buckets.extend(bucketed(stage, own, holders[stage], shared=shared))
     if word:
         both = [*holders[0], *holders[-1]]
-        buckets.append(bucket(len(holders), word, both, shared=True))
+        buckets.extend(bucketed(len(holders), word, both, shared=True))
     return buckets

@@ -9,16 +9,18 @@ The pipeline's programs say when a stage's gradients are sent off and when its w
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from megapipe.config import OptimizerConfig
 from megapipe.mesh import ParallelMesh
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.buffers import Bucket, Entry
+from megapipe.optim.departure import Departure
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
@@ -68,50 +70,61 @@ class Optimizer:
             Shard(bucket, mesh.tp, self.rule.states, states, reduce_dtype=narrow)
             for bucket in buckets
         ]
-        self._own: dict[int, Shard] = {}
+        self._own: dict[int, Departure] = defaultdict(Departure)
         """Shards whose gradients are complete with one stage's."""
         self._through: Counter[int] = Counter()
         """How many pipeline ranks of this process are through with a stage."""
         self._of_stage: dict[int, list[Shard]] = defaultdict(list)
         """All that a stage computes with."""
-        self._reducing: list[Shard] = []
-        """What was sent off of those that give their gradients' memory back, the oldest first."""
+        self._reducing: list[int] = []
+        """Stages that were sent off of those that give their gradients' memory back, the oldest
+        first."""
         for shard in self.shards:
             index = shard.bucket.index
             users = [index] if index < stages else [0, stages - 1]
             for stage in users:
                 self._of_stage[stage].append(shard)
             if index < stages:
-                self._own[index] = shard
+                self._own[index].add(shard)
 
     def zero_grad(self) -> None:
         """Begin a step; what is left of one that was given up is let go."""
         self._reducing.clear()
         self._through.clear()
+        for own in self._own.values():
+            own.begin()
         for shard in self.shards:
             shard.zero_grad()
 
     def open_grads(self, stage: int) -> None:
-        shard = self._own.get(stage)
-        if shard is None or not shard.bucket.sharded_grads:
-            return
+        own = self._sharded(stage)
         # with those being added to, two stages at most have memory for gradients
-        while len(self._reducing) > 1 or shard in self._reducing:
-            self._reducing.pop(0).finish_reduce()
-        shard.bucket.open_grads()
+        while own and (len(self._reducing) > 1 or stage in self._reducing):
+            for shard in self._sharded(self._reducing.pop(0)):
+                shard.finish_reduce()
+        for shard in own:
+            shard.bucket.open_grads()
+
+    def _sharded(self, stage: int) -> list[Shard]:
+        """Those of a stage whose gradients have memory at times only."""
+        return [shard for shard in self._own[stage].shards if shard.bucket.sharded_grads]
+
+    def gradient_came(self, stage: int, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
+        self._own[stage].came(parameter, waiting)
 
     def reduce(self, stage: int) -> None:
-        shard = self._own.get(stage)
-        if shard is None:
+        own = self._own[stage].shards
+        if not own:
             return
         self._through[stage] += 1
-        if self._through[stage] % shard.bucket.holders:
+        if self._through[stage] % own[0].bucket.holders:
             return
         for earlier in self.shards:
-            earlier.go_on_reducing()
-        if shard.bucket.sharded_grads:
-            self._reducing.append(shard)
-        shard.start_reduce()
+            if earlier not in own:
+                earlier.go_on_reducing()
+        if self._sharded(stage):
+            self._reducing.append(stage)
+        self._own[stage].rest()
 
     def unshard(self, stage: int) -> None:
         for shard in self._of_stage[stage]:

@@ -47,12 +47,18 @@ class ZeroPolicy:
     """Stages whose weights are gathered before they are needed (stage 3)."""
     reduce_dtype: torch.dtype | None = None
     """Type in which gradients travel; None: that of the main gradients."""
+    chunk_mib: float | None = None
+    """Least size of the pieces in which a stage's gradients are reduced; None: in one."""
 
     @classmethod
     def of(cls, config: OptimizerConfig, dp: int) -> ZeroPolicy:
         """The policy of `dp` replicas."""
         return cls(
-            zero_stage(config, dp), config.shard_size, config.prefetch, _DTYPES[config.reduce_dtype]
+            zero_stage(config, dp),
+            config.shard_size,
+            config.prefetch,
+            _DTYPES[config.reduce_dtype],
+            config.reduce_chunk_mib,
         )
 
     @property

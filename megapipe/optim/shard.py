@@ -63,7 +63,8 @@ class Shard:
             weights = bucket.weights[self.start : self.stop]
         self.weights = weights
         """This rank's slice in the model dtype."""
-        self.store = Store(weights, states, policy, bucket=bucket.index, start=self.start)
+        origin = bucket.start + self.start
+        self.store = Store(weights, states, policy, bucket=bucket.index, start=origin)
         self.grad = torch.empty(0)
         """Sum of the gradients of [start, stop) over the global batch, from `finish_reduce` to
         the next step."""

@@ -1,13 +1,14 @@
 """The flat buffers of a process, counted before it exists: what is reduced, sharded and gathered.
 
-A stage's parameters lie in one bucket, tied embeddings in one of their own; see
-:mod:`megapipe.optim.buffers`, whose sizes these are.
+A stage's parameters lie in one bucket, or in one for each piece in which they are reduced, and tied
+embeddings in one of their own; see :mod:`megapipe.optim.buffers`, whose sizes these are.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from megapipe.config import Config, OptimizerConfig
 from megapipe.layout import Layout
@@ -37,6 +38,54 @@ def main_bytes(dtype: str) -> int:
     return max(DTYPE_BYTES[dtype], 4)
 
 
+class Sized(NamedTuple):
+    """A parameter as a process holds it."""
+
+    name: str
+    numel: int
+    decays: bool
+    split: bool
+    """Split over tp; otherwise every tp rank holds the same values."""
+
+
+class Piece(NamedTuple):
+    """Parameters of a stage that are reduced together."""
+
+    names: frozenset[str]
+    start: int
+    """Where they begin in the one buffer that the whole stage would have."""
+
+
+def cut(parameters: Iterable[Sized], least: int | None) -> list[Piece]:
+    """A stage's parameters, which come in the order of the forward, in pieces of `least` values.
+
+    In the order in which a backward completes them: matrices that are split over tp, the last
+    layers first, then everything else. The piece of the first matrices may be smaller. One piece if
+    there is too little to cut, or `least` is None.
+    """
+    listed = list(parameters)
+    matrices = [each for each in listed if each.decays and each.split]
+    start = total = sum(each.numel for each in matrices)
+    stop, names = total, list[str]()
+    pieces = []
+    for each in reversed(matrices):
+        start -= each.numel
+        names.append(each.name)
+        full = least is not None and stop - start >= least
+        if start == 0 or (full and start % ALIGNMENT == 0):
+            pieces.append(Piece(frozenset(names), start))
+            stop, names = start, []
+    if len(pieces) < 2:
+        return [Piece(frozenset(each.name for each in listed), 0)]
+    rest = frozenset(each.name for each in listed if not (each.decays and each.split))
+    return [*pieces, Piece(rest, aligned(total))] if rest else pieces
+
+
+def chunk_length(chunk_mib: float | None, size: int) -> int | None:
+    """``optimizer.reduce_chunk_mib`` as a number of gradients of `size` bytes."""
+    return None if chunk_mib is None else max(1, int(chunk_mib * 2**20) // size)
+
+
 @dataclass(frozen=True)
 class Group:
     """Processes that share a bucket, or a slice of it."""
@@ -49,7 +98,7 @@ class Group:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The part of one stage (or of the tied embedding) that a tensor-parallel rank holds."""
+    """One bucket of a stage (or that of the tied embedding) that a tensor-parallel rank holds."""
 
     stage: int
     """Its number; the tied bucket's is the number of stages."""
@@ -68,9 +117,8 @@ class BucketPlan:
     def numel(self) -> int:
         """Length of the buffer, with what :func:`aligned` adds between its regions and slices."""
         sizes: dict[tuple[bool, bool], int] = defaultdict(int)
-        for name, shape in self.shapes.items():
-            decays = name.endswith(".weight") and len(shape) > 1
-            sizes[decays, is_split(name)] += prod(shape)
+        for each in _sized(self.shapes):
+            sizes[each.decays, each.split] += each.numel
         owners = self.shard.members * self.replicate.members
         return aligned(sum(map(aligned, sizes.values())), owners)
 
@@ -80,9 +128,22 @@ class BucketPlan:
         return sum(prod(shape) for name, shape in self.shapes.items() if not is_split(name))
 
     @property
+    def multiplied(self) -> int:
+        """Values of matrices whose gradients are products: not of an embedding, whose rows are
+        added up."""
+        matrices = (each for each in _sized(self.shapes) if each.decays and each.split)
+        return sum(each.numel for each in matrices if each.name != WORD_EMBEDDING)
+
+    @property
     def norms(self) -> int:
         """Parameters of norms, whose gradients are computed within I."""
         return sum(prod(shape) for name, shape in self.shapes.items() if "norm." in name)
+
+
+def _sized(shapes: Shapes) -> Iterator[Sized]:
+    for name, shape in shapes.items():
+        decays = name.endswith(".weight") and len(shape) > 1
+        yield Sized(name, prod(shape), decays, is_split(name))
 
 
 def zero_stage(optimizer: OptimizerConfig, dp: int) -> int:
@@ -98,14 +159,21 @@ def process_stages(config: Config, layout: Layout, rank: int) -> Sequence[int]:
 
 
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
-    """Buckets of a process at pipeline index `rank`, in order, the tied one last."""
+    """Buckets of a process at pipeline index `rank`: by stage, those of a stage in the order in
+    which they are reduced, the tied one last."""
     model, placement = config.model, layout.schedule.placement
     alone = config.pipeline.channels == "in_process"
+    least = chunk_length(config.optimizer.reduce_chunk_mib, main_bytes(model.dtype))
 
-    def bucket(stage: int, shapes: Shapes, ranks: Iterable[int], shared: bool) -> BucketPlan:
-        holders = (0,) if alone else tuple(sorted(set(ranks)))
+    def buckets(
+        stage: int, shapes: Shapes, ranks: Iterable[int], shared: bool
+    ) -> Iterator[BucketPlan]:
+        groups = _groups(config, layout, (0,) if alone else tuple(sorted(set(ranks))))
         local = {name: local_shape(name, shape, layout.tp) for name, shape in shapes.items()}
-        return BucketPlan(stage, local, *_groups(config, layout, holders), shared)
+        whole = shared or all(group.members == 1 for group in groups)
+        for piece in cut(_sized(local), None if whole else least):
+            own = {name: shape for name, shape in local.items() if name in piece.names}
+            yield BucketPlan(stage, own, *groups, shared)
 
     tied_uses = 0
     for stage in process_stages(config, layout, rank):
@@ -115,11 +183,12 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
             del shapes[WORD_EMBEDDING]
             tied_uses += spec.embedding + spec.head
         if shapes:
-            yield bucket(stage, shapes, holders, len(holders) > 1)
+            yield from buckets(stage, shapes, holders, len(holders) > 1)
     if tied_uses:
         shapes = {WORD_EMBEDDING: (known(model.vocab_size), model.hidden)}
         ends = (*placement.holders(0), *placement.holders(layout.stages - 1))
-        yield replace(bucket(layout.stages, shapes, ends, True), uses=tied_uses)
+        (tied,) = buckets(layout.stages, shapes, ends, True)
+        yield replace(tied, uses=tied_uses)
 
 
 def _groups(config: Config, layout: Layout, holders: tuple[int, ...]) -> tuple[Group, Group]:

@@ -91,20 +91,24 @@ def _passing(
 ) -> Iterator[int]:
     """Bytes of slices, gradients and weights after each action of a program under ZeRO-2 or 3."""
     main, size = main_bytes(dtype), DTYPE_BYTES[dtype]
-    own = {bucket.stage: bucket for bucket in buckets}
+    numel: Counter[int] = Counter()
+    slices: Counter[int] = Counter()
+    for bucket in buckets:
+        numel[bucket.stage] += bucket.numel
+        slices[bucket.stage] += _slice(bucket)
     opened: dict[int, int] = {}
     summed: dict[int, int] = {}
     users: Counter[int] = Counter()
     reducing: list[int] = []  # the oldest first
     for do, _, stage, *_ in actions:
         used = [stage, stages] if stage in (0, stages - 1) else [stage]
-        if do == Do.OPEN and stage in own:
+        if do == Do.OPEN and stage in numel:
             while len(reducing) > 1 or stage in reducing:
                 summed_up = reducing.pop(0)
                 del opened[summed_up]
-                summed[summed_up] = _slice(own[summed_up]) * main
-            opened[stage] = own[stage].numel * main
-        elif do == Do.REDUCE and stage in own:
+                summed[summed_up] = slices[summed_up] * main
+            opened[stage] = numel[stage] * main
+        elif do == Do.REDUCE and stage in numel:
             reducing.append(stage)
         elif do == Do.UNSHARD:
             users.update(used)
@@ -112,7 +116,7 @@ def _passing(
             users.subtract(used)
         else:
             continue
-        gathered = sum(own[index].numel for index, count in users.items() if count and index in own)
+        gathered = sum(numel[index] for index, count in users.items() if count)
         yield gathered * size + sum(opened.values()) + sum(summed.values())
 
 

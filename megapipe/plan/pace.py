@@ -7,7 +7,9 @@ replicas exchange travel beside them, as the simulator has it. Latencies, the up
 operations wait for in memory are not in it but as far as the share of the peak is.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 
 from megapipe.config import Config
 from megapipe.layout import Layout
@@ -24,7 +26,7 @@ from megapipe.plan.traffic import (
     operation_traffic,
     reduction,
 )
-from megapipe.schedule.cost import Cost
+from megapipe.schedule.cost import WHOLE, Cost, Leaving
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.simulate import Timeline, simulate
@@ -74,7 +76,7 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
     tokens = config.train.sequence_length * config.train.microbatch
     rate = speeds.tflops * 1e12 * speeds.efficiency
     computed = scaled(layout.cost, tokens / layout.tp / rate)
-    reduce, gather = _replicas(config, layout)
+    reduce, gather, pieces = _replicas(config, layout)
     stride = layout.tp * layout.cp * layout.dp
 
     kinds = ("F", "I", "W", "B")
@@ -107,6 +109,7 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
         message=message_bytes(config, layout),
         reduce=tuple(reduce),
         gather=tuple(gather),
+        pieces=pieces,
         zero=zero_stage(config.optimizer, layout.dp),
         prefetch=config.optimizer.prefetch,
         chunked_loss=most_tokens(config) > 0,
@@ -129,25 +132,47 @@ def _between(config: Config, first: int, second: int) -> float:
     return 1e9 * (parallel.node_gb_s if same else parallel.network_gb_s)
 
 
-def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float]]:
-    """Seconds to reduce each stage's gradients once, and to gather its weights.
+Pieces = tuple[tuple[Leaving, ...], ...]
 
-    A tied matrix, which is in no stage, is counted with the first of its stages on each process.
+
+def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float], Pieces]:
+    """Seconds to reduce each stage's gradients once, and to gather its weights; and by stage the
+    pieces of its reduction.
+
+    A tied matrix, which is in no stage, is counted with the first of its stages on each process,
+    in the piece that leaves last.
     """
-    reduce, gather = [0.0] * layout.stages, [0.0] * layout.stages
+    gather, pieces = [0.0] * layout.stages, [[0.0] for _ in range(layout.stages)]
+    leaving = [[1.0] for _ in range(layout.stages)]
     for rank in range(layout.pp):
-        buckets = {bucket.stage: bucket for bucket in process_buckets(config, layout, rank)}
-        tied = buckets.pop(layout.stages, None)
-        for stage, bucket in buckets.items():
-            both = _exchanged(config, layout, bucket)
-            reduce[stage], gather[stage] = both
+        buckets = list(process_buckets(config, layout, rank))
+        own = {stage: list(group) for stage, group in groupby(buckets, key=lambda b: b.stage)}
+        tied = own.pop(layout.stages, None)
+        for stage, group in own.items():
+            both = [_exchanged(config, layout, bucket) for bucket in group]
+            pieces[stage] = [reduced for reduced, _ in both]
+            gather[stage] = sum(gathered for _, gathered in both)
+            leaving[stage] = _complete(group)
         if tied is not None:
-            both = _exchanged(config, layout, tied)
-            ends = [stage for stage in (0, layout.stages - 1) if stage in buckets]
-            own = ends[0] if ends else 0
-            reduce[own] = reduce[own] + both[0]
-            gather[own] = gather[own] + both[1]
-    return reduce, gather
+            reduced, gathered = _exchanged(config, layout, *tied)
+            ends = [stage for stage in (0, layout.stages - 1) if stage in own]
+            first = ends[0] if ends else 0
+            pieces[first][-1] += reduced
+            gather[first] += gathered
+    return [sum(own) for own in pieces], gather, tuple(map(_shares, leaving, pieces))
+
+
+def _complete(buckets: Sequence[BucketPlan]) -> list[float]:
+    """Share of the last W or B of a stage after which each of its buckets is complete."""
+    done = list(accumulate(bucket.multiplied for bucket in buckets))
+    return [each / done[-1] for each in done[:-1]] + [1.0]
+
+
+def _shares(leaving: Sequence[float], seconds: Sequence[float]) -> tuple[Leaving, ...]:
+    whole = sum(seconds)
+    if not whole:
+        return WHOLE
+    return tuple(Leaving(when, each / whole) for when, each in zip(leaving, seconds, strict=True))
 
 
 def _exchanged(config: Config, layout: Layout, bucket: BucketPlan) -> tuple[float, float]:

@@ -5,7 +5,8 @@ program, so a simulation and a training step cannot differ in it. Every rank has
 beside computation and beside messages: one at a time, in the order in which its program begins
 them. Operations wait for their weights. Under ZeRO-2 and 3, where two stages at most have memory
 for gradients (:mod:`megapipe.optim.optimizer`), a rank waits with a reduction until the one before
-is over, and adds to a stage's gradients again when those that it sent off are gone.
+is over, and adds to a stage's gradients again when those that it sent off are gone. A reduction in
+pieces begins within the operation that completes them.
 
 A stage with several holders is reduced when the programs and the lanes of all have come to it, and
 all take part from start to end; what follows on their lanes waits. Weights are gathered by each
@@ -13,13 +14,13 @@ holder for itself. One thing is not in the programs: under ZeRO-0, 1 and 2 all g
 end of the step before, here from time 0 on, in the order in which the rank uses its stages.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megapipe.schedule.cost import Time
+from megapipe.schedule.cost import Time, plain
 from megapipe.schedule.ir import JOINED, Schedule
 from megapipe.schedule.lower import Action, Do
-from megapipe.schedule.synchronise import for_zero, operations
+from megapipe.schedule.synchronise import for_zero, last_gradients, operations
 from megapipe.schedule.ticks import scaled
 from megapipe.schedule.times import Times
 
@@ -44,6 +45,8 @@ class Stop(NamedTuple):
     done: int
     """Operations before it."""
     action: Action
+    in_pieces: bool = False
+    """A REDUCE that begins within the operation before it, as pieces are complete."""
 
 
 class Lane:
@@ -70,7 +73,7 @@ class Lane:
         self.gathers: list[Interval] = []
         self.reductions: list[Interval] = []
         self.free: Time = 0
-        self._gather, self._reduce = times.gather, times.reduce
+        self._gather, self._reduce, self._pieces = times.gather, times.reduce, times.pieces
         self._gathered: dict[int, Time] = {}
         self._reduced: dict[int, Time] = {}
         """When the last reduction of a stage ends; of all, in order, in `_ends`."""
@@ -89,18 +92,19 @@ class Lane:
         """How many operations come before the next stop, or in all."""
         return self.stops[-1].done if self.stops else self._length
 
-    def _stops(self, ops: Sequence[int], actions: Iterable[Action]) -> list[Stop]:
+    def _stops(self, ops: Sequence[int], actions: Sequence[Action]) -> list[Stop]:
         """The stops of a program, the last first. Two joined operations run as one: what comes
         between them is done before both, but a reduction after them."""
         found: list[Stop] = []
         index = 0
-        for action in actions:
+        completed_within = last_gradients(actions)
+        for at, action in enumerate(actions):
             if action.do == Do.COMPUTE:
                 index += 1
             elif self._takes_time(action):
                 joined = index > 0 and ops[index - 1] >= JOINED
                 place = index + joined if action.do == Do.REDUCE else index - joined
-                found.append(Stop(place, action))
+                found.append(Stop(place, action, at in completed_within))
         return sorted(found, key=lambda stop: stop.done)[::-1]
 
     @property
@@ -119,16 +123,16 @@ class Lane:
         """When the weights are there that were gathered last; 0 where that takes no time."""
         return self._gathered.get(stage, 0)
 
-    def act(self, ended: Time, now: Time) -> tuple[Time, list[int]]:
+    def act(self, began: Time, ended: Time, now: Time) -> tuple[Time, list[int]]:
         """Do what the program says at the next stop: when the rank goes on, and which ranks may.
 
-        The operation before `ended` then, and its messages are sent `now`.
+        The operation before `began` and `ended` then, and its messages are sent `now`.
         """
-        action = self.stops.pop().action
+        _, action, in_pieces = self.stops.pop()
         if action.do == Do.REDUCE and action.stage in self._company:
             return now, self._meet(action.stage, ended)
         if action.do == Do.REDUCE:
-            self._begin_reduce(action.stage, ended)
+            self._begin_reduce(action.stage, began if in_pieces else ended, ended)
         elif action.do == Do.OPEN:
             # of all but the last: the run before this one has waited for the others
             now = max(now, self._reduced.get(action.stage, 0), *self._ends[-2:-1])
@@ -152,9 +156,14 @@ class Lane:
             lane._next(lane.reductions, stage, start, lane._reduce[stage])
         return [lane.rank for lane in company]
 
-    def _begin_reduce(self, stage: int, ready: Time) -> None:
-        """Reduce a stage as soon as its gradients are ready and the lane is free."""
-        end = self._next(self.reductions, stage, ready, self._reduce[stage])
+    def _begin_reduce(self, stage: int, began: Time, ended: Time) -> None:
+        """Reduce each piece of a stage as soon as its gradients are ready and the lane is free;
+        they are completed from `began` to `ended`."""
+        for piece in self._pieces[stage]:
+            ready = plain(began + piece.after * (ended - began))
+            end = self._next(
+                self.reductions, stage, ready, plain(piece.share * self._reduce[stage])
+            )
         self._reduced[stage] = end
         self._ends.append(end)
 
@@ -193,15 +202,18 @@ def make_lanes(schedule: Schedule, times: Times) -> list[Lane]:
     return found
 
 
-def replay(lanes: Sequence[Lane], ends: Sequence[Sequence[Time]]) -> None:
-    """Do all that is left to do, of operations whose ends are known: `ends` per rank."""
+def replay(
+    lanes: Sequence[Lane], starts: Sequence[Sequence[Time]], ends: Sequence[Sequence[Time]]
+) -> None:
+    """Do all that is left to do, of operations whose `starts` and `ends` are known, per rank."""
     ready = [lane.rank for lane in lanes]
     while ready:
         lane = lanes[ready.pop()]
         if lane.stops and not lane.held:
             done = lane.next_stop
+            began = starts[lane.rank][done - 1] if done else 0
             ended = ends[lane.rank][done - 1] if done else 0
-            _, going = lane.act(ended, ended)
+            _, going = lane.act(began, ended, ended)
             ready.extend(going)
 
 

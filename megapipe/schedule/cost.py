@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.ir import Kind
@@ -13,6 +13,19 @@ Time = int | float | Fraction
 """Whole numbers and fractions stay exact through the simulator."""
 PerStage = Time | tuple[Time, ...]
 PerLink = Time | Mapping[tuple[int, int], Time]
+
+
+class Leaving(NamedTuple):
+    """A piece of a stage's gradients that is reduced for itself."""
+
+    after: Time
+    """Share of the last operation that adds gradients when those of the piece are complete."""
+    share: Time
+    """Of the stage's reduction."""
+
+
+WHOLE = (Leaving(1, 1),)
+"""All gradients of a stage, after the operation."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,10 @@ class Cost:
     """Of the jitter."""
     reduce: PerStage = 0
     """One reduction of a stage's gradients over its data-parallel peers."""
+    pieces: tuple[tuple[Leaving, ...], ...] = ()
+    """By stage, the pieces of that reduction in the order in which they leave, the last one after
+    the operation; by default each stage is reduced as a whole. Stages that several ranks hold
+    are."""
     gather: PerStage = 0
     """One gathering of a stage's parameters from its data-parallel peers."""
     zero: int = 1
@@ -124,6 +141,27 @@ class Cost:
         """
         return _row(what, getattr(self, what), stages)
 
+    def pieces_of(self, stages: int) -> tuple[tuple[Leaving, ...], ...]:
+        """Pieces of each stage's reduction.
+
+        Raises:
+            ScheduleError: not one list of pieces per stage, or one whose shares are not 1 in all,
+                or that do not leave one after the other, the last at the end.
+        """
+        if self.pieces and len(self.pieces) != stages:
+            raise ScheduleError(
+                f"cost pieces: {len(self.pieces)} lists for {stages} stages; give one per stage"
+            )
+        for stage, own in enumerate(self.pieces):
+            times = [piece.after for piece in own]
+            whole = abs(float(sum(piece.share for piece in own)) - 1) < 1e-9
+            if not (own and whole and times == sorted(times) and times[0] >= 0 and times[-1] == 1):
+                raise ScheduleError(
+                    f"cost pieces: those of stage {stage} are not shares of 1 that leave in order, "
+                    "the last at 1"
+                )
+        return self.pieces or (WHOLE,) * stages
+
     def has_replicas(self, stages: int) -> bool:
         """Whether there is anything to gather or reduce.
 
@@ -157,6 +195,12 @@ class Cost:
         if rate <= 0:
             raise ScheduleError(f"cost bandwidth: {rate} from rank {src} to {dst} is not above 0")
         return plain(time + ratio(self.message * size, rate))
+
+
+def equal_pieces(count: int, stages: int) -> tuple[tuple[Leaving, ...], ...]:
+    """Each stage's reduction in so many, which leave one by one."""
+    part = Fraction(1, count)
+    return (tuple(Leaving(plain(part * (i + 1)), plain(part)) for i in range(count)),) * stages
 
 
 def _row(name: str, value: PerStage, stages: int) -> tuple[Time, ...]:

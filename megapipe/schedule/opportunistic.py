@@ -100,7 +100,7 @@ class _Run:
         beside = make_lanes(run, self.times)
         for lane, planned in zip(beside, self.lanes, strict=True):
             lane.gathers = planned.gathers
-        replay(beside, self.ends)
+        replay(beside, self.starts, self.ends)
         between = complete(beside)
         return Timeline(
             run,

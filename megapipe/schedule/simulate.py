@@ -223,7 +223,8 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
             index += 2
         else:
             if beside and beside[rank].stops and not beside[rank].held:
-                now, going = beside[rank].act(my_ends[-1] if my_ends else 0, now)
+                began, ended = (my_starts[-1], my_ends[-1]) if my_ends else (0, 0)
+                now, going = beside[rank].act(began, ended, now)
                 stops[rank] = beside[rank].next_stop
                 ready.extend(going)
         free[rank] = now

@@ -77,6 +77,23 @@ def operations(schedule: Schedule, rank: int) -> Program:
     )
 
 
+def last_gradients(actions: Sequence[Action]) -> dict[int, int]:
+    """Where a REDUCE follows a W or B of its stage, as it does but where a head's weight gradient
+    comes in an I and where others hold the stage too: the places of both.
+
+    During that operation gradients come in for the last time before they are reduced.
+    """
+    found, last = {}, -1
+    for place, action in enumerate(actions):
+        if action.do == Do.COMPUTE:
+            last = place
+        elif action.do == Do.REDUCE and last >= 0:
+            before = actions[last]
+            if before.stage == action.stage and before.kind in _ADDS_GRADIENTS:
+                found[place] = last
+    return found
+
+
 def _on(do: Do, stage: int) -> Action:
     return Action(do, Kind.W, stage, -1)
 

@@ -40,15 +40,18 @@ class Times:
         self._read(cost.table(edges.stages))
         self.gather = list(cost.per_stage("gather", edges.stages))
         self.reduce = list(cost.per_stage("reduce", edges.stages))
+        self.pieces = cost.pieces_of(edges.stages)
         self.per_unit = 1
         """Ticks in a unit of time."""
         columns = (self.length, self.lag, self.hold, self.gather, self.reduce)
         given = [time for column in columns for time in column]
         factors = [*(cost.slices or ()), cost.overlap_factor]
-        floating = any(isinstance(number, float) for number in (*given, *factors))
+        leaving = {number for own in cost.pieces for piece in own for number in piece}
+        floating = any(isinstance(number, float) for number in (*given, *factors, *leaving))
         self.exact = not (cost.jitter or floating)
         if self.exact:
             self.per_unit = per_unit(given) * per_unit(cost.slices or ()) * per_unit(factors[-1:])
+            self.per_unit *= per_unit(leaving)
         for column in columns:
             column[:] = (
                 whole(time, self.per_unit) if self.exact else float(time) for time in column

@@ -35,6 +35,10 @@ class _WordTask:
     _whole: Tensor | None = None
     _arrived: Wait = done
 
+    @property
+    def weight(self) -> Parameter:
+        return self.layer.weight
+
     def begin(self) -> None:
         if self.layer.sharding.kernels.overlap:
             self._gather()
@@ -121,6 +125,10 @@ class _PositionTask:
     layer: PositionEmbedding
     start: int
     grad: Tensor  # [s(/tp), b, h]
+
+    @property
+    def weight(self) -> Parameter:
+        return self.layer.weight
 
     def begin(self) -> None:
         """Nothing is gathered."""

@@ -47,6 +47,10 @@ class LinearTask:
     or on their way."""
     _arrived: Wait = done
 
+    @property
+    def weight(self) -> Parameter:
+        return self.layer.weight
+
     def begin(self) -> None:
         if self.layer.sharding.kernels.overlap:
             self._gather()

@@ -13,6 +13,7 @@ from unittest import mock
 
 from parity import Case, Outcome, run_case
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.attention.bias import causal_upper_left
 
 from megapipe.engine import channels
@@ -25,6 +26,7 @@ from megapipe.model.microbatch import MicroBatch
 from megapipe.ops import attention
 from megapipe.optim import buffers
 from megapipe.optim import shard as shards
+from megapipe.optim.departure import Departure
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.policy import BucketGroups
 from megapipe.optim.rules import rule
@@ -33,7 +35,7 @@ from megapipe.schedule.ir import Schedule
 from megapipe.tensor_parallel import linear
 from megapipe.tensor_parallel.collectives import Wait, done
 from megapipe.tensor_parallel.embedding import PositionEmbedding
-from megapipe.tensor_parallel.parameter import Sharding
+from megapipe.tensor_parallel.parameter import Sharding, spec_of
 from megapipe.testing import World, run_world
 from megapipe.train.feed import Feed
 from megapipe.train.step import TrainStep
@@ -261,6 +263,23 @@ def norms_and_biases_decay() -> Patch:
     return mock.patch.object(rule, "overlap", lambda *args: overlap(*args)._replace(decay=True))
 
 
+def gradients_leave_before_those_that_are_put_off() -> Patch:
+    """A piece of a stage leaves while a weight gradient of it waits for the next collective."""
+    came = Departure.came
+    return mock.patch.object(
+        Departure, "came", lambda self, parameter, _: came(self, parameter, ())
+    )
+
+
+def gradients_leave_a_piece_too_early() -> Patch:
+    """When the first of their own has come in."""
+
+    def wrong(self: Departure, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
+        self._send(self._place.get(spec_of(parameter).name, 0) + 1)
+
+    return mock.patch.object(Departure, "came", wrong)
+
+
 def updated_weights_not_gathered() -> Patch:
     return mock.patch.object(shards, "start_all_gather", return_value=lambda: None)
 
@@ -349,6 +368,8 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     gradients_not_reduced_over_replicas: DATA,
     clipped_by_the_local_norm: DATA,
     norms_and_biases_decay: Case(),
+    gradients_leave_before_those_that_are_put_off: replace(SEQUENCE, dp=2, reduce_chunk_mib=1e-6),
+    gradients_leave_a_piece_too_early: replace(DATA, reduce_chunk_mib=0.03),
     updated_weights_not_gathered: DATA,
     positions_start_at_zero_on_every_sequence_shard: SEQUENCE,
     column_input_gradient_not_reduced: TENSOR,

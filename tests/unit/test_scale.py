@@ -45,6 +45,9 @@ def scale() -> Iterator[Any]:
         ("parallel.sequence_parallel=true", "pipeline.schedule=seq1f1b", "pipeline.slices=2"),
         ("model.dtype=bf16", "model.positions=rotary", "model.norm=rmsnorm", "model.bias=false"),
         ("pipeline.schedule=chimera_backward_halving", "optimizer.zero=1"),
+        ("optimizer.reduce_chunk_mib=1e-6", "parallel.sequence_parallel=true"),
+        ("optimizer.reduce_chunk_mib=0.02", "optimizer.zero=3", "optimizer.shard_size=2"),
+        ("optimizer.reduce_chunk_mib=0.02", "pipeline.schedule=chimera", "model.bias=false"),
     ],
     ids=" ".join,
 )
@@ -133,6 +136,8 @@ def test_the_mesh_numbers_no_world_unless_asked(scale: Any) -> None:
         ("optimizer.zero=3", "model.dtype=bf16"),
         ("optimizer.zero=1", "optimizer.rule=lion", "pipeline.schedule=zb_v"),
         ("optimizer.zero=1", "optimizer.shard_size=2", "model.tied_embeddings=false"),
+        ("optimizer.zero=2", "optimizer.reduce_chunk_mib=0.02", "model.tied_embeddings=false"),
+        ("optimizer.zero=3", "optimizer.reduce_chunk_mib=1e-6", "model.norm=rmsnorm"),
         ("pipeline.schedule=chimera", "parallel.sequence_parallel=true"),
     ],
     ids=" ".join,

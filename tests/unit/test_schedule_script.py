@@ -209,6 +209,19 @@ def test_zero_stages(ask):
             assert more["makespan"] == plain["makespan"] + more["replicas"]["added"]
 
 
+def test_pieces_of_a_reduction(ask):
+    """Two of 4 each: the first begins half-way through the last backward, from 6 to 8."""
+
+    def added(*more):
+        size = ("--ranks", "1", "--microbatches", "2", "--cost", "F=2,B=2,reduce=8")
+        told = json.loads(ask("simulate", "1f1b", *size, *more, "--json"))
+        return told["replicas"]["reductions"], told["replicas"]["added"]
+
+    assert added() == (1, 8)
+    assert added("--pieces", "2") == (2, 7)
+    assert added("--pieces", "8") == (8, 8 - 2 * 7 / 8)
+
+
 def test_a_chunked_loss_is_a_run_of_its_own(ask, tmp_path):
     path = tmp_path / "own.csv"
     path.write_text("0F0,1F0,1I0,0I0,0W0,1W0\n")

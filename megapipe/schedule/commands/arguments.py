@@ -90,6 +90,14 @@ def add_costs(parser: Parser) -> None:
         help="stages gathered ahead, for --zero 3 (1)",
     )
     parser.add_argument(
+        "--pieces",
+        type=count,
+        default=1,
+        metavar="N",
+        help="equal pieces of a reduction, which leave one by one during the last operation that "
+        "adds gradients (1)",
+    )
+    parser.add_argument(
         "--chunked-loss",
         action="store_true",
         help="I of the last stage adds to its gradients, as W does",

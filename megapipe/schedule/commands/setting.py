@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.commands.arguments import OF_STAGE, number, options_of
-from megapipe.schedule.cost import Cost, Time
+from megapipe.schedule.cost import Cost, Time, equal_pieces
 from megapipe.schedule.generators import accepts, aliases, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.ledger import Amount, peak_weighted
@@ -41,6 +41,7 @@ class Setting:
     placement: str | None
     zero: int
     prefetch: int
+    pieces: int
     chunked_loss: bool
     planned: Callable[[Placement], Cost] | None = None
     """Costs of a model's stages on a placement."""
@@ -81,6 +82,7 @@ class Setting:
             placement=given.placement,
             zero=given.zero,
             prefetch=given.prefetch,
+            pieces=given.pieces,
             chunked_loss=given.chunked_loss,
             planned=planned,
         )
@@ -101,6 +103,7 @@ class Setting:
             message=1,
             zero=self.zero,
             prefetch=self.prefetch,
+            pieces=equal_pieces(self.pieces, placement.stages),
             chunked_loss=self.chunked_loss,
         )
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megapipe.engine.weight_grad import main_grad
 from megapipe.mesh import Axis, Grid
@@ -16,7 +18,7 @@ from megapipe.model.gpt import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, main_dtype, make_buckets
 from megapipe.optim.policy import ZeroPolicy
-from megapipe.plan.buckets import ALIGNMENT, aligned
+from megapipe.plan.buckets import ALIGNMENT, Sized, aligned, cut
 from megapipe.tensor_parallel.parameter import Sharding, spec_of
 
 MODEL = ModelConfig(layers=2, hidden=6, heads=2, vocab_size=11).resolved(
@@ -66,9 +68,10 @@ def buckets_of(
     tied: bool = True,
     holders: Sequence[Sequence[int]] = ONE_HOLDER,
     mesh: FakeMesh | None = None,
+    policy: ZeroPolicy | None = None,
 ) -> list[Bucket]:
     fake: Any = mesh or FakeMesh(dp)
-    return make_buckets(modules, fake, ZeroPolicy(), tied=tied, holders=holders)
+    return make_buckets(modules, fake, policy or ZeroPolicy(), tied=tied, holders=holders)
 
 
 FIRST = StageSpec(embedding=True, layers=range(1), head=False)
@@ -218,3 +221,45 @@ def test_the_tied_embedding_is_shared_by_the_holders_of_both_ends(
     *_, tied = buckets_of(module, mesh=mesh, holders=(first, (1,), last))
     assert tied.shard.ranks == (0, 1, 6, 7)
     assert tied.index == 3
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 70), st.booleans(), st.booleans()), max_size=9)
+
+
+@given(SIZES, st.integers(1, 200))
+def test_pieces_are_runs_of_matrices_the_last_first_and_then_the_rest(
+    sizes: list[tuple[int, bool, bool]], least: int
+) -> None:
+    listed = [Sized(str(i), *each) for i, each in enumerate(sizes)]
+    matrices = [each for each in listed if each.decays and each.split]
+    (whole,) = cut(listed, None)
+    assert whole == (frozenset(each.name for each in listed), 0)
+    pieces = cut(listed, least)
+    assert sorted(name for piece in pieces for name in piece.names) == [e.name for e in listed]
+    if len(pieces) == 1:
+        assert pieces == [whole]
+        return
+    if len(matrices) < len(listed):
+        *pieces, rest = pieces
+        assert rest.start == aligned(sum(each.numel for each in matrices))
+    stop = sum(each.numel for each in matrices)
+    for piece in pieces:
+        assert [e.name for e in matrices if e.name in piece.names] == sorted(piece.names, key=int)
+        assert stop - sum(e.numel for e in matrices if e.name in piece.names) == piece.start
+        assert piece.start % ALIGNMENT == 0
+        assert piece.start == 0 or stop - piece.start >= least
+        stop = piece.start
+    assert stop == 0
+
+
+def test_what_one_process_alone_holds_is_not_cut() -> None:
+    policy = ZeroPolicy(chunk_mib=1e-6)
+    assert len(buckets_of({1: stage(MIDDLE)}, dp=1, policy=policy)) == 1
+    cut_up = buckets_of({1: stage(MIDDLE)}, dp=2, policy=policy)
+    first = [bucket.entries[0].spec.name.split(".", 2)[2] for bucket in cut_up]
+    assert first == ["mlp.down.weight", "attention.qkv.weight", "attention.qkv.bias"], (
+        "the others begin at no multiple of the alignment"
+    )
+    assert {bucket.index for bucket in cut_up} == {1}
+    shared = buckets_of({1: stage(MIDDLE)}, dp=2, holders=((0,), (0, 1), (1,)), policy=policy)
+    assert len(shared) == 1

@@ -140,5 +140,5 @@ def test_one_process_alone_has_nothing_to_share_out(
 def test_settings() -> None:
     given = {"zero": 3, "shard_size": 2, "prefetch": 4, "reduce_dtype": "bf16"}
     policy = ZeroPolicy.of(OptimizerConfig.model_validate(given), 4)
-    assert policy == ZeroPolicy(3, 2, 4, torch.bfloat16)
+    assert policy == ZeroPolicy(3, 2, 4, torch.bfloat16, 256.0)
     assert ZeroPolicy.of(OptimizerConfig(), 4).reduce_dtype is None

@@ -8,6 +8,7 @@ from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout import Layout, resolve
+from megapipe.plan.buckets import process_buckets
 from megapipe.plan.flops import token_flops
 from megapipe.plan.in_flight import peak_activations
 from megapipe.plan.memory import model_memory
@@ -15,6 +16,7 @@ from megapipe.plan.pace import Speeds, expected, timed_cost
 from megapipe.plan.report import report
 from megapipe.plan.traffic import step_traffic
 from megapipe.schedule.ir import Kind
+from megapipe.schedule.simulate import simulate
 
 BASE = ("model.vocab_size=512", "model.layers=4", "log.peak_tflops=1", "log.efficiency=0.5")
 MESH = ("parallel.node_gb_s=2", "parallel.network_gb_s=0.5")
@@ -143,3 +145,34 @@ def test_fits() -> None:
     assert f"does NOT fit in {half:g} GB: {max(each) / 2e6:.3g} MB too much\n" in report(
         config, layout
     )
+
+
+def test_pieces_of_a_reduction_hide_behind_the_last_backward() -> None:
+    """On fast links all have arrived that left within it, and the last layers' leave first; on slow
+    ones the first begins when the head's gradient is in, and the others follow without a break."""
+    shape = ("parallel.dp=2", "model.tied_embeddings=false", "parallel.network_gb_s=0.5")
+    cut, whole = (f"optimizer.reduce_chunk_mib={mib}" for mib in (0.25, "null"))
+    config, layout = plan(*shape, cut)
+    buckets = list(process_buckets(config, layout, 0))
+    assert len(buckets) == 1 + 4 * 3 + 1 + 1, "head, layers, embedding, the rest"
+    matrices = [bucket.multiplied for bucket in buckets]
+    total = sum(bucket.numel for bucket in buckets)
+    for rate in (0.01, 1000.0):
+        link = f"parallel.node_gb_s={rate}"
+        speeds = Speeds.of(config)
+        cost = timed_cost(*plan(*shape, cut, link), speeds)
+        backward = float(cost.table(1)[Kind.B][0])
+        wire = sent(*plan(*shape, whole, link), "dp", "gradients") / (rate * 1e9)
+        assert seconds_exposed(*plan(*shape, whole, link)) == pytest.approx(wire)
+        if rate < 1:
+            hidden = backward * (1 - matrices[0] / sum(matrices))
+            assert seconds_exposed(*plan(*shape, cut, link)) == pytest.approx(wire - hidden)
+        else:
+            late = sum(bucket.numel for bucket in buckets[-3:]) / total
+            assert seconds_exposed(*plan(*shape, cut, link)) == pytest.approx(wire * late)
+
+
+def seconds_exposed(config: Config, layout: Layout) -> float:
+    """Of the reductions of a step."""
+    cost = timed_cost(config, layout, Speeds.of(config))
+    return float(simulate(layout.schedule, cost).exposed_reduce)

@@ -108,15 +108,26 @@ class Clocks:
             for op in ops:
                 if op.kind not in (Kind.W, Kind.R):
                     self._sent[(op.kind == Kind.F, *op[1:4])] = now
-            for action in last:
+            for action, op in last:
                 while behind is not None and rank in self._come[behind]:
                     yield
                 if len(self.schedule.placement.holders(action.stage)) > 1:
                     behind = action.stage
                     self._meet(behind, rank, end)
                     continue
-                reduced[action.stage] = self._collective("reduce", action.stage, rank, end)
-                under_way.append(reduced[action.stage])
+                for after, share in self._pieces(action.stage, op):
+                    ready = start + after * (end - start)
+                    over = self._collective("reduce", action.stage, rank, ready, share)
+                reduced[action.stage] = over
+                under_way.append(over)
+
+    def _pieces(self, stage: int, before: Op):
+        """Those of a reduction, which leave during the operation before it if that computes their
+        gradients."""
+        if not self.cost.pieces:
+            return [(1, 1)]
+        computes = before.stage == stage and before.kind in (Kind.B, Kind.W)
+        return [(after if computes else 1, share) for after, share in self.cost.pieces[stage]]
 
     def _meet(self, stage: int, rank: int, ready) -> None:
         """The last of a stage's holders begins the reduction for all, once their lanes are free."""
@@ -142,9 +153,9 @@ class Clocks:
             return left
         return left + self.meaning.link(other, 1 if forward else -1)
 
-    def _collective(self, what: str, stage: int, rank: int, ready):
+    def _collective(self, what: str, stage: int, rank: int, ready, share=1):
         """When it has ended, if it begins as soon as it is ready and the lane is free."""
-        time = self.meaning.of_stage(what, stage)
+        time = share * self.meaning.of_stage(what, stage)
         if not time:
             return ready
         start = max(ready, self.lane[rank])
@@ -156,9 +167,9 @@ class Clocks:
 
 def grouped(
     schedule: Schedule, program: Program, cost: Cost
-) -> list[tuple[list[Action], list[Op], list[Action]]]:
+) -> list[tuple[list[Action], list[Op], list[tuple[Action, Op | None]]]]:
     """A rank's program: its operations, joined ones together, each group with what comes before it
-    and the reductions after it."""
+    and the reductions after it, with the operation before each."""
     (whole,) = for_zero(
         [program],
         schedule,
@@ -167,7 +178,7 @@ def grouped(
         chunked_loss=cost.chunked_loss,
     )
     ops = iter(schedule.rank_ops(program.rank))
-    groups: list[tuple[list[Action], list[Op], list[Action]]] = []
+    groups: list[tuple[list[Action], list[Op], list[tuple[Action, Op | None]]]] = []
     first: list[Action] = []
     for action in whole.actions:
         if action.do == Do.COMPUTE:
@@ -182,7 +193,7 @@ def grouped(
         elif action.do == Do.REDUCE:
             if not groups:  # a rank that computes nothing
                 groups.append(([], [], []))
-            groups[-1][2].append(action)
+            groups[-1][2].append((action, groups[-1][1][-1] if groups[-1][1] else None))
         elif action.do not in (Do.SEND, Do.RECV):
             first.append(action)
     return groups

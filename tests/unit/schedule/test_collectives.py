@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from schedule_cases import of, schedules
 from test_simulate import costs
 
+from megapipe.errors import ScheduleError
 from megapipe.schedule.collectives import Interval
-from megapipe.schedule.cost import Cost
+from megapipe.schedule.cost import Cost, Leaving
 from megapipe.schedule.generators import build, forward_only
 from megapipe.schedule.holders import meetings
 from megapipe.schedule.idle import idle
@@ -153,6 +154,36 @@ def test_a_holder_that_computes_nothing_takes_part():
     }
 
 
+HALVES = ((Leaving(Fraction(1, 2), Fraction(3, 4)), Leaving(1, Fraction(1, 4))),)
+
+
+def test_pieces_leave_within_the_last_operation_that_adds_to_them():
+    """B1 is from 8 to 12: three quarters of the reduction begin at 10, the rest follows them."""
+    schedule = build("1f1b", ranks=1, microbatches=2)
+    timeline = simulate(schedule, Cost(F=2, B=4, reduce=4, pieces=HALVES))
+    assert timeline.reductions == (Interval(0, 0, 10, 13), Interval(0, 0, 13, 14))
+    assert timeline.makespan == 14
+    assert simulate(schedule, Cost(F=2, B=4, reduce=4)).makespan == 16
+    split = simulate(of("0F0 0I0 0F1 0I1 0W0 0W1", 2), Cost(W=2, reduce=4, pieces=HALVES))
+    assert [(each.start, each.end) for each in split.reductions] == [(7, 10), (10, 11)]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ((),),
+        ((Leaving(1, Fraction(1, 2)),),),
+        ((Leaving(1, Fraction(1, 2)), Leaving(Fraction(1, 2), Fraction(1, 2))),),
+        ((Leaving(0, Fraction(1, 2)), Leaving(Fraction(1, 2), Fraction(1, 2))),),
+        ((Leaving(1, 1),),) * 2,
+    ],
+)
+def test_pieces_that_make_no_sense_are_refused(pieces):
+    schedule = build("1f1b", ranks=1, microbatches=1)
+    with pytest.raises(ScheduleError, match="cost pieces"):
+        simulate(schedule, Cost(reduce=1, pieces=pieces))
+
+
 def test_validation_has_nothing_to_reduce():
     timeline = simulate(forward_only(loop(2), 3), Cost(reduce=5, gather=1))
     assert timeline.reductions == ()
@@ -162,7 +193,7 @@ def test_validation_has_nothing_to_reduce():
 @settings(max_examples=200, deadline=None)
 @given(schedules(), st.data())
 def test_reductions_are_as_early_as_their_lane_allows(schedule, data):
-    cost = replace(data.draw(costs(schedule)), zero=data.draw(st.integers(0, 1)))
+    cost = replace(data.draw(costs(schedule)), zero=data.draw(st.integers(0, 1)), pieces=())
     timeline = simulate(schedule, cost)
     stages = schedule.placement.stages
     length = cost.reduce if isinstance(cost.reduce, tuple) else (cost.reduce,) * stages

@@ -9,7 +9,7 @@ from longest_paths import Clocks
 from schedule_cases import of, schedules
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.cost import Cost
+from megapipe.schedule.cost import Cost, Leaving
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.idle import Idle, idle, typical_latency
 from megapipe.schedule.ir import Kind
@@ -212,6 +212,15 @@ def test_costs_for_a_full_rank_are_shared_by_its_stages():
 
 
 @st.composite
+def leaving(draw) -> tuple[Leaving, ...]:
+    """Pieces of a stage's reduction."""
+    parts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    times = sorted(draw(st.tuples(*[st.fractions(0, 1, max_denominator=6)] * (len(parts) - 1))))
+    shares = [Fraction(part, sum(parts)) for part in parts]
+    return tuple(map(Leaving, [*times, 1], shares))
+
+
+@st.composite
 def costs(draw, schedule) -> Cost:
     """Any cost that a schedule can have."""
     stages, ranks = schedule.placement.stages, schedule.placement.ranks
@@ -219,6 +228,7 @@ def costs(draw, schedule) -> Cost:
     per_stage = times | st.tuples(*[times] * stages)
     pairs = st.tuples(st.integers(0, ranks - 1), st.integers(0, ranks - 1))
     shares = st.tuples(*[times] * schedule.slices)
+    pieces = st.tuples(*[leaving()] * stages)
     return Cost(
         F=draw(per_stage),
         I=draw(per_stage),
@@ -232,6 +242,7 @@ def costs(draw, schedule) -> Cost:
         overlap=draw(st.booleans()),
         slices=draw(st.none() | shares),
         reduce=draw(st.just(0) | per_stage),
+        pieces=draw(st.just(()) | pieces),
         gather=draw(st.just(0) | per_stage),
         zero=draw(st.integers(0, 3)),
         prefetch=draw(st.integers(0, 3)),
