@@ -53,6 +53,10 @@ _LOSS_NUMBERS = 3
 """Numbers per token that the cross-entropy gathers over tp: maximum, sum, label's logit."""
 
 
+_OTHER_TOTALS = 5
+"""Numbers that ranks add up beside squared norms: loss, tokens, two wishes, memory."""
+
+
 @dataclass(frozen=True)
 class Exchange:
     """All collectives of one kind, purpose and axis that a process enters in a step."""
@@ -283,13 +287,13 @@ def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
 
 def _scalars(config: Config, layout: Layout) -> Iterator[Exchange]:
     """Sums in a fixed order are all-gathers: the unmasked tokens before the first backward, and at
-    the end the totals of the step: squared norms per bucket, loss, tokens, two wishes, memory."""
+    the end the totals of the step, with the squared norms of each stage and of the tied matrix."""
     pp = 1 if config.pipeline.channels == "in_process" else layout.pp
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": pp}
     ends = {homes[-1] for homes in layout.schedule.placement.table}
     for what, axes, length in (
         ("tokens", ("dp", "pp") if len(ends) > 1 else ("dp",), 1),
-        ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + 5),
+        ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + _OTHER_TOTALS),
     ):
         for axis in axes:
             total = sizes[axis] * length * SCALAR

@@ -55,6 +55,7 @@ SUITES: dict[str, Groups] = {
         (f"{DIST}zero_step.py", f"{DIST}zero.py"),
         PARITY,
     ),
+    "optim/departure.py": ((f"{DIST}reduce_chunks.py",), FAULTLESS),
     "optim/reduction.py": ((f"{OPTIM}reduction.py",), (f"{DIST}zero_step.py",), PARITY),
 }
 """By file below megapipe/. A mutant goes through the groups until one of them fails."""
