@@ -6,7 +6,10 @@ prints the plan instead of training.
 
 import sys
 
-from megapipe.train.main import main
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        from megapipe.train.main import main
+
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
