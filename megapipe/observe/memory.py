@@ -14,7 +14,7 @@ def memory_gib(device: torch.device) -> float | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     try:
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
     except OSError:
         return None
     return resident_pages * os.sysconf("SC_PAGE_SIZE") / 2**30

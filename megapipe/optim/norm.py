@@ -13,6 +13,9 @@ def squared_norm(values: Tensor) -> Tensor:
     of 128 MiB at most.
     """
     length = 1 << 16 if values.device.type == "cpu" else 1 << 24
+    if len(values) <= length:
+        wide = values.double()
+        return torch.dot(wide, wide)
     wide = values.new_empty(min(length, len(values)), dtype=torch.float64)
     total = wide.new_zeros(())
     for block in values.split(length):

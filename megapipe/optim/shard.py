@@ -26,6 +26,7 @@ class Segment(NamedTuple):
 
     start: int
     stop: int
+    decay: bool
     split: bool
     """Split over tp; otherwise every tp rank holds the same values."""
 
@@ -75,7 +76,7 @@ class Shard:
         self._users = 0
         """Stages that need the whole weights now."""
         self.segments = [
-            Segment(max(r.start, self.start), min(r.stop, self.stop), r.split)
+            Segment(max(r.start, self.start), min(r.stop, self.stop), r.decay, r.split)
             for r in bucket.regions()
             if max(r.start, self.start) < min(r.stop, self.stop)
         ]

@@ -162,6 +162,12 @@ class Store:
         Whatever was changed in a window is kept, and the weights follow the master, when the
         iteration goes on.
         """
+        if self._window is None and start < stop:
+            master, *states = (array.values[start:stop] for array in self._arrays)
+            yield Window(start, stop, master, tuple(states))
+            if self._own_master:
+                self.weights[start:stop].copy_(master)
+            return
         ranges = self._ranges(start, stop)
         staging = Staging(self._arrays, ranges, self.weights.device)
         try:

@@ -14,9 +14,9 @@ while its input gradient is summed, a row layer's waits for the next gradient to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter, functional
@@ -35,17 +35,22 @@ from megapipe.tensor_parallel.collectives import (
 from megapipe.tensor_parallel.parameter import Sharding, new_parameter
 
 
-@dataclass
 class LinearTask:
-    """Main gradients of one linear layer: x [s(/tp), b, in], grad [s(/tp), b, out]."""
+    """Main gradients of one linear layer: x [s(/tp), b, in], grad [s(/tp), b, out].
 
-    layer: ParallelLinear
-    x: Tensor
-    grad: Tensor
-    whole: Tensor | None = None
-    """With sequence parallelism, all positions of the one that is split, where they are gathered
-    or on their way."""
-    _arrived: Wait = done
+    They are kept as matrices, [tokens, in] and [tokens, out].
+    """
+
+    __slots__ = ("_arrived", "grad", "layer", "whole", "x")
+
+    def __init__(self, layer: ParallelLinear, x: Tensor, grad: Tensor) -> None:
+        self.layer = layer
+        self.x = x.detach().flatten(0, -2)
+        self.grad = grad.flatten(0, -2)
+        self.whole: Tensor | None = None
+        """With sequence parallelism, all positions of the one that is split, where they are
+        gathered or on their way."""
+        self._arrived: Wait = done
 
     @property
     def weight(self) -> Parameter:
@@ -56,16 +61,15 @@ class LinearTask:
             self._gather()
 
     def run(self) -> None:
-        layer, x, grad = self.layer, self.x, self.grad
+        layer, left, right = self.layer, self.grad, self.x
         self._gather()
         if layer.bias is not None:
             bias = main_grad(layer.bias)
-            bias.view(-1).add_(grad.flatten(0, -2).sum(0, dtype=bias.dtype))
+            bias.view(-1).add_(left.sum(0, dtype=bias.dtype))
         self._arrived()
         whole, self.whole = self.whole, None
         if whole is not None:
-            x, grad = (whole, grad) if layer.rows_split else (x, whole)
-        left, right = grad.flatten(0, -2), x.flatten(0, -2)
+            left, right = (left, whole) if layer.rows_split else (whole, right)
         add_product(layer.weight, left, right, layer.sharding.kernels.accumulate)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -125,11 +129,13 @@ class ParallelLinear(nn.Module):
 
     def matrix(self) -> Tensor:
         """The local weight as one matrix [k * out, in]."""
-        return self.weight.view(-1, self.weight.shape[-1])
+        weight = self.weight
+        return weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])
 
     def vector(self) -> Tensor | None:
         """The local bias, if there is one, as one vector [k * out]."""
-        return None if self.bias is None else self.bias.view(-1)
+        bias = self.bias
+        return bias if bias is None or bias.dim() == 1 else bias.view(-1)
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
         split = self.sharding.tp.size if self.sharding.sequence_split else 1
@@ -198,13 +204,13 @@ class _ColumnFunction(Function):
         (x,) = ctx.saved_tensors
         layer: ColumnParallelLinear = ctx.layer
         queue = layer.sharding.queue
-        task = LinearTask(layer, x.detach(), grad)
+        task = LinearTask(layer, x, grad)
         if queue.at_once:
             task.begin()
-        grad_x, summed = start_sum(grad @ layer.matrix(), layer.sharding)
+        grad_x, summed = start_sum(torch.mm(task.grad, layer.matrix()), layer.sharding)
         queue.put(task)
         summed()
-        return grad_x, None, None, None
+        return grad_x.view_as(x), None, None, None
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -236,19 +242,19 @@ class _RowFunction(Function):
         (x,) = ctx.saved_tensors
         layer: RowParallelLinear = ctx.layer
         sharding, queue = layer.sharding, layer.sharding.queue
-        task = LinearTask(layer, x.detach(), grad)
+        task = LinearTask(layer, x, grad)
         if not sharding.sequence_split:
-            grad_x = grad @ layer.matrix()
+            grad_x = torch.mm(task.grad, layer.matrix())
             queue.put(task)
-            return grad_x, None, None, None
-        whole, gathered = start_gathering(grad, sharding.tp)
+            return grad_x.view_as(x), None, None, None
+        whole, gathered = start_gathering(task.grad, sharding.tp)
         queue.beside()
         gathered()
         if queue.at_once:
             task.whole = whole
-        grad_x = whole @ layer.matrix()
+        grad_x = torch.mm(whole, layer.matrix())
         queue.put(task, later=sharding.kernels.overlap)
-        return grad_x, None, None, None
+        return grad_x.view_as(x), None, None, None
 
 
 class RowParallelLinear(ParallelLinear):

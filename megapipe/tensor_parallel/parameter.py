@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ class Sharding:
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
     kernels: Kernels = field(default_factory=Kernels)
 
-    @property
+    @cached_property
     def sequence_split(self) -> bool:
         """Whether activations between tensor-parallel regions hold s / tp positions."""
         return self.sequence_parallel and self.tp.size > 1

@@ -83,8 +83,12 @@ def overlap(shard: Shard, entry: Entry) -> Range:
     return Range(start, stop, entry.spec.decay)
 
 
-def ranges(shard: Shard, wanted: Callable[[ParameterSpec], bool] = lambda _: True) -> list[Range]:
-    """Where the `wanted` parameters lie in the shard; neighbours that decay alike are one range."""
+def ranges(shard: Shard, wanted: Callable[[ParameterSpec], bool] | None = None) -> list[Range]:
+    """Where the parameters lie in the shard, in the order of its segments; or the `wanted` ones, of
+    which neighbours that decay alike are one range."""
+    if wanted is None:
+        first = shard.start
+        return [Range(s.start - first, s.stop - first, s.decay) for s in shard.segments]
     found: list[Range] = []
     for entry in shard.bucket.entries:
         here = overlap(shard, entry)

@@ -110,5 +110,5 @@ def test_memory_is_unknown_without_proc(monkeypatch):
     def missing(self):
         raise FileNotFoundError(str(self))
 
-    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr(Path, "read_bytes", missing)
     assert memory_gib(torch.device("cpu")) is None
