@@ -13,7 +13,8 @@ if [[ ${1:-} == --full ]]; then
   shift
 fi
 if [[ $# == 0 ]]; then
-  set -- -m "$marks" -n 2 --dist loadfile --durations=30 # a file's worlds and fixtures: one worker
+  # a file's worlds and fixtures are one worker's; the long ones, of several processes, come first
+  set -- -m "$marks" -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 fi
 
 export OMP_NUM_THREADS=1
