@@ -17,6 +17,7 @@ from megapipe.schedule.edges import LOW, UNIT_SHIFT, Edges
 from megapipe.schedule.ir import JOINED, KIND_MASK, Kind, Schedule, packed
 from megapipe.schedule.ledger import most_held
 from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.ticks import room
 from megapipe.schedule.times import in_ticks
 from megapipe.schedule.validate import validate
 
@@ -171,7 +172,7 @@ def _as_simulated(cost: Cost) -> bool:
 
 
 def _refilled(edges: Edges, cost: Cost, limit: int, eager: bool) -> _Attempt:
-    """One attempt, timed with messages that travel while ranks compute."""
+    """One attempt, at times in ticks, with messages that travel while ranks compute."""
     schedule = edges.schedule
     need, make = edges.base
     table = cost.table(edges.stages)
@@ -179,8 +180,10 @@ def _refilled(edges: Edges, cost: Cost, limit: int, eager: bool) -> _Attempt:
     for low, what, _, stage in edges.by_low():
         length[low] = table[what][stage]
     lag = [0 if edge is None else cost.link(*edge) for edge in edges.incoming]
-    ends: list[Time] = [-1] * edges.slots
-    ends[edges.always : edges.always + edges.units] = [0] * edges.units
+    operations = sum(map(len, schedule.ops))
+    ends = room(-1, edges.slots, (sum(length) + sum(lag)) * operations)
+    for unit in range(edges.units):
+        ends[edges.always + unit] = 0
     ranks = [_Rank(ops) for ops in schedule.ops]
     waiting: dict[int, _Rank] = {}
     ready = list(ranks)
@@ -243,9 +246,9 @@ class _Rank:
 
     def __init__(self, ops: Sequence[int]) -> None:
         self.ops = array("q")
-        self.order = [code for code in ops if code & KIND_MASK != Kind.W]
+        self.order = packed(code for code in ops if code & KIND_MASK != Kind.W)
         """What there is to run besides weight gradients."""
-        self.weights = [code - Kind.I + Kind.W for code in ops if code & KIND_MASK == Kind.I]
+        self.weights = packed(code - Kind.I + Kind.W for code in ops if code & KIND_MASK == Kind.I)
         """In the order of their inputs."""
         self.now: Time = 0
         self.held = self.index = 0

@@ -26,6 +26,7 @@ from megapipe.schedule.ledger import most_held
 from megapipe.schedule.placement import loop, mirrored, vee
 from megapipe.schedule.reorder import compact, refill, reorder
 from megapipe.schedule.simulate import simulate
+from megapipe.schedule.times import in_ticks
 from megapipe.schedule.validate import validate
 
 times = st.fractions(min_value=Fraction(1, 5), max_value=4, max_denominator=5)
@@ -126,7 +127,7 @@ def test_attempts_take_the_time_that_the_simulator_gives(data, p, m, eager):
     stages = schedule.placement.stages
     times = st.fractions(0, 4, max_denominator=3)
     rows = [tuple(data.draw(times) for _ in range(stages)) for _ in range(3)]
-    cost = Cost(*rows, latency=data.draw(times))
+    cost, _ = in_ticks(schedule.placement, Cost(*rows, latency=data.draw(times)))
     attempt = module._refilled(Edges(schedule), cost, max(map(most_held, schedule.ops)), eager)
     validate(attempt.schedule)
     assert module._timed(simulate(attempt.schedule, cost)) == attempt
@@ -164,3 +165,11 @@ def test_what_cannot_be_reordered(schedule):
     for change in (compact, refill):
         with pytest.raises(ScheduleError, match="only schedules of whole micro-batches with one"):
             change(schedule)
+
+
+def test_times_may_be_whole_but_for_one():
+    schedule = build("zb_v", ranks=2, microbatches=5)
+    for cost in (Cost(F=2, I=1.5, W=2), Cost(F=2, I=Fraction(3, 2), W=2, latency=0.25)):
+        shorter = refill(schedule, cost)
+        validate(shorter)
+        assert simulate(shorter, cost).makespan <= simulate(schedule, cost).makespan
