@@ -140,14 +140,16 @@ def refill_valid(schedule: Schedule, cost: Cost) -> Schedule:
     cost, _ = in_ticks(schedule.placement, cost)
     if not any(code & KIND_MASK == Kind.W for ops in schedule.ops for code in ops):
         return schedule
-    given = simulate(schedule, cost)
-    if _cannot_be_shorter(given):
+    timeline = simulate(schedule, cost)
+    if _cannot_be_shorter(timeline):
         return schedule
+    given = _timed(timeline)
+    del timeline  # as large as both attempts
     limit = max(map(most_held, schedule.ops))
     attempts = [_refilled(edges, cost, limit, eager) for eager in (False, True)]
     if not _as_simulated(cost):
         attempts = [_timed(simulate(attempt.schedule, cost)) for attempt in attempts]
-    return min((_timed(given), *attempts), key=lambda attempt: attempt[1:]).schedule
+    return min((given, *attempts), key=lambda attempt: attempt[1:]).schedule
 
 
 def _cannot_be_shorter(timeline: Timeline) -> bool:
