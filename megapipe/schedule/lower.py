@@ -126,12 +126,12 @@ def pairs(placement: Placement) -> list[tuple[int, int]]:
 def channel_rounds(used: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Rounds in which channels are created, each rank at most once per round.
 
-    Each pair goes into the first round where both its ranks are free, the two directions of a
-    pair one after the other: 4 rounds for a chain, and for a loop of an even number of ranks.
+    Each pair goes into the first round where both its ranks are free: 4 rounds for a chain, and for
+    a loop of an even number of ranks.
     """
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []
-    for src, dst in sorted(set(used), key=lambda pair: (min(pair), max(pair), pair)):
+    for src, dst in sorted(set(used)):
         for index in range(len(rounds) + 1):
             if index == len(rounds):
                 rounds.append([])

@@ -2,7 +2,8 @@
 
 Each change is small and of a kind that people make: a comparison that lets one value more or less
 through, a sign, an off-by-one, a condition turned round, a call forgotten. Words of error messages,
-annotations, assertions and docstrings are left alone: no behaviour hangs on them.
+annotations, assertions (the strict of a zip among them) and docstrings are left alone: no
+behaviour hangs on them.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def mutants_of(source: bytes) -> list[Mutant]:
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
     """Nodes below `node`, itself included, each with what it becomes."""
-    if isinstance(node, IGNORED):
+    if isinstance(node, IGNORED) or (isinstance(node, ast.keyword) and node.arg == "strict"):
         return
     yield from ((node, changed) for changed in _changed(node))
     if isinstance(node, (ast.If, ast.While)):

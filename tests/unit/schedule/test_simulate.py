@@ -211,6 +211,13 @@ def test_costs_for_a_full_rank_are_shared_by_its_stages():
     assert Cost.full_rank(vee(2), F=0.5) == Cost(F=0.25, I=Fraction(1, 2), W=Fraction(1, 2))
 
 
+def test_what_is_joined_is_busy_once():
+    """The first operation of all is the only one that is joined."""
+    timeline = simulate(of("0F0+0F1 0B0 0B1", 2), Cost(F=2, B=3))
+    assert list(timeline.ends[0]) == [4, 4, 7, 10]
+    assert timeline.busy == (10,)
+
+
 @st.composite
 def leaving(draw) -> tuple[Leaving, ...]:
     """Pieces of a stage's reduction."""
