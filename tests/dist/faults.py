@@ -29,7 +29,7 @@ from megapipe.optim import shard as shards
 from megapipe.optim.departure import Departure
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.policy import BucketGroups
-from megapipe.optim.rules import rule
+from megapipe.optim.rules.rule import Part, Range, Rule
 from megapipe.optim.shard import Shard
 from megapipe.schedule.ir import Schedule
 from megapipe.tensor_parallel import linear
@@ -259,8 +259,12 @@ def clipped_by_the_local_norm() -> Patch:
 
 
 def norms_and_biases_decay() -> Patch:
-    overlap = rule.overlap
-    return mock.patch.object(rule, "overlap", lambda *args: overlap(*args)._replace(decay=True))
+    parts = Rule.parts
+
+    def wrong(self: Rule, shard: Shard, ranges: Iterable[Range]) -> Iterator[Part]:
+        return parts(self, shard, [each._replace(decay=True) for each in ranges])
+
+    return mock.patch.object(Rule, "parts", wrong)
 
 
 def gradients_leave_before_those_that_are_put_off() -> Patch:
