@@ -101,9 +101,12 @@ def launch(
     for rank, failure in result.failures.items():  # the first first; the agent ended the others
         if failure.exitcode > 0:
             return failure.exitcode
-        if -failure.exitcode not in relay.handed_on:
-            _say_killed(rank, signal.Signals(-failure.exitcode))
-        return 128 - failure.exitcode
+        number = -failure.exitcode
+        if number == signal.SIGKILL and relay.killed_for is not None:
+            return 128 + relay.killed_for
+        if number not in relay.handed_on:
+            _say_killed(rank, signal.Signals(number))
+        return 128 + number
     return 0
 
 
@@ -112,6 +115,8 @@ class _Relay:
 
     def __init__(self, pids: Callable[[], list[int]]) -> None:
         self.handed_on: set[int] = set()
+        self.killed_for: int | None = None
+        """The second signal, where ranks were killed because they did not end by it."""
         self._pids = pids
         self._last: float | None = None
         """When SIGINT or SIGTERM last came, monotonic seconds."""
@@ -125,10 +130,14 @@ class _Relay:
             return
         now = time.monotonic()
         if self._last is not None and now - self._last >= AGAIN_S:
-            killer = threading.Timer(KILL_S, self._send, [signal.SIGKILL])
+            killer = threading.Timer(KILL_S, self._kill, [number])
             killer.daemon = True
             killer.start()
         self._last = now
+
+    def _kill(self, number: int) -> None:
+        self.killed_for = number
+        self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         for pid in self._pids():

@@ -3,9 +3,9 @@
 A bucket holds a stage's parameters in the model dtype and their main gradients in fp32 (fp64 for
 fp64), each as one flat array, so that reducing, sharding and gathering are one call per bucket. A
 large stage has several, so that its last layers' gradients can leave while those of the first are
-being computed (Li et al., 2006.15704).
-Parameters are ordered by :class:`Region`: those that decay before those that do not, split ones
-before those that every tp rank holds; weight decay and the norm then act on a few ranges.
+being computed (Li et al., 2006.15704). Parameters are ordered by :class:`Region`: those that decay
+before those that do not, split ones before those that every tp rank holds; weight decay and the
+norm then act on a few ranges.
 
 A stage that several pipeline ranks hold (bidirectional pipelines) has a bucket that they share:
 its shard group is dp x holders, so one owner updates a slice and all holders gather it, and the
@@ -80,9 +80,8 @@ class Bucket:
     `index` is the stage number; the tied bucket's is the number of stages. `start` is where a piece
     would begin in one bucket of the whole stage. Gradients are summed over `shard` x `replicate`;
     the members of `shard` own equal slices. Regions and slices are :func:`aligned`, with zeros in
-    between. A `shared` bucket has several stages or several holders:
-    `holders` of these are pipeline ranks of this process, and it is complete when the last one is
-    through with it.
+    between. A `shared` bucket has several stages or several holders: `holders` of these are
+    pipeline ranks of this process, and it is complete when the last one is through with it.
 
     With `sharded_grads` the main gradients have memory between :meth:`open_grads` and
     :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise.

@@ -1,7 +1,7 @@
 """What of a model's state is sharded, over which processes (ZeRO, Rajbhandari et al., 1910.02054).
 
 =====  =====================================  ================================================
-stage  each process keeps a slice of          communicated per step
+stage  each process keeps a slice of          communicated per step, for each bucket
 =====  =====================================  ================================================
 0      nothing                                one all-reduce of gradients
 1      optimizer state                        one reduce-scatter, one all-gather of weights

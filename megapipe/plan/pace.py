@@ -26,7 +26,7 @@ from megapipe.plan.traffic import (
     operation_traffic,
     reduction,
 )
-from megapipe.schedule.cost import WHOLE, Cost, Leaving
+from megapipe.schedule.cost import WHOLE, Cost, Leaving, Pieces
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.simulate import Timeline, simulate
@@ -130,9 +130,6 @@ def _between(config: Config, first: int, second: int) -> float:
     parallel = config.parallel
     same = first // parallel.per_node == second // parallel.per_node
     return 1e9 * (parallel.node_gb_s if same else parallel.network_gb_s)
-
-
-Pieces = tuple[tuple[Leaving, ...], ...]
 
 
 def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float], Pieces]:

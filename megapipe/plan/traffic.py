@@ -51,8 +51,6 @@ _PAIRS = 2
 """A layer's pairs of a column- and a row-parallel linear: attention and MLP."""
 _LOSS_NUMBERS = 3
 """Numbers per token that the cross-entropy gathers over tp: maximum, sum, label's logit."""
-
-
 _OTHER_TOTALS = 5
 """Numbers that ranks add up beside squared norms: loss, tokens, two wishes, memory."""
 

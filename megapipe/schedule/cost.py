@@ -24,6 +24,8 @@ class Leaving(NamedTuple):
     """Of the stage's reduction."""
 
 
+Pieces = tuple[tuple[Leaving, ...], ...]
+"""By stage, in the order in which they leave."""
 WHOLE = (Leaving(1, 1),)
 """All gradients of a stage, after the operation."""
 
@@ -61,10 +63,9 @@ class Cost:
     """Of the jitter."""
     reduce: PerStage = 0
     """One reduction of a stage's gradients over its data-parallel peers."""
-    pieces: tuple[tuple[Leaving, ...], ...] = ()
-    """By stage, the pieces of that reduction in the order in which they leave, the last one after
-    the operation; by default each stage is reduced as a whole. Stages that several ranks hold
-    are."""
+    pieces: Pieces = ()
+    """The pieces of that reduction, the last of which leaves after the operation; by default each
+    stage is reduced as a whole. Stages that several ranks hold are."""
     gather: PerStage = 0
     """One gathering of a stage's parameters from its data-parallel peers."""
     zero: int = 1
@@ -141,7 +142,7 @@ class Cost:
         """
         return _row(what, getattr(self, what), stages)
 
-    def pieces_of(self, stages: int) -> tuple[tuple[Leaving, ...], ...]:
+    def pieces_of(self, stages: int) -> Pieces:
         """Pieces of each stage's reduction.
 
         Raises:
@@ -197,7 +198,7 @@ class Cost:
         return plain(time + ratio(self.message * size, rate))
 
 
-def equal_pieces(count: int, stages: int) -> tuple[tuple[Leaving, ...], ...]:
+def equal_pieces(count: int, stages: int) -> Pieces:
     """Each stage's reduction in so many, which leave one by one."""
     part = Fraction(1, count)
     return (tuple(Leaving(plain(part * (i + 1)), plain(part)) for i in range(count)),) * stages

@@ -1,13 +1,14 @@
 """When data-parallel replicas talk: actions for gradients and weights, put into a rank's program.
 
 Gradients of a stage are sent off after its last weight gradient of the step and the message that
-goes with it; where they have no memory of their own in between (ZeRO-2, 3), after each *run* of
-weight gradients of one stage: then a rank may have to wait for the reduction before, and its
-neighbour should not. A breadth-first order has one run per stage, so it reduces each once
-(Lamy-Poirier, 2211.05953). A stage of several holders is reduced once, when the last of them is
-through with it (:mod:`megapipe.schedule.holders`). Updated weights are awaited before the first
-operation that needs them. Where weights are gathered on demand (ZeRO-3), those of the next stages
-are on their way while one computes.
+goes with it, pieces of them within that operation (:func:`last_gradients`); where they have no
+memory of their own in between (ZeRO-2, 3), after each *run* of weight gradients of one stage: then
+a rank may have to wait for the reduction before, and its neighbour should not. A breadth-first
+order has one run per stage, so it reduces each once (Lamy-Poirier, 2211.05953). A stage of several
+holders is reduced once, when the last of them is through with it
+(:mod:`megapipe.schedule.holders`). Updated weights are awaited before the first operation that
+needs them. Where weights are gathered on demand (ZeRO-3), those of the next stages are on their way
+while one computes.
 """
 
 import itertools

@@ -111,12 +111,17 @@ def test_a_signal_under_our_launcher_saves_all(
     assert outcome.text.splitlines()[-1] == outcome.errors[0]
 
 
-def test_a_second_interrupt_of_our_launcher_ends_at_once(tmp_path: Path) -> None:
-    """Here where one rank heeds no signal and the other waits for it."""
+@pytest.mark.parametrize("stopped", [(1,), (0, 1)], ids=str)
+def test_a_second_interrupt_of_our_launcher_ends_at_once(
+    stopped: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Here where one rank heeds no signal and the other waits for it, or none does."""
     with Job(tmp_path) as job:
         job.launch(2, *endless(tmp_path, **{"parallel.pp": "2"}))
         job.await_text("loss")
-        os.kill(job.pids()[1], signal.SIGSTOP)
+        pids = job.pids()
+        for rank in stopped:
+            os.kill(pids[rank], signal.SIGSTOP)
         for _ in range(2):
             time.sleep(AGAIN_S + 0.2)
             assert job.processes[0].poll() is None
