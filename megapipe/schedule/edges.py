@@ -19,6 +19,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from megapipe.errors import ScheduleError
 from megapipe.schedule.ir import (
     JOINED,
@@ -87,17 +89,13 @@ class Edges:
         ops = self.schedule.ops[rank]
         if self.plain:
             return ops
-        slices, stages, lane_of = self.schedule.slices, self.stages, self.lane_of
-        many = len(self.lanes) > 1
-        tokens = array("q")
-        for code in ops:
-            microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
-            unit = microbatch * slices + (code >> SLICE_SHIFT & SLICE_MASK)
-            token = code & (LOW | JOINED) | unit << UNIT_SHIFT
-            if many:
-                token += lane_of[microbatch] * stages << STAGE_SHIFT
-            tokens.append(token)
-        return tokens
+        codes = np.array(ops, np.int64)
+        microbatch = codes >> MICROBATCH_SHIFT & MICROBATCH_MASK
+        unit = microbatch * self.schedule.slices + (codes >> SLICE_SHIFT & SLICE_MASK)
+        tokens = codes & (LOW | JOINED) | unit << UNIT_SHIFT
+        if len(self.lanes) > 1:
+            tokens += np.array(self.lane_of)[microbatch] * self.stages << STAGE_SHIFT
+        return array("q", tokens.tobytes())
 
     def op(self, token: int) -> Op:
         """The operation of a token."""

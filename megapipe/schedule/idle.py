@@ -12,15 +12,20 @@ Within the makespan a rank's time that is not computation is
 A rank without a backward has warm-up until its first operation and drain after its last.
 """
 
+from array import array
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megapipe.schedule.cost import Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import JOINED, KIND_MASK, Kind
 from megapipe.schedule.simulate import Timeline
-from megapipe.schedule.ticks import room
+
+Numbers = NDArray[Any]
 
 
 class Idle(NamedTuple):
@@ -38,36 +43,33 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
     The four add up to makespan less busy time.
     """
     edges = Edges(timeline.schedule)
+    need = np.array(edges.base[0])
     lists = [edges.tokens(rank) for rank in range(len(timeline.start_ticks))]
     made = _made(edges, lists, timeline)
-    begin, finish = timeline.begin_ticks, timeline.finish_ticks
     result = []
     for tokens, starts, ends in zip(lists, timeline.start_ticks, timeline.end_ticks, strict=True):
         if not starts:
             result.append(Idle(0, 0, timeline.makespan, 0))
             continue
-        first_back, last_forward = _phases(tokens)
-        warmup = starts[0] - begin
-        drain = finish - ends[-1]
-        waiting: Time = 0
-        imbalance: Time = 0
-        for index, (start, before) in enumerate(
-            zip(islice(starts, 1, None), ends, strict=False), 1
-        ):
-            if start <= before:
-                continue
-            if index <= first_back:
-                warmup += start - before
-            elif index > last_forward:
-                drain += start - before
-            else:
-                ready = before
-                for token in tokens[index : index + 2 if tokens[index] >= JOINED else index + 1]:
-                    ready = max(ready, made[edges.needed(token)])
-                under_way = max(start - ready, 0)
-                waiting += under_way
-                imbalance += start - before - under_way
-        result.append(Idle(*map(timeline.time, (warmup, waiting, drain, imbalance))))
+        codes, begins, before = np.array(tokens), _numbers(starts), _numbers(ends)[:-1]
+        places = np.flatnonzero(begins[1:] > before) + 1  # of operations that start late
+        gaps = begins[places] - before[places - 1]
+        first_back, last_forward = _phases(codes)
+        early = places <= first_back
+        late = ~early & (places > last_forward)
+        between = ~(early | late)
+        places, gaps, early, late = places[between], gaps[between], gaps[early], gaps[late]
+        ready = _made_for(codes[places], need, made)
+        joined = codes[places] >= JOINED
+        ready[joined] = np.maximum(ready[joined], _made_for(codes[places[joined] + 1], need, made))
+        under_way = np.clip(begins[places] - ready, 0, gaps)
+        causes = (
+            starts[0] - timeline.begin_ticks + _sum(early),
+            _sum(under_way),
+            timeline.finish_ticks - ends[-1] + _sum(late),
+            _sum(gaps) - _sum(under_way),
+        )
+        result.append(Idle(*map(timeline.time, causes)))
     return tuple(result)
 
 
@@ -79,7 +81,7 @@ def typical_latency(timeline: Timeline) -> Time:
     """
     edges = Edges(timeline.schedule)
     lists = [edges.tokens(rank) for rank in range(len(timeline.start_ticks))]
-    made = _made(edges, lists, timeline)
+    made = _made(edges, lists, timeline).tolist()
     waited = []
     for tokens, starts, ends in zip(lists, timeline.start_ticks, timeline.end_ticks, strict=True):
         for token, start, before in zip(tokens[1:], islice(starts, 1, None), ends, strict=False):
@@ -89,19 +91,39 @@ def typical_latency(timeline: Timeline) -> Time:
     return timeline.time(max(0, sorted(waited)[len(waited) // 2])) if waited else 0
 
 
-def _made(edges: Edges, lists: Sequence[Sequence[int]], timeline: Timeline) -> Sequence[Time]:
+def _made(edges: Edges, lists: Sequence["array[int]"], timeline: Timeline) -> Numbers:
     """By slot, when what operations make was there, in ticks; what is always there, at the
     beginning."""
-    make_base = edges.base[1]
-    made = room(timeline.begin_ticks, edges.slots, timeline.finish_ticks)
-    for tokens, ends in zip(lists, timeline.end_ticks, strict=True):
-        for token, end in zip(tokens, ends, strict=True):
-            made[make_base[token & LOW] + (token >> UNIT_SHIFT & UNITS)] = end
+    make = np.array(edges.base[1])
+    columns = [_numbers(ends) for ends in timeline.end_ticks]
+    made = np.full(edges.slots, timeline.begin_ticks, np.result_type(*columns))
+    for tokens, ends in zip(lists, columns, strict=True):
+        codes = np.array(tokens, np.int64)
+        made[make[codes & LOW] + (codes >> UNIT_SHIFT & UNITS)] = ends
     return made
 
 
-def _phases(tokens: Sequence[int]) -> tuple[int, int]:
+def _made_for(codes: Numbers, need: Numbers, made: Numbers) -> Numbers:
+    """When what operations need was made."""
+    return made[need[codes & LOW] + (codes >> UNIT_SHIFT & UNITS)]
+
+
+def _numbers(times: Sequence[Time]) -> Numbers:
+    """Times as an array: of Python's numbers where they are not packed."""
+    return np.array(times) if isinstance(times, array) else np.array(list(times), object)
+
+
+def _sum(times: Numbers) -> Time:
+    """Their sum, as one of Python's numbers."""
+    total = times.sum()
+    return total.item() if isinstance(total, np.generic) else total
+
+
+def _phases(tokens: Numbers) -> tuple[int, int]:
     """Index of the first backward and of the last forward; 0 and the last without a backward."""
-    backwards = [i for i, token in enumerate(tokens) if token & KIND_MASK in (Kind.I, Kind.B)]
-    forwards = [i for i, token in enumerate(tokens) if token & KIND_MASK == Kind.F]
-    return (backwards or [0])[0], (forwards if backwards else [len(tokens)])[-1]
+    kinds = tokens & KIND_MASK
+    backwards = np.flatnonzero((kinds == Kind.I) | (kinds == Kind.B))
+    forwards = np.flatnonzero(kinds == Kind.F)
+    if not len(backwards):
+        return 0, len(tokens)
+    return int(backwards[0]), int(forwards[-1])

@@ -14,6 +14,8 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Time, plain
 from megapipe.schedule.edges import Edges
@@ -156,11 +158,14 @@ class _Grains:
             return peak
         # what an operation adds goes by its kind alone, and none both adds and frees
         unit, freed = self._units[0], self._freed[0]
-        adds: dict[int, int] = {Kind.F: unit, Kind.B: -unit, Kind.I: -freed, Kind.W: freed - unit}
+        adds = {Kind.F: unit, Kind.B: -unit, Kind.I: -freed, Kind.W: freed - unit}
         if schedule.forward_only:
             return 0
-        kinds = map(KIND_MASK.__and__, schedule.ops[rank])
-        return max(accumulate(map(adds.__getitem__, kinds), initial=0))
+        ops = schedule.ops[rank]
+        fits = unit * len(ops) < 1 << 63
+        by_kind = np.array([adds.get(kind, 0) for kind in Kind], np.int64 if fits else object)
+        kinds = np.array(ops, np.int64) & KIND_MASK
+        return int(by_kind[kinds].cumsum().max(initial=0))
 
     def changes(self, rank: int) -> Iterator[_Change]:
         """Of every operation of a rank."""

@@ -62,6 +62,18 @@ def misplaced(schedule: Schedule, rank: int, index: int) -> ScheduleError:
     return error(schedule, rank, index, what)
 
 
+def badly_joined(schedule: Schedule, rank: int, index: int) -> ScheduleError:
+    """An operation that cannot run as one with the next of its list."""
+    ops = schedule.ops[rank]
+    if index + 1 == len(ops):
+        return error(schedule, rank, index, "it is joined with the next operation; it is the last")
+    after = unpack(ops[index + 1])
+    what = (
+        "which is joined with another again" if after.joined else "which is of the same micro-batch"
+    )
+    return error(schedule, rank, index, f"it is joined with {after}, {what}")
+
+
 def out_of_order(schedule: Schedule, rank: int, index: int, seen: int) -> ScheduleError:
     """An operation that is a duplicate, or comes before what it needs on its own rank."""
     op = unpack(schedule.ops[rank][index])._replace(joined=False)

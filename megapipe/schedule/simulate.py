@@ -4,9 +4,13 @@ Every rank runs its list in order and starts an operation as soon as the one bef
 and its input has arrived, so each start is the longest path to it: one pass, no event queue.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
+
+import numpy as np
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.collectives import Interval, complete, make_lanes
@@ -15,6 +19,7 @@ from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 from megapipe.schedule.ir import JOINED, Schedule
 from megapipe.schedule.ticks import Scaled, scaled
 from megapipe.schedule.times import Times
+from megapipe.schedule.wavefront import Wavefront
 
 
 @dataclass(frozen=True)
@@ -164,10 +169,16 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     finished = times.many(-1, edges.always)
     finished.extend(times.many(0, edges.units))  # what is always there
     finished.extend(times.many(-1, edges.slots - len(finished)))
-    starts = tuple(times.many(0, 0) for _ in lists)
-    ends = tuple(times.many(0, 0) for _ in lists)
-    free: list[Time] = [0] * len(lists)
     lengths = [times.by_operation(rank, tokens) for rank, tokens in enumerate(lists)]
+    starts: list[list[Time]]
+    ends: list[list[Time]]
+    free: list[Time]
+    joined = any(tokens and max(tokens) >= JOINED for tokens in lists)
+    if isinstance(finished, array) and not beside and not joined and Wavefront.suits(edges):
+        starts, ends, free = _abreast(Wavefront(edges, lists), times, lengths, finished)
+    else:
+        starts, ends = ([times.many(0, 0) for _ in lists] for _ in range(2))
+        free = [0] * len(lists)
     length = times.length
     stops = list(map(len, lists))
     for lane in beside:
@@ -231,4 +242,33 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     if waiting:
         raise ScheduleError(f"schedule {schedule.name}: it deadlocks, so it has no timeline")
     between = complete(beside)
-    return Timeline(schedule, starts, ends, cost, *between, times.per_unit)
+    return Timeline(schedule, tuple(starts), tuple(ends), cost, *between, times.per_unit)
+
+
+def _abreast(
+    front: Wavefront,
+    times: Times,
+    lengths: list[list[Time] | None],
+    finished: "array[int] | array[float]",
+) -> tuple[list[list[Time]], list[list[Time]], list[Time]]:
+    """Starts and ends of the operations that a wavefront reaches, per rank, and when each rank can
+    go on. The same numbers as in the loop, to the bit."""
+    code = finished.typecode
+    made = np.frombuffer(finished, code)
+    lag, length, hold = (np.array(x, code) for x in (times.lag, times.length, times.hold))
+    given = [np.array(each, code) for each in lengths if each is not None]
+    taken = np.concatenate(given) if given else None
+    starts, ends = np.empty(len(front.low), code), np.empty(len(front.low), code)
+    free = np.zeros(len(lengths), code)
+    for ranks, places, needs in front.rounds(made):
+        low = front.low[places]
+        start = np.maximum(made[needs] + lag[low], free[ranks])
+        end = start + (length[low] if taken is None else taken[places])
+        starts[places], ends[places] = start, end
+        free[ranks] = made[front.make[places]] = end + hold[low]
+    every = range(len(lengths))
+    return (
+        [cast("list[Time]", front.of(rank, starts, code)) for rank in every],
+        [cast("list[Time]", front.of(rank, ends, code)) for rank in every],
+        free.tolist(),
+    )

@@ -16,6 +16,11 @@ SUITES: dict[str, Groups] = {
         (f"{SCHEDULE}generators.py", f"{SCHEDULE}sequence.py", f"{SCHEDULE}recompute.py"),
         (f"{SCHEDULE}classic.py", f"{SCHEDULE}zero_bubble.py", f"{SCHEDULE}v_family.py"),
     ),
+    "schedule/lists.py": (
+        (f"{SCHEDULE}schedule_validate.py",),
+        (f"{SCHEDULE}generators.py", f"{SCHEDULE}sequence.py", f"{SCHEDULE}recompute.py"),
+    ),
+    "schedule/wavefront.py": ((f"{SCHEDULE}simulate.py", f"{SCHEDULE}schedule_validate.py"),),
     "schedule/simulate.py": (
         (f"{SCHEDULE}simulate.py",),
         (f"{SCHEDULE}closed_forms.py", f"{SCHEDULE}sequence.py", f"{SCHEDULE}recompute.py"),

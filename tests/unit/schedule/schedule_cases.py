@@ -15,6 +15,14 @@ from megapipe.schedule.generators import accepts, build, forward_only, gpipe_on,
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
 
+WALKS: dict[str, dict[str, int]] = {
+    "a loop": {"RANKS": 1 << 30},
+    "rounds of all ranks": {"RANKS": 1, "WIDTH": 0},
+    "some rounds, then a loop": {"RANKS": 1, "WIDTH": 2, "FILL": 3},
+}
+"""How few ranks walk through their operations, and how many do: settings of
+:mod:`megapipe.schedule.wavefront`."""
+
 
 def options_of(name: str, microbatches: int) -> list[dict[str, int]]:
     """Small values of every option that a registered schedule has."""

@@ -4,14 +4,16 @@ import random
 from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations, product
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import alter, dealt, of, schedules
+from schedule_cases import WALKS, alter, dealt, of, schedules
 from token_game import gradients_in_order, peaks, play
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule import lists, wavefront
 from megapipe.schedule.channels import Channel, channels
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Schedule, pack, packed
@@ -331,13 +333,31 @@ def test_every_order_of_a_tiny_schedule(schedule):
     assert harmful >= 1
 
 
-@settings(max_examples=500, deadline=None)
+@pytest.mark.parametrize("walk", WALKS)
+@settings(max_examples=300, deadline=None)
 @given(schedules(), st.integers(0, 4), st.integers(0, 2**32))
-def test_altered_schedules_are_judged_as_the_token_game_judges(schedule, changes, seed):
+def test_altered_schedules_are_judged_as_the_token_game_judges(walk, schedule, changes, seed):
     rng = random.Random(seed)
     for _ in range(changes):
         schedule = alter(schedule, rng)
-    assert accepted(schedule) == (play(schedule) is None), to_csv(schedule)
+    with mock.patch.multiple(wavefront, **WALKS[walk]):
+        assert accepted(schedule) == (play(schedule) is None), to_csv(schedule)
+
+
+@settings(max_examples=200, deadline=None)
+@given(schedules(), st.integers(1, 3), st.integers(0, 2**32))
+def test_ranks_that_are_read_together_get_the_error_of_one_alone(schedule, changes, seed):
+    rng = random.Random(seed)
+    for _ in range(changes):
+        schedule = alter(schedule, rng)
+    found = []
+    for at_once in (1, 20, 1 << 18):
+        with mock.patch.object(lists, "AT_ONCE", at_once):
+            try:
+                found.append(validate(schedule))
+            except ScheduleError as error:
+                found.append(str(error))
+    assert found[0] == found[1] == found[2]
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,20 +1,23 @@
 """The simulator against closed forms, exactly."""
 
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from longest_paths import Clocks
-from schedule_cases import of, schedules
+from schedule_cases import WALKS, of, schedules
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule import wavefront
 from megapipe.schedule.cost import Cost, Leaving
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.idle import Idle, idle, typical_latency
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import loop, mirrored, vee
 from megapipe.schedule.simulate import simulate
+from megapipe.schedule.wavefront import Wavefront
 
 times = st.fractions(min_value=Fraction(1, 7), max_value=5, max_denominator=7)
 sizes = st.integers(1, 7), st.integers(1, 16)
@@ -257,11 +260,13 @@ def costs(draw, schedule) -> Cost:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.parametrize("walk", WALKS)
+@settings(max_examples=200, deadline=None)
 @given(schedules(), st.data())
-def test_every_start_is_the_longest_path_to_it(schedule, data):
+def test_every_start_is_the_longest_path_to_it(walk, schedule, data):
     cost = data.draw(costs(schedule))
-    timeline = simulate(schedule, cost)
+    with mock.patch.multiple(wavefront, **WALKS[walk]):
+        timeline = simulate(schedule, cost)
     clocks = Clocks(schedule, cost)
     expected = clocks.times
     assert times_of(timeline) == expected
@@ -277,6 +282,24 @@ def test_every_start_is_the_longest_path_to_it(schedule, data):
     for rank, each in enumerate(idle(timeline)):
         assert sum(each) == timeline.makespan - timeline.busy[rank]
         assert min(each) >= 0
+
+
+@pytest.mark.parametrize("ranks", [31, 32])
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "interleaved_1f1b", "naive"])
+@pytest.mark.parametrize("jitter", [0.0, 0.3])
+def test_many_ranks_abreast_have_the_times_of_the_loop(name, ranks, jitter):
+    """To the bit, in floats too; a schedule whose ranks wait for each other is left to the loop."""
+    schedule = build(name, ranks=ranks, microbatches=40)
+    cost = Cost(F=0.1, I=0.37, W=1 / 3, latency=0.05, jitter=jitter)
+    with mock.patch.object(
+        Wavefront, "rounds", autospec=True, side_effect=Wavefront.rounds
+    ) as rounds:
+        timeline = simulate(schedule, cost)
+    assert rounds.called == (ranks == 32)
+    with mock.patch.object(wavefront, "RANKS", 100):
+        looped = simulate(schedule, cost)
+    assert times_of(timeline) == times_of(looped)
+    assert {type(time) for time in (*timeline.starts[0], *timeline.busy)} == {float}
 
 
 def test_idle_time_by_cause():

@@ -1,0 +1,89 @@
+"""Many ranks at once: rounds in which every rank that can runs its next operation.
+
+A loop over operations takes a microsecond for each. A round takes some twenty, but is one operation
+on every rank: with a few dozen ranks or more that is the faster way through millions of them. A
+schedule whose ranks mostly wait for each other is left to the loop.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
+
+Ints = NDArray[np.integer]
+
+RANKS, WIDTH = 32, 12
+"""With fewer ranks, or fewer operations per round, a loop is faster."""
+FILL = 64
+"""Rounds after which the width counts: a pipeline begins with one rank."""
+
+
+class Round(NamedTuple):
+    """What runs now, an element for each rank that runs something."""
+
+    ranks: Ints
+    places: Ints
+    """Where the operations are in the lists laid end to end."""
+    needs: Ints
+    """The slots that they need."""
+
+
+class Wavefront:
+    """The lists of all ranks, laid end to end, and how far each rank has come. Operations must be
+    in range, and none joined."""
+
+    def __init__(self, edges: Edges, lists: Sequence["array[int]"]) -> None:
+        codes = np.concatenate([np.array(tokens, np.int64) for tokens in lists])
+        need, make = (np.array(base, np.int32) for base in edges.base)
+        self.low: Ints = (codes & LOW).astype(np.int32)
+        """By place: what selects the times of an operation."""
+        units = (codes >> UNIT_SHIFT & UNITS).astype(np.int32)
+        self.need: Ints = need[self.low] + units
+        self.make: Ints = make[self.low] + units
+        """By place: the slots that an operation needs and fills."""
+        self._first: Ints = np.cumsum([0, *map(len, lists)])
+        self._next: Ints = self._first[:-1].copy()
+
+    @staticmethod
+    def suits(edges: Edges) -> bool:
+        """Whether rounds may be worth their price, and slots are numbers of 32 bits."""
+        return edges.schedule.placement.ranks >= RANKS and edges.slots < 1 << 31
+
+    def done(self, rank: int) -> int:
+        """How many operations of a rank have run."""
+        return int(self._next[rank] - self._first[rank])
+
+    def of(self, rank: int, values: NDArray[Any], kind: str) -> "array[int] | array[float]":
+        """What values by place are for the operations of a rank that have run; packed."""
+        result: array[int] | array[float] = array(kind)
+        result.frombytes(values[self._first[rank] : self._next[rank]].tobytes())
+        return result
+
+    def rounds(self, made: NDArray[Any]) -> Iterator[Round]:
+        """The rounds up to the end, to where no rank can go on, or to where few ever can.
+
+        Args:
+            made: by slot, negative until it is filled. The caller fills what each round makes.
+        """
+        following, stops = self._next, self._first[1:]
+        going = np.flatnonzero(following < stops)
+        rounds = ran = 0
+        while len(going) and ran >= WIDTH * (rounds - FILL):
+            places = following[going]
+            needs = self.need[places]
+            ready = made[needs] >= 0
+            ranks = going
+            if not ready.all():
+                ranks, places, needs = going[ready], places[ready], needs[ready]
+            if not len(ranks):
+                return
+            yield Round(ranks, places, needs)
+            following[ranks] = places + 1
+            if (following[ranks] == stops[ranks]).any():
+                going = going[following[going] < stops[going]]
+            rounds += 1
+            ran += len(ranks)
