@@ -27,6 +27,10 @@ Amount = int | Fraction
 """Micro-batches of a full rank."""
 
 
+_HELD_BY_KIND = np.array([{Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(kind, 0) for kind in Kind])
+"""What an operation adds to the activations that its rank holds."""
+
+
 class _Change(NamedTuple):
     """What an operation adds to what is alive, when it starts and when it ends, in grains."""
 
@@ -36,15 +40,8 @@ class _Change(NamedTuple):
 
 def most_held(ops: Sequence[int]) -> int:
     """The most chunk activations that a list holds at once, from F to W or B."""
-    held = most = 0
-    for code in ops:
-        kind = code & KIND_MASK
-        if kind == Kind.F:
-            held += 1
-            most = max(most, held)
-        elif kind in (Kind.B, Kind.W):
-            held -= 1
-    return most
+    kinds = np.array(ops, np.int64) & KIND_MASK
+    return int(_HELD_BY_KIND[kinds].cumsum().max(initial=0))
 
 
 def peak_held(schedule: Schedule) -> tuple[Amount, ...]:

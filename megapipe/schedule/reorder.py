@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
+import numpy as np
+
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, Edges
@@ -248,9 +250,11 @@ class _Rank:
 
     def __init__(self, ops: Sequence[int]) -> None:
         self.ops = array("q")
-        self.order = packed(code for code in ops if code & KIND_MASK != Kind.W)
+        codes = np.array(ops, np.int64)
+        kinds = codes & KIND_MASK
+        self.order = array("q", codes[kinds != Kind.W].tobytes())
         """What there is to run besides weight gradients."""
-        self.weights = packed(code - Kind.I + Kind.W for code in ops if code & KIND_MASK == Kind.I)
+        self.weights = array("q", (codes[kinds == Kind.I] - Kind.I + Kind.W).tobytes())
         """In the order of their inputs."""
         self.now: Time = 0
         self.held = self.index = 0

@@ -96,7 +96,8 @@ def run_tests(tree: Path, tests: tuple[str, ...], log: Path) -> int:
         sys.dont_write_bytecode = True
         import pytest
 
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+        chosen = ["-m", "not slow and not gpu"]
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *chosen, *tests]))
     finally:
         os._exit(code)
 
