@@ -149,7 +149,7 @@ def refill_valid(schedule: Schedule, cost: Cost) -> Schedule:
     del timeline  # as large as both attempts
     limit = max(map(most_held, schedule.ops))
     attempts = [_refilled(edges, cost, limit, eager) for eager in (False, True)]
-    if not _as_simulated(cost):
+    if not _as_simulated(schedule, cost):
         attempts = [_timed(simulate(attempt.schedule, cost)) for attempt in attempts]
     return min((given, *attempts), key=lambda attempt: attempt[1:]).schedule
 
@@ -169,10 +169,11 @@ def _timed(timeline: Timeline) -> _Attempt:
     return _Attempt(timeline.schedule, timeline.makespan, max(timeline.spans))
 
 
-def _as_simulated(cost: Cost) -> bool:
+def _as_simulated(schedule: Schedule, cost: Cost) -> bool:
     """Whether the times of :func:`_refilled` are those of the simulator."""
-    more = (cost.jitter, cost.slices, cost.reduce, cost.gather)
-    return cost.overlap and not any(more)
+    stages = schedule.placement.stages
+    besides = (*cost.per_stage("reduce", stages), *cost.per_stage("gather", stages))
+    return cost.overlap and not (cost.jitter or cost.slices or any(besides))
 
 
 def _refilled(edges: Edges, cost: Cost, limit: int, eager: bool) -> _Attempt:

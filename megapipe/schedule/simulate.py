@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 
@@ -266,9 +265,7 @@ def _abreast(
         end = start + (length[low] if taken is None else taken[places])
         starts[places], ends[places] = start, end
         free[ranks] = made[front.make[places]] = end + hold[low]
-    every = range(len(lengths))
-    return (
-        [cast("list[Time]", front.of(rank, starts, code)) for rank in every],
-        [cast("list[Time]", front.of(rank, ends, code)) for rank in every],
-        free.tolist(),
-    )
+    own_starts = [front.of(rank, starts, code) for rank in range(len(lengths))]
+    del starts  # millions: not more copies at a time than there must be
+    own_ends = [front.of(rank, ends, code) for rank in range(len(lengths))]
+    return own_starts, own_ends, free.tolist()

@@ -7,11 +7,12 @@ schedule whose ranks mostly wait for each other is left to the loop.
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megapipe.schedule.cost import Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
 
 Ints = NDArray[np.integer]
@@ -37,16 +38,24 @@ class Wavefront:
     in range, and none joined."""
 
     def __init__(self, edges: Edges, lists: Sequence["array[int]"]) -> None:
-        codes = np.concatenate([np.array(tokens, np.int64) for tokens in lists])
-        need, make = (np.array(base, np.int32) for base in edges.base)
-        self.low: Ints = (codes & LOW).astype(np.int32)
-        """By place: what selects the times of an operation."""
-        units = (codes >> UNIT_SHIFT & UNITS).astype(np.int32)
-        self.need: Ints = need[self.low] + units
-        self.make: Ints = make[self.low] + units
-        """By place: the slots that an operation needs and fills."""
         self._first: Ints = np.cumsum([0, *map(len, lists)])
         self._next: Ints = self._first[:-1].copy()
+        places = int(self._first[-1])
+        self.low: Ints = np.empty(places, np.int32)
+        """By place: what selects the times of an operation."""
+        self.need: Ints = np.empty(places, np.int32)
+        self.make: Ints = np.empty(places, np.int32)
+        """By place: the slots that an operation needs and fills."""
+        need, make = (np.array(base, np.int32) for base in edges.base)
+        for first, tokens in zip(self._next, lists, strict=True):
+            codes = np.array(tokens, np.int64)
+            here = slice(first, first + len(codes))
+            low, units = codes & LOW, codes >> UNIT_SHIFT & UNITS
+            self.low[here], self.need[here], self.make[here] = (
+                low,
+                need[low] + units,
+                make[low] + units,
+            )
 
     @staticmethod
     def suits(edges: Edges) -> bool:
@@ -57,11 +66,10 @@ class Wavefront:
         """How many operations of a rank have run."""
         return int(self._next[rank] - self._first[rank])
 
-    def of(self, rank: int, values: NDArray[Any], kind: str) -> "array[int] | array[float]":
-        """What values by place are for the operations of a rank that have run; packed."""
-        result: array[int] | array[float] = array(kind)
-        result.frombytes(values[self._first[rank] : self._next[rank]].tobytes())
-        return result
+    def of(self, rank: int, times: NDArray[Any], typecode: str) -> list[Time]:
+        """Of times by place those of a rank's operations that have run, packed."""
+        own = array(typecode, times[self._first[rank] : self._next[rank]].tobytes())
+        return cast("list[Time]", own)
 
     def rounds(self, made: NDArray[Any]) -> Iterator[Round]:
         """The rounds up to the end, to where no rank can go on, or to where few ever can.

@@ -125,8 +125,10 @@ class Setting:
         schedule = load(name, **hints)
         costs_given = self.costs or self.stage_costs or self.bandwidth or self.planned
         if costs_given and goes_by_cost(name):  # they are those of stages, so of its placement
+            cost = self.cost(schedule.placement)
+            del schedule  # as large as the next one
             start = time.perf_counter()
-            schedule = load(name, **hints, cost=self.cost(schedule.placement))
+            schedule = load(name, **hints, cost=cost)
         seconds = time.perf_counter() - start
         known = placement_names(schedule.placement)
         if self.placement not in (None, *known):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -144,6 +145,14 @@ def test_refill_is_never_longer_at_any_cost(more):
         shorter = refill(given_order, cost)
         validate(shorter)
         assert simulate(shorter, cost).makespan <= simulate(given_order, cost).makespan
+
+
+@pytest.mark.parametrize(("more", "simulations"), [({}, 1), ({"reduce": 1}, 3), ({"gather": 2}, 3)])
+def test_attempts_are_simulated_only_where_their_times_are_not_known(more, simulations):
+    schedule = build("zb_h1", ranks=3, microbatches=6)
+    with mock.patch.object(module, "simulate", side_effect=simulate) as spy:
+        refill(schedule, Cost(F=2, I=3, W=1, latency=1, **more))
+    assert spy.call_count == simulations
 
 
 def test_reorder_without_gaps_changes_nothing():
