@@ -8,7 +8,7 @@ allocator must have had.
 
 The kernels are torch's own. Left out are what they use inside (flash attention's on a GPU), a few
 numbers per token of the loss, gradients of vectors, and the wait between a collective's members.
-Approximate is attention with dropout on the CPU; carries of slices are counted between operations.
+Carries of slices are counted between operations.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megapipe.plan.chunks import loss_chunk
 from megapipe.plan.held import Sizes, Widths, saved_tensors, stage_held
 from megapipe.plan.params import DTYPE_BYTES, known, padded_vocabulary
 from megapipe.plan.tape import PutOff, Tape
+from megapipe.plan.unfused import Unfused
 
 
 class Peaks(NamedTuple):
@@ -104,6 +105,7 @@ class _Way:
             if t.has_grad and not t.is_input and t.name not in ("output", "residual mask")
         )
         """What of that is put away with the attention."""
+        self.unfused = Unfused.of(model, sizes, self.attended)
         self.keeps_qkv = self.saved["attention"][0].is_saved
         hidden, tp = model.hidden, sizes.tp
         self.matrices = {
@@ -144,8 +146,7 @@ class _Way:
         if self.model.positions == "learned":
             tape.take(self.local)
             tape.drop(self.local)
-        if self.model.dropout:
-            self._dropped(tape, keep)
+        self._dropped(tape, keep)
 
     def _block_forward(self, tape: Tape, policy: BlockPolicy, *, keep: bool) -> None:
         """Its input is held already, and is left so; the output comes on top."""
@@ -154,23 +155,22 @@ class _Way:
         self._norm_and_column(tape, self.qkv, stays["norm"], "norm" in away)
         if self.is_rotary:
             tape.pass_by(self.queries + self.keys)
-        tape.take(self.attended, self.queries)
+        let_go = self._attend(tape, stays["attention"])
         self._row_product(tape)
-        if not stays["attention"]:
-            tape.drop(self.attended, self.queries)
-        elif "attention" in away:
+        tape.drop(let_go)
+        self._dropped(tape, stays["attention"])
+        if stays["attention"] and "attention" in away:  # to the host when the part is over
             tape.drop(self.copies, self.queries)
-        if self.model.dropout:
-            self._dropped(tape, stays["attention"])
         tape.take(self.local)  # the sum
         tape.drop(self.local)
         self._norm_and_column(tape, self.up, stays["norm"], "norm" in away)
         tape.take(self.inner)
         self._row_product(tape)
-        if not stays["mlp_activation"] or "mlp_activation" in away:
+        if not stays["mlp_activation"]:
             tape.drop(self.inner)
-        if self.model.dropout:
-            self._dropped(tape, stays["mlp_activation"])
+        self._dropped(tape, stays["mlp_activation"])
+        if stays["mlp_activation"] and "mlp_activation" in away:
+            tape.drop(self.inner)
         tape.take(self.local)  # the sum
         tape.drop(self.local)
         if not keep or "norm" in away:
@@ -180,6 +180,19 @@ class _Way:
             tape.drop(self.qkv)
         if not (keep and "mlp_activation" not in away):
             tape.drop(self.up)
+
+    def _attend(self, tape: Tape, stays: bool) -> int:
+        """From queries, keys and values to the input of the output layer; returns what is let go
+        of after that."""
+        let_go, saved = 0, self.attended
+        if self.unfused is not None:
+            tape.take(self.unfused.copies)
+            tape.pass_by(self.unfused.forward if stays else self.unfused.without_graph)
+            tape.take(self.queries)  # its output, by heads
+            let_go = self.unfused.copies + self.queries
+            saved *= stays
+        tape.take(saved, self.queries)
+        return let_go if stays else let_go + saved + self.queries
 
     def _norm_and_column(self, tape: Tape, out: int, stays: bool, away: bool) -> None:
         self._normalise(tape)
@@ -216,10 +229,9 @@ class _Way:
             tape.drop((self.split - 2) * self.local, self.whole)
 
     def _dropped(self, tape: Tape, keep: bool) -> None:
-        tape.take(self.local, self.mask)
-        tape.drop(self.local)
-        if not keep:
-            tape.drop(self.mask)
+        if self.model.dropout:
+            tape.take(self.local, self.mask)
+            tape.drop(self.local, 0 if keep else self.mask)
 
     def _loss_forward(self, tape: Tape, keep: bool) -> None:
         self._normalise(tape)
@@ -330,16 +342,24 @@ class _Way:
 
     def _attention_backward(self, tape: Tape, policy: BlockPolicy, at_once: bool) -> None:
         again, away = "attention" in policy.recompute, "attention" in policy.offload
-        kept = self.qkv if again or self.keeps_qkv else 0
+        kept, saved = self.qkv if again or self.keeps_qkv else 0, self.attended
         if again:
-            tape.take(kept if away else 0, self.attended, self.queries, self.mask)
+            tape.take(kept if away else 0)
+            if self.unfused is not None:
+                tape.pass_by(self.unfused.forward)
+            tape.take(saved, self.queries, self.mask)
         elif away:
             tape.take(self.queries)
         self._row_backward(tape, self.queries, "out", at_once)
         if away and not again:
-            tape.take(kept, self.copies)
+            if self.unfused is not None:
+                saved -= self.copies
+                tape.pass_by(kept, self.unfused.from_host)
+            tape.take(kept, saved - self.attended + self.copies)
+        elif self.unfused is not None:
+            tape.pass_by(self.unfused.backward)
         tape.take(self.qkv)  # three gradients
-        tape.drop(self.queries, self.attended, 0 if again else kept)
+        tape.drop(self.queries, saved, 0 if again else kept)
         tape.take(self.qkv)  # joined
         tape.drop(self.qkv, kept if again else 0)
 

@@ -214,7 +214,15 @@ LARGER = {"hidden": 64, "head_dim": 16, "ffn_hidden": 192}
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [("gpt2", {"dtype": "bf16"}), ("gpt2", {}), ("llama", {"kv_heads": 2, "dtype": "fp32"})],
+    [
+        ("gpt2", {"dtype": "bf16"}),
+        ("gpt2", {}),
+        ("gpt2", {"dropout": 0.1}),
+        ("gpt2", {"dtype": "bf16", "dropout": 0.1}),
+        ("llama", {"kv_heads": 2, "dtype": "fp32"}),
+        ("llama", {"kv_heads": 2, "dtype": "bf16", "dropout": 0.1}),
+        ("llama", {"kv_heads": 1, "dtype": "fp32", "dropout": 0.1}),
+    ],
 )
 def test_the_peak_within_an_operation_is_that_of_the_formula(
     kind: str, fields: dict[str, Any], name: str
@@ -223,8 +231,9 @@ def test_the_peak_within_an_operation_is_that_of_the_formula(
     x = torch.ones(64, 4, model.hidden, dtype=TORCH_DTYPES[model.dtype])
     alive = measure(middle(model, name), x, microbatch(model, 0))
     formula = peaks(model, MIDDLE, units_of(name), Sizes(64, 4), most_tokens=0)
+    tolerance = 0.02 if model.dropout else 0.005  # a gradient more where blocks are run again
     for kind, measured in alive.within.items():
-        assert getattr(formula, kind) == pytest.approx(measured, rel=0.005), kind
+        assert getattr(formula, kind) == pytest.approx(measured, rel=tolerance), kind
 
 
 def test_offloading_lets_go_of_the_message_that_came_in() -> None:
