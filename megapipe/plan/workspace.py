@@ -346,7 +346,7 @@ class _Way:
         if again:
             tape.take(kept if away else 0)
             if self.unfused is not None:
-                tape.pass_by(self.unfused.forward)
+                tape.pass_by(self.unfused.copies + self.unfused.forward)
             tape.take(saved, self.queries, self.mask)
         elif away:
             tape.take(self.queries)
