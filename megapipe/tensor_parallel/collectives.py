@@ -42,8 +42,6 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
 
 def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
     """Concatenate the members' equal pieces along dim 0: [n, ...] -> [size * n, ...]."""
-    if axis.group is None:
-        return tensor
     whole, wait = start_gathering(tensor, axis)
     wait()
     return whole

@@ -31,7 +31,12 @@ SUITES: dict[str, Groups] = {
         (f"{SCHEDULE}synchronise.py", f"{SCHEDULE}opening.py", f"{SCHEDULE}recompute.py"),
         EXECUTED,
     ),
-    "engine/executor.py": (EXECUTED, (f"{ENGINE}recorder.py", f"{ENGINE}channels.py"), FAULTLESS),
+    "engine/executor.py": (
+        EXECUTED,
+        (f"{ENGINE}recorder.py", f"{ENGINE}channels.py"),
+        FAULTLESS,
+        (f"{DIST}post_validation.py",),
+    ),
     "engine/stage.py": (
         (f"{ENGINE}stage.py", f"{ENGINE}stage_loss.py", f"{ENGINE}stage_recompute.py"),
         (f"{ENGINE}stage_slices.py", f"{ENGINE}activations_kept.py", f"{ENGINE}slices_kept.py"),
@@ -44,10 +49,15 @@ SUITES: dict[str, Groups] = {
         (f"{DIST}activations.py", f"{DIST}activation_policies.py"),
     ),
     "tensor_parallel/linear.py": (LAYERS, (f"{DIST}narrow_types.py",), FAULTLESS),
-    "tensor_parallel/embedding.py": (LAYERS, (f"{DIST}narrow_types.py",), FAULTLESS),
+    "tensor_parallel/embedding.py": (
+        LAYERS,
+        (f"{DIST}narrow_types.py", "tests/unit/generate/test_generator.py"),
+        FAULTLESS,
+    ),
     "tensor_parallel/collectives.py": (
-        (f"{TP}direct.py", *LAYERS),
-        (f"{DIST}mesh_groups.py", f"{DIST}zero.py"),
+        (f"{TP}direct.py", f"{OPTIM}reduction.py", *LAYERS),
+        (f"{DIST}mesh_groups.py", f"{DIST}rules.py"),
+        (f"{DIST}zero.py",),
     ),
     "tensor_parallel/direct.py": ((f"{TP}direct.py", *LAYERS), (f"{DIST}zero.py",)),
     "tensor_parallel/cross_entropy.py": (LAYERS, FAULTLESS),
