@@ -165,6 +165,8 @@ def check_embedding(shardings: list[Sharding]) -> int:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(VOCAB, (B, S), generator=generator)
     tokens[0, :3] = torch.tensor([0, VOCAB - 1, VOCAB - 1])
+    firsts = [padded_vocabulary(VOCAB, tp) // tp for tp in (2, 4)]  # rows of the second rank
+    tokens[1, :4] = torch.tensor([row - past for row in firsts for past in (0, 1)])
     full = {
         "embedding.word.weight": randn(VOCAB, HIDDEN, seed=6).requires_grad_(),
         "embedding.position.weight": randn(S + 2, HIDDEN, seed=7).requires_grad_(),

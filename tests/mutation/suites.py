@@ -42,13 +42,23 @@ SUITES: dict[str, Groups] = {
         (f"{ENGINE}stage_slices.py", f"{ENGINE}activations_kept.py", f"{ENGINE}slices_kept.py"),
         FAULTLESS,
     ),
-    "engine/channels.py": ((f"{ENGINE}channels.py",), EXECUTED, FAULTLESS),
+    "engine/channels.py": (
+        (f"{ENGINE}channels.py",),
+        EXECUTED,
+        FAULTLESS,
+        (f"{DIST}odd_sizes.py",),
+    ),
     "engine/weight_grad.py": ((f"{ENGINE}weight_grad.py",), EXECUTED, LAYERS),
     "engine/activations.py": (
         (f"{ENGINE}activations_kept.py", f"{ENGINE}slices_kept.py", f"{ENGINE}stage.py"),
         (f"{DIST}activations.py", f"{DIST}activation_policies.py"),
     ),
-    "tensor_parallel/linear.py": (LAYERS, (f"{DIST}narrow_types.py",), FAULTLESS),
+    "tensor_parallel/linear.py": (
+        LAYERS,
+        (f"{DIST}narrow_types.py", f"{DIST}overlap.py"),
+        FAULTLESS,
+        (f"{DIST}activation_policies.py",),
+    ),
     "tensor_parallel/embedding.py": (
         LAYERS,
         (f"{DIST}narrow_types.py", "tests/unit/generate/test_generator.py"),

@@ -19,11 +19,12 @@ from fake_stages import (
 )
 
 from megapipe.engine.channels import InProcessChannels
-from megapipe.engine.executor import Executor, run_together
+from megapipe.engine.executor import Executor, Opening, run_together
 from megapipe.engine.recorder import Recorder
 from megapipe.schedule.generators import build, forward_only, names
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.lower import Action, Do, Program, lower
+from megapipe.schedule.opening import arriving, cut, opening
 from megapipe.schedule.placement import Placement, loop
 
 
@@ -137,6 +138,30 @@ def test_an_acknowledgement_follows_its_message() -> None:
     executor_with(FakeChannels(log, 2), Program(0, actions), 2, log).run(microbatches)
     assert log[2:5] == ["from 2", "2 has received 3", "from 2"]
     assert not [line for line in log[5:] if "received" in line]
+
+
+@pytest.mark.parametrize("follows", ["go_on", "give_up"])
+def test_what_an_opening_leaves_is_run_or_taken_from_the_channels(follows: str) -> None:
+    """Rank 0 sends two forwards in its opening, of which rank 1 runs one in its own."""
+    schedule = build("1f1b", ranks=2, microbatches=3)
+    counts = opening(schedule)
+    program, log = lower(schedule)[1], list[str]()
+    executor = executor_with(FakeChannels(log, 0), program, 2, log)
+    executor.set_opening(Opening(cut(program, counts[1]), arriving(schedule, 1, counts)))
+    executor.open(microbatches_of(schedule))
+    getattr(executor, follows)()
+    opened = ["1 begins to train", "from 0 expect 0F0 [], 0F1 []", "from 0", "1F0=0"]
+    assert log[:4] == opened
+    if follows == "give_up":
+        assert log[4:] == ["from 0", "to 0 finished"]
+        return
+    assert log[4] == "from 0 expect 0F2 []"
+    ran, wanted = (
+        [line.partition("=")[0] for line in each] for each in (log[5:], lines(schedule, 1))
+    )
+    assert [name for name in ran if name in wanted] == wanted[1:]
+    assert log.count("from 0") == 3
+    assert log[-1] == "to 0 finished"
 
 
 def test_each_channel_is_told_what_to_expect_and_of_what_shape() -> None:
