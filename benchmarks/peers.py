@@ -9,7 +9,8 @@ arithmetic decides.
 
 transformers runs GPT-2 in one process. torch's pipelining, DistributedDataParallel with
 ZeroRedundancyOptimizer, and FSDP2 run a plain GPT-2 (:mod:`plain_gpt`); torch's tensor parallelism
-splits transformers' Llama, whose projections are apart.
+splits transformers' Llama, whose projections are apart. megatron-core (:mod:`megatron_peer`) and
+DeepSpeed's pipeline (:mod:`deepspeed_peer`) run where they are installed.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from common import Result, parser, report
-from plain_gpt import PlainGPT
+from deepspeed_peer import deepspeed_side
+from megatron_peer import megatron_side
+from peer_row import Part, Row, Side, adamw, clip, plain_model, token_loss
 from step import (
-    BETAS,
     CHECKED_STEPS,
     CLIP,
-    LR,
     Size,
-    decayed,
     hugging_face_side,
     initial_weights,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -47,55 +48,15 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn import functional
 from zero import Peer as Replicated
 from zero import own_batches
 
-from megapipe.config import Config
-from megapipe.layout import Layout, resolve
 from megapipe.mesh import Grid, ParallelMesh
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
 TOLERANCE = 2e-6
-GOAL, SMALL_GOAL = 1.1, 1.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model, one layout, one peer."""
-
-    name: str
-    peer: str
-    size: Size
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    microbatches: int = 1
-    goal: float = GOAL
-    pipeline: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.tp * self.pp
-
-    @property
-    def samples(self) -> int:
-        """In a step."""
-        return self.dp * self.microbatches * self.size.batch
-
-    def config(self) -> tuple[Config, Layout]:
-        settings = self.size.config()[0].model_dump()
-        settings["model"]["tied_embeddings"] = self.pp == 1  # torch's pipelining ties nothing
-        settings["parallel"] |= {"dp": self.dp, "tp": self.tp, "pp": self.pp}
-        settings["pipeline"] |= self.pipeline
-        settings["train"]["global_batch"] = self.samples
-        return resolve(Config.model_validate(settings), self.world, self.size.vocab)
-
-    def batches(self) -> Tensor:
-        """[n, samples, s + 1], those of the replicas one after the other."""
-        parts = [own_batches(self.size, part) for part in range(self.samples // self.size.batch)]
-        return torch.cat(parts, dim=1)
+SMALL_GOAL = 1.0
 
 
 class Lap(NamedTuple):
@@ -103,10 +64,6 @@ class Lap(NamedTuple):
 
     wall: float
     processor: float
-
-
-Side = Callable[[int], float]
-"""Runs step i on this rank; its loss, or NaN where a rank does not know it."""
 
 
 def megapipe_side(row: Row, mesh: ParallelMesh) -> Side:
@@ -133,77 +90,23 @@ def transformers_side(row: Row, mesh: ParallelMesh) -> Side:
     return hugging_face_side(row.size)
 
 
-def plain_model(row: Row, *, tied: bool) -> PlainGPT:
-    """The plain GPT-2 with megapipe's first weights."""
-    model = PlainGPT(row.config()[0].model)
-    state = initial_weights(row.size, tied=tied)
-    if not tied:
-        model.lm_head.weight = nn.Parameter(torch.empty_like(model.wte.weight))
-    model.load_gpt2(state)
-    return model
-
-
-def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(decayed(parameters), lr=LR, betas=BETAS, fused=True)
-
-
-def clip(whole: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Clip gradients by their global norm: `whole` ones that every rank has, `parts` that differ
-    from rank to rank."""
-    square = torch.zeros(())
-    if parts:
-        square = torch.stack(torch._foreach_norm(list(parts))).square().sum()
-    dist.all_reduce(square)
-    if whole:
-        square += torch.stack(torch._foreach_norm(list(whole))).square().sum()
-    factor = CLIP / (float(square.sqrt()) + 1e-6)
-    if factor < 1:
-        torch._foreach_mul_([*whole, *parts], factor)
-
-
-class _Part(nn.Module):
-    """Some layers of the plain GPT-2, with the ends of the model where they belong."""
-
-    def __init__(self, model: PlainGPT, layers: Sequence[int], *, first: bool, last: bool) -> None:
-        super().__init__()
-        self.h = nn.ModuleList(model.h[i] for i in layers)
-        self.first, self.last = first, last
-        if first:
-            self.wte, self.wpe = model.wte, model.wpe
-        if last:
-            self.ln_f, self.lm_head = model.ln_f, model.lm_head
-
-    def forward(self, x: Tensor) -> Tensor:
-        """tokens [b, s] or hidden states [b, s, h] -> hidden states or logits [b, s, V]."""
-        if self.first:
-            x = self.wte(x) + self.wpe(torch.arange(x.shape[1]))
-        for block in self.h:
-            x = block(x)
-        if self.last:
-            x = self.lm_head(self.ln_f(x))
-        return x
-
-
 def pipelining_side(row: Row, mesh: ParallelMesh) -> Side:
     """torch.distributed.pipelining: 1F1B, or interleaved 1F1B where megapipe has chunks."""
     model = plain_model(row, tied=False)
-    chunks = row.pipeline.get("chunks", 1)
+    chunks = row.chunks
     count = chunks * row.pp
     share = row.size.layers // count
     stages: list[Any] = []
     for index in range(mesh.rank, count, row.pp):
         layers = range(index * share, (index + 1) * share)
-        part = _Part(model, layers, first=index == 0, last=index + 1 == count)
+        part = Part(model, layers, first=index == 0, last=index + 1 == count)
         stages.append(PipelineStage(part, index, count, torch.device("cpu")))
-
-    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     schedule: Any
     if chunks == 1:
-        schedule = Schedule1F1B(stages[0], row.microbatches, loss_fn=loss_of)
+        schedule = Schedule1F1B(stages[0], row.microbatches, loss_fn=token_loss)
     else:
-        schedule = ScheduleInterleaved1F1B(stages, row.microbatches, loss_fn=loss_of)
+        schedule = ScheduleInterleaved1F1B(stages, row.microbatches, loss_fn=token_loss)
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = adamw(parameters)
     batches = row.batches()
@@ -302,7 +205,11 @@ PEERS: dict[str, Callable[[Row, ParallelMesh], Side]] = {
     "DDP + ZeroRedundancyOptimizer": replicated_side,
     "FSDP2": fsdp_side,
     "torch tensor parallelism": tensor_parallel_side,
+    "megatron-core": megatron_side,
+    "deepspeed": deepspeed_side,
 }
+OPTIONAL = ("megatron-core", "deepspeed")
+"""Peers that this project does not install, by the names of their packages."""
 
 
 class Measured(NamedTuple):
@@ -352,6 +259,14 @@ def ratios(ranks: Sequence[Measured]) -> Lap:
     )
 
 
+def installed(peer: str) -> bool:
+    try:
+        version(peer)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def claims(row: Row, rounds: int) -> Iterator[Result]:
     ranks = run_world(row.world, measure, row, rounds, timeout_s=600.0)
     apart = max(rank.apart for rank in ranks)
@@ -371,6 +286,7 @@ def rows(large: Size, small: Size) -> list[Row]:
     one = Row("1 process", "transformers", large)
     pipe = Row("pp 2", "torch pipelining", large, pp=2, microbatches=4)
     looped = {"chunks": 2, "schedule": "interleaved_1f1b"}
+    looped_pipe = replace(pipe, name="pp 2, 2 chunks", pipeline=looped)
     data = Row("dp 2", "DDP + ZeroRedundancyOptimizer", large, dp=2)
     llama = replace(large, family="llama")
     tensor = Row("tp 2", "torch tensor parallelism", llama, tp=2)
@@ -378,11 +294,14 @@ def rows(large: Size, small: Size) -> list[Row]:
         one,
         replace(one, size=llama),
         pipe,
-        replace(pipe, name="pp 2, 2 chunks", pipeline=looped),
+        looped_pipe,
         data,
         replace(data, peer="FSDP2"),
         tensor,
     ]
+    for row in (one, pipe, looped_pipe, data, tensor):
+        listed.append(replace(row, peer="megatron-core", size=large))
+    listed.append(replace(pipe, peer="deepspeed"))
     listed += [replace(row, size=small, goal=SMALL_GOAL) for row in (one, pipe, data)]
     return listed
 
@@ -406,7 +325,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [row for row in rows(large, small) if given.only in f"{row.name}, {row.peer}"]
     if not chosen:
         options.error(f"no row has {given.only!r} in its name")
-    results = [result for row in chosen for result in claims(row, rounds)]
+    absent = [
+        peer for peer in OPTIONAL if any(row.peer == peer for row in chosen) and not installed(peer)
+    ]
+    for peer in absent:
+        print(f"not installed: {peer}")
+    present = (row for row in chosen if row.peer not in absent)
+    results = [result for row in present for result in claims(row, rounds)]
     report("The time of peers over megapipe's", results, given.json)
     return 0
 

@@ -17,7 +17,16 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.validate import validate
 
 ROOT = Path(__file__).parents[2]
-SHARED = ("common.py", "fake_world.py", "model_memory.py", "pipelines.py", "plain_gpt.py")
+SHARED = (
+    "common.py",
+    "deepspeed_peer.py",
+    "fake_world.py",
+    "megatron_peer.py",
+    "model_memory.py",
+    "peer_row.py",
+    "pipelines.py",
+    "plain_gpt.py",
+)
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 COUNTING = ("memory", "scale", "zero")
 """Benchmarks that compare bytes and calls with formulas, which no machine makes slower."""
