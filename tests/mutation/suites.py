@@ -58,6 +58,7 @@ SUITES: dict[str, Groups] = {
         (f"{DIST}narrow_types.py", f"{DIST}overlap.py"),
         FAULTLESS,
         (f"{DIST}activation_policies.py",),
+        PARITY,
     ),
     "tensor_parallel/embedding.py": (
         LAYERS,
