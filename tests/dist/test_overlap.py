@@ -82,6 +82,25 @@ def test_exposed_collectives_per_operation() -> None:
         assert dict(zip(EXPECTED, found, strict=True)) == EXPECTED
 
 
+def gathers_of_the_first_stage(world: World, case: Case) -> tuple[int, int]:
+    """Collectives of its W, the last of which is for the embedding, and those that are exposed."""
+    config, layout = configure(case)
+    stage = TrainStep(config, layout, world.mesh(Grid(tp=case.tp))).stages[0]
+    tokens = torch.zeros(case.batch, case.sequence, dtype=torch.int64)
+    stage.begin(train=True)
+    y = stage.forward((0, 0), None, MicroBatch(index=0, step=0, seed=1, tokens=tokens))
+    stage.input_grad((0, 0), torch.ones_like(y))
+    with recording() as recorder:
+        stage.weight_grad((0, 0))
+    return len(recorder.calls), len(recorder.exposed())
+
+
+def test_the_embedding_gathers_beside_the_gradient_before_its_own() -> None:
+    layers = SPLIT.layers - LAYERS - 2  # of the first of four stages
+    for counts in run_world(2, gathers_of_the_first_stage, replace(SPLIT, model="llama")):
+        assert counts == (4 * layers + 1, 1)
+
+
 def cases(tp: int, sequence_parallel: bool) -> list[Case]:
     """Every policy; types, schedules and models by turns."""
     return [
