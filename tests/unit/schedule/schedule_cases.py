@@ -2,9 +2,12 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
+from typing import Any
+from unittest import mock
 
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -14,6 +17,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import accepts, build, forward_only, gpipe_on, names
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
+from megapipe.schedule.wavefront import Round, Wavefront
 
 WALKS: dict[str, dict[str, int]] = {
     "a loop": {"RANKS": 1 << 30},
@@ -22,6 +26,21 @@ WALKS: dict[str, dict[str, int]] = {
 }
 """How few ranks walk through their operations, and how many do: settings of
 :mod:`megapipe.schedule.wavefront`."""
+
+
+@contextmanager
+def counted_rounds() -> Iterator[list[int]]:
+    """How many operations each round of all ranks runs, within the context."""
+    counts: list[int] = []
+    rounds = Wavefront.rounds
+
+    def counting(front: Wavefront, made: Any) -> Iterator[Round]:
+        for each in rounds(front, made):
+            counts.append(len(each.places))
+            yield each
+
+    with mock.patch.object(Wavefront, "rounds", counting):
+        yield counts
 
 
 def options_of(name: str, microbatches: int) -> list[dict[str, int]]:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import WALKS, alter, dealt, of, schedules
+from schedule_cases import WALKS, alter, counted_rounds, dealt, of, schedules
 from token_game import gradients_in_order, peaks, play
 
 from megapipe.errors import ScheduleError
@@ -205,12 +205,23 @@ def test_deadlock_names_the_operations_that_wait_for_each_other():
     )
 
 
-def test_joined_operations_wait_for_the_inputs_of_both():
+def test_many_ranks_are_proved_abreast():
+    schedule = build("zb_h1", ranks=32, microbatches=40)
+    with counted_rounds() as counts:
+        report = validate(schedule)
+    assert sum(counts) == report.ops
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_joined_operations_wait_for_the_inputs_of_both(walk):
     """1F0 cannot make what 0B0 waits for before 0F1, which comes after 0B0, is there."""
     apart = of("0F0 0B0 0F1 0B1/1F0 1B0 1F1 1B1", 2)
     assert validate(apart).ops == 8
     schedule = of("0F0 0B0 0F1 0B1/1F0 1B0+1F1 1B1", 2)
-    with pytest.raises(ScheduleError) as caught:
+    with (
+        mock.patch.multiple(wavefront, **WALKS[walk]),
+        pytest.raises(ScheduleError) as caught,
+    ):
         validate(schedule)
     assert str(caught.value) == (
         "schedule x: deadlock: rank 0 op 1 (0B0) waits for 1B0, op 1 of rank 1; "
