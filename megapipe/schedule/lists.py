@@ -120,7 +120,8 @@ class _Batch:
         self._adds, self._held = self._count()
 
     def _find_misplaced(self) -> Bools:
-        """What no order could make right."""
+        """What no order could make right. Numbers that are out of range become 0, so that all can
+        select from tables."""
         schedule = self._edges.schedule
         wrong = (self._codes < 0) | (self._codes >= 2 * JOINED) | (self._kind > Kind.R)
         for numbers, count in (
@@ -152,12 +153,11 @@ class _Batch:
 
     def _count(self) -> tuple[Bools, Ints]:
         """What makes an activation, and how many its rank holds while it runs."""
-        F, B, _, W, R = Kind
         if self._edges.schedule.forward_only:
             return self._is(), np.zeros_like(self._place)
-        back = self._is(Kind.I, B)
-        adds = self._is(R) | self._is(F) & ~self._late | back & self._late & ~self._earlier[R]
-        frees = self._is(B, W)
+        begins_late = self._is(Kind.I, Kind.B) & self._late & ~self._earlier[Kind.R]
+        adds = self._is(Kind.R) | self._is(Kind.F) & ~self._late | begins_late
+        frees = self._is(Kind.B, Kind.W)
         alive = np.cumsum(adds) - np.cumsum(frees) + frees
         before = np.append(0, np.cumsum(adds.astype(int) - frees))[self._bounds[:-1]]
         return adds, alive - np.repeat(before, np.diff(self._bounds))

@@ -172,8 +172,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     starts: list[list[Time]]
     ends: list[list[Time]]
     free: list[Time]
-    joined = any(tokens and max(tokens) >= JOINED for tokens in lists)
-    if isinstance(finished, array) and not beside and not joined and Wavefront.suits(edges):
+    if isinstance(finished, array) and not beside and Wavefront.suits(edges, lists):
         starts, ends, free = _abreast(Wavefront(edges, lists), times, lengths, finished)
     else:
         starts, ends = ([times.many(0, 0) for _ in lists] for _ in range(2))

@@ -113,7 +113,7 @@ def _run(edges: Edges, lists: list["array[int]"]) -> None:
     made = array("b", [-1]) * edges.slots
     made[edges.always : edges.nothing] = array("b", bytes(edges.units))
     cursor = [0] * len(lists)
-    if Wavefront.suits(edges) and not any(tokens and max(tokens) >= JOINED for tokens in lists):
+    if Wavefront.suits(edges, lists):
         front, filled = Wavefront(edges, lists), np.frombuffer(made, np.int8)
         for _, places, _ in front.rounds(filled):
             filled[front.make[places]] = 0

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megapipe.schedule.cost import Time
 from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
+from megapipe.schedule.ir import JOINED
 
 Ints = NDArray[np.integer]
 
@@ -58,9 +59,12 @@ class Wavefront:
             )
 
     @staticmethod
-    def suits(edges: Edges) -> bool:
-        """Whether rounds may be worth their price, and slots are numbers of 32 bits."""
-        return edges.schedule.placement.ranks >= RANKS and edges.slots < 1 << 31
+    def suits(edges: Edges, lists: Sequence["array[int]"]) -> bool:
+        """Whether rounds may be worth their price, no operations are joined, and slots are numbers
+        of 32 bits."""
+        if len(lists) < RANKS or edges.slots >= 1 << 31:
+            return False
+        return all(max(tokens, default=0) < JOINED for tokens in lists)
 
     def done(self, rank: int) -> int:
         """How many operations of a rank have run."""

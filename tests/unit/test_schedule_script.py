@@ -50,7 +50,7 @@ def test_the_script_runs_and_loads_nothing_heavy():
     assert done.stdout.startswith("zb_h1\n")
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "megapipe.schedule.simulate" in loaded
-    assert not loaded & {"torch", "numpy", "matplotlib", "rich", "pydantic", "ortools"}
+    assert not loaded & {"torch", "matplotlib", "rich", "pydantic", "ortools"}
 
 
 def test_a_reader_that_leaves_early_is_no_error():
