@@ -231,7 +231,7 @@ def test_the_peak_within_an_operation_is_that_of_the_formula(
     x = torch.ones(64, 4, model.hidden, dtype=TORCH_DTYPES[model.dtype])
     alive = measure(middle(model, name), x, microbatch(model, 0))
     formula = peaks(model, MIDDLE, units_of(name), Sizes(64, 4), most_tokens=0)
-    tolerance = 0.02 if model.dropout else 0.005  # a gradient more where blocks are run again
+    tolerance = 0.016 if model.dropout else 0.005  # a gradient more where blocks are run again
     for kind, measured in alive.within.items():
         assert getattr(formula, kind) == pytest.approx(measured, rel=tolerance), kind
 

@@ -345,7 +345,7 @@ def test_every_order_of_a_tiny_schedule(schedule):
 
 
 @pytest.mark.parametrize("walk", WALKS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(schedules(), st.integers(0, 4), st.integers(0, 2**32))
 def test_altered_schedules_are_judged_as_the_token_game_judges(walk, schedule, changes, seed):
     rng = random.Random(seed)

@@ -260,7 +260,7 @@ def costs(draw, schedule) -> Cost:
 
 
 @pytest.mark.parametrize("walk", WALKS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(schedules(), st.data())
 def test_every_start_is_the_longest_path_to_it(walk, schedule, data):
     cost = data.draw(costs(schedule))
