@@ -21,14 +21,14 @@ import torch.distributed as dist
 from common import Result, parser, report
 from pipelines import TORCH, Ours, Sleeper, Theirs, whole_inputs
 
+from megapipe.distributed.mesh import Grid
 from megapipe.engine.recorder import Record, timeline
 from megapipe.errors import ScheduleError
-from megapipe.mesh import Grid
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build, names
 from megapipe.schedule.ir import Kind, Schedule
-from megapipe.schedule.ledger import messages
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.memory import messages
+from megapipe.schedule.timing.simulate import simulate
 from megapipe.testing import World, run_world
 
 LENGTH = 8192
@@ -139,7 +139,7 @@ def _check_ran(schedule: Schedule, stage: int, rank: int, sleeper: Sleeper, step
     """The stage ran a forward and both halves of a backward of every micro-batch and slice."""
     homes = schedule.placement.table
     here = sum(
-        homes[schedule.replica_of(microbatch)][stage] == rank
+        homes[schedule.direction_of(microbatch)][stage] == rank
         for microbatch in range(schedule.microbatches)
     )
     for kind in (Kind.F, Kind.I, Kind.W):

@@ -15,7 +15,7 @@ from typing import Any
 from peer_row import Part, Row, Side, adamw, plain_model, token_loss
 from step import CLIP
 
-from megapipe.mesh import ParallelMesh
+from megapipe.distributed.mesh import ParallelMesh
 
 
 def deepspeed_side(row: Row, mesh: ParallelMesh) -> Side:

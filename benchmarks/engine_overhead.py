@@ -18,7 +18,7 @@ import torch.distributed as dist
 from common import Result, parser, report
 from pipelines import Ours, Theirs
 
-from megapipe.mesh import Grid
+from megapipe.distributed.mesh import Grid
 from megapipe.schedule.generators import build
 from megapipe.testing import World, run_world
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapipe.mesh import AXES, Grid, ParallelMesh
+from megapipe.distributed.mesh import AXES, Grid, ParallelMesh
 from megapipe.ops import attention
 from megapipe.optim.optimizer import Optimizer
 

@@ -26,8 +26,8 @@ from ladder.sides import Ours, single_mesh
 from ladder.sizes import LADDER, TOY, Settings, Size, size_of
 from ladder.tables import Table, dense_peak, finish
 
+from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.recorder import measured_cost, timeline
-from megapipe.mesh import ParallelMesh
 from megapipe.model.partition import from_counts
 from megapipe.schedule.generators import names
 

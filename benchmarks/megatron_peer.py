@@ -26,7 +26,7 @@ from step import CLIP, initial_weights
 from torch import Tensor
 from torch.nn import functional
 
-from megapipe.mesh import ParallelMesh
+from megapipe.distributed.mesh import ParallelMesh
 
 LAYER_NAMES = {
     "ln_1": "input_layernorm",

@@ -3,8 +3,8 @@
 Every registered schedule runs one step in one process, with every kind of activation policy that a
 layout accepts for it. Each storage that a stage's operation makes has a finaliser, and those that
 are alive are added up per rank: after each operation, and within it at each allocation. The
-formula, that of ``--dry-run`` (:mod:`megapipe.plan.in_flight`), adds up what the operations of the
-same schedule should hold. Messages on their way are in neither.
+formula, that of ``--dry-run`` (:mod:`megapipe.plan.activation_memory`), adds up what the operations
+of the same schedule should hold. Messages on their way are in neither.
 
 Then the same for what a process holds of the model, in :mod:`model_memory`.
 """
@@ -21,24 +21,25 @@ from common import Result, parser, report
 from torch import Tensor
 
 from megapipe.config import Config, KernelsConfig
+from megapipe.distributed.mesh import Axis
 from megapipe.engine.channels import InProcessChannels
 from megapipe.engine.executor import Executor, run_together
 from megapipe.engine.stage import Key, Stage
-from megapipe.engine.weight_grad import main_grad
 from megapipe.errors import ConfigError
-from megapipe.layout import Layout, resolve
-from megapipe.mesh import Axis
-from megapipe.model.gpt import TORCH_DTYPES, GPTStage
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
+from megapipe.layers.policy import Unit
+from megapipe.layers.weight_grad import main_grad
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.stage import GPTStage
 from megapipe.observe.storages import LiveStorages
 from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import Bucket, owned_parameters
-from megapipe.plan.activations import Unit
-from megapipe.plan.in_flight import peak_activations
+from megapipe.plan.activation_memory import peak_activations
 from megapipe.schedule.generators import names
 from megapipe.schedule.lower import lower
-from megapipe.schedule.validate import validate
-from megapipe.tensor_parallel.parameter import Sharding, spec_of
+from megapipe.schedule.proof.validate import validate
 from megapipe.train.feed import pieces
 
 RANKS, ROWS, VOCABULARY = 4, 4, 257
@@ -136,11 +137,11 @@ class Measured(Stage):
             super().weight_grad(key)
 
     def alive(self) -> Alive:
-        """Of all pieces, now. What slices share in a carry is none's own."""
-        carried = {
+        """Of all pieces, now. What slices share in a cache is none's own."""
+        cached = {
             id(tensor.untyped_storage())
-            for carry in self._carries.values()
-            for of_layer in carry._rows.values()
+            for cache in self._caches.values()
+            for of_layer in cache._rows.values()
             for rows in of_layer
             for tensor in (rows.values, rows.grad)
             if tensor is not None
@@ -152,7 +153,7 @@ class Measured(Stage):
             own = {name: live for name, live in storages.alive.items() if live.bytes > SCALAR}
             for name, live in own.items():
                 (host if live.in_host else device)[name] = live.bytes
-            counted += key in self.graphs and not own.keys() <= carried
+            counted += key in self.graphs and not own.keys() <= cached
         return Alive(sum(device.values()), sum(host.values()), activations=counted)
 
 

@@ -15,12 +15,13 @@ from common import Result
 from torch import Tensor
 
 from megapipe.config import Config
+from megapipe.distributed.mesh import Grid
 from megapipe.errors import ConfigError
-from megapipe.layout import Layout, resolve
-from megapipe.mesh import Grid
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
 from megapipe.optim.buffers import Bucket
 from megapipe.optim.shard import Shard
-from megapipe.optim.store import Store
+from megapipe.optim.state_store import Store
 from megapipe.plan.memory import model_memory
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep

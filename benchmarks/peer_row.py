@@ -16,7 +16,8 @@ from torch.nn import functional
 from zero import own_batches
 
 from megapipe.config import Config
-from megapipe.layout import Layout, resolve
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
 
 GOAL = 1.1
 

@@ -51,7 +51,7 @@ from torch.distributed.tensor.parallel import (
 from zero import Peer as Replicated
 from zero import own_batches
 
-from megapipe.mesh import Grid, ParallelMesh
+from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
@@ -161,7 +161,7 @@ def tensor_parallel_side(row: Row, mesh: ParallelMesh) -> Side:
     """torch's tensor parallelism of transformers' Llama; the embedding and the head are whole."""
     from transformers import LlamaForCausalLM
 
-    from megapipe.model.hf_config import config_to_hf
+    from megapipe.model.gpt.hf_config import config_to_hf
 
     config, _ = row.config()
     model = LlamaForCausalLM(config_to_hf(config.model, attn_implementation="sdpa")).train()

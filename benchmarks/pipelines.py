@@ -25,15 +25,15 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.channels import ProcessGroupChannels, Shape
 from megapipe.engine.executor import Executor
 from megapipe.engine.recorder import Recorder
 from megapipe.engine.stage import Key, Stage
-from megapipe.engine.weight_grad import WeightGradQueue
-from megapipe.mesh import ParallelMesh
-from megapipe.model.carry import Carry
-from megapipe.model.gpt import GPTStage
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.weight_grad import WeightGradQueue
+from megapipe.model.gpt.stage import GPTStage
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.lower import lower, pairs
 from megapipe.schedule.placement import Placement
@@ -112,7 +112,7 @@ class _Idle(nn.Module):
         self,
         x: Tensor | None,
         mb: MicroBatch,
-        carry: Carry | None = None,
+        cache: KVCache | None = None,
         *,
         graph_only: bool = False,
     ) -> Tensor:

@@ -25,14 +25,15 @@ from common import Result, parser, report
 from torch import Tensor
 
 from megapipe.config import Config
+from megapipe.distributed.mesh import Grid
 from megapipe.engine.stage import Key, Stage
-from megapipe.layout import Layout, resolve
-from megapipe.mesh import Grid
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import MICROBATCH_SHIFT, Schedule, packed
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.timing.simulate import simulate
 from megapipe.testing import World, run_world
 from megapipe.train import step as training
 from megapipe.train.step import TrainStep
@@ -157,7 +158,7 @@ def train_one(world: World, case: Case, steps: int, *, trust: bool) -> Trained:
         results.append(step.train(index, rows))
         ends.append(time.perf_counter())
     results.append(step.settle())
-    assert step.trust is None or step.trust.undone == 0
+    assert step.post_validation is None or step.post_validation.undone == 0
     return Trained(ends, [result for result in results if result is not None])
 
 
@@ -170,7 +171,7 @@ def chained(schedule: Schedule, steps: int) -> Schedule:
         ops=tuple(
             packed(code + i * step for i in range(steps) for code in ops) for ops in schedule.ops
         ),
-        replica=schedule.replica and steps * schedule.replica,
+        direction=schedule.direction and steps * schedule.direction,
         sizes=schedule.sizes and steps * schedule.sizes,
     )
 

@@ -27,9 +27,10 @@ from rich.table import Table
 
 from megapipe.cli import parse
 from megapipe.config import Config
-from megapipe.layout import Layout, resolve
-from megapipe.mesh import Grid
-from megapipe.plan.in_flight import peak_activations
+from megapipe.distributed.mesh import Grid
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.memory import model_memory
 from megapipe.plan.traffic import step_traffic
 from megapipe.train.feed import Rows
@@ -265,7 +266,7 @@ def cheapest(dp: int, rounds: int) -> Cost:
 
 
 def set_up_claims(worlds: Sequence[int], rounds: int) -> list[Result]:
-    table = Table(title="Setting up one process, tp 2, pp 2", title_justify="left")
+    table = Table(title="Scenario up one process, tp 2, pp 2", title_justify="left")
     for heading in ("world", "groups, ms", "rest, ms", "memory, MiB"):
         table.add_column(heading, justify="right")
     costs = []

@@ -31,9 +31,9 @@ from megapipe.schedule.generators import (
     zero_bubble,
 )
 from megapipe.schedule.placement import Placement
+from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.search import search
-from megapipe.schedule.simulate import simulate
-from megapipe.schedule.validate import validate
+from megapipe.schedule.timing.simulate import simulate
 
 CLOSED = {"1f1b": None, "interleaved_1f1b": 2, "zb_h1": None, "zb_v": None}
 """Schedules that are written down directly, and their chunks."""

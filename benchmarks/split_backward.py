@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megapipe.distributed.mesh import Axis
+from megapipe.dtypes import Dtype
 from megapipe.engine.stage import Stage
-from megapipe.engine.weight_grad import main_grad
-from megapipe.mesh import Axis
-from megapipe.model.config import Dtype, ModelConfig
-from megapipe.model.gpt import TORCH_DTYPES, GPTStage
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
+from megapipe.layers.weight_grad import main_grad
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, owned_parameters
-from megapipe.tensor_parallel.parameter import Sharding, spec_of
 
 TARGET = 1.05
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
@@ -60,7 +61,7 @@ class Size:
 
 
 class PlainBlock(nn.Module):
-    """The layer of :class:`megapipe.model.block.Block`, of torch's own modules."""
+    """The layer of :class:`megapipe.model.gpt.block.Block`, of torch's own modules."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()

@@ -23,8 +23,8 @@ from common import Result, parser, report
 from torch import Tensor
 
 from megapipe.config import Config
-from megapipe.layout import BYTE_VOCABULARY, resolve
-from megapipe.mesh import Grid
+from megapipe.distributed.mesh import Grid
+from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 

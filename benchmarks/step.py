@@ -49,7 +49,7 @@ class Size:
     def config(self) -> Any:
         """The resolved configuration of a run on one process, and its layout."""
         from megapipe.config import Config
-        from megapipe.layout import resolve
+        from megapipe.layout.resolve import resolve
 
         llama = {
             "norm": "rmsnorm",
@@ -97,7 +97,7 @@ def megapipe_side(size: Size) -> Step:
     import torch
     import torch.distributed as dist
 
-    from megapipe.mesh import Grid, ParallelMesh
+    from megapipe.distributed.mesh import Grid, ParallelMesh
     from megapipe.train.step import TrainStep
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -123,11 +123,11 @@ def initial_weights(size: Size, *, tied: bool = True) -> Any:
     """What megapipe starts from, as Hugging Face's state dict."""
     import torch
 
-    from megapipe.mesh import Axis
-    from megapipe.model.gpt import GPTStage
-    from megapipe.model.hf import to_hf
+    from megapipe.distributed.mesh import Axis
+    from megapipe.layers.parameter import Sharding, spec_of
+    from megapipe.model.gpt.hf import to_hf
+    from megapipe.model.gpt.stage import GPTStage
     from megapipe.model.partition import StageSpec
-    from megapipe.tensor_parallel.parameter import Sharding, spec_of
 
     config, _ = size.config()
     model = config.model.model_copy(update={"tied_embeddings": tied})
@@ -146,7 +146,7 @@ def initial_weights(size: Size, *, tied: bool = True) -> Any:
 def hugging_face_side(size: Size) -> Step:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-    from megapipe.model.hf_config import config_to_hf
+    from megapipe.model.gpt.hf_config import config_to_hf
 
     config, _ = size.config()
     hf_class = GPT2LMHeadModel if size.family == "gpt2" else LlamaForCausalLM

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from common import Result, parser, report
 
 from megapipe.config import Config
-from megapipe.layout import resolve
-from megapipe.mesh import Grid, ParallelMesh
+from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 

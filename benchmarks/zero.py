@@ -7,7 +7,7 @@ formulas of Rajbhandari et al. (1910.02054), for two stages on one pipeline rank
 Time. Two processes on gloo. The optimizer's part of a step (sum gradients, global norm, clip,
 AdamW, gather weights) is timed by turns with a bare loop over arrays of the same sizes, which must
 give the same weights: of torch's calls, whose reduce-scatter for gloo is an all-reduce, and with
-our own messages, which bring each owner its slice (:mod:`megapipe.tensor_parallel.direct`). Whole
+our own messages, which bring each owner its slice (:mod:`megapipe.distributed.gloo`). Whole
 steps are timed by turns with DistributedDataParallel and ZeroRedundancyOptimizer around a plain
 GPT-2 (:mod:`plain_gpt`) with the same weights, batches and losses. Of both the fastest rounds are
 compared.
@@ -45,12 +45,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adam import adam
 
 from megapipe.config import Config
-from megapipe.layout import Layout, resolve
-from megapipe.mesh import Axis, Grid
+from megapipe.distributed.collectives import start_all_gather, start_reduce_scatter
+from megapipe.distributed.mesh import Axis, Grid
+from megapipe.dtypes import DTYPE_BYTES
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
 from megapipe.optim.buffers import Bucket
 from megapipe.plan.buckets import process_buckets
-from megapipe.plan.params import DTYPE_BYTES
-from megapipe.tensor_parallel.collectives import start_all_gather, start_reduce_scatter
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from megapipe.train.totals import Totals, Wishes

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.model.config import ModelConfig
+from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import Expected, Section
 
 ActivationPolicy = Literal["keep", "selective", "full", "stage"]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from megapipe.mesh import Grid, ParallelMesh
+from megapipe.distributed.mesh import Grid, ParallelMesh
 
 PRELOAD = ("torch", "megapipe.testing", "megapipe.train.trainer")
 

@@ -13,8 +13,8 @@ from megapipe.schedule.placement import Placement
 def planner(path: Path) -> Callable[[Placement], Cost]:
     """The costs of the stages of the model that a file configures, on any placement."""
     from megapipe.cli import parse
-    from megapipe.layout import resolve
-    from megapipe.plan.costs import placement_cost
+    from megapipe.layout.costs import placement_cost
+    from megapipe.layout.resolve import resolve
 
     config, _ = resolve(parse([str(path)]).config, None, None, where=str(path))
     return partial(placement_cost, config)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from ladder.sizes import Size
 from megapipe.errors import MegapipeError
+from megapipe.model.gpt.flops import token_flops
 from megapipe.model.partition import balanced, parse_layout
-from megapipe.plan.flops import token_flops
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import accepts, build
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.ledger import peak_held
+from megapipe.schedule.memory import peak_held
 from megapipe.schedule.placement import Placement
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.timing.simulate import simulate
 
 NODE = 8
 """GPUs that are linked among each other."""

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ladder.sizes import Settings, Size
-from megapipe.mesh import Grid, ParallelMesh
-from megapipe.model.hf_config import config_to_hf
-from megapipe.plan.params import padded_vocabulary
-from megapipe.tensor_parallel.parameter import ParameterSpec
+from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.layers.parameter import ParameterSpec
+from megapipe.layers.policy import padded_vocabulary
+from megapipe.model.gpt.hf_config import config_to_hf
 from megapipe.train.step import TrainStep
 
 POOL = 4_000_037

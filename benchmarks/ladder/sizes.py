@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config
-from megapipe.layout import Layout, resolve
-from megapipe.model.config import ModelConfig
-from megapipe.plan.flops import head_flops, layer_flops, token_flops
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.flops import head_flops, layer_flops, token_flops
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Configuration keys that differ from the base, by section."""

@@ -16,8 +16,8 @@ from common import Result, report
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from megapipe.layout.devices import peak as peak_of
 from megapipe.observe.provenance import provenance
-from megapipe.plan.devices import peak as peak_of
 
 GIB = 2**30
 WIDTH = 220

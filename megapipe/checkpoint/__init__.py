@@ -1,7 +1,7 @@
 """Checkpoints that any layout can load: safetensors shards and a JSON manifest, no pickle.
 
 An entry is a global tensor named by what it is (``model/layers.0.attention.qkv.weight``,
-``optimizer.exp_avg/layers.0...``), stored as boxes of it in the files of the ranks that held them.
+``optimizer.exp_avg/layers.0...``), stored as regions of it in the files of the ranks that held it.
 A checkpoint folder holds nothing but::
 
     manifest.json                  see megapipe.checkpoint.manifest
@@ -11,21 +11,21 @@ A checkpoint folder holds nothing but::
 :mod:`~megapipe.checkpoint.folders` the names around it.
 """
 
-from megapipe.checkpoint.boxes import Box, flat_boxes, intersect, whole
 from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
+from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
 from megapipe.checkpoint.retention import retain
 from megapipe.checkpoint.writer import Alone, Group, Meta, Piece, save
 
 __all__ = [
     "Alone",
-    "Box",
     "Checkpoint",
     "Found",
     "Group",
     "Meta",
     "Piece",
+    "Region",
     "find_newest",
-    "flat_boxes",
+    "flat_regions",
     "intersect",
     "retain",
     "save",

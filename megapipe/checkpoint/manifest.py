@@ -21,8 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from megapipe.checkpoint.boxes import Box, miscovered
 from megapipe.checkpoint.durable import read_bounded
+from megapipe.checkpoint.regions import Region, miscovered
 from megapipe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -50,7 +50,7 @@ class Record(BaseModel):
 
 
 class StoredPiece(Record):
-    """A box of an entry in one shard, and the CRC-32 of its bytes."""
+    """A region of an entry in one shard, and the CRC-32 of its bytes."""
 
     file: FileName
     offsets: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
@@ -58,9 +58,9 @@ class StoredPiece(Record):
     crc32: Annotated[int, Field(ge=0, lt=2**32)]
 
     @property
-    def box(self) -> Box:
+    def region(self) -> Region:
         """Where the piece lies in the entry."""
-        return Box(self.offsets, self.sizes)
+        return Region(self.offsets, self.sizes)
 
 
 class Entry(Record):
@@ -116,7 +116,7 @@ class Manifest(Record):
     @model_validator(mode="after")
     def _complete(self) -> "Manifest":
         for name, entry in self.entries.items():
-            wrong = miscovered(entry.shape, (piece.box for piece in entry.pieces))
+            wrong = miscovered(entry.shape, (piece.region for piece in entry.pieces))
             if wrong is not None:
                 element, count = wrong
                 raise ValueError(

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.boxes import Box, intersect, whole
 from megapipe.checkpoint.durable import file_size
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.manifest import MANIFEST, Manifest, unseal
+from megapipe.checkpoint.regions import Region, intersect, whole
 from megapipe.checkpoint.shard import (
     TORCH_DTYPES,
     Slot,
@@ -97,35 +97,39 @@ class Checkpoint:
                     f"the model's has {list(shape)}"
                 )
 
-    def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A box of an entry (default: all of it) as a new host tensor of shape `box.sizes`.
+    def read(
+        self, name: str, region: Region | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A region of an entry (default: all of it) as a new host tensor of shape `region.sizes`.
 
         `dtype` may be the stored type or a wider floating-point type; nothing is ever rounded.
-        Every piece that the box touches is read whole and its checksum compared. Raises
-        CheckpointError for an unknown entry, a box outside it, another dtype, or damage.
+        Every piece that the region touches is read whole and its checksum compared. Raises
+        CheckpointError for an unknown entry, a region outside it, another dtype, or damage.
         """
         entry = self.manifest.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.path} has no entry {name!r}")
-        box = whole(entry.shape) if box is None else box
-        if not box.fits(entry.shape):
-            raise CheckpointError(f"{self.path}: {name!r} has shape {list(entry.shape)}, not {box}")
+        region = whole(entry.shape) if region is None else region
+        if not region.fits(entry.shape):
+            raise CheckpointError(
+                f"{self.path}: {name!r} has shape {list(entry.shape)}, not {region}"
+            )
         stored = TORCH_DTYPES[entry.dtype]
         if dtype is not None and dtype not in _WIDER[stored]:
             raise CheckpointError(f"{self.path}: {name!r} is {stored}, cannot be read as {dtype}")
-        out = torch.empty(box.sizes, dtype=stored)
+        out = torch.empty(region.sizes, dtype=stored)
         for piece in entry.pieces:
-            common = intersect(piece.box, box)
+            common = intersect(piece.region, region)
             if common is None:
                 continue
-            path, start = self.path / piece.file, self._start(piece.file, name, piece.box)
-            target = out[common.inside(box)]
-            if common == piece.box and target.is_contiguous():
+            path, start = self.path / piece.file, self._start(piece.file, name, piece.region)
+            target = out[common.inside(region)]
+            if common == piece.region and target.is_contiguous():
                 read_tensor(path, start, target, piece.crc32)
             else:
                 data = torch.empty(piece.sizes, dtype=stored)
                 read_tensor(path, start, data, piece.crc32)
-                target.copy_(data[common.inside(piece.box)])
+                target.copy_(data[common.inside(piece.region)])
         return out if dtype is None else out.to(dtype)
 
     def verify(self, files: Iterable[str] | None = None) -> None:
@@ -141,14 +145,14 @@ class Checkpoint:
     def _header(self, file: str) -> bytes:
         return header(self._slots[file], run_id=self.manifest.run_id, step=self.manifest.step)
 
-    def _start(self, file: str, name: str, box: Box) -> int:
+    def _start(self, file: str, name: str, region: Region) -> int:
         """Where a piece's bytes begin; checks the file's header when it is first asked for."""
         if file not in self._starts:
             head, slots = self._header(file), self._slots[file]
             check_header(self.path / file, head)
             starts = accumulate((slot.nbytes for slot in slots), initial=len(head))
             self._starts[file] = dict(zip(slots, starts, strict=False))
-        return self._starts[file][Slot(name, self.manifest.entries[name].dtype, box)]
+        return self._starts[file][Slot(name, self.manifest.entries[name].dtype, region)]
 
 
 class Found(NamedTuple):

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.boxes import Box
 from megapipe.checkpoint.durable import create, open_regular, read_into
 from megapipe.checkpoint.manifest import Dtype, FileRecord, Manifest
+from megapipe.checkpoint.regions import Region
 from megapipe.errors import CheckpointError
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
@@ -37,26 +37,26 @@ _BLOCK = 1 << 24
 
 
 class Slot(NamedTuple):
-    """A box of an entry as a shard's tensor."""
+    """A region of an entry as a shard's tensor."""
 
     name: str
     dtype: Dtype
-    box: Box
+    region: Region
 
     @property
     def key(self) -> str:
         """The tensor's name in the file, as in ``model/final_norm.weight@0``."""
-        return f"{self.name}@{','.join(map(str, self.box.offsets))}"
+        return f"{self.name}@{','.join(map(str, self.region.offsets))}"
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return self.box.numel * TORCH_DTYPES[self.dtype].itemsize
+        return self.region.numel * TORCH_DTYPES[self.dtype].itemsize
 
     @property
-    def order(self) -> tuple[int, str, Box]:
+    def order(self) -> tuple[int, str, Region]:
         """Sort key within a shard: wide types first, so that every tensor is aligned."""
-        return -TORCH_DTYPES[self.dtype].itemsize, self.name, self.box
+        return -TORCH_DTYPES[self.dtype].itemsize, self.name, self.region
 
 
 def slots_by_file(manifest: Manifest) -> dict[str, list[Slot]]:
@@ -64,7 +64,7 @@ def slots_by_file(manifest: Manifest) -> dict[str, list[Slot]]:
     slots: dict[str, list[Slot]] = {file: [] for file in manifest.files}
     for name, entry in manifest.entries.items():
         for piece in entry.pieces:
-            slots[piece.file].append(Slot(name, entry.dtype, piece.box))
+            slots[piece.file].append(Slot(name, entry.dtype, piece.region))
     for content in slots.values():
         content.sort(key=lambda slot: slot.order)
     return slots
@@ -80,7 +80,7 @@ def header(slots: Iterable[Slot], *, run_id: str, step: int) -> bytes:
         end = start + slot.nbytes
         content[slot.key] = {
             "dtype": _SAFETENSORS_DTYPES[slot.dtype],
-            "shape": slot.box.sizes,
+            "shape": slot.region.sizes,
             "data_offsets": (start, end),
         }
         start = end

@@ -22,7 +22,6 @@ from typing import Protocol, TypeVar
 from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
-from megapipe.checkpoint.boxes import Box
 from megapipe.checkpoint.durable import create, sync_folder
 from megapipe.checkpoint.folders import POINTER, STAGING_PREFIX, next_name
 from megapipe.checkpoint.manifest import (
@@ -38,6 +37,7 @@ from megapipe.checkpoint.manifest import (
     unseal,
 )
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.regions import Region
 from megapipe.checkpoint.shard import TORCH_DTYPES, Slot, write_shard
 from megapipe.errors import CheckpointError
 
@@ -48,15 +48,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a global tensor `name` of `shape`: the elements of `box`.
+    """What one rank holds of a global tensor `name` of `shape`: the elements of `region`.
 
-    `tensor` has the shape `box.sizes` and any device; its dtype is fp32, bf16, fp64 or int64. An
+    `tensor` has the shape `region.sizes` and any device; its dtype is fp32, bf16, fp64 or int64. An
     element belongs to exactly one piece of one rank: of replicas, one rank hands in its copy.
     """
 
     name: str
     shape: tuple[int, ...]
-    box: Box
+    region: Region
     tensor: Tensor
 
 
@@ -191,7 +191,7 @@ def _write(
         batch.sort(key=lambda item: item[0].order)
         files[file], checksums = write_shard(staging / file, batch, run_id=meta.run_id, step=step)
         for (slot, _), crc in zip(batch, checksums, strict=True):
-            offsets, sizes = slot.box
+            offsets, sizes = slot.region
             stored[slot.name].append(
                 StoredPiece(file=file, offsets=offsets, sizes=sizes, crc32=crc)
             )
@@ -236,12 +236,12 @@ def _slot(piece: Piece) -> Slot:
         raise CheckpointError(
             f"entry {piece.name!r} is {piece.tensor.dtype}, not one of {', '.join(TORCH_DTYPES)}"
         )
-    if tuple(piece.tensor.shape) != piece.box.sizes or not piece.box.fits(piece.shape):
+    if tuple(piece.tensor.shape) != piece.region.sizes or not piece.region.fits(piece.shape):
         raise CheckpointError(
             f"entry {piece.name!r} of shape {list(piece.shape)}: a tensor of shape "
-            f"{list(piece.tensor.shape)} is no {piece.box}"
+            f"{list(piece.tensor.shape)} is no {piece.region}"
         )
-    return Slot(piece.name, dtype, piece.box)
+    return Slot(piece.name, dtype, piece.region)
 
 
 def _commit(staging: Path, step: int, meta: Meta, world: int) -> str:

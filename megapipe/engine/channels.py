@@ -23,9 +23,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megapipe.mesh import Axis, ParallelMesh
+from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.schedule.ir import Op
-from megapipe.schedule.lower import Action, channel_rounds
+from megapipe.schedule.lower import channel_rounds
+from megapipe.schedule.program import Action
 
 Shape = tuple[int, ...]
 MessageShape = Callable[[int, int], Shape]

@@ -20,10 +20,10 @@ from torch.nn import Parameter
 from megapipe.engine.channels import Channels, MessageShape, Shape, message_of
 from megapipe.engine.recorder import Recorder
 from megapipe.engine.stage import Key, Stage
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.schedule.data_parallel import last_gradients
 from megapipe.schedule.ir import Kind, Op
-from megapipe.schedule.lower import Action, Do, Program
-from megapipe.schedule.synchronise import last_gradients
+from megapipe.schedule.program import Action, Do, Program
 
 Call = Callable[[], None]
 
@@ -51,12 +51,12 @@ class Synchroniser(Protocol):
         """RESHARD: the weights are not needed for a while."""
 
 
-class Opening(NamedTuple):
-    """The part of a rank's program that can be given up (:mod:`megapipe.schedule.opening`)."""
+class Speculation(NamedTuple):
+    """The prefix of a rank's program that can be undone (:mod:`megapipe.schedule.speculation`)."""
 
     actions: int
     arriving: Counter[int]
-    """Messages that other ranks send in theirs, by rank."""
+    """Messages that other ranks send within their prefixes, by rank."""
 
 
 class Executor:
@@ -64,7 +64,7 @@ class Executor:
 
     `shape` is that of the messages. With `train` false the forward ops build no graph
     (validation). With a `recorder` it is told when each op starts and stops. `wrap` may give every
-    action's call something around it. `replicas` is needed where the program synchronises
+    action's call something around it. `synchroniser` is needed where the program synchronises
     data-parallel replicas.
     """
 
@@ -78,14 +78,14 @@ class Executor:
         train: bool,
         recorder: Recorder | None = None,
         wrap: Callable[[Action, Call], Call] | None = None,
-        replicas: Synchroniser | None = None,
+        synchroniser: Synchroniser | None = None,
     ) -> None:
         self.program = program
         self.stages = stages
         self.channels = channels
         self.train = train
         self.recorder = recorder
-        self.replicas = replicas
+        self.synchroniser = synchroniser
         self._inbox: dict[Op, Tensor | None] = {}
         self._microbatches: Mapping[Key, MicroBatch] = {}
         self._expected: dict[int, list[tuple[Op, Shape]]] = defaultdict(list)
@@ -101,7 +101,7 @@ class Executor:
         if wrap is not None:
             self._calls = list(map(wrap, program.actions, self._calls))
         self._next = 0
-        self._opening: Opening | None = None
+        self._speculation: Speculation | None = None
 
     def begin(self, microbatches: Mapping[Key, MicroBatch]) -> None:
         """Start a step over this replica's micro-batches."""
@@ -112,7 +112,7 @@ class Executor:
         if self.recorder is not None:
             self.recorder.begin()  # waits for the device, and so for receives that are posted
         for peer, expected in self._expected.items():
-            first = len(expected) if self._opening is None else self._opening.arriving[peer]
+            first = len(expected) if self._speculation is None else self._speculation.arriving[peer]
             self.channels.incoming[peer].expect(expected[:first])
 
     @property
@@ -142,34 +142,34 @@ class Executor:
         self._run_to(len(self._calls))
         self.finish()
 
-    def set_opening(self, opening: Opening) -> None:
-        """Let steps be begun by :meth:`open` from now on."""
-        self._opening = opening
+    def set_speculation(self, speculation: Speculation) -> None:
+        """Let steps begin with :meth:`run_prefix` from now on."""
+        self._speculation = speculation
 
-    def open(self, microbatches: Mapping[Key, MicroBatch]) -> None:
-        """The opening of a step, to be followed by :meth:`go_on` or :meth:`give_up`."""
-        assert self._opening is not None
+    def run_prefix(self, microbatches: Mapping[Key, MicroBatch]) -> None:
+        """Begin a step by its prefix that can be undone; then :meth:`resume` or :meth:`abort`."""
+        assert self._speculation is not None
         self.begin(microbatches)
-        self._run_to(self._opening.actions)
+        self._run_to(self._speculation.actions)
 
-    def go_on(self) -> None:
-        """What follows the opening."""
-        assert self._opening is not None
+    def resume(self) -> None:
+        """Run what follows the prefix."""
+        assert self._speculation is not None
         for peer, expected in self._expected.items():
-            self.channels.incoming[peer].expect(expected[self._opening.arriving[peer] :])
+            self.channels.incoming[peer].expect(expected[self._speculation.arriving[peer] :])
         self._run_to(len(self._calls))
         self.finish()
 
-    def give_up(self) -> None:
-        """Leave nothing of the opening behind. All pipeline ranks do so, or none."""
-        assert self._opening is not None
+    def abort(self) -> None:
+        """Leave nothing of the prefix behind. All pipeline ranks do so, or none."""
+        assert self._speculation is not None
         taken = Counter(
             action.peer
-            for action in self.program.actions[: self._opening.actions]
+            for action in self.program.actions[: self._speculation.actions]
             if action.do == Do.RECV
         )
         for peer, channel in self.channels.incoming.items():
-            for _ in range(self._opening.arriving[peer] - taken[peer]):
+            for _ in range(self._speculation.arriving[peer] - taken[peer]):
                 channel.receive()
         self._inbox.clear()
         self.finish()
@@ -197,8 +197,8 @@ class Executor:
 
     def _watched(self, call: Call, stage: int) -> Call:
         """An operation whose gradients may leave as they come in."""
-        assert self.replicas is not None
-        queue, watch = self.stages[stage].queue, partial(self.replicas.gradient_came, stage)
+        assert self.synchroniser is not None
+        queue, watch = self.stages[stage].queue, partial(self.synchroniser.gradient_came, stage)
 
         def run() -> None:
             queue.watch = watch
@@ -236,14 +236,14 @@ class Executor:
         return call_and_acknowledge
 
     def _bind_synchronisation(self, action: Action) -> Call:
-        assert self.replicas is not None
-        replicas, stage = self.replicas, action.stage
+        assert self.synchroniser is not None
+        together, stage = self.synchroniser, action.stage
         run = {
-            Do.REDUCE: replicas.reduce,
-            Do.OPEN: replicas.open_grads,
-            Do.UNSHARD: replicas.unshard,
-            Do.AWAIT: replicas.await_weights,
-            Do.RESHARD: replicas.reshard,
+            Do.REDUCE: together.reduce,
+            Do.OPEN: together.open_grads,
+            Do.UNSHARD: together.unshard,
+            Do.AWAIT: together.await_weights,
+            Do.RESHARD: together.reshard,
         }[action.do]
         return lambda: run(stage)
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch.profiler import record_function
 
-from megapipe.schedule.lower import Action, Do
+from megapipe.schedule.program import Action, Do
 
 
 def name_of(action: Action) -> str:

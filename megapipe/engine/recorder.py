@@ -1,8 +1,8 @@
 """Measured timelines: when each operation of a step ran, on every rank.
 
 A :class:`Recorder` stamps the operations of one rank; the ranks' :class:`Record` s together become
-a :class:`~megapipe.schedule.simulate.Timeline`, which is drawn, traced and analysed as a simulated
-one is, and costs that can be given back to the simulator.
+a :class:`~megapipe.schedule.timing.simulate.Timeline`, which is drawn, traced and analysed as a
+simulated one is, and costs that can be given back to the simulator.
 
 Clocks. On the CPU a stamp is CLOCK_MONOTONIC, which all ranks of a host share. On a GPU it is an
 event of the current stream, counted from one that is recorded at :meth:`Recorder.begin` when the
@@ -26,7 +26,7 @@ import torch
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.ir import Kind, Op, Schedule
-from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.timing.simulate import Timeline
 
 
 class Computed(Protocol):

@@ -13,11 +13,11 @@ from collections import deque
 from torch import Tensor
 from torch.nn import functional
 
-from megapipe.axis import Axis
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.collectives import all_gather
+from megapipe.distributed.shares import share
 from megapipe.engine.channels import Channels, Expected, Incoming, Outgoing, Shape
-from megapipe.plan.links import share
 from megapipe.schedule.ir import Op
-from megapipe.tensor_parallel.collectives import all_gather
 
 
 class ScatteredOutgoing:

@@ -4,7 +4,7 @@ The stage keeps, per (micro-batch, slice) in flight, the input (whose ``.grad`` 
 and the *edge* of the output in the autograd graph, not the output itself: once sent, the output's
 memory is free while its graph waits for the gradient. A stage that recomputes keeps the input
 alone, until it builds the graph for the backward (Chen et al., 1604.06174); what other stages keep
-of their blocks is up to their policies (:mod:`megapipe.engine.activations`).
+of their blocks is up to their policies (:mod:`megapipe.layers.recompute`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megapipe.engine.activations import Entrance, run_backward
-from megapipe.engine.weight_grad import WeightGradQueue, accumulate_in_main_grad
-from megapipe.model.carry import Carry
-from megapipe.model.gpt import GPTStage
-from megapipe.model.microbatch import MicroBatch
-from megapipe.plan.activations import Unit
-from megapipe.tensor_parallel.parameter import spec_of
+from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import spec_of
+from megapipe.layers.policy import Unit
+from megapipe.layers.recompute import Entrance, run_backward
+from megapipe.layers.weight_grad import WeightGradQueue, accumulate_in_main_grad
+from megapipe.model.gpt.stage import GPTStage
 
 Key = tuple[int, int]
 """(micro-batch, slice) as the schedule numbers them."""
@@ -55,7 +55,7 @@ class Stage:
         self.queue: WeightGradQueue = module.sharding.queue
         self._in_flight: dict[Key, _InFlight] = {}
         self._inputs: dict[Key, tuple[Tensor | None, MicroBatch]] = {}
-        self._carries: dict[int, Carry] = {}
+        self._caches: dict[int, KVCache] = {}
         self._unit: Tensor | None = None
         """Gradient of the loss by itself, on the last stage."""
         self.loss_sums: dict[Key, Tensor] = {}
@@ -76,7 +76,7 @@ class Stage:
             self.module.train(train)
         self._in_flight.clear()
         self._inputs.clear()
-        self._carries.clear()
+        self._caches.clear()
         self.loss_sums.clear()
         self.queue.clear()
 
@@ -109,8 +109,8 @@ class Stage:
         x, edge = self._in_flight.pop(key)
         self.queue.open(key)
         run_backward((edge,), (self._unit if grad is None else grad,), False, False, (), True, True)
-        if key[1] == 0 and self._carries:
-            del self._carries[key[0]]
+        if key[1] == 0 and self._caches:
+            del self._caches[key[0]]
         if x is None:
             return None
         grad, x.grad = x.grad, None
@@ -138,7 +138,7 @@ class Stage:
             x = source.of(x)
         elif x is not None:
             source = x = x.detach().requires_grad_()
-        y = self.module(x, mb, self._carry_of(key, mb), graph_only=graph_only)
+        y = self.module(x, mb, self._cache_of(key, mb), graph_only=graph_only)
         root = y
         if self.is_last:
             root = y * mb.scale
@@ -147,14 +147,14 @@ class Stage:
         self._in_flight[key] = _InFlight(source, get_gradient_edge(root))
         return y.detach()
 
-    def _carry_of(self, key: Key, mb: MicroBatch) -> Carry | None:
+    def _cache_of(self, key: Key, mb: MicroBatch) -> KVCache | None:
         microbatch, slice_ = key
         if mb.sequence_length is None:
             assert slice_ == 0, f"slice {slice_} is of a sequence whose length is not given"
             return None
         if slice_ == 0:
-            self._carries[microbatch] = Carry(mb.sequence_length)
-        return self._carries[microbatch]
+            self._caches[microbatch] = KVCache(mb.sequence_length)
+        return self._caches[microbatch]
 
     def _emit(self, key: Key, y: Tensor) -> Tensor | None:
         if not self.is_last:

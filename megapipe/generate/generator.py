@@ -14,16 +14,16 @@ from torch.nn import Parameter
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
+from megapipe.distributed.mesh import Axis
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.generate.reading import Reading
 from megapipe.generate.sampling import Sampling, choose
 from megapipe.generate.text import TextStream
-from megapipe.mesh import Axis
-from megapipe.model.config import ModelConfig
-from megapipe.model.gpt import TORCH_DTYPES, GPTStage
+from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import owned_parameters
-from megapipe.tensor_parallel.parameter import Sharding, spec_of
 
 
 def find_checkpoint(path: Path) -> Checkpoint:

@@ -1,9 +1,9 @@
 """Texts that a model reads as they grow, each token once.
 
-Keys and values of all that was read stay in a :class:`~megapipe.model.carry.Carry`, as those of the
-slices of a sequence do in training: a token is a slice of one position. Texts of unequal length end
-at the same column; to attention the columns before a text are a document that it does not see, and
-its positions count from its own first token::
+Keys and values of all that was read stay in a :class:`~megapipe.layers.kv_cache.KVCache`, as those
+of the slices of a sequence do in training: a token is a slice of one position. Texts of unequal
+length end at the same column; to attention the columns before a text are a document that it does
+not see, and its positions count from its own first token::
 
     column     0  1  2  3  4          column 5: one more token of each
     text 0     ·  ·  T  h  e
@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megapipe.model.carry import Carry
-from megapipe.model.gpt import GPTStage
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.model.gpt.stage import GPTStage
 from megapipe.ops.documents import Documents, document_ids
 
 
@@ -69,7 +69,7 @@ class Reading:
         """First token of each text that the columns show."""
         self._read = 0
         """Columns whose keys and values are there."""
-        self._carry = Carry(self._columns)
+        self._cache = KVCache(self._columns)
 
     @torch.no_grad()
     def logits(self) -> Tensor:
@@ -86,7 +86,7 @@ class Reading:
             sequence_length=self.context,
         )
         self._read = stop
-        return self.model.logits(None, mb, self._carry, last=True)[0]
+        return self.model.logits(None, mb, self._cache, last=True)[0]
 
     def append(self, tokens: Sequence[int | None]) -> None:
         """Append a token to each text; those with None are at an end and are left out from now."""
@@ -96,7 +96,7 @@ class Reading:
             self._starts = [self._starts[i] for i in kept]
             rows = torch.tensor(kept, dtype=torch.int64)
             self._tokens, self._padding = self._tokens[rows], self._padding[rows]
-            self._carry.keep(rows.to(self.device))
+            self._cache.keep(rows.to(self.device))
         for text, i in zip(self.texts, kept, strict=True):
             token = tokens[i]
             assert token is not None
@@ -108,7 +108,7 @@ class Reading:
         if starts == self._starts and self._read < self._columns:
             self._tokens[:, self._read] = torch.tensor([text[-1] for text in self.texts])
             return self._read, self._read + 1
-        self._starts, self._carry = starts, Carry(self._columns)
+        self._starts, self._cache = starts, KVCache(self._columns)
         windows = [text[start:] for text, start in zip(self.texts, starts, strict=True)]
         stop = max(map(len, windows))
         self._padding = torch.tensor([stop - len(window) for window in windows])

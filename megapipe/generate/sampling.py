@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megapipe.errors import ConfigError, NumericError
-from megapipe.tensor_parallel.rng import seed_of
+from megapipe.layers.rng import seed_of
 
 
 @dataclass(frozen=True)

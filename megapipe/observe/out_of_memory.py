@@ -8,7 +8,7 @@ import torch
 
 from megapipe.config import Config
 from megapipe.errors import OutOfMemory
-from megapipe.layout import Layout
+from megapipe.layout.layout import Layout
 from megapipe.plan.report import report
 
 HISTORY = 100_000

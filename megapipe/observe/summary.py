@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megapipe import cli
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.layout import resolve
+from megapipe.layout.resolve import resolve
 from megapipe.observe.console import duration
 
 

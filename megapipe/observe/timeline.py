@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.idle import Idle, idle
 from megapipe.schedule.render.picture import picture
-from megapipe.schedule.render.stack import stack
+from megapipe.schedule.render.scene import stack
 from megapipe.schedule.render.vector import to_svg
-from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.trace import trace
+from megapipe.schedule.timing.idle import Idle, idle
+from megapipe.schedule.timing.simulate import Timeline, simulate
+from megapipe.schedule.timing.trace import trace
 
 
 def write_timeline(folder: Path, step: int, measured: Timeline, plan: Cost) -> str:

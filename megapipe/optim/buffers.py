@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megapipe.mesh import Axis, ParallelMesh
-from megapipe.model.gpt import GPTStage
+from megapipe.distributed.mesh import Axis, ParallelMesh
+from megapipe.layers.parameter import ParameterSpec, spec_of
+from megapipe.model.gpt.parameters import WORD_EMBEDDING
+from megapipe.model.gpt.stage import GPTStage
 from megapipe.optim.policy import BucketGroups, ZeroPolicy
 from megapipe.plan.buckets import Sized, aligned, chunk_length, cut
-from megapipe.plan.params import WORD_EMBEDDING
-from megapipe.tensor_parallel.parameter import ParameterSpec, spec_of
 
 
 class Owned(NamedTuple):
@@ -75,9 +75,9 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Bucket:
-    """Flat weights and main gradients of a stage or of a piece of it, or of the tied embedding.
+    """Flat weights and main gradients of a stage or of a part of it, or of the tied embedding.
 
-    `index` is the stage number; the tied bucket's is the number of stages. `start` is where a piece
+    `index` is the stage number; the tied bucket's is the number of stages. `start` is where a part
     would begin in one bucket of the whole stage. Gradients are summed over `shard` x `replicate`;
     the members of `shard` own equal slices. Regions and slices are :func:`aligned`, with zeros in
     between. A `shared` bucket has several stages or several holders: `holders` of these are
@@ -109,7 +109,7 @@ class Bucket:
         self.holders = holders
         self.sharded_grads = sharded_grads
         self.sharded_weights = sharded_weights
-        uses = sorted({spec_of(owned.parameter).replica for owned in parameters})
+        uses = sorted({spec_of(owned.parameter).use for owned in parameters})
         ordered = sorted(parameters, key=lambda owned: _region_key(spec_of(owned.parameter)))
         places: dict[str, Entry] = {}
         stop, region = 0, None
@@ -132,7 +132,7 @@ class Bucket:
             spec = spec_of(owned.parameter)
             entry = places[spec.name]
             new = Parameter(self.view(self.weights, entry))
-            grad = self.view(self.grads[uses.index(spec.replica)], entry)
+            grad = self.view(self.grads[uses.index(spec.use)], entry)
             if sharded_grads and spec.by_autograd:
                 grad = self._early[spec.name] = torch.zeros_like(grad)
             cast(Any, new).main_grad = grad
@@ -248,13 +248,13 @@ def make_buckets(
             Sized(name, spec.numel, spec.decay, spec.split_dim is not None)
             for name, spec in specs.items()
         )
-        for piece in cut(sized, least):
+        for own in cut(sized, least):
             yield Bucket(
                 index,
-                [each for each in owned if spec_of(each.parameter).name in piece.names],
+                [each for each in owned if spec_of(each.parameter).name in own.names],
                 axes.shard,
                 mesh.device,
-                start=piece.start,
+                start=own.start,
                 replicate=axes.replicate,
                 shared=shared,
                 holders=len(set(ranks)) if in_process else 1,

@@ -1,4 +1,4 @@
-"""When the pieces of a stage's gradients leave: each as soon as nothing is added to it any more."""
+"""When the buckets of a stage's gradients leave: each as soon as nothing is added to it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from torch.nn import Parameter
 
+from megapipe.layers.parameter import spec_of
 from megapipe.optim.shard import Shard
-from megapipe.tensor_parallel.parameter import spec_of
 
 
 class Departure:
-    """The pieces of one stage, in the order in which a backward completes them.
+    """The buckets of one stage, in the order in which a backward completes them.
 
-    A backward goes through the matrices one by one. So a piece is complete when the gradient of a
+    A backward goes through the matrices one by one. So a bucket is complete when the gradient of a
     matrix of a later one has come in, and none of its own waits to be computed. What is no such
     matrix says nothing: it may come at any time, and leaves last.
     """
@@ -21,12 +21,12 @@ class Departure:
     def __init__(self) -> None:
         self.shards: list[Shard] = []
         self._place: dict[str, int] = {}
-        """The piece of each matrix that is cut by: all but a tied one, which is in none."""
+        """The bucket of each matrix that is cut by: all but a tied one, which is in none."""
         self._left = 0
         """How many have left in this run of weight gradients."""
 
     def add(self, shard: Shard) -> None:
-        """The piece that leaves after those there are."""
+        """The bucket that leaves after those there are."""
         for entry in shard.bucket.entries:
             if entry.spec.decay and entry.spec.split_dim is not None:
                 self._place[entry.spec.name] = len(self.shards)

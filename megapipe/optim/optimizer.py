@@ -1,7 +1,7 @@
 """The optimizer of one process: reduces, clips and applies the gradients of its buckets.
 
 The pipeline's programs say when a stage's gradients are sent off and when its weights are needed
-(:mod:`megapipe.schedule.synchronise`); what then happens is the buckets' business
+(:mod:`megapipe.schedule.data_parallel`); what then happens is the buckets' business
 (:mod:`megapipe.optim.shard`), and how a slice is updated that of the rule
 (:mod:`megapipe.optim.rules`).
 """
@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megapipe.config import OptimizerConfig
-from megapipe.mesh import ParallelMesh
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.layers.parameter import ParameterSpec
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.buffers import Bucket, Entry
 from megapipe.optim.departure import Departure
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
-from megapipe.optim.store import StatePolicy
-from megapipe.tensor_parallel.parameter import ParameterSpec
+from megapipe.optim.state_store import StatePolicy
 
 
 class OwnSlice(NamedTuple):
-    """This rank's share of one parameter: flat range [start, stop) of its local box."""
+    """This rank's share of one parameter: flat range [start, stop) of its local region."""
 
     spec: ParameterSpec
     start: int
@@ -121,7 +121,7 @@ class Optimizer:
             return
         for earlier in self.shards:
             if earlier not in own:
-                earlier.go_on_reducing()
+                earlier.advance_reduction()
         if self._sharded(stage):
             self._reducing.append(stage)
         self._own[stage].rest()
@@ -148,7 +148,7 @@ class Optimizer:
             if shard.bucket.index == self.stages:
                 shard.start_reduce()
         for shard in self.shards:
-            shard.go_on_reducing()
+            shard.advance_reduction()
         self._reducing.clear()
         squares = torch.zeros(self.stages + 1, dtype=torch.float64, device=self.mesh.device)
         for shard in self.shards:
@@ -208,7 +208,7 @@ class Optimizer:
 
     @torch.no_grad()
     def set_weights(self, fill: Callable[[ParameterSpec, Tensor], None]) -> None:
-        """Set every local weight: `fill(spec, out)` writes a box of a global tensor.
+        """Set every local weight: `fill(spec, out)` writes a region of a global tensor.
 
         Masters get the values in full precision, weights in the model dtype.
         """
@@ -217,7 +217,7 @@ class Optimizer:
             shard.set_weights(entry, values)
 
     def set_states(self, steps: int, fill: Callable[[str, ParameterSpec, Tensor], None]) -> None:
-        """Set the states after `steps`: `fill(name, spec, out)` writes a box of a global tensor."""
+        """Set the states after `steps`: `fill(name, spec, out)` writes one region."""
         self.count = steps
         for name in self.rule.states:
             for shard, entry, values in self._entries():

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from megapipe.config import OptimizerConfig
-from megapipe.mesh import Axis, ParallelMesh
+from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.plan.buckets import zero_stage
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -48,7 +48,7 @@ class ZeroPolicy:
     reduce_dtype: torch.dtype | None = None
     """Type in which gradients travel; None: that of the main gradients."""
     chunk_mib: float | None = None
-    """Least size of the pieces in which a stage's gradients are reduced; None: in one."""
+    """Least size of the buckets in which a stage's gradients are reduced; None: in one."""
 
     @classmethod
     def of(cls, config: OptimizerConfig, dp: int) -> ZeroPolicy:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapipe.mesh import Axis
-from megapipe.tensor_parallel.collectives import (
+from megapipe.distributed.collectives import (
     Wait,
     all_gather,
     done,
@@ -14,14 +13,15 @@ from megapipe.tensor_parallel.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
+from megapipe.distributed.mesh import Axis
 
 
 class Reduction:
     """The sum of a flat array over shard x replicate, of which this rank gets its slice.
 
     Begins when it is made, and does not hold up the computation: first within the shard group, and
-    of the slices between groups from :meth:`go_on` on. With `dtype` values travel in that type and
-    are added up in their own: pieces are exchanged, then each owner adds its own in rank order.
+    of the slices between groups from :meth:`advance` on. With `dtype` values travel in that type
+    and are added up in their own: pieces are exchanged, then each owner adds its own in rank order.
     `grads` must stay untouched until :meth:`wait` returns.
     """
 
@@ -38,7 +38,7 @@ class Reduction:
         self._wait: Wait = done
         self._begin()
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Begin what follows the sum within the shard group, which is waited for."""
         if len(self._hops) > 1:
             self._complete()

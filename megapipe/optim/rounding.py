@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapipe.tensor_parallel.rng import seed_of
+from megapipe.layers.rng import seed_of
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megapipe.config import OptimizerConfig
+from megapipe.dtypes import Dtype
 from megapipe.errors import CheckpointError, NumericError
-from megapipe.model.config import Dtype
 
 FIRST = 2.0**16
 LARGEST = 2.0**24

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.mesh import Axis
+from megapipe.distributed.collectives import Wait, all_reduce, done, start_all_gather
+from megapipe.distributed.mesh import Axis
 from megapipe.optim.buffers import Bucket, Entry
 from megapipe.optim.norm import squared_norm
 from megapipe.optim.reduction import Reduction
-from megapipe.optim.store import StatePolicy, Store
-from megapipe.tensor_parallel.collectives import Wait, all_reduce, done, start_all_gather
+from megapipe.optim.state_store import StatePolicy, Store
 
 
 class Segment(NamedTuple):
@@ -103,10 +103,10 @@ class Shard:
             bucket.grads[0], bucket.shard, bucket.replicate, self.reduce_dtype
         )
 
-    def go_on_reducing(self) -> None:
+    def advance_reduction(self) -> None:
         """Begin the second part, if there is one, of the reduction that was sent off."""
         if self._reduction is not None:
-            self._reduction.go_on()
+            self._reduction.advance()
 
     def finish_reduce(self) -> None:
         """Wait for what was sent off, and add it to `grad`."""

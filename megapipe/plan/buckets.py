@@ -1,6 +1,6 @@
 """The flat buffers of a process, counted before it exists: what is reduced, sharded and gathered.
 
-A stage's parameters lie in one bucket, or in one for each piece in which they are reduced, and tied
+A stage's parameters lie in one bucket, or in several that are reduced one by one, and tied
 embeddings in one of their own; see :mod:`megapipe.optim.buffers`, whose sizes these are.
 """
 
@@ -11,9 +11,9 @@ from math import prod
 from typing import NamedTuple
 
 from megapipe.config import Config, OptimizerConfig
-from megapipe.layout import Layout
-from megapipe.plan.params import (
-    DTYPE_BYTES,
+from megapipe.dtypes import main_bytes
+from megapipe.layout.layout import Layout
+from megapipe.model.gpt.parameters import (
     WORD_EMBEDDING,
     Shapes,
     is_split,
@@ -33,11 +33,6 @@ def aligned(length: int, parts: int = 1) -> int:
     return -(-length // multiple) * multiple
 
 
-def main_bytes(dtype: str) -> int:
-    """Size of a main gradient, master weight or moment of a model in `dtype`."""
-    return max(DTYPE_BYTES[dtype], 4)
-
-
 class Sized(NamedTuple):
     """A parameter as a process holds it."""
 
@@ -48,7 +43,7 @@ class Sized(NamedTuple):
     """Split over tp; otherwise every tp rank holds the same values."""
 
 
-class Piece(NamedTuple):
+class Cut(NamedTuple):
     """Parameters of a stage that are reduced together."""
 
     names: frozenset[str]
@@ -56,29 +51,29 @@ class Piece(NamedTuple):
     """Where they begin in the one buffer that the whole stage would have."""
 
 
-def cut(parameters: Iterable[Sized], least: int | None) -> list[Piece]:
-    """A stage's parameters, which come in the order of the forward, in pieces of `least` values.
+def cut(parameters: Iterable[Sized], least: int | None) -> list[Cut]:
+    """Cut a stage's parameters, in the order of the forward, into buckets of `least` values.
 
     In the order in which a backward completes them: matrices that are split over tp, the last
-    layers first, then everything else. The piece of the first matrices may be smaller. One piece if
-    there is too little to cut, or `least` is None.
+    layers first, then everything else. The bucket of the first matrices may be smaller. There is
+    one bucket if there is too little to cut, or `least` is None.
     """
     listed = list(parameters)
     matrices = [each for each in listed if each.decays and each.split]
     start = total = sum(each.numel for each in matrices)
     stop, names = total, list[str]()
-    pieces = []
+    cuts = []
     for each in reversed(matrices):
         start -= each.numel
         names.append(each.name)
         full = least is not None and stop - start >= least
         if start == 0 or (full and start % ALIGNMENT == 0):
-            pieces.append(Piece(frozenset(names), start))
+            cuts.append(Cut(frozenset(names), start))
             stop, names = start, []
-    if len(pieces) < 2:
-        return [Piece(frozenset(each.name for each in listed), 0)]
+    if len(cuts) < 2:
+        return [Cut(frozenset(each.name for each in listed), 0)]
     rest = frozenset(each.name for each in listed if not (each.decays and each.split))
-    return [*pieces, Piece(rest, aligned(total))] if rest else pieces
+    return [*cuts, Cut(rest, aligned(total))] if rest else cuts
 
 
 def chunk_length(chunk_mib: float | None, size: int) -> int | None:
@@ -171,8 +166,8 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
         groups = _groups(config, layout, (0,) if alone else tuple(sorted(set(ranks))))
         local = {name: local_shape(name, shape, layout.tp) for name, shape in shapes.items()}
         whole = shared or all(group.members == 1 for group in groups)
-        for piece in cut(_sized(local), None if whole else least):
-            own = {name: shape for name, shape in local.items() if name in piece.names}
+        for own_cut in cut(_sized(local), None if whole else least):
+            own = {name: shape for name, shape in local.items() if name in own_cut.names}
             yield BucketPlan(stage, own, *groups, shared)
 
     tied_uses = 0

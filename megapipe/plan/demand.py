@@ -3,12 +3,12 @@
 from fractions import Fraction
 
 from megapipe.config import Config
-from megapipe.layout import Layout
-from megapipe.plan.flops import token_flops
-from megapipe.plan.in_flight import Activations, peak_activations
+from megapipe.layout.layout import Layout
+from megapipe.model.gpt.flops import token_flops
+from megapipe.plan.activation_memory import Activations, peak_activations
 from megapipe.plan.memory import ModelMemory, model_memory
 from megapipe.plan.pace import Speeds
-from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.timing.simulate import Timeline
 
 
 def process_memory(config: Config, layout: Layout) -> list[tuple[ModelMemory, Activations]]:

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megapipe.config import Config, OptimizerConfig
-from megapipe.layout import Layout
-from megapipe.plan.buckets import BucketPlan, main_bytes, process_buckets, zero_stage
-from megapipe.plan.params import DTYPE_BYTES
+from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.layout.layout import Layout
+from megapipe.plan.buckets import BucketPlan, process_buckets, zero_stage
 from megapipe.plan.replicas import replica_actions
-from megapipe.schedule.lower import Action, Do
+from megapipe.schedule.program import Action, Do
 
 _STATES = {"adamw": 2, "adam": 2, "lamb": 2, "muon": 2, "sgd": 1, "lars": 1, "lion": 1}
 """Values that an update rule remembers for each parameter."""

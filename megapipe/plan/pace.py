@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 from megapipe.config import Config
-from megapipe.layout import Layout
+from megapipe.dtypes import DTYPE_BYTES
+from megapipe.layout.chunks import most_tokens
+from megapipe.layout.costs import scaled
+from megapipe.layout.devices import device, local_device
+from megapipe.layout.layout import Layout
+from megapipe.layout.links import scatters, speed
+from megapipe.model.gpt.flops import layer_flops
 from megapipe.plan.buckets import BucketPlan, process_buckets, zero_stage
-from megapipe.plan.chunks import most_tokens
-from megapipe.plan.costs import scaled
-from megapipe.plan.devices import device, local_device
-from megapipe.plan.flops import layer_flops
-from megapipe.plan.links import scatters, speed
-from megapipe.plan.params import DTYPE_BYTES
 from megapipe.plan.traffic import (
     Exchange,
     message_bytes,
     operation_traffic,
     reduction,
 )
-from megapipe.schedule.cost import WHOLE, Cost, Leaving, Pieces
+from megapipe.schedule.cost import WHOLE, Buckets, Cost, Leaving
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import pairs
-from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.timing.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
     tokens = config.train.sequence_length * config.train.microbatch
     rate = speeds.tflops * 1e12 * speeds.efficiency
     computed = scaled(layout.cost, tokens / layout.tp / rate)
-    reduce, gather, pieces = _replicas(config, layout)
+    reduce, gather, buckets = _replicas(config, layout)
     stride = layout.tp * layout.cp * layout.dp
 
     kinds = ("F", "I", "W", "B")
@@ -109,7 +109,7 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
         message=message_bytes(config, layout),
         reduce=tuple(reduce),
         gather=tuple(gather),
-        pieces=pieces,
+        buckets=buckets,
         zero=zero_stage(config.optimizer, layout.dp),
         prefetch=config.optimizer.prefetch,
         chunked_loss=most_tokens(config) > 0,
@@ -132,14 +132,14 @@ def _between(config: Config, first: int, second: int) -> float:
     return 1e9 * (parallel.node_gb_s if same else parallel.network_gb_s)
 
 
-def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float], Pieces]:
+def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float], Buckets]:
     """Seconds to reduce each stage's gradients once, and to gather its weights; and by stage the
-    pieces of its reduction.
+    buckets of its reduction.
 
     A tied matrix, which is in no stage, is counted with the first of its stages on each process,
-    in the piece that leaves last.
+    in the bucket that leaves last.
     """
-    gather, pieces = [0.0] * layout.stages, [[0.0] for _ in range(layout.stages)]
+    gather, reduced_in = [0.0] * layout.stages, [[0.0] for _ in range(layout.stages)]
     leaving = [[1.0] for _ in range(layout.stages)]
     for rank in range(layout.pp):
         buckets = list(process_buckets(config, layout, rank))
@@ -147,16 +147,16 @@ def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float],
         tied = own.pop(layout.stages, None)
         for stage, group in own.items():
             both = [_exchanged(config, layout, bucket) for bucket in group]
-            pieces[stage] = [reduced for reduced, _ in both]
+            reduced_in[stage] = [reduced for reduced, _ in both]
             gather[stage] = sum(gathered for _, gathered in both)
             leaving[stage] = _complete(group)
         if tied is not None:
             reduced, gathered = _exchanged(config, layout, *tied)
             ends = [stage for stage in (0, layout.stages - 1) if stage in own]
             first = ends[0] if ends else 0
-            pieces[first][-1] += reduced
+            reduced_in[first][-1] += reduced
             gather[first] += gathered
-    return [sum(own) for own in pieces], gather, tuple(map(_shares, leaving, pieces))
+    return [sum(own) for own in reduced_in], gather, tuple(map(_shares, leaving, reduced_in))
 
 
 def _complete(buckets: Sequence[BucketPlan]) -> list[float]:

@@ -1,14 +1,14 @@
 """How often a process reduces gradients and gathers weights with its replicas in a step, counted
-before it exists: from the very actions that :mod:`megapipe.schedule.synchronise` gives it."""
+before it exists: from the very actions that :mod:`megapipe.schedule.data_parallel` gives it."""
 
 from collections.abc import Collection, Sequence
 
 from megapipe.config import Config
-from megapipe.layout import Layout
+from megapipe.layout.chunks import most_tokens
+from megapipe.layout.layout import Layout
 from megapipe.plan.buckets import zero_stage
-from megapipe.plan.chunks import most_tokens
-from megapipe.schedule.lower import Action, Do
-from megapipe.schedule.synchronise import for_zero, operations
+from megapipe.schedule.data_parallel import ReplicaPolicy, for_zero, operations
+from megapipe.schedule.program import Action, Do
 
 
 def replica_actions(config: Config, layout: Layout, rank: int) -> list[list[Action]]:
@@ -18,9 +18,11 @@ def replica_actions(config: Config, layout: Layout, rank: int) -> list[list[Acti
     programs = for_zero(
         (operations(schedule, own) for own in ranks),
         schedule,
-        zero=zero_stage(config.optimizer, layout.dp),
-        prefetch=config.optimizer.prefetch,
-        chunked_loss=most_tokens(config) > 0,
+        ReplicaPolicy(
+            zero_stage(config.optimizer, layout.dp),
+            config.optimizer.prefetch,
+            chunked_loss=most_tokens(config) > 0,
+        ),
     )
     return [
         [action for action in program.actions if action.do != Do.COMPUTE] for program in programs

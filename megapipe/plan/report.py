@@ -3,35 +3,29 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megapipe.checks import shortened
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.layout import Layout
+from megapipe.layers.policy import padded_vocabulary
+from megapipe.layout.activations import stage_units
+from megapipe.layout.checks import shortened
+from megapipe.layout.costs import stage_work
+from megapipe.layout.layout import Layout
+from megapipe.layout.slices import slice_shares
+from megapipe.model.gpt.flops import head_flops, layer_flops, token_flops
+from megapipe.model.gpt.parameters import count, count_held, known, parameter_shapes, stage_shapes
 from megapipe.model.partition import StageSpec, format_layout, from_counts, parse_layout, rank_loads
-from megapipe.plan.activations import stage_units
 from megapipe.plan.buckets import zero_stage
-from megapipe.plan.costs import stage_work
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
-from megapipe.plan.flops import head_flops, layer_flops, token_flops
 from megapipe.plan.pace import Speeds, expected
-from megapipe.plan.params import (
-    count,
-    count_held,
-    known,
-    padded_vocabulary,
-    parameter_shapes,
-    stage_shapes,
-)
-from megapipe.plan.slices import slice_shares
 from megapipe.plan.traffic import by_axis, message_bytes, step_traffic
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.ledger import peak_held, volume, weight_copies
 from megapipe.schedule.lower import pairs
+from megapipe.schedule.memory import peak_held, volume, weight_copies
+from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render import text as draw
-from megapipe.schedule.simulate import Timeline
-from megapipe.schedule.validate import validate
+from megapipe.schedule.timing.simulate import Timeline
 
 
 def report(config: Config, layout: Layout) -> str:

@@ -14,7 +14,7 @@ is an all-gather and a reduce-scatter, and the weight gradients gather again wha
 inputs, and where they wait for ``W`` the gradients too.
 Gradients are reduced and weights gathered once per step, with ZeRO-2 and 3 (1910.02054) after each
 run of weight gradients and before each run of uses. The pipeline sends x and its gradient, or
-shares of them that are gathered on arrival (:mod:`megapipe.plan.links`). What
+shares of them that are gathered on arrival (:mod:`megapipe.layout.links`). What
 the optimizers that look at whole parameters (LARS, LAMB, Muon) and ``pipeline.debug`` add is not
 counted.
 """
@@ -27,18 +27,13 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from megapipe.config import Config
-from megapipe.layout import Layout
-from megapipe.plan.buckets import (
-    BucketPlan,
-    Group,
-    main_bytes,
-    process_buckets,
-    process_stages,
-    zero_stage,
-)
-from megapipe.plan.chunks import loss_chunk, most_tokens
-from megapipe.plan.links import scatters, share
-from megapipe.plan.params import DTYPE_BYTES
+from megapipe.distributed.shares import share
+from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.layers.policy import loss_chunk
+from megapipe.layout.chunks import most_tokens
+from megapipe.layout.layout import Layout
+from megapipe.layout.links import scatters
+from megapipe.plan.buckets import BucketPlan, Group, process_buckets, process_stages, zero_stage
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 from megapipe.schedule.ir import Kind
 
@@ -262,7 +257,7 @@ def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
     schedule = layout.schedule
     lengths = layout.slice_lengths if schedule.slices > 1 else (config.train.sequence_length,)
     alike = Counter(
-        (schedule.replica_of(microbatch), schedule.size_of(microbatch))
+        (schedule.direction_of(microbatch), schedule.size_of(microbatch))
         for microbatch in range(schedule.microbatches)
     )
     messages: Counter[int] = Counter()

@@ -7,7 +7,7 @@ that were sent before that one; see :mod:`megapipe.schedule.lower`.
 from array import array
 from typing import NamedTuple
 
-from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edge, Edges
+from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies, Link
 from megapipe.schedule.ir import JOINED, Schedule
 
 
@@ -25,30 +25,30 @@ class Channel(NamedTuple):
 
 def channels(schedule: Schedule) -> tuple[Channel, ...]:
     """The channels that a valid schedule uses, sorted by source and destination."""
-    edges = Edges(schedule)
-    lists = [edges.tokens(rank) for rank in range(schedule.placement.ranks)]
-    make_base = edges.base[1]
-    sent: dict[Edge, int] = {}
-    number = array("i", bytes(4 * edges.slots))
+    dependencies = Dependencies(schedule)
+    lists = [dependencies.codes(rank) for rank in range(schedule.placement.ranks)]
+    make_base = dependencies.base[1]
+    sent: dict[Link, int] = {}
+    number = array("i", bytes(4 * dependencies.slots))
     """By slot, the place of its message in its channel, from 1."""
-    for tokens in lists:
-        for token in tokens:
-            line = edges.outgoing[token & LOW]
+    for codes in lists:
+        for code in codes:
+            line = dependencies.outgoing[code & LOW]
             if line is not None:
-                sent[line] = number[make_base[token & LOW] + (token >> UNIT_SHIFT & UNITS)] = (
+                sent[line] = number[make_base[code & LOW] + (code >> PIECE_SHIFT & PIECES)] = (
                     sent.get(line, 0) + 1
                 )
     taken, consumed, depth = (dict.fromkeys(sent, 0) for _ in range(3))
-    for tokens in lists:
-        for index, token in enumerate(tokens):
-            if token >= JOINED:  # both inputs are taken before either operation runs
-                after = tokens[index + 1]
-                line = edges.incoming[after & LOW]
+    for codes in lists:
+        for index, code in enumerate(codes):
+            if code >= JOINED:  # both inputs are taken before either operation runs
+                after = codes[index + 1]
+                line = dependencies.incoming[after & LOW]
                 if line is not None:
-                    taken[line] = max(taken[line], number[edges.needed(after)])
-            line = edges.incoming[token & LOW]
+                    taken[line] = max(taken[line], number[dependencies.needed(after)])
+            line = dependencies.incoming[code & LOW]
             if line is not None:
-                taken[line] = max(taken[line], number[edges.needed(token)])
+                taken[line] = max(taken[line], number[dependencies.needed(code)])
                 depth[line] = max(depth[line], taken[line] - consumed[line])
                 consumed[line] += 1
     return tuple(Channel(*line, sent[line], depth[line]) for line in sorted(sent))

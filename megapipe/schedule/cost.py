@@ -16,15 +16,15 @@ PerLink = Time | Mapping[tuple[int, int], Time]
 
 
 class Leaving(NamedTuple):
-    """A piece of a stage's gradients that is reduced for itself."""
+    """A bucket of a stage's gradients that is reduced for itself."""
 
     after: Time
-    """Share of the last operation that adds gradients when those of the piece are complete."""
+    """Share of the last operation that adds gradients when those of the bucket are complete."""
     share: Time
     """Of the stage's reduction."""
 
 
-Pieces = tuple[tuple[Leaving, ...], ...]
+Buckets = tuple[tuple[Leaving, ...], ...]
 """By stage, in the order in which they leave."""
 WHOLE = (Leaving(1, 1),)
 """All gradients of a stage, after the operation."""
@@ -63,14 +63,14 @@ class Cost:
     """Of the jitter."""
     reduce: PerStage = 0
     """One reduction of a stage's gradients over its data-parallel peers."""
-    pieces: Pieces = ()
-    """The pieces of that reduction, the last of which leaves after the operation; by default each
+    buckets: Buckets = ()
+    """The buckets of that reduction, the last of which leaves after the operation; by default each
     stage is reduced as a whole. Stages that several ranks hold are."""
     gather: PerStage = 0
     """One gathering of a stage's parameters from its data-parallel peers."""
     zero: int = 1
     """The ZeRO stage, which says when there are reductions and gathers: see
-    :mod:`megapipe.schedule.collectives`."""
+    :mod:`megapipe.schedule.timing.data_parallel`."""
     prefetch: int = 1
     """Stages whose parameters ZeRO-3 gathers before they are needed."""
     chunked_loss: bool = False
@@ -142,26 +142,26 @@ class Cost:
         """
         return _row(what, getattr(self, what), stages)
 
-    def pieces_of(self, stages: int) -> Pieces:
-        """Pieces of each stage's reduction.
+    def buckets_of(self, stages: int) -> Buckets:
+        """Buckets of each stage's reduction.
 
         Raises:
-            ScheduleError: not one list of pieces per stage, or one whose shares are not 1 in all,
+            ScheduleError: not one list of buckets per stage, or one whose shares are not 1 in all,
                 or that do not leave one after the other, the last at the end.
         """
-        if self.pieces and len(self.pieces) != stages:
+        if self.buckets and len(self.buckets) != stages:
             raise ScheduleError(
-                f"cost pieces: {len(self.pieces)} lists for {stages} stages; give one per stage"
+                f"cost buckets: {len(self.buckets)} lists for {stages} stages; give one per stage"
             )
-        for stage, own in enumerate(self.pieces):
-            times = [piece.after for piece in own]
-            whole = abs(float(sum(piece.share for piece in own)) - 1) < 1e-9
+        for stage, own in enumerate(self.buckets):
+            times = [bucket.after for bucket in own]
+            whole = abs(float(sum(bucket.share for bucket in own)) - 1) < 1e-9
             if not (own and whole and times == sorted(times) and times[0] >= 0 and times[-1] == 1):
                 raise ScheduleError(
-                    f"cost pieces: those of stage {stage} are not shares of 1 that leave in order, "
-                    "the last at 1"
+                    f"cost buckets: those of stage {stage} are not shares of 1 that leave in "
+                    "order, the last at 1"
                 )
-        return self.pieces or (WHOLE,) * stages
+        return self.buckets or (WHOLE,) * stages
 
     def has_replicas(self, stages: int) -> bool:
         """Whether there is anything to gather or reduce.
@@ -198,7 +198,7 @@ class Cost:
         return plain(time + ratio(self.message * size, rate))
 
 
-def equal_pieces(count: int, stages: int) -> Pieces:
+def equal_buckets(count: int, stages: int) -> Buckets:
     """Each stage's reduction in so many, which leave one by one."""
     part = Fraction(1, count)
     return (tuple(Leaving(plain(part * (i + 1)), plain(part)) for i in range(count)),) * stages

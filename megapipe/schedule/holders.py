@@ -12,7 +12,7 @@ whatever, no circle can form.
 from bisect import bisect_right
 from typing import NamedTuple
 
-from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
+from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
 from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_MASK, STAGE_SHIFT, Kind, Schedule
 
 LENGTH = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1, Kind.R: 1}
@@ -54,30 +54,32 @@ def meetings(schedule: Schedule) -> list[list[Meeting]]:
 
 def _ends(schedule: Schedule) -> list[list[int]]:
     """By rank, when its operations end if messages take no time."""
-    edges = Edges(schedule)
-    need, make = edges.base
-    lists = [edges.tokens(rank) for rank in range(len(schedule.ops))]
+    dependencies = Dependencies(schedule)
+    need, make = dependencies.base
+    lists = [dependencies.codes(rank) for rank in range(len(schedule.ops))]
     ends: list[list[int]] = [[] for _ in lists]
     finished: dict[int, int] = {}
     waiting: dict[int, int] = {}
     ready = list(range(len(lists)))
     while ready:
         rank = ready.pop()
-        tokens, mine = lists[rank], ends[rank]
-        while len(mine) < len(tokens):
+        codes, mine = lists[rank], ends[rank]
+        while len(mine) < len(codes):
             first = len(mine)
-            together = tokens[first : first + (2 if tokens[first] >= JOINED else 1)]
-            units = [token >> UNIT_SHIFT & UNITS for token in together]
-            needed = [need[token & LOW] + u for token, u in zip(together, units, strict=True)]
-            missing = [slot for slot in needed if slot < edges.always and slot not in finished]
+            together = codes[first : first + (2 if codes[first] >= JOINED else 1)]
+            pieces = [code >> PIECE_SHIFT & PIECES for code in together]
+            needed = [need[code & LOW] + u for code, u in zip(together, pieces, strict=True)]
+            missing = [
+                slot for slot in needed if slot < dependencies.always and slot not in finished
+            ]
             if missing:
                 waiting[missing[0]] = rank
                 break
             end = max([finished.get(slot, 0) for slot in needed] + mine[-1:])
-            end += sum(LENGTH[Kind(token & KIND_MASK)] for token in together)
-            for token, unit in zip(together, units, strict=True):
+            end += sum(LENGTH[Kind(code & KIND_MASK)] for code in together)
+            for code, piece in zip(together, pieces, strict=True):
                 mine.append(end)
-                slot = make[token & LOW] + unit
+                slot = make[code & LOW] + piece
                 finished[slot] = end
                 if slot in waiting:
                     ready.append(waiting.pop(slot))

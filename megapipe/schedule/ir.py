@@ -112,7 +112,7 @@ def span(kind: Kind, stage: int, start: int, stop: int) -> range:
 class Schedule:
     """What every pipeline rank computes, in order.
 
-    Nothing but the sizes is checked here; :func:`megapipe.schedule.validate.validate` proves
+    Nothing but the sizes is checked here; :func:`megapipe.schedule.proof.validate.validate` proves
     that a schedule is complete and can be executed.
     """
 
@@ -127,8 +127,8 @@ class Schedule:
     part of a micro-batch counts as one."""
     forward_only: bool = False
     """The schedule has an F for each stage and micro-batch and nothing else."""
-    replica: tuple[int, ...] | None = None
-    """The replica of the placement that each micro-batch runs through; default: 0 for all."""
+    direction: tuple[int, ...] | None = None
+    """The direction of the placement that each micro-batch runs through; default: 0 for all."""
     slices: int = 1
     """Parts into which every sequence is cut. The F of a slice needs that of the slice before it
     on the same stage (its keys and values); backwards it is the other way round."""
@@ -152,7 +152,7 @@ class Schedule:
         for what, given, wanted, each in (
             ("lists of operations", self.ops, ranks, "rank"),
             ("limits", self.held_limit, ranks, "rank"),
-            ("replicas", self.replica, self.microbatches, "micro-batch"),
+            ("directions", self.direction, self.microbatches, "micro-batch"),
             ("sizes", self.sizes, self.microbatches, "micro-batch"),
         ):
             if given is not None and len(given) != wanted:
@@ -161,12 +161,12 @@ class Schedule:
                     f"schedule {self.name}: {len(given)} {what} for {wanted} {each}{plural}; "
                     f"one per {each} is needed"
                 )
-        replicas = len(self.placement.table)
-        for microbatch, replica in enumerate(self.replica or ()):
-            if not 0 <= replica < replicas:
+        directions = len(self.placement.table)
+        for microbatch, direction in enumerate(self.direction or ()):
+            if not 0 <= direction < directions:
                 raise ScheduleError(
-                    f"schedule {self.name}: micro-batch {microbatch} runs through replica "
-                    f"{replica}; replicas go from 0 to {replicas - 1}"
+                    f"schedule {self.name}: micro-batch {microbatch} runs through direction "
+                    f"{direction}; directions go from 0 to {directions - 1}"
                 )
         for microbatch, size in enumerate(self.sizes or ()):
             if not 0 < size <= 1:
@@ -175,9 +175,9 @@ class Schedule:
                     "sizes are above 0 and at most 1"
                 )
 
-    def replica_of(self, microbatch: int) -> int:
-        """The replica that a micro-batch runs through."""
-        return self.replica[microbatch] if self.replica else 0
+    def direction_of(self, microbatch: int) -> int:
+        """The direction that a micro-batch runs through."""
+        return self.direction[microbatch] if self.direction else 0
 
     def size_of(self, microbatch: int) -> Fraction:
         """The share of a whole micro-batch's rows that a micro-batch holds."""

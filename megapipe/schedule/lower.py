@@ -5,67 +5,19 @@ messages are FIFO: the sender posts each directly after the operation that makes
 takes them in that order, as late as it can, so directly before the operation that needs one it
 takes that one and all before it. Two joined operations count as one: messages for both are taken
 before, and those of both are posted after them. Why this cannot deadlock is in
-:mod:`megapipe.schedule.validate`. Neighbouring stages on one rank hand over by reference, without
-an action.
+:mod:`megapipe.schedule.proof.validate`. Neighbouring stages on one rank hand over by reference,
+without an action.
 """
 
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.placement import Placement
-from megapipe.schedule.validate import validate
-
-
-class Do(IntEnum):
-    """What an action does."""
-
-    COMPUTE = 0
-    SEND = 1
-    RECV = 2
-    REDUCE = 3
-    """Send off the gradients of a stage."""
-    OPEN = 4
-    """Make room for the gradients of a stage."""
-    UNSHARD = 5
-    """Begin to gather the weights of a stage."""
-    AWAIT = 6
-    """Wait until the weights of a stage are there."""
-    RESHARD = 7
-    """Let go of the gathered weights of a stage."""
-
-
-class Action(NamedTuple):
-    """One step of a rank's program.
-
-    A message is named by what it carries, alike at both ends: kind F is the output of the forward
-    of (stage, microbatch), for stage+1; kind I is the input gradient of its backward (I or B), for
-    stage-1. What data-parallel replicas do together names the stage alone
-    (:mod:`megapipe.schedule.synchronise`).
-    """
-
-    do: Do
-    kind: Kind
-    stage: int
-    microbatch: int
-    slice: int = 0
-    peer: int = -1
-    """The rank at the other end of a message."""
-    acks: int = 0
-    """On RECV: how many more of this rank's sends to the peer are known, now that this message is
-    here, to have been received: those that the peer received before it sent this message."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """What one rank does in a step, in order."""
-
-    rank: int
-    actions: tuple[Action, ...]
+from megapipe.schedule.program import Action, Do, Program
+from megapipe.schedule.proof.validate import validate
 
 
 class _Message(NamedTuple):
@@ -212,7 +164,7 @@ def _output(op: Op, schedule: Schedule) -> tuple[_Message, int] | None:
 def _crossing(
     kind: Kind, producer: int, op: Op, schedule: Schedule, other: int
 ) -> tuple[_Message, int] | None:
-    homes = schedule.placement.table[schedule.replica_of(op.microbatch)]
+    homes = schedule.placement.table[schedule.direction_of(op.microbatch)]
     if not 0 <= other < len(homes) or homes[other] == homes[op.stage]:
         return None
     return _Message(kind, producer, op.microbatch, op.slice), homes[other]

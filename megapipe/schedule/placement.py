@@ -8,33 +8,33 @@ from megapipe.errors import ScheduleError
 
 @dataclass(frozen=True)
 class Placement:
-    """A map from (replica, stage) to pipeline rank.
+    """A map from (direction, stage) to pipeline rank.
 
     Stages are numbered 0 .. stages-1 in the order in which a micro-batch visits them forward.
-    A second replica holds the same stages on other ranks (bidirectional pipelines).
+    A second direction holds the same stages on other ranks (bidirectional pipelines).
 
     Raises:
-        ScheduleError: a rank out of range, a rank without a stage, or replicas of unequal length.
+        ScheduleError: a rank out of range, a rank without a stage, or directions of unequal length.
     """
 
     ranks: int
     table: tuple[tuple[int, ...], ...]
-    """table[replica][stage] is the rank."""
+    """table[direction][stage] is the rank."""
 
     def __post_init__(self) -> None:
         if not self.table or not self.table[0]:
             raise ScheduleError("placement: it has no stage; at least one is needed")
         used = set()
-        for replica, row in enumerate(self.table):
+        for direction, row in enumerate(self.table):
             if len(row) != len(self.table[0]):
                 raise ScheduleError(
-                    f"placement: replica {replica} has {len(row)} stages, replica 0 has "
+                    f"placement: direction {direction} has {len(row)} stages, direction 0 has "
                     f"{len(self.table[0])}; all need the same number"
                 )
             for stage, rank in enumerate(row):
                 if not 0 <= rank < self.ranks:
                     raise ScheduleError(
-                        f"placement: stage {stage} of replica {replica} is on rank {rank}; "
+                        f"placement: stage {stage} of direction {direction} is on rank {rank}; "
                         f"ranks go from 0 to {self.ranks - 1}"
                     )
                 used.add(rank)
@@ -47,18 +47,18 @@ class Placement:
         """Number of virtual stages."""
         return len(self.table[0])
 
-    def rank_of(self, stage: int, replica: int = 0) -> int:
-        """The rank that holds a stage in a replica."""
-        return self.table[replica][stage]
+    def rank_of(self, stage: int, direction: int = 0) -> int:
+        """The rank that holds a stage in a direction."""
+        return self.table[direction][stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank over all replicas, ascending: its chunks in order."""
+        """The stages of a rank over all directions, ascending: its chunks in order."""
         return tuple(
             sorted({stage for row in self.table for stage, at in enumerate(row) if at == rank})
         )
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a stage in any replica, ascending."""
+        """The ranks that hold a stage in any direction, ascending."""
         return tuple(sorted({row[stage] for row in self.table}))
 
     @property
@@ -86,7 +86,7 @@ def wave(ranks: int, waves: int = 1) -> Placement:
 
 
 def mirrored(placement: Placement) -> Placement:
-    """Every replica a second time, the ranks in opposite order (Chimera, 2107.06925)."""
+    """Every direction a second time, the ranks in opposite order (Chimera, 2107.06925)."""
     last = placement.ranks - 1
     opposite = tuple(tuple(last - rank for rank in row) for row in placement.table)
     return Placement(placement.ranks, placement.table + opposite)

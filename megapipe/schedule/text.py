@@ -2,11 +2,14 @@
 
 Cells are those of torch.distributed.pipelining's compute-only CSV: ``2F5`` is the forward of
 micro-batch 5 at stage 2, ``(0F4;3B1)OVERLAP_F_B`` two operations that run as one. ``2F5.1`` is
-slice 1 of it. A micro-batch goes to the ranks on which its cells stand, so replicas of the model
+slice 1 of it. A micro-batch goes to the ranks on which its cells stand, so directions
 need no word. What cells cannot say stands in lines before the first row::
 
     # sizes 1/2 1/2 1 1
     # recompute 0 1 2
+
+:func:`to_torch_csv` writes what torch's ``_load_csv`` reads, which adds the messages by rules of
+its own.
 """
 
 import csv
@@ -51,7 +54,7 @@ def _cells(ops: Iterable[Op]) -> Iterator[str]:
 def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Schedule:
     """Read what :func:`to_csv` or torch.distributed.pipelining writes (compute-only).
 
-    Placement, micro-batches and slices are those of the cells (a replica that no micro-batch runs
+    Placement, micro-batches and slices are those of the cells (a direction that no micro-batch runs
     through leaves no trace); empty cells (idle slots) are skipped.
 
     Raises:
@@ -85,25 +88,25 @@ def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Sch
                     for op in _parse(cell.strip(), f"{where}, cell {column}")
                 ]
             )
-    placement, replica = _placement(name, lists)
+    placement, direction = _placement(name, lists)
     ops = [op for row in lists for op in row]
     schedule = Schedule(
         name=name,
         placement=placement,
-        microbatches=len(replica),
+        microbatches=len(direction),
         ops=tuple(packed(pack(*op) for op in row) for row in lists),
         forward_only=forward_only,
         slices=1 + max(op.slice for op in ops),
         sizes=sizes,
         recompute=recompute,
     )
-    return replace(schedule, replica=replica) if any(replica) else schedule
+    return replace(schedule, direction=direction) if any(direction) else schedule
 
 
 def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, ...]]:
-    """The placement that the cells imply, and the replica of each micro-batch.
+    """The placement that the cells imply, and the direction of each micro-batch.
 
-    The ranks that a micro-batch visits make a replica, numbered by first use.
+    The ranks that a micro-batch visits make a direction, numbered by first use.
     """
     homes: dict[int, dict[int, int]] = {}
     for rank, ops in enumerate(lists):
@@ -118,7 +121,7 @@ def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, 
         raise ScheduleError(f"schedule {name}: it has no operation")
     stages = 1 + max(max(home) for home in homes.values())
     paths: dict[tuple[int, ...], int] = {}
-    replica = []
+    direction = []
     for microbatch in range(1 + max(homes)):
         visits = homes.get(microbatch, {})
         missing = next((stage for stage in range(stages) if stage not in visits), None)
@@ -128,8 +131,8 @@ def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, 
                 f"{stages - 1}, micro-batches up to {max(homes)}"
             )
         path = tuple(visits[stage] for stage in range(stages))
-        replica.append(paths.setdefault(path, len(paths)))
-    return Placement(len(lists), tuple(paths)), tuple(replica)
+        direction.append(paths.setdefault(path, len(paths)))
+    return Placement(len(lists), tuple(paths)), tuple(direction)
 
 
 def _parse(cell: str, where: str) -> list[Op]:
@@ -145,3 +148,27 @@ def _parse(cell: str, where: str) -> list[Op]:
         )
     stage, kind, microbatch, part = match.groups()
     return [Op(Kind[kind], int(stage), int(microbatch), int(part or 0))]
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """The compute-only CSV of a valid schedule, as torch's runtime takes it.
+
+    Operations that run as one become OVERLAP_F_B, which torch runs one after the other unless
+    it is given a function for it.
+
+    Raises:
+        ScheduleError: the schedule has something that torch's runtime does not know.
+    """
+    for present, what in (
+        (schedule.forward_only, "a schedule without backward"),
+        (len(schedule.placement.table) > 1, "more than one direction"),
+        (schedule.slices > 1, "slices of a sequence"),
+        (schedule.sizes is not None, "micro-batches of unequal size"),
+        (schedule.recompute, "recomputation by the schedule"),
+    ):
+        if present:
+            raise ScheduleError(
+                f"schedule {schedule.name}: torch.distributed.pipelining cannot run {what}; it "
+                "knows F, B, I and W of whole micro-batches, each stage on one rank"
+            )
+    return to_csv(schedule)

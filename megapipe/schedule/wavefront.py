@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapipe.schedule.cost import Time
-from megapipe.schedule.edges import LOW, UNIT_SHIFT, UNITS, Edges
+from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
 from megapipe.schedule.ir import JOINED
 
 Ints = NDArray[np.integer]
@@ -38,7 +38,7 @@ class Wavefront:
     """The lists of all ranks, laid end to end, and how far each rank has come. Operations must be
     in range, and none joined."""
 
-    def __init__(self, edges: Edges, lists: Sequence["array[int]"]) -> None:
+    def __init__(self, dependencies: Dependencies, lists: Sequence["array[int]"]) -> None:
         self._first: Ints = np.cumsum([0, *map(len, lists)])
         self._next: Ints = self._first[:-1].copy()
         places = int(self._first[-1])
@@ -47,24 +47,24 @@ class Wavefront:
         self.need: Ints = np.empty(places, np.int32)
         self.make: Ints = np.empty(places, np.int32)
         """By place: the slots that an operation needs and fills."""
-        need, make = (np.array(base, np.int32) for base in edges.base)
-        for first, tokens in zip(self._next, lists, strict=True):
-            codes = np.array(tokens, np.int64)
+        need, make = (np.array(base, np.int32) for base in dependencies.base)
+        for first, listed in zip(self._next, lists, strict=True):
+            codes = np.array(listed, np.int64)
             here = slice(first, first + len(codes))
-            low, units = codes & LOW, codes >> UNIT_SHIFT & UNITS
+            low, pieces = codes & LOW, codes >> PIECE_SHIFT & PIECES
             self.low[here], self.need[here], self.make[here] = (
                 low,
-                need[low] + units,
-                make[low] + units,
+                need[low] + pieces,
+                make[low] + pieces,
             )
 
     @staticmethod
-    def suits(edges: Edges, lists: Sequence["array[int]"]) -> bool:
+    def suits(dependencies: Dependencies, lists: Sequence["array[int]"]) -> bool:
         """Whether rounds may be worth their price, no operations are joined, and slots are numbers
         of 32 bits."""
-        if len(lists) < RANKS or edges.slots >= 1 << 31:
+        if len(lists) < RANKS or dependencies.slots >= 1 << 31:
             return False
-        return all(max(tokens, default=0) < JOINED for tokens in lists)
+        return all(max(listed, default=0) < JOINED for listed in lists)
 
     def done(self, rank: int) -> int:
         """How many operations of a rank have run."""

@@ -14,19 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from megapipe.config import Config
+from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.recorder import Record, measured_cost, timeline
 from megapipe.errors import ScheduleError
-from megapipe.layout import Layout
-from megapipe.mesh import ParallelMesh
+from megapipe.layout.layout import Layout
 from megapipe.model.partition import balanced, parse_layout
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.idle import typical_latency
-from megapipe.schedule.ledger import peak_held
+from megapipe.schedule.memory import peak_held
 from megapipe.schedule.placement import Placement, loop, vee, wave
+from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.search import Found, search
-from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import from_csv, to_csv
-from megapipe.schedule.validate import validate
+from megapipe.schedule.timing.idle import typical_latency
+from megapipe.schedule.timing.simulate import simulate
 from megapipe.train.step import TrainStep
 
 WARM_UP = 1
@@ -57,7 +57,7 @@ class AutoSchedule:
         *,
         resumed: bool,
     ) -> None:
-        self.config, self.layout, self.step, self.mesh = config, layout, step, mesh
+        self.config, self.layout, self.train_step, self.mesh = config, layout, step, mesh
         self.path = folder / FILE
         self.note = note
         self.limit = config.pipeline.memory_limit or float(max(peak_held(step.schedule)))
@@ -87,7 +87,7 @@ class AutoSchedule:
         text = self.mesh.share(text)
         if not text:
             return False
-        self.step.use(from_csv(text, name="auto"))
+        self.train_step.use(from_csv(text, name="auto"))
         self.note(f"schedule auto: as found before, from {self.path}")
         return True
 
@@ -96,7 +96,7 @@ class AutoSchedule:
         if not self.path.exists():
             return ""
         text = self.path.read_text(encoding="utf-8")
-        schedule, ours = from_csv(text, name="auto"), self.step.schedule
+        schedule, ours = from_csv(text, name="auto"), self.train_step.schedule
         validate(schedule)
         same = ("placement", "microbatches", "replica", "slices", "sizes", "recompute")
         for what in same:
@@ -112,7 +112,7 @@ class AutoSchedule:
         recording = self.recording
         self.steps += 1
         if recording:
-            self.last_step = self.step.records()
+            self.last_step = self.train_step.records()
             self.records += self.last_step
             self.recorded += 1
         elif self._timing and not recorded:
@@ -139,12 +139,12 @@ class AutoSchedule:
         text = self._search() if self.mesh.rank == 0 else ""
         text = self.mesh.share(text)
         if text:
-            self.step.use(from_csv(text, name="auto"))
+            self.train_step.use(from_csv(text, name="auto"))
             self.before = typical
 
     def _search(self) -> str:
         """The text of a better schedule; empty where there is none worth a change."""
-        first = self.step.schedule
+        first = self.train_step.schedule
         drawn = timeline(first, self.last_step)
         cost = replace(measured_cost(first, self.records), latency=typical_latency(drawn))
         now = float(simulate(first, cost).makespan)
@@ -173,7 +173,7 @@ class AutoSchedule:
     def _found(self, placement: Placement, cost: Cost, evaluations: int | None = None) -> Found:
         return search(
             placement.ranks,
-            self.step.schedule.microbatches,
+            self.train_step.schedule.microbatches,
             cost_of=lambda _: cost,
             placements=(placement,),
             memory_limit=self.limit,
@@ -205,7 +205,7 @@ class AutoSchedule:
             ("pipeline.placement=v", vee(ranks)),
             ("pipeline.placement=wave", wave(ranks, 2)),
         ):
-            if placement != self.step.placement and placement.stages <= layers + 2:
+            if placement != self.train_step.placement and placement.stages <= layers + 2:
                 yield name, placement, self._repartitioned(cost, placement)
 
     def _repartitioned(self, cost: Cost, placement: Placement) -> Cost:

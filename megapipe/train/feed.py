@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config
+from megapipe.distributed.mesh import AxisName, ParallelMesh
 from megapipe.engine.stage import Key
-from megapipe.layout import Layout
-from megapipe.mesh import AxisName, ParallelMesh
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layout.layout import Layout
 from megapipe.ops.documents import Documents, document_ids
 from megapipe.ops.transfer import to_device
 from megapipe.schedule.ir import Schedule
@@ -138,7 +138,7 @@ class Feed:
 
     def _ends(self, schedule: Schedule, piece: Piece) -> tuple[bool, bool]:
         """Whether the piece's first and last stage are of this process."""
-        homes = schedule.placement.table[schedule.replica_of(piece.key[0])]
+        homes = schedule.placement.table[schedule.direction_of(piece.key[0])]
         return homes[0] in self.ranks, homes[-1] in self.ranks
 
     def _whole(self, rows: Rows, first: int, whole: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,37 +7,37 @@ import os
 from megapipe.cli import Command, flatten, show
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import LaunchError, MegapipeError
-from megapipe.layout import resolve
+from megapipe.launch import devices, rendezvous
+from megapipe.launch.rendezvous import LaunchInfo
+from megapipe.launch.shutdown import Shutdown
+from megapipe.launch.signals import StopRequest
+from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import package_hash
 from megapipe.plan.report import report as plan_report
-from megapipe.train import devices, launch
-from megapipe.train.ending import Ending
-from megapipe.train.launch import Place
-from megapipe.train.signals import StopRequest
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Hardware queues: work in one queue waits for what is ahead of it, a receive that waits for its
 message included, so every channel and group needs one of its own."""
 
 
-def run(command: Command, place: Place) -> int:
+def run(command: Command, info: LaunchInfo) -> int:
     """Print the plan, or train. Returns the process' exit code.
 
     Raises :class:`MegapipeError` for what is wrong before the processes meet; from then on errors
     are reported here, once per job.
     """
-    with StopRequest(speaks=place.rank == 0) as stop:
-        return _run(command, place, stop)
+    with StopRequest(speaks=info.rank == 0) as stop:
+        return _run(command, info, stop)
 
 
-def _run(command: Command, place: Place, stop: StopRequest) -> int:
-    world = None if command.dry_run and not place.launched else place.world
+def _run(command: Command, info: LaunchInfo, stop: StopRequest) -> int:
+    world = None if command.dry_run and not info.launched else info.world
     config, layout = resolve(command.config, world, None, where=command.where)
     check_sinks(config.log)
     name = config.data.tokenizer
     if command.dry_run:
-        if place.rank == 0:
+        if info.rank == 0:
             if config.model.vocab_size is None:
                 vocabulary = load_tokenizer(name).vocab_size
                 config, layout = resolve(config, world, vocabulary, where=command.where)
@@ -46,9 +46,8 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
     set_environment(deterministic=config.run.deterministic)
     # torch is loaded after the configuration is known to be right, and in that environment
     import torch
-    import torch.distributed as dist
 
-    from megapipe.mesh import Grid, ParallelMesh
+    from megapipe.distributed.mesh import Grid, ParallelMesh
     from megapipe.observe.out_of_memory import out_of_memory, remember_allocations
     from megapipe.train.resume import Finished
     from megapipe.train.trainer import Trainer
@@ -56,41 +55,43 @@ def _run(command: Command, place: Place, stop: StopRequest) -> int:
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
     timeout = config.parallel.timeout_s
-    store = launch.open_store(place, timeout)
-    ending = Ending(place, store)
+    store = rendezvous.open_store(info, timeout)
+    ending = Shutdown(info, store)
     try:
-        tokenizer = launch.first_on_host(store, "tokenizer", lambda: load_tokenizer(name), timeout)
+        tokenizer = rendezvous.first_on_host(
+            store, "tokenizer", lambda: load_tokenizer(name), timeout
+        )
         config, layout = resolve(
             config, world, tokenizer.vocab_size, where=command.where, before=layout
         )
         values = {**flatten(config), "megapipe's files": package_hash(), "torch": torch_version()}
-        launch.compare_ranks(store, place, values, timeout)
-        device, backend = devices.choose(config.parallel, place, store)
+        rendezvous.compare_ranks(store, info, values, timeout)
+        device, backend = devices.choose(config.parallel, info, store)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if config.log.memory_history:
             remember_allocations(device)
-        launch.start_process_group(store, place, backend, timeout)
+        rendezvous.start_process_group(store, info, backend, timeout)
         in_process = config.pipeline.channels == "in_process"
         grid = Grid(pp=1 if in_process else layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
         mesh = ParallelMesh(grid, device=device, timeout_s=timeout)
         try:
             trainer = Trainer(
-                config, layout, mesh, tokenizer, local_rank=place.local_rank, stop=stop
+                config, layout, mesh, tokenizer, local_rank=info.local_rank, stop=stop
             )
             ending.cleanup = trainer.close
             trainer.run()
         except Finished as finished:
-            if place.rank == 0:
+            if info.rank == 0:
                 show(f"{finished}\n")
         mesh.barrier()
-        dist.destroy_process_group()
+        rendezvous.end_process_group()
         ending.leave()
         return 0
     except MegapipeError as error:
         return ending.report(error)
     except torch.OutOfMemoryError as error:
-        return ending.report(out_of_memory(error, config, layout, place.rank))
+        return ending.report(out_of_memory(error, config, layout, info.rank))
     except Exception as error:
         return ending.report_unexpected(error)
     finally:

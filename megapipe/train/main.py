@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from megapipe import cli
 from megapipe.errors import MegapipeError
-from megapipe.train import ending, job, launch
+from megapipe.launch import rendezvous, shutdown
+from megapipe.train import job
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,16 +27,16 @@ def main(argv: Sequence[str]) -> int:
 
 def train(argv: Sequence[str]) -> int:
     """What `argv` asks for; returns the exit code."""
-    place = launch.Place()
+    info = rendezvous.LaunchInfo()
     try:
-        place = launch.find_place(os.environ)
+        info = rendezvous.find_launch_info(os.environ)
         command = cli.parse(argv)
         if command.help is not None:
-            if place.rank == 0:
+            if info.rank == 0:
                 cli.show(cli.help_text(command.help))
             return 0
-        return job.run(command, place)
+        return job.run(command, info)
     except MegapipeError as error:
-        return ending.end_early(error, place)
+        return shutdown.end_early(error, info)
     except KeyboardInterrupt:
         return 130

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.config import Config
+from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
-from megapipe.mesh import ParallelMesh
-from megapipe.plan.params import parameter_shapes
-from megapipe.train.agreement import all_or_none
+from megapipe.model.gpt.parameters import parameter_shapes
 from megapipe.train.step import TrainStep
 
 

@@ -24,30 +24,33 @@ from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config import Config
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.engine.channels import MessageShape
 from megapipe.engine.executor import Executor
+from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Key, Stage
 from megapipe.errors import CheckpointError, ScheduleError
-from megapipe.layout import Layout
-from megapipe.mesh import ParallelMesh
-from megapipe.model.gpt import GPTStage
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import TORCH_DTYPES, ParameterSpec
+from megapipe.layout.layout import Layout
+from megapipe.layout.links import scatters
+from megapipe.model.gpt.stage import GPTStage
 from megapipe.observe.memory import memory_gib
 from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import make_buckets
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.scaler import LossScaler
-from megapipe.optim.store import StatePolicy
+from megapipe.optim.state_store import StatePolicy
+from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
-from megapipe.tensor_parallel.parameter import ParameterSpec
-from megapipe.train import state
+from megapipe.train import checkpoint_io
 from megapipe.train.feed import Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
-from megapipe.train.pipeline import Pipeline
+from megapipe.train.post_validation import PostValidation
 from megapipe.train.totals import LARGEST, Totals, Wishes
-from megapipe.train.trust import Trust
 from megapipe.train.update import StepResult, Update
 
 VALIDATION_MICROBATCHES = 64
@@ -79,7 +82,7 @@ class TrainStep:
 
     `kernels` are those of :func:`~megapipe.train.kernels.agreed_kernels`, chosen here by default.
     `document_end` is the token that ends a document, needed with ``data.document_mask``.
-    `initial` writes the initial weights, each time a box of a global tensor; by default they are
+    `initial` writes the initial weights, each time a region of a global tensor; by default they are
     drawn from ``run.seed``.
     """
 
@@ -101,8 +104,16 @@ class TrainStep:
         self.placement = self.schedule.placement
         self._check_schedule()
         self.kernels = kernels or agreed_kernels(config, layout, mesh, self.schedule)
+        self.policy = ZeroPolicy.of(config.optimizer, layout.dp)
         self.pipeline = Pipeline(
-            config, layout, mesh, self.placement, chunked_loss=self.kernels.loss_chunk > 0
+            mesh,
+            self.placement,
+            ReplicaPolicy(self.policy.stage, self.policy.prefetch, self.kernels.loss_chunk > 0),
+            shape_of=self._message_shape,
+            dtype=TORCH_DTYPES[config.model.dtype],
+            in_process=config.pipeline.channels == "in_process",
+            scatter=scatters(config),
+            debug=config.pipeline.debug,
         )
         self.modules = {
             s: GPTStage(
@@ -131,9 +142,9 @@ class TrainStep:
         self.last = self.stages.get(self.placement.stages - 1)
         seed = config.run.seed
         self.optimizer.set_weights(initial or (lambda spec, out: spec.initialise(out, seed)))
-        self.trust: Trust | None = None
+        self.post_validation: PostValidation | None = None
         if config.optimizer.post_validation:
-            self.trust = Trust(self.update, mesh, self.fetch, self.own_totals)
+            self.post_validation = PostValidation(self.update, mesh, self.fetch, self.own_totals)
 
     def _check_schedule(self) -> None:
         """Refuse a schedule of another number of ranks, stages or micro-batches."""
@@ -152,7 +163,7 @@ class TrainStep:
         buckets = make_buckets(
             self.modules,
             self.mesh,
-            ZeroPolicy.of(self.config.optimizer, self.layout.dp),
+            self.policy,
             tied=self.config.model.tied_embeddings,
             holders=[placement.holders(stage) for stage in range(placement.stages)],
             in_process=self.pipeline.in_process,
@@ -174,7 +185,7 @@ class TrainStep:
         """Go on with another schedule, on the same placement, from the next step on."""
         assert schedule.placement == self.placement
         assert schedule.recompute == self.schedule.recompute
-        assert self.trust is None or not self.trust.open
+        assert self.post_validation is None or not self.post_validation.open
         self.schedule = schedule
         self._check_schedule()
         self._executors = self._make_executors(schedule, train=True)
@@ -184,8 +195,26 @@ class TrainStep:
         self, schedule: Schedule, *, train: bool, record: bool = False, name: bool = False
     ) -> list[Executor]:
         return self.pipeline.executors(
-            schedule, self.stages, self.optimizer, train=train, record=record, name=name
+            schedule,
+            self.stages,
+            self.optimizer,
+            train=train,
+            record=record,
+            name=name,
+            speculate=train and self.config.optimizer.post_validation,
         )
+
+    def _message_shape(self, schedule: Schedule) -> MessageShape:
+        """[slice length (/tp), rows, hidden] of what is sent for a (micro-batch, slice)."""
+        split = self.layout.tp if self.config.parallel.sequence_parallel else 1
+        train, hidden = self.config.train, self.config.model.hidden
+        lengths = self.layout.slice_lengths if schedule.slices > 1 else (train.sequence_length,)
+
+        def shape(microbatch: int, part: int) -> tuple[int, int, int]:
+            rows = int(schedule.size_of(microbatch) * train.microbatch)
+            return lengths[part] // split, rows, hidden
+
+        return shape
 
     def train(
         self,
@@ -212,8 +241,8 @@ class TrainStep:
                 )
             executors = self._watched[record, name]
             self.mesh.barrier()
-        if self.trust is not None:
-            return self.trust.train(executors[0], step, rows, wishes)
+        if self.post_validation is not None:
+            return self.post_validation.train(executors[0], step, rows, wishes)
         microbatches, tokens = self.fetch(step, rows)
         self.optimizer.zero_grad()
         self.pipeline.run(executors, microbatches)
@@ -227,7 +256,7 @@ class TrainStep:
 
         To be called before weights are used for anything but the next step.
         """
-        result = None if self.trust is None else self.trust.settle()
+        result = None if self.post_validation is None else self.post_validation.settle()
         self.optimizer.await_all_weights()
         return result
 
@@ -260,7 +289,7 @@ class TrainStep:
         if type(samples) is not int or samples < 0:
             raise CheckpointError(f"{checkpoint.path}: its number of samples is {samples}")
         self.position = Position(checkpoint.step, samples)
-        state.load(self.optimizer, checkpoint, updates)
+        checkpoint_io.load(self.optimizer, checkpoint, updates)
         self.scaler.load(coordinates.get("loss_scale", self.scaler.state()))
 
     def records(self) -> list[Record]:

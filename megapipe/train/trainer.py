@@ -14,33 +14,33 @@ import torch
 
 from megapipe.checkpoint.retention import retain
 from megapipe.checkpoint.writer import Meta, save
-from megapipe.checks import shortened
 from megapipe.cli import dump, flatten
 from megapipe.config import Config
 from megapipe.data.batch import build_batches
 from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.tokenizer import Tokenizer
+from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.recorder import timeline
 from megapipe.errors import ConfigError, MegapipeError, Preempted
-from megapipe.layout import Layout
-from megapipe.mesh import ParallelMesh
+from megapipe.launch.signals import StopRequest
+from megapipe.layout.checks import shortened
+from megapipe.layout.devices import peak
+from megapipe.layout.layout import Layout
+from megapipe.model.gpt.flops import token_flops
+from megapipe.model.gpt.parameters import count, parameter_shapes
 from megapipe.observe.observer import Observer, build_sinks
 from megapipe.observe.profile import StepProfile
 from megapipe.observe.provenance import provenance, start_mark
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
 from megapipe.observe.timeline import write_timeline
-from megapipe.plan.devices import peak
-from megapipe.plan.flops import token_flops
-from megapipe.plan.params import count, parameter_shapes
-from megapipe.train import changes, state
-from megapipe.train.agreement import all_or_none
+from megapipe.train import changes, checkpoint_io
 from megapipe.train.auto import AutoSchedule
 from megapipe.train.changes import Change, Changes
 from megapipe.train.garbage import Garbage
 from megapipe.train.kernels import agreed_kernels
 from megapipe.train.resume import check_end, choose, load
-from megapipe.train.signals import StopRequest
 from megapipe.train.step import Position, TrainStep
 from megapipe.train.totals import Wishes
 from megapipe.train.update import StepResult
@@ -87,17 +87,19 @@ class Trainer:
         self.prepared = self._prepare(local_rank)
         self.changes = self._changes(corpus=self._change_of_corpus())
         self.training, self.validation = build_batches(config, tokenizer, self.prepared)
-        self.step = TrainStep(config, layout, mesh, kernels=kernels, document_end=tokenizer.eod)
+        self.train_step = TrainStep(
+            config, layout, mesh, kernels=kernels, document_end=tokenizer.eod
+        )
         self.first_step = 0
         self.skipped = 0
         """Steps since step 0 that fp16 made without an update."""
         self.run_id = mesh.share(uuid.uuid4().hex)
         if self.source.checkpoint is not None:
-            load(self.source.checkpoint, config, self.step, mesh)
+            load(self.source.checkpoint, config, self.train_step, mesh)
             self.first_step = self.source.checkpoint.step
             if self.changes.data_anew:
-                self.step.position = Position(self.first_step, 0)
-            self.skipped = self.first_step - self.step.optimizer.count
+                self.train_step.position = Position(self.first_step, 0)
+            self.skipped = self.first_step - self.train_step.optimizer.count
             if self.source.is_own:
                 self.run_id = self.source.checkpoint.manifest.run_id
         self.observer = self._open_run_folder() if mesh.rank == 0 else None
@@ -170,14 +172,14 @@ class Trainer:
     def _run(self, garbage: Garbage) -> None:
         steps, end = self.config.train.steps, self.config.train.last_step
         self._note(self._banner())
-        kernels = self.step.kernels
+        kernels = self.train_step.kernels
         for line in (kernels.banner(), *kernels.warnings(), *shortened(self.config)):
             self._note(line)
         for reason in self.source.skipped:
             self._note(f"passed over a damaged checkpoint: {reason}")
         if self.source.checkpoint is not None:
             path = self.source.checkpoint.path
-            at = f"step {self.first_step} of {steps}, sample {self.step.position.samples}"
+            at = f"step {self.first_step} of {steps}, sample {self.train_step.position.samples}"
             self._note(f"resumed from {path} at {at}")
             for change in self.changes.told:
                 self._note(f"changed since: {change}")
@@ -197,7 +199,7 @@ class Trainer:
             validate = last or _due(self.config.train.validate_every, step + 1)
             save = last or _due(self.config.checkpoint.every, step + 1)
             results = [
-                self.step.train(
+                self.train_step.train(
                     step,
                     self.training.rows,
                     record=recorded,
@@ -209,7 +211,7 @@ class Trainer:
             save |= results[0] is not None and results[0].wishes.save
             if validate or save or stop or profile is not None:
                 # what is under way when a profile ends writes into what is no more
-                results.append(self.step.settle())
+                results.append(self.train_step.settle())
             seconds = times[step] = time.perf_counter() - start
             pace = seconds if pace is None else SMOOTHING * pace + (1 - SMOOTHING) * seconds
             if profile is not None:
@@ -256,8 +258,8 @@ class Trainer:
         parts = (
             f"{count(parameter_shapes(config.model)):,} parameters, {config.model.dtype}",
             f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
-            f"{config.optimizer.rule}, ZeRO-{self.step.optimizer.policy.stage}",
-            f"{self.step.schedule.name} of {counted(layout.microbatches, 'micro-batch')}",
+            f"{config.optimizer.rule}, ZeRO-{self.train_step.optimizer.policy.stage}",
+            f"{self.train_step.schedule.name} of {counted(layout.microbatches, 'micro-batch')}",
             f"{counted(config.train.steps, 'step')} of {counted(tokens, 'token')}",
             "bitwise reproducible" if exact else "not bitwise reproducible (run.deterministic)",
         )
@@ -292,9 +294,9 @@ class Trainer:
                 mfu=None if limit is None else tflops / limit,
                 memory_gib=result.memory_gib,
                 eta_seconds=pace * (train.last_step - step),
-                samples=self.step.samples(step),
-                loss_scale=result.loss_scale if self.step.scaler.scales else None,
-                skipped=self.skipped if self.step.scaler.scales else None,
+                samples=self.train_step.samples(step),
+                loss_scale=result.loss_scale if self.train_step.scaler.scales else None,
+                skipped=self.skipped if self.train_step.scaler.scales else None,
             )
         )
 
@@ -304,7 +306,7 @@ class Trainer:
         return AutoSchedule(
             self.config,
             self.layout,
-            self.step,
+            self.train_step,
             self.mesh,
             self.folder,
             self._note,
@@ -338,11 +340,11 @@ class Trainer:
             )
 
     def _draw_timeline(self, step: int) -> None:
-        records = self.step.records()
+        records = self.train_step.records()
         if self.observer is None:
             return
         try:
-            measured = timeline(self.step.schedule, records)
+            measured = timeline(self.train_step.schedule, records)
             self._note(write_timeline(self.folder, step, measured, self.layout.cost))
         except OSError as error:
             self._note(f"no timeline of step {step}: {error}")
@@ -357,7 +359,9 @@ class Trainer:
         samples = len(self.validation)
         if self.config.train.validation_samples is not None:
             samples = min(samples, self.config.train.validation_samples)
-        found = self.step.evaluate(self.validation.rows, samples, stop=lambda: bool(self.stop))
+        found = self.train_step.evaluate(
+            self.validation.rows, samples, stop=lambda: bool(self.stop)
+        )
         if found.stopped:
             return True
         self.validation_loss = found.loss
@@ -373,8 +377,8 @@ class Trainer:
         sizes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "chunks")}
         coordinates: dict[str, Any] = {
             "step": step,
-            "samples": self.step.samples(step),
-            **self.step.coordinates(),
+            "samples": self.train_step.samples(step),
+            **self.train_step.coordinates(),
         }
         meta = Meta(
             run_id=self.run_id,
@@ -386,7 +390,7 @@ class Trainer:
         path = save(
             self.checkpoints,
             step=step,
-            pieces=state.pieces(self.step.optimizer),
+            pieces=checkpoint_io.pieces(self.train_step.optimizer),
             meta=meta,
             group=self.mesh,
         )

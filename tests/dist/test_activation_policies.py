@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checking import assert_same_bits
-from parity import ACTIVATIONS, Case, check_case, configure, run_cases
-from storages import Alive, measure
 
-from megapipe.mesh import Grid
-from megapipe.model.microbatch import MicroBatch
-from megapipe.plan.held import Sizes, held, held_tensors
-from megapipe.plan.workspace import peaks
+from megapipe.distributed.mesh import Grid
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.model.gpt.saved import Sizes, held, held_tensors
+from megapipe.model.gpt.workspace import peaks
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity.checking import assert_same_bits
+from tests.parity.live_storages import Alive, measure
+from tests.parity.ranks import ACTIVATIONS, Case, check_case, configure, run_cases
 
 pytestmark = pytest.mark.full
 

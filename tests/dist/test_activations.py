@@ -19,21 +19,21 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import registry_cases
 import torch
-from parity import Case, Rows, configure
 from torch import Tensor
 
+from megapipe.distributed.mesh import Grid
 from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Stage
-from megapipe.engine.weight_grad import WeightGradQueue
-from megapipe.mesh import Grid
+from megapipe.layers.weight_grad import WeightGradQueue
 from megapipe.schedule.generators import names
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
-from megapipe.schedule.lower import Action, Do
-from megapipe.schedule.validate import validate
+from megapipe.schedule.program import Action, Do
+from megapipe.schedule.proof.validate import validate
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity import registry_cases
+from tests.parity.ranks import Case, Rows, configure
 
 Key = tuple[int, int, int]  # stage, micro-batch, slice
 SETTLE_S = 0.02

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from parity import Case, Rows, configure
 
-from megapipe.mesh import Grid
+from megapipe.distributed.mesh import Grid
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
-from megapipe.schedule.ledger import peak_held
+from megapipe.schedule.memory import peak_held
+from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import from_csv, to_csv
-from megapipe.schedule.validate import validate
 from megapipe.testing import World, run_world
 from megapipe.train import auto
 from megapipe.train.auto import AutoSchedule
 from megapipe.train.step import TrainStep
+from tests.parity.ranks import Case, Rows, configure
 
 pytestmark = pytest.mark.full
 

@@ -13,7 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import ENDLESS, ROOT, Job, arguments, run_launched, run_plain, run_torchrun, tiny
+
+from tests.parity.jobs import (
+    ENDLESS,
+    ROOT,
+    Job,
+    arguments,
+    run_launched,
+    run_plain,
+    run_torchrun,
+    tiny,
+)
 
 pytestmark = pytest.mark.full
 

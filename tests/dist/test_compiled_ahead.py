@@ -8,11 +8,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity import Case, Rows, configure
 
-from megapipe.mesh import Grid
+from megapipe.distributed.mesh import Grid
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity.ranks import Case, Rows, configure
 
 CASES = [
     Case(pp=2, m=4, schedule="interleaved_1f1b", chunks=2, compile=True),
@@ -36,7 +36,7 @@ def graphs(world: World, cases: Sequence[Case]) -> list[tuple[int, int]]:
         def compiler(function: Any, backend: Any = backend) -> Any:
             return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
-        with mock.patch("megapipe.ops.select.torch_compile", compiler):
+        with mock.patch("megapipe.train.kernels.torch_compile", compiler):
             config, layout = configure(case)
             step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp)), document_end=5)
             before = len(made)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from parity import Case, Outcome, check_case, run_cases
-from traced import traced_blocks
 
 from megapipe.testing import World, run_world
+from tests.parity.ranks import Case, Outcome, check_case, run_cases
+from tests.parity.traced_compiler import traced_blocks
 
 CASES = [
     Case(tp=2, compile=True),

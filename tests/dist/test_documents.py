@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from parity import Case, check_case, expected, plain, run_cases
 
 from megapipe.cli import parse
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.layout import resolve
-from megapipe.mesh import Grid
+from megapipe.distributed.mesh import Grid
+from megapipe.launch.signals import StopRequest
+from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
-from megapipe.train.signals import StopRequest
 from megapipe.train.trainer import Trainer
+from tests.parity.ranks import Case, check_case, expected, plain, run_cases
 
 CASE = Case(documents=True, model="llama", sequence=12)
 CASES = {

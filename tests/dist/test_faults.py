@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faults import FAULTS, OUTRIGHT, outcomes_of_faults, run_faults, run_with_dropout
-from parity import Case, check_case, run_cases
-from test_numerics import assert_bitwise
 
 from megapipe.testing import run_world
+from tests.dist.test_numerics import assert_bitwise
+from tests.parity.faults import FAULTS, OUTRIGHT, outcomes_of_faults, run_faults, run_with_dropout
+from tests.parity.ranks import Case, check_case, run_cases
 
 
 @pytest.fixture(scope="module")

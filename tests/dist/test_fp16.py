@@ -8,15 +8,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from parity import Case, Rows, configure
 
 from megapipe.config import Config
-from megapipe.layout import resolve
-from megapipe.mesh import Grid
-from megapipe.model.gpt import TORCH_DTYPES
+from megapipe.distributed.mesh import Grid
+from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.layout.resolve import resolve
 from megapipe.optim.scaler import FIRST, LARGEST
 from megapipe.testing import World, WorldError, run_world
 from megapipe.train.step import TrainStep
+from tests.parity.ranks import Case, Rows, configure
 
 STEPS = 30
 CASE = Case(dtype="fp16", m=2, layers=2)

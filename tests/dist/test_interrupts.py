@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import ENDLESS, Job, Outcome, arguments, run_plain, tiny
 
-from megapipe.train.signals import AGAIN_S
+from megapipe.launch.signals import AGAIN_S
+from tests.parity.jobs import ENDLESS, Job, Outcome, arguments, run_plain, tiny
 
 pytestmark = pytest.mark.full
 

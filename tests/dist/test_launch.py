@@ -1,4 +1,4 @@
-"""How processes find their place, compare notes, and leave; in threads and bare processes."""
+"""How processes find their info, compare notes, and leave; in threads and bare processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import threads
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from megapipe.errors import ConfigError, DataError, LaunchError
-from megapipe.train import ending, launch
-from megapipe.train.ending import Ending
-from megapipe.train.launch import Place, RendezvousError, find_place, first_host
+from megapipe.launch import rendezvous, shutdown
+from megapipe.launch.rendezvous import LaunchInfo, RendezvousError, find_launch_info, first_host
+from megapipe.launch.shutdown import Shutdown
+from tests.parity import threads
 
 TORCHRUN = {
     "RANK": "9",
@@ -43,35 +43,37 @@ SLURM = {
 
 
 def test_the_place_of_a_plain_process() -> None:
-    place = find_place({"PATH": "/bin", "SLURM_JOB_ID": "7"})
-    assert place == Place()
-    assert (place.rank, place.world, place.launched) == (0, 1, False)
-    assert not place.hosts
+    info = find_launch_info({"PATH": "/bin", "SLURM_JOB_ID": "7"})
+    assert info == LaunchInfo()
+    assert (info.rank, info.world, info.launched) == (0, 1, False)
+    assert not info.hosts
 
 
 def test_the_place_under_torchrun() -> None:
-    place = find_place(TORCHRUN)
-    assert place == Place(9, 16, 1, 8, "node0", 1234, launched=True, hosted=True)
-    assert not place.ended_by_launcher
-    one_node = find_place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "16"})
+    info = find_launch_info(TORCHRUN)
+    assert info == LaunchInfo(9, 16, 1, 8, "node0", 1234, launched=True, hosted=True)
+    assert not info.ended_by_launcher
+    one_node = find_launch_info(
+        {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "16"}
+    )
     assert one_node.ended_by_launcher
     assert not one_node.hosts
 
 
 def test_the_place_by_hand() -> None:
-    place = find_place({"RANK": "0", "WORLD_SIZE": "2"})
-    assert place == Place(0, 2, 0, 2, launched=True)
-    assert place.hosts
-    assert not place.ended_by_launcher
+    info = find_launch_info({"RANK": "0", "WORLD_SIZE": "2"})
+    assert info == LaunchInfo(0, 2, 0, 2, launched=True)
+    assert info.hosts
+    assert not info.ended_by_launcher
 
 
 def test_the_place_under_srun() -> None:
-    place = find_place(SLURM)
-    assert place == Place(5, 8, 1, 4, "gpu03", 23456, launched=True)
-    given = find_place({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "99"})
+    info = find_launch_info(SLURM)
+    assert info == LaunchInfo(5, 8, 1, 4, "gpu03", 23456, launched=True)
+    given = find_launch_info({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "99"})
     assert (given.address, given.port) == ("head", 99)
-    under_torchrun = find_place({**SLURM, **TORCHRUN})
-    assert under_torchrun == find_place(TORCHRUN)
+    under_torchrun = find_launch_info({**SLURM, **TORCHRUN})
+    assert under_torchrun == find_launch_info(TORCHRUN)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +89,12 @@ def test_the_place_under_srun() -> None:
 )
 def test_variables_that_make_no_sense(wrong: dict[str, str], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
-        find_place({**TORCHRUN, **wrong})
+        find_launch_info({**TORCHRUN, **wrong})
 
 
 def test_a_slurm_job_number_that_is_none() -> None:
     with pytest.raises(LaunchError, match="SLURM_JOB_ID='seven'"):
-        find_place({**SLURM, "SLURM_JOB_ID": "seven"})
+        find_launch_info({**SLURM, "SLURM_JOB_ID": "seven"})
 
 
 @pytest.mark.parametrize(
@@ -117,13 +119,13 @@ def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
     [([5], "5"), ([2, 1], "1-2"), ([1, 2, 3, 7], "1-3, 7"), ([1, 3, 5], "1, 3, 5")],
 )
 def test_ranges(numbers: list[int], text: str) -> None:
-    assert launch._ranges(numbers) == text
+    assert rendezvous._ranges(numbers) == text
 
 
 def test_differences_on_one_line() -> None:
     differences = [("b", 1, 2, rank) for rank in (3, 1, 2)]
     differences += [("b", 1, None, 7), ("a.x", "one", "two", 5)]
-    assert launch._describe(differences) == (
+    assert rendezvous._describe(differences) == (
         "the ranks disagree: a.x is 'one' on rank 0 but 'two' on rank 5; "
         "b is 1 on rank 0 but 2 on ranks 1-3, None on rank 7"
     )
@@ -136,30 +138,30 @@ def port() -> Iterator[int]:
     del store
 
 
-def at_once(world: int, port: int, work: Callable[[Place, PrefixStore], Any]) -> list[Any]:
+def at_once(world: int, port: int, work: Callable[[LaunchInfo, PrefixStore], Any]) -> list[Any]:
     """What `work` gives on each of the ranks, which meet in a store: a result or an exception."""
 
     def on_rank(rank: int) -> Any:
-        place = Place(rank, world, rank, world, port=port, hosted=True)
-        return work(place, PrefixStore("x", TCPStore("127.0.0.1", port)))
+        info = LaunchInfo(rank, world, rank, world, port=port, hosted=True)
+        return work(info, PrefixStore("x", TCPStore("127.0.0.1", port)))
 
     return threads.at_once(world, on_rank)
 
 
 def test_ranks_that_agree(port: int) -> None:
     values = {"a": 1, "b": [None, 2.5], "c": "text"}
-    found = at_once(4, port, lambda place, s: launch.compare_ranks(s, place, values, 10))
+    found = at_once(4, port, lambda info, s: rendezvous.compare_ranks(s, info, values, 10))
     assert found == [None] * 4
 
 
 def test_ranks_that_disagree(port: int) -> None:
     """Every rank gets the same message: a value that differs, one too many, one that lacks."""
 
-    def compare(place: Place, store: PrefixStore) -> None:
-        values: dict[str, object] = {"same": 1, "lr": 0.1 if place.rank != 2 else 0.2}
-        if place.rank in (1, 2):
+    def compare(info: LaunchInfo, store: PrefixStore) -> None:
+        values: dict[str, object] = {"same": 1, "lr": 0.1 if info.rank != 2 else 0.2}
+        if info.rank in (1, 2):
             values["extra"] = True
-        launch.compare_ranks(store, place, values, 10)
+        rendezvous.compare_ranks(store, info, values, 10)
 
     texts = {str(error) for error in at_once(4, port, compare)}
     (text,) = texts
@@ -170,9 +172,9 @@ def test_ranks_that_disagree(port: int) -> None:
 
 
 def test_a_rank_that_is_late(port: int) -> None:
-    def compare(place: Place, store: PrefixStore) -> None:
-        if place.rank != 1:
-            launch.compare_ranks(store, place, {"a": 1}, 1)
+    def compare(info: LaunchInfo, store: PrefixStore) -> None:
+        if info.rank != 1:
+            rendezvous.compare_ranks(store, info, {"a": 1}, 1)
 
     first, _, third = at_once(3, port, compare)
     assert isinstance(first, LaunchError)
@@ -182,19 +184,19 @@ def test_a_rank_that_is_late(port: int) -> None:
 
 def test_a_port_that_something_else_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own client would wait for an answer for ever."""
-    monkeypatch.setattr(launch, "ANSWER_S", 0.5)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.5)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        place = Place(1, 2, 1, 2, port=other.getsockname()[1], launched=True)
+        info = LaunchInfo(1, 2, 1, 2, port=other.getsockname()[1], launched=True)
         with pytest.raises(RendezvousError, match="no rendezvous store"):
-            launch.open_store(place, 60)
+            rendezvous.open_store(info, 60)
         with pytest.raises(RendezvousError, match="the port is in use"):
-            launch.open_store(replace(place, rank=0), 60)
-        assert not ending.speaks_alone(place), "rank 0 reports it"
-    assert ending.speaks_alone(place)
-    assert not ending.speaks_alone(replace(place, rank=2, local_rank=2))
-    assert ending.speaks_alone(replace(place, rank=8, local_rank=0))
+            rendezvous.open_store(replace(info, rank=0), 60)
+        assert not shutdown.speaks_alone(info), "rank 0 reports it"
+    assert shutdown.speaks_alone(info)
+    assert not shutdown.speaks_alone(replace(info, rank=2, local_rank=2))
+    assert shutdown.speaks_alone(replace(info, rank=8, local_rank=0))
 
 
 def captured(work: Callable[[], Any]) -> tuple[Any, str]:
@@ -206,8 +208,8 @@ def captured(work: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def test_of_all_that_fail_at_once_one_speaks(port: int) -> None:
-    def fail(place: Place, store: PrefixStore) -> int:
-        return Ending(place, store).report(DataError(f"bad\nrank {place.rank}"))
+    def fail(info: LaunchInfo, store: PrefixStore) -> int:
+        return Shutdown(info, store).report(DataError(f"bad\nrank {info.rank}"))
 
     codes, text = captured(lambda: at_once(6, port, fail))
     assert codes == [3] * 6
@@ -216,10 +218,10 @@ def test_of_all_that_fail_at_once_one_speaks(port: int) -> None:
 
 
 def test_of_a_bug_one_traceback_is_shown(port: int) -> None:
-    def fail(place: Place, store: PrefixStore) -> int:
-        end = Ending(place, store)
+    def fail(info: LaunchInfo, store: PrefixStore) -> int:
+        end = Shutdown(info, store)
         try:
-            raise ZeroDivisionError(f"on rank {place.rank}")
+            raise ZeroDivisionError(f"on rank {info.rank}")
         except ZeroDivisionError as error:
             return end.report_unexpected(error)
 
@@ -233,9 +235,9 @@ def test_a_lost_peer_is_news_only_if_it_did_not_say_why(port: int) -> None:
     broken = RuntimeError("[/x/gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
     said = threading.Event()
 
-    def fail(place: Place, store: PrefixStore) -> int:
-        end = Ending(place, store)
-        if place.rank == 1:
+    def fail(info: LaunchInfo, store: PrefixStore) -> int:
+        end = Shutdown(info, store)
+        if info.rank == 1:
             code = end.report(ConfigError("why"))
             said.set()
             return code
@@ -246,8 +248,8 @@ def test_a_lost_peer_is_news_only_if_it_did_not_say_why(port: int) -> None:
     assert codes == [2] * 3
     assert text == "megapipe: error: why\n"
 
-    def lose(place: Place, store: PrefixStore) -> int:
-        end = Ending(place, PrefixStore("another job", store))
+    def lose(info: LaunchInfo, store: PrefixStore) -> int:
+        end = Shutdown(info, PrefixStore("another job", store))
         return end.report_unexpected(broken)
 
     codes, text = captured(lambda: at_once(3, port, lose))
@@ -258,9 +260,9 @@ def test_a_lost_peer_is_news_only_if_it_did_not_say_why(port: int) -> None:
 
 def stuck(port: int, path: str) -> None:
     """A rank inside something that notices nothing."""
-    place = Place(1, 2, 1, 2, port=port, hosted=True)
+    info = LaunchInfo(1, 2, 1, 2, port=port, hosted=True)
     with open(path, "w") as sys.stderr:
-        end = Ending(place, launch.open_store(place, 10))
+        end = Shutdown(info, rendezvous.open_store(info, 10))
         end.cleanup = lambda: print("cleaned up", file=sys.stderr, flush=True)
         time.sleep(60)
 
@@ -275,7 +277,7 @@ def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: bool) -> No
     file = tmp_path / "stderr"
     process = context.Process(target=stuck, args=(port, str(file)), daemon=True)
     process.start()
-    place = Place(0, 2, 0, 2, port=port, hosted=True)
+    info = LaunchInfo(0, 2, 0, 2, port=port, hosted=True)
     while not file.exists():
         time.sleep(0.05)
     time.sleep(1.0)
@@ -283,7 +285,7 @@ def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: bool) -> No
         del server
     else:
         _, text = captured(
-            lambda: Ending(place, launch.open_store(place, 10)).report(DataError("why"))
+            lambda: Shutdown(info, rendezvous.open_store(info, 10)).report(DataError("why"))
         )
         assert text == "megapipe: error: why\n"
     process.join(20)
@@ -299,8 +301,8 @@ def test_the_host_of_the_store_leaves_last() -> None:
     left: list[int] = []
 
     def rank_main(rank: int) -> None:
-        place = Place(rank, 3, rank, 3, port=port, launched=True)
-        end = Ending(place, launch.open_store(place, 10))
+        info = LaunchInfo(rank, 3, rank, 3, port=port, launched=True)
+        end = Shutdown(info, rendezvous.open_store(info, 10))
         time.sleep(0.3 * rank)
         end.leave()
         left.append(rank)
@@ -315,7 +317,7 @@ def test_the_host_of_the_store_leaves_last() -> None:
 
 
 def test_a_store_that_is_gone_is_a_network_error() -> None:
-    """What :class:`Ending` tells apart from a quiet hour."""
+    """What :class:`Shutdown` tells apart from a quiet hour."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port)
     del server

@@ -6,9 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from jobs import Job, Outcome, free_port
 
-from megapipe.launch import main
+from megapipe.launch.launcher import main
+from tests.parity.jobs import Job, Outcome, free_port
 
 SHOW = (
     "import os; print(*(os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')), flush=True)"

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapipe.distributed.collectives import all_gather, all_reduce
+from megapipe.distributed.mesh import AXES, Axis, Grid, ParallelMesh
 from megapipe.errors import LaunchError
-from megapipe.mesh import AXES, Axis, Grid, ParallelMesh
-from megapipe.tensor_parallel.collectives import all_gather, all_reduce
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
 
 GRIDS = (Grid(pp=2, dp=2, tp=2), Grid(pp=2, cp=2, tp=2), Grid(dp=4, tp=2), Grid(pp=8))

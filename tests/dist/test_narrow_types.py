@@ -13,19 +13,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from faults import Patch, scaled
-from test_tensor_parallel import by_sequence, give_values, part
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megapipe.engine.weight_grad import main_grad
-from megapipe.mesh import Grid, ParallelMesh
-from megapipe.tensor_parallel import linear
-from megapipe.tensor_parallel.collectives import all_reduce
-from megapipe.tensor_parallel.embedding import WordEmbedding
-from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megapipe.tensor_parallel.parameter import Sharding, spec_of
+from megapipe.distributed.collectives import all_reduce
+from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.layers import linear
+from megapipe.layers.embedding import WordEmbedding
+from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megapipe.layers.parameter import Sharding, spec_of
+from megapipe.layers.weight_grad import main_grad
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
+from tests.dist.test_tensor_parallel import by_sequence, give_values, part
+from tests.parity.faults import Patch, scaled
 
 S, B, IN, OUT, VOCAB = 8, 3, 16, 12, 300
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -96,7 +96,7 @@ def check_embedding(sharding: Sharding) -> None:
     grad = numbers(S, B, OUT, largest=20, seed=6)
     wanted = torch.zeros_like(table).index_add_(0, tokens.T.flatten(), grad.flatten(0, 1))
 
-    layer = WordEmbedding(sharding, VOCAB, OUT, 0.1)
+    layer = WordEmbedding(sharding, "embedding.word.weight", VOCAB, OUT, 0.1)
     give_values(layer, {"embedding.word.weight": table})
     out = layer(tokens)
     assert_same("embedded tokens", out, by_sequence(table[tokens].transpose(0, 1), sharding))
@@ -114,11 +114,11 @@ def check_main_grads(module: nn.Module, wanted: dict[str, Tensor], sharding: Sha
         if spec.sequence_partial:
             grad = all_reduce(grad.clone(), sharding.tp)
         padded = torch.zeros(spec.sizes, dtype=torch.int64)
-        box = tuple(
+        region = tuple(
             slice(start, min(start + size, length))
             for start, size, length in zip(spec.offsets, spec.sizes, spec.shape, strict=True)
         )
-        values = wanted[spec.name][box]
+        values = wanted[spec.name][region]
         padded[tuple(slice(0, n) for n in values.shape)] = values
         assert_same(f"gradient of {spec.name}", grad, padded)
 

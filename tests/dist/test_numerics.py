@@ -7,8 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
-from parity import (
+
+from megapipe.checkpoint.regions import whole
+from megapipe.distributed.mesh import Grid
+from megapipe.optim.lr import learning_rate
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+from tests.parity import reference
+from tests.parity.ranks import (
     STEPS,
     Case,
     Outcome,
@@ -20,12 +26,6 @@ from parity import (
     plain,
     run_cases,
 )
-
-from megapipe.checkpoint.boxes import whole
-from megapipe.mesh import Grid
-from megapipe.optim.lr import learning_rate
-from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 
 pytestmark = pytest.mark.full
 
@@ -43,7 +43,9 @@ def assert_bitwise(actual: list[Outcome], expected: list[Outcome]) -> None:
         assert a.norms == b.norms
         assert a.validation == b.validation
         for mine, theirs in zip((*a.grads, *a.copies), (*b.grads, *b.copies), strict=True):
-            assert [(name, box) for name, box, _ in mine] == [(n, box) for n, box, _ in theirs]
+            assert [(name, region) for name, region, _ in mine] == [
+                (n, region) for n, region, _ in theirs
+            ]
             for (name, _, x), (_, _, y) in zip(mine, theirs, strict=True):
                 assert np.array_equal(x, y), name
 
@@ -190,8 +192,8 @@ def test_initial_weights_do_not_depend_on_the_layout() -> None:
     full = {name: values for name, _, values in alone}
     for layout in (replace(case, dp=2, tp=4), replace(case, pp=4, tp=2)):
         for copies in run_world(8, initial_weights, layout):
-            for name, box, values in copies:
-                assert np.array_equal(values, full[name][box.inside(whole(full[name].shape))])
+            for name, region, values in copies:
+                assert np.array_equal(values, full[name][region.inside(whole(full[name].shape))])
     weight = full["layers.0.mlp.up.weight"]
     assert abs(weight.std() / 0.02 - 1) < 0.1
     assert abs(weight.mean()) < 2e-3
@@ -207,7 +209,7 @@ def test_a_batch_without_unmasked_tokens() -> None:
         assert outcome.losses == [0.0] * STEPS
         assert outcome.norms == [0.0] * STEPS
         assert outcome.validation == 0
-        for name, box, values in outcome.copies[-1]:
+        for name, region, values in outcome.copies[-1]:
             full = steps[-1].params[name]
-            wanted = full[box.inside(whole(tuple(full.shape)))]
+            wanted = full[region.inside(whole(tuple(full.shape)))]
             assert np.allclose(values, wanted, rtol=1e-12, atol=0)

@@ -6,26 +6,26 @@ import functools
 from dataclasses import replace
 
 import pytest
-import reference
-from outcome import take_box
-from parity import Case, Rows, batch_of, check_case, configure, plain, run_cases
-from registry_cases import smallest
 from torch import Tensor
 
-from megapipe.mesh import Grid
+from megapipe.distributed.mesh import Grid
+from megapipe.layers.parameter import ParameterSpec
 from megapipe.schedule.generators import gpipe_on, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement
-from megapipe.tensor_parallel.parameter import ParameterSpec
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity import reference
+from tests.parity.outcome import take_region
+from tests.parity.ranks import Case, Rows, batch_of, check_case, configure, plain, run_cases
+from tests.parity.registry_cases import smallest
 
 ELSEWHERE = (2, 4)
 """Pipeline ranks of every schedule in test_schedules."""
 
 
 def fill(params: reference.Params, spec: ParameterSpec, out: Tensor) -> None:
-    take_box(params[spec.name], spec, out)
+    take_region(params[spec.name], spec, out)
 
 
 def first_steps(world: World, cases: list[Case]) -> list[tuple[float, float]]:
@@ -70,7 +70,7 @@ def loss_and_norm(case: Case) -> tuple[float, float]:
 def unequal_replicas(ranks: int, microbatches: int) -> Schedule:
     """Three ranks, of which two hold the first stage and the third the last one of both."""
     placement = Placement(ranks, ((0, 2), (1, 2)))
-    return gpipe_on(placement, microbatches, replica=tuple(i % 2 for i in range(microbatches)))
+    return gpipe_on(placement, microbatches, direction=tuple(i % 2 for i in range(microbatches)))
 
 
 THREE_HEADS = {"heads": 6, "sequence": 9}

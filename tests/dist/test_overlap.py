@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checking import assert_same_bits
-from collective_recorder import recording
-from parity import ACTIVATIONS, Case, configure, run_cases
 
-from megapipe.mesh import Grid
-from megapipe.model.microbatch import MicroBatch
+from megapipe.distributed.mesh import Grid
+from megapipe.layers.microbatch import MicroBatch
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity.checking import assert_same_bits
+from tests.parity.collective_recorder import recording
+from tests.parity.ranks import ACTIVATIONS, Case, configure, run_cases
 
 LAYERS = 3
 Counts = dict[str, tuple[int, int]]

@@ -9,7 +9,9 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 
 import pytest
-from matrix import (
+
+from megapipe.testing import World, run_world
+from tests.parity.matrix import (
     DIMENSIONS,
     ELSEWHERE,
     JOINT,
@@ -22,10 +24,8 @@ from matrix import (
     pairs_of,
     to_case,
 )
-from parity import Case, Outcome, check_case, configure, run_case
-from traced import traced_blocks
-
-from megapipe.testing import World, run_world
+from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
+from tests.parity.traced_compiler import traced_blocks
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 

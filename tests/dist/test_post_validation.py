@@ -16,24 +16,24 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import reference
 import torch
-from parity import Case, Rows, configure, take_box
-from plays import DP, HALF, Play, assert_same_files, checkpoint, run
-from plays import STEPS as JOB_STEPS
 
 from megapipe.config import Config
+from megapipe.distributed.mesh import Grid
 from megapipe.errors import NumericError
-from megapipe.layout import resolve
-from megapipe.mesh import Grid
+from megapipe.layout.resolve import resolve
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
 from megapipe.optim.shard import Shard
-from megapipe.optim.store import Store
+from megapipe.optim.state_store import Store
 from megapipe.testing import World, WorldError, run_world
+from megapipe.train.post_validation import PostValidation
 from megapipe.train.step import TrainStep
-from megapipe.train.trust import Trust
 from megapipe.train.update import StepResult
+from tests.parity import reference
+from tests.parity.ranks import Case, Rows, configure, take_region
+from tests.parity.stopped_runs import DP, HALF, Play, assert_same_files, checkpoint, run
+from tests.parity.stopped_runs import STEPS as JOB_STEPS
 
 pytestmark = pytest.mark.full
 
@@ -90,7 +90,7 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
     config, layout = resolve(Config.model_validate(settings), case.world, case.vocab)
     step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
     params = reference.init_random(config.model, seed=3)
-    step.optimizer.set_weights(lambda spec, out: take_box(params[spec.name], spec, out))
+    step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
     outcome, rows, now = Outcome(), Rows(case), [0]
     with poisoned(this.poison, world.rank, now):
         try:
@@ -109,10 +109,10 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
     }
     for own in step.optimizer.own_slices():
         for kind, values in own.values.items():
-            outcome.bits[f"{kind} {own.spec.name} {own.spec.replica}"] = digest(values)
+            outcome.bits[f"{kind} {own.spec.name} {own.spec.use}"] = digest(values)
     outcome.count = step.optimizer.count
     outcome.scaler = step.scaler.state()
-    outcome.undone = None if step.trust is None else step.trust.undone
+    outcome.undone = None if step.post_validation is None else step.post_validation.undone
     return outcome
 
 
@@ -289,10 +289,10 @@ def updates_are_counted_twice() -> AbstractContextManager[Any]:
     return mock.patch.object(Optimizer, "undo", wrong)
 
 
-def the_opening_is_not_given_up() -> AbstractContextManager[Any]:
+def the_prefix_is_not_aborted() -> AbstractContextManager[Any]:
     """The step goes on from what forwards with the wrong weights have made."""
-    validate = Trust._validate
-    return mock.patch.object(Trust, "_validate", lambda self: (validate(self)[0], True))
+    validate = PostValidation._validate
+    return mock.patch.object(PostValidation, "_validate", lambda self: (validate(self)[0], True))
 
 
 def the_loss_scale_is_not_put_back() -> AbstractContextManager[Any]:
@@ -340,15 +340,15 @@ def test_faults_are_noticed(norms: dict[bool, float]) -> None:
         assert not all(found), fault.__name__
 
 
-def with_its_opening(world: World, this: Run) -> Outcome:
-    with the_opening_is_not_given_up():
+def with_its_prefix(world: World, this: Run) -> Outcome:
+    with the_prefix_is_not_aborted():
         return trained(world, this, trust=True)
 
 
-def test_an_opening_that_is_not_given_up_is_noticed(norms: dict[bool, float]) -> None:
+def test_a_prefix_that_is_not_aborted_is_noticed(norms: dict[bool, float]) -> None:
     """By autograd, which knows that the weights have changed."""
     with pytest.raises(WorldError, match="modified by an inplace operation"):
-        run_world(2, with_its_opening, fault_case(norms))
+        run_world(2, with_its_prefix, fault_case(norms))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])

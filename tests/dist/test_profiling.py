@@ -9,17 +9,18 @@ import weakref
 from pathlib import Path
 
 import torch
-from jobs import ROOT, Job, arguments, free_port, tiny
-from parity import Case, Rows, configure
 
+from megapipe.distributed.mesh import Grid
 from megapipe.engine.names import name_of
-from megapipe.mesh import Grid
 from megapipe.observe.profile import merge
 from megapipe.schedule.generators import build
-from megapipe.schedule.lower import Do, lower
+from megapipe.schedule.lower import lower
+from megapipe.schedule.program import Do
 from megapipe.testing import World, run_world
 from megapipe.train.garbage import Garbage
 from megapipe.train.step import TrainStep
+from tests.parity.jobs import ROOT, Job, arguments, free_port, tiny
+from tests.parity.ranks import Case, Rows, configure
 
 BROKEN = """
 import os, sys

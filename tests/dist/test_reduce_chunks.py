@@ -10,17 +10,17 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import reference
 import torch
-from outcome import Outcome, assemble
-from parity import Case, Rows, configure, run_cases
 from torch import Tensor
 
-from megapipe.mesh import Grid
+from megapipe.distributed.mesh import Grid
 from megapipe.optim.shard import Shard
-from megapipe.schedule.lower import Action, Do
+from megapipe.schedule.program import Action, Do
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity import reference
+from tests.parity.outcome import Outcome, assemble
+from tests.parity.ranks import Case, Rows, configure, run_cases
 
 SMALL = 1e-6
 """Every matrix is a piece."""

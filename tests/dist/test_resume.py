@@ -9,10 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reference
 import torch
-from jobs import Job, arguments, tiny
-from plays import (
+
+from megapipe.checkpoint import Checkpoint
+from megapipe.cli import parse
+from megapipe.data.tokenizer import load_tokenizer
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.generate import Generator, find_checkpoint
+from megapipe.layout.resolve import resolve
+from megapipe.testing import run_world
+from megapipe.train.trainer import Clock
+from tests.parity import reference
+from tests.parity.jobs import Job, arguments, tiny
+from tests.parity.stopped_runs import (
     BASE,
     DP,
     HALF,
@@ -26,15 +35,6 @@ from plays import (
     run,
     save_as_loaded,
 )
-
-from megapipe.checkpoint import Checkpoint
-from megapipe.cli import parse
-from megapipe.data.tokenizer import load_tokenizer
-from megapipe.errors import CheckpointError, ConfigError
-from megapipe.generate import Generator, find_checkpoint
-from megapipe.layout import resolve
-from megapipe.testing import run_world
-from megapipe.train.trainer import Clock
 
 pytestmark = pytest.mark.full
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs import write_corpus
-from plays import Play, run
 
 from megapipe.cli import parse
 from megapipe.errors import CheckpointError, ConfigError
+from tests.parity.jobs import write_corpus
+from tests.parity.stopped_runs import Play, run
 
 pytestmark = pytest.mark.full
 

@@ -9,18 +9,27 @@ from unittest import mock
 
 import pytest
 import torch
-from optim_rules import PLAIN, Part, assemble, error, expected, is_hidden, run_rule, take_box
-from parity import LR, STEPS, Case, Rows, configure, local_copies, plain
 from torch import Tensor
 
-from megapipe.checkpoint.boxes import whole
-from megapipe.mesh import Axis, Grid
+from megapipe.checkpoint.regions import whole
+from megapipe.distributed.mesh import Axis, Grid
+from megapipe.layers.parameter import ParameterSpec
 from megapipe.optim.buffers import Entry
-from megapipe.optim.rules import Rule, muon, trust
+from megapipe.optim.rules import Rule, layerwise, muon
 from megapipe.optim.rules.whole import gather_local, on_whole
-from megapipe.tensor_parallel.parameter import ParameterSpec
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity.optim_rules import (
+    PLAIN,
+    Part,
+    assemble,
+    error,
+    expected,
+    is_hidden,
+    run_rule,
+    take_region,
+)
+from tests.parity.ranks import LR, STEPS, Case, Rows, configure, local_copies, plain
 
 TOLERANCE = 1e-12
 
@@ -71,20 +80,20 @@ def bring_together(world: World) -> None:
     matrices = [torch.arange(math.prod(s), dtype=torch.float64).view(s) for s in SHAPES]
     for count in range(len(SHAPES) + 1):
         specs = [spec_of_part(i, tp) for i in range(count)]
-        boxes = [take_box(m, spec) for m, spec in zip(matrices, specs, strict=False)]
-        found = on_whole(boxes, specs, tp, lambda m: m * m.max() + m.sum())
+        regions = [take_region(m, spec) for m, spec in zip(matrices, specs, strict=False)]
+        found = on_whole(regions, specs, tp, lambda m: m * m.max() + m.sum())
         assert len(found) == count
-        for box, spec, m in zip(found, specs, matrices, strict=False):
-            assert box.equal(take_box(m * m.max() + m.sum(), spec))
+        for region, spec, m in zip(found, specs, matrices, strict=False):
+            assert region.equal(take_region(m * m.max() + m.sum(), spec))
 
     alone = [spec_of_part(i, Axis.alone()) for i in range(3)]
     entries = [Entry(alone[0], 1, 25), Entry(alone[1], 25, 73), Entry(alone[2], 80, 128)]
     bucket = torch.arange(200, dtype=torch.float64)
     mine = bucket[50 * tp.index : 50 * (tp.index + 1)]
-    own, boxes = gather_local(mine, entries, tp)
+    own, regions = gather_local(mine, entries, tp)
     assert own == [entries[:2], entries[1:], entries[2:], []][tp.index]
-    for box, entry in zip(boxes, own, strict=True):
-        assert box.equal(bucket[entry.start : entry.stop].view(entry.spec.sizes))
+    for region, entry in zip(regions, own, strict=True):
+        assert region.equal(bucket[entry.start : entry.stop].view(entry.spec.sizes))
 
 
 def test_whole_matrices_are_brought_together_where_they_are_needed() -> None:
@@ -93,7 +102,7 @@ def test_whole_matrices_are_brought_together_where_they_are_needed() -> None:
 
 def local_norms(rule: Rule) -> Any:
     """Norms of what this rank has, as if it were all."""
-    return mock.patch.object(trust, "all_reduce", lambda tensor, axis: tensor)
+    return mock.patch.object(layerwise, "all_reduce", lambda tensor, axis: tensor)
 
 
 def norms_not_over_tp(rule: Any) -> Any:
@@ -103,8 +112,8 @@ def norms_not_over_tp(rule: Any) -> Any:
 def half_matrices(rule: Rule) -> Any:
     """Newton-Schulz on tp parts."""
 
-    def on_parts(boxes: Any, specs: Any, tp: Any, function: Any) -> Any:
-        return [function(box) for box in boxes]
+    def on_parts(regions: Any, specs: Any, tp: Any, function: Any) -> Any:
+        return [function(region) for region in regions]
 
     return mock.patch.object(muon, "on_whole", on_parts)
 
@@ -185,7 +194,7 @@ def test_stages_with_several_holders_train_by_any_rule_as_in_one_process() -> No
     for copies in run_world(4, train, SHARED):
         for rule in RULES:
             reference = {name: values for name, _, values in alone[rule]}
-            for name, box, values in copies[rule]:
-                wanted = reference[name][box.inside(whole(reference[name].shape))]
+            for name, region, values in copies[rule]:
+                wanted = reference[name][region.inside(whole(reference[name].shape))]
                 difference = abs(values - wanted).max() / max(abs(wanted).max(), LR)
-                assert difference < 1e-10, f"{rule}: {name} {box}"
+                assert difference < 1e-10, f"{rule}: {name} {region}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import registry_cases
-from parity import Case, check_case, run_cases
-from test_numerics import assert_bitwise, outcomes_of
 
 from megapipe.schedule.generators import names
-from megapipe.schedule.validate import validate
+from megapipe.schedule.proof.validate import validate
 from megapipe.testing import run_world
+from tests.dist.test_numerics import assert_bitwise, outcomes_of
+from tests.parity import registry_cases
+from tests.parity.ranks import Case, check_case, run_cases
 
 pytestmark = pytest.mark.full
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, Rows, configure, local_copies
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.writer import Meta, save
 from megapipe.config import OptimizerConfig
-from megapipe.mesh import Grid
+from megapipe.distributed.mesh import Grid
 from megapipe.testing import World, run_world
-from megapipe.train import state
+from megapipe.train import checkpoint_io
 from megapipe.train.step import TrainStep
+from tests.parity.ranks import Case, Rows, configure, local_copies
 
 STEPS = 3
 CASE = Case(dp=2, tp=2, m=2, layers=1, sequence_parallel=True, dtype="bf16", clip=None)
@@ -56,8 +56,8 @@ def many(world: World, runs: list[tuple[Case, dict[str, Any]]], folder: Path) ->
 
 def assert_equal(one: list[Any], other: list[Any], *, states: bool = True) -> None:
     assert len(one) == len(other) > 3
-    for (name, box, a), (same, place, b) in zip(one, other, strict=True):
-        assert (name, box) == (same, place)
+    for (name, region, a), (same, place, b) in zip(one, other, strict=True):
+        assert (name, region) == (same, place)
         if states or name != "states":
             assert (a == b).all(), name
 
@@ -83,11 +83,11 @@ def test_rounding_at_random_does_not_depend_on_who_owns_a_slice(tmp_path: Path) 
     seen: dict[Any, Any] = {}
     shared = 0
     for rank in ranks:
-        for name, box, values in rank[1]:
-            if box is None:
+        for name, region, values in rank[1]:
+            if region is None:
                 continue
-            shared += (name, box) in seen
-            assert (seen.setdefault((name, box), values) == values).all(), name
+            shared += (name, region) in seen
+            assert (seen.setdefault((name, region), values) == values).all(), name
     assert shared
 
 
@@ -101,7 +101,7 @@ def interrupted(world: World, folder: Path, settings: dict[str, Any]) -> tuple[l
             path = save(
                 folder / "checkpoints",
                 step=2,
-                pieces=state.pieces(first.optimizer),
+                pieces=checkpoint_io.pieces(first.optimizer),
                 meta=replace(meta, coordinates={"samples": first.samples(i)}),
                 group=first.mesh,
             )
@@ -124,7 +124,7 @@ def test_narrow_state_is_near_the_wide_one_and_not_it(rounding: str, tmp_path: P
     case = replace(CASE, dp=1, tp=1, sequence_parallel=False, dtype="fp32")
     runs = [(case, {}), (case, {"state_dtype": "bf16", "rounding": rounding})]
     (results,) = run_world(1, many, runs, tmp_path)
-    for (name, box, wide), (_, _, narrow) in zip(*results, strict=True):
-        if box is not None:
+    for (name, region, wide), (_, _, narrow) in zip(*results, strict=True):
+        if region is not None:
             assert abs(narrow - wide).max() < 3e-5, name  # of lr x steps = 3e-3
     assert any((a[2] != b[2]).any() for a, b in zip(*results, strict=True))

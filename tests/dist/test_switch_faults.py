@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faults import outcomes_of_faults
-from parity import check_case
-from switch_faults import FAULTS, run_faults, run_right
 
 from megapipe.testing import run_world
+from tests.parity.faults import outcomes_of_faults
+from tests.parity.ranks import check_case
+from tests.parity.switch_faults import FAULTS, run_faults, run_right
 
 pytestmark = pytest.mark.full
 

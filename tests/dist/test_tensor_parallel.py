@@ -12,31 +12,31 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from collective_recorder import Call, recording
-from parity import take_box
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megapipe.checkpoint.boxes import Box, intersect, whole
-from megapipe.engine.weight_grad import main_grad
-from megapipe.mesh import Axis, Grid, ParallelMesh
-from megapipe.model.attention import Attention
-from megapipe.model.config import ModelConfig
-from megapipe.model.microbatch import MicroBatch
-from megapipe.optim.buffers import Bucket, owned_parameters
-from megapipe.plan.params import padded_vocabulary
-from megapipe.tensor_parallel.collectives import (
+from megapipe.checkpoint.regions import Region, intersect, whole
+from megapipe.distributed.collectives import (
     all_gather,
     all_reduce,
     reduce_scatter,
     start_all_reduce,
 )
-from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megapipe.tensor_parallel.embedding import PositionEmbedding, WordEmbedding
-from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megapipe.tensor_parallel.linear_cross_entropy import linear_cross_entropy
-from megapipe.tensor_parallel.parameter import Sharding, spec_of
+from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
+from megapipe.layers.cross_entropy import vocab_parallel_cross_entropy
+from megapipe.layers.embedding import PositionEmbedding, WordEmbedding
+from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megapipe.layers.linear_cross_entropy import linear_cross_entropy
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import Sharding, spec_of
+from megapipe.layers.policy import padded_vocabulary
+from megapipe.layers.weight_grad import main_grad
+from megapipe.model.gpt.attention import Attention
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
+from tests.parity.collective_recorder import Call, recording
+from tests.parity.ranks import take_region
 
 S, B, VOCAB, HIDDEN = 8, 3, 300, 12
 TPS = (1, 2, 4)
@@ -56,10 +56,10 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 def give_values(module: nn.Module, full: dict[str, Tensor]) -> None:
-    """Storage for the parameters, filled with this rank's boxes of the full tensors."""
+    """Storage for the parameters, filled with this rank's regions of the full tensors."""
     Bucket(0, list(owned_parameters(module)), Axis.alone(), torch.device("cpu"))
     for parameter in module.parameters():
-        take_box(full[spec_of(parameter).name], spec_of(parameter), parameter.data)
+        take_region(full[spec_of(parameter).name], spec_of(parameter), parameter.data)
 
 
 def part(full: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -78,13 +78,13 @@ def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_main_grads(module: nn.Module, expected: dict[str, Tensor], sharding: Sharding) -> None:
-    """Each main gradient is its box of the full one, and zero in the padding."""
+    """Each main gradient is its region of the full one, and zero in the padding."""
     for parameter in module.parameters():
         spec, grad = spec_of(parameter), main_grad(parameter)
         if spec.sequence_partial:
             grad = all_reduce(grad.clone(), sharding.tp)
         padded = torch.zeros(spec.sizes, dtype=grad.dtype)
-        take_box(expected[spec.name], spec, padded)
+        take_region(expected[spec.name], spec, padded)
         assert_close(grad, padded, spec.name)
 
 
@@ -178,8 +178,8 @@ def check_embedding(shardings: list[Sharding]) -> int:
     only_padding = 0
     for sharding in shardings:
         layer = nn.Sequential(
-            WordEmbedding(sharding, VOCAB, HIDDEN, 0.1),
-            PositionEmbedding(sharding, S + 2, HIDDEN, 0.1),
+            WordEmbedding(sharding, "embedding.word.weight", VOCAB, HIDDEN, 0.1),
+            PositionEmbedding(sharding, "embedding.position.weight", S + 2, HIDDEN, 0.1),
         )
         give_values(layer, {name: tensor.detach() for name, tensor in full.items()})
         out = layer(tokens)
@@ -187,7 +187,7 @@ def check_embedding(shardings: list[Sharding]) -> int:
         backward(out, by_sequence(grad, sharding), layer, sharding)
         assert_main_grads(layer, grads(full), sharding)
         spec = spec_of(layer[0].weight)
-        only_padding += intersect(Box(spec.offsets, spec.sizes), whole(spec.shape)) is None
+        only_padding += intersect(Region(spec.offsets, spec.sizes), whole(spec.shape)) is None
     return only_padding
 
 

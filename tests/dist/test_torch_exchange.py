@@ -15,13 +15,12 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.exchange import to_torch_csv
 from megapipe.schedule.generators import build, forward_only, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, loop
-from megapipe.schedule.simulate import simulate
-from megapipe.schedule.text import from_csv
-from megapipe.schedule.validate import validate
+from megapipe.schedule.proof.validate import validate
+from megapipe.schedule.text import from_csv, to_torch_csv
+from megapipe.schedule.timing.simulate import simulate
 from megapipe.testing import World, run_world
 
 WIDTH, ROWS = 5, 3
@@ -250,7 +249,7 @@ def test_whatever_torch_can_run_is_what_it_reads(name: str, tmp_path: Path) -> N
     ("schedule", "what"),
     [
         (forward_only(loop(2), 2), "a schedule without backward"),
-        (build("chimera", ranks=2, microbatches=2), "replicas of the model"),
+        (build("chimera", ranks=2, microbatches=2), "more than one direction"),
         (build("seq1f1b", ranks=2, microbatches=2), "slices of a sequence"),
         (build("autopipe", ranks=4, microbatches=4), "micro-batches of unequal size"),
         (build("varuna", ranks=2, microbatches=2), "recomputation by the schedule"),

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import registry_cases
-from jobs import tiny
-from parity import (
+
+from megapipe.schedule.generators import names
+from megapipe.testing import run_world
+from tests.parity import registry_cases
+from tests.parity.jobs import tiny
+from tests.parity.ranks import (
     Case,
     assemble,
     check_case,
@@ -18,7 +21,7 @@ from parity import (
     plain,
     run_cases,
 )
-from plays import (
+from tests.parity.stopped_runs import (
     BASE,
     HALF,
     Play,
@@ -28,12 +31,9 @@ from plays import (
     run,
     save_as_loaded,
 )
-from plays import (
+from tests.parity.stopped_runs import (
     STEPS as JOB_STEPS,
 )
-
-from megapipe.schedule.generators import names
-from megapipe.testing import run_world
 
 pytestmark = pytest.mark.full
 

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from parity import Case, Rows, configure
 
-from megapipe.mesh import Grid
+from megapipe.distributed.mesh import Grid
 from megapipe.optim import reduction, shard
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.lower import Action, Do
+from megapipe.schedule.program import Action, Do
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity.ranks import Case, Rows, configure
 
 CHUNKS = Case(dp=2, m=4, chunks=3, layers=3, schedule="breadth_first", dtype="fp32")
 """One pipeline rank with three stages."""

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity import ACTIVATIONS, Case, check_case, run_cases
 from torch import Tensor
 
-from megapipe.engine.activations import HostMemory, Keeping, keep, recompute
+from megapipe.layers.offload import HostMemory
+from megapipe.layers.recompute import Keeping, keep, recompute
 from megapipe.testing import run_world
+from tests.parity.ranks import ACTIVATIONS, Case, check_case, run_cases
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,9 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
-from parity import (
+
+from megapipe.distributed.mesh import Axis, Grid
+from megapipe.engine.recorder import Recorder
+from megapipe.layers.linear import ColumnParallelLinear
+from megapipe.layers.parameter import ParameterSpec, Sharding
+from megapipe.layers.rng import draw_normal, seeded
+from megapipe.layers.weight_grad import add_product, main_grad
+from megapipe.optim.buffers import Bucket, owned_parameters
+from megapipe.schedule.ir import Kind, Op
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+from tests.parity import reference
+from tests.parity.ranks import (
     Case,
     Outcome,
     Rows,
@@ -22,19 +33,8 @@ from parity import (
     configure,
     plain,
     run_cases,
-    take_box,
+    take_region,
 )
-
-from megapipe.engine.recorder import Recorder
-from megapipe.engine.weight_grad import add_product, main_grad
-from megapipe.mesh import Axis, Grid
-from megapipe.optim.buffers import Bucket, owned_parameters
-from megapipe.schedule.ir import Kind, Op
-from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.parameter import ParameterSpec, Sharding
-from megapipe.tensor_parallel.rng import draw_normal, seeded
-from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 
 DEVICE = "cuda"
 TIMEOUT_S = 300.0
@@ -140,10 +140,10 @@ def resume(world: World) -> tuple[Any, Any]:
     again = TrainStep(config, layout, step.mesh)
 
     def weights(spec: ParameterSpec, out: torch.Tensor) -> None:
-        take_box(state["model"][spec.name][: spec.shape[0]], spec, out)
+        take_region(state["model"][spec.name][: spec.shape[0]], spec, out)
 
     def moments(moment: str, spec: ParameterSpec, out: torch.Tensor) -> None:
-        take_box(state[f"optimizer.{moment}"][spec.name][: spec.shape[0]], spec, out)
+        take_region(state[f"optimizer.{moment}"][spec.name][: spec.shape[0]], spec, out)
 
     again.optimizer.set_weights(weights)
     again.optimizer.set_states(2, moments)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, check_case, run_cases
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -19,6 +18,7 @@ from megapipe.ops.attention_choice import Attended, candidates, torch_choice
 from megapipe.ops.documents import Documents
 from megapipe.ops.probe import choose
 from megapipe.testing import run_world
+from tests.parity.ranks import Case, check_case, run_cases
 
 DEVICE = torch.device("cuda")
 HALF = [torch.bfloat16, torch.float16]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from optim_rules import PLAIN, assemble, error, expected, run_rule
 
-from megapipe.mesh import Axis
-from megapipe.optim.store import StatePolicy
+from megapipe.distributed.mesh import Axis
+from megapipe.optim.state_store import StatePolicy
+from tests.parity.optim_rules import PLAIN, assemble, error, expected, run_rule
 
 pytestmark = pytest.mark.gpu
 ALONE = Axis.alone()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.optim.store import MIB, StatePolicy, Store
+from megapipe.optim.state_store import MIB, StatePolicy, Store
 
 pytestmark = pytest.mark.gpu
 N = 3 * MIB

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-SCHEDULE, ENGINE = "tests/unit/schedule/test_", "tests/unit/engine/test_"
-TP, OPTIM, DIST = "tests/unit/tensor_parallel/test_", "tests/unit/optim/test_", "tests/dist/test_"
+SCHEDULE, GENERATORS = "tests/unit/schedule/test_", "tests/unit/schedule/generators/test_"
+PROOF, TIMING = "tests/unit/schedule/proof/test_", "tests/unit/schedule/timing/test_"
+ENGINE, MODEL = "tests/unit/engine/test_", "tests/unit/model/test_"
+GLOO, LAYER_UNITS = "tests/unit/distributed/test_gloo.py", "tests/unit/layers/test_"
+OPTIM, DIST = "tests/unit/optim/test_", "tests/dist/test_"
 EXECUTED = (f"{ENGINE}executor.py", f"{ENGINE}executor_pieces.py", f"{ENGINE}stage.py")
 LAYERS = (f"{DIST}tensor_parallel.py",)
 PARITY = (f"{DIST}parity.py::test_pairs[1]", f"{DIST}parity.py::test_pairs[2]")
@@ -11,24 +14,24 @@ FAULTLESS = (f"{DIST}faults.py::test_the_cases_pass_without_a_fault",)
 
 Groups = tuple[tuple[str, ...], ...]
 SUITES: dict[str, Groups] = {
-    "schedule/validate.py": (
-        (f"{SCHEDULE}schedule_validate.py",),
-        (f"{SCHEDULE}generators.py", f"{SCHEDULE}sequence.py", f"{SCHEDULE}recompute.py"),
-        (f"{SCHEDULE}classic.py", f"{SCHEDULE}zero_bubble.py", f"{SCHEDULE}v_family.py"),
+    "schedule/proof/validate.py": (
+        (f"{PROOF}validate.py",),
+        (f"{GENERATORS}generators.py", f"{GENERATORS}sequence.py", f"{GENERATORS}recompute.py"),
+        (f"{GENERATORS}classic.py", f"{GENERATORS}zero_bubble.py", f"{GENERATORS}v_family.py"),
     ),
-    "schedule/lists.py": (
-        (f"{SCHEDULE}schedule_validate.py",),
-        (f"{SCHEDULE}generators.py", f"{SCHEDULE}sequence.py", f"{SCHEDULE}recompute.py"),
+    "schedule/proof/lists.py": (
+        (f"{PROOF}validate.py",),
+        (f"{GENERATORS}generators.py", f"{GENERATORS}sequence.py", f"{GENERATORS}recompute.py"),
     ),
-    "schedule/wavefront.py": ((f"{SCHEDULE}simulate.py", f"{SCHEDULE}schedule_validate.py"),),
-    "schedule/simulate.py": (
-        (f"{SCHEDULE}simulate.py",),
-        (f"{SCHEDULE}closed_forms.py", f"{SCHEDULE}sequence.py", f"{SCHEDULE}recompute.py"),
-        (f"{SCHEDULE}zero_stages.py", f"{SCHEDULE}render.py", f"{SCHEDULE}trace.py"),
+    "schedule/wavefront.py": ((f"{TIMING}simulate.py", f"{PROOF}validate.py"),),
+    "schedule/timing/simulate.py": (
+        (f"{TIMING}simulate.py",),
+        (f"{GENERATORS}closed_forms.py", f"{GENERATORS}sequence.py", f"{GENERATORS}recompute.py"),
+        (f"{TIMING}zero_stages.py", f"{SCHEDULE}render.py", f"{TIMING}trace.py"),
     ),
     "schedule/lower.py": (
         (f"{SCHEDULE}lower.py",),
-        (f"{SCHEDULE}synchronise.py", f"{SCHEDULE}opening.py", f"{SCHEDULE}recompute.py"),
+        (f"{SCHEDULE}data_parallel.py", f"{SCHEDULE}speculation.py", f"{GENERATORS}recompute.py"),
         EXECUTED,
     ),
     "engine/executor.py": (
@@ -39,7 +42,7 @@ SUITES: dict[str, Groups] = {
     ),
     "engine/stage.py": (
         (f"{ENGINE}stage.py", f"{ENGINE}stage_loss.py", f"{ENGINE}stage_recompute.py"),
-        (f"{ENGINE}stage_slices.py", f"{ENGINE}activations_kept.py", f"{ENGINE}slices_kept.py"),
+        (f"{ENGINE}stage_slices.py", f"{MODEL}activations_kept.py", f"{MODEL}slices_kept.py"),
         FAULTLESS,
     ),
     "engine/channels.py": (
@@ -48,32 +51,36 @@ SUITES: dict[str, Groups] = {
         FAULTLESS,
         (f"{DIST}odd_sizes.py",),
     ),
-    "engine/weight_grad.py": ((f"{ENGINE}weight_grad.py",), EXECUTED, LAYERS),
-    "engine/activations.py": (
-        (f"{ENGINE}activations_kept.py", f"{ENGINE}slices_kept.py", f"{ENGINE}stage.py"),
+    "layers/weight_grad.py": ((f"{LAYER_UNITS}weight_grad.py",), EXECUTED, LAYERS),
+    "layers/offload.py": (
+        (f"{MODEL}activations_kept.py", f"{MODEL}slices_kept.py", f"{ENGINE}stage.py"),
         (f"{DIST}activations.py", f"{DIST}activation_policies.py"),
     ),
-    "tensor_parallel/linear.py": (
+    "layers/recompute.py": (
+        (f"{MODEL}activations_kept.py", f"{MODEL}slices_kept.py", f"{ENGINE}stage.py"),
+        (f"{DIST}activations.py", f"{DIST}activation_policies.py"),
+    ),
+    "layers/linear.py": (
         LAYERS,
         (f"{DIST}narrow_types.py", f"{DIST}overlap.py"),
         FAULTLESS,
         (f"{DIST}activation_policies.py",),
         PARITY,
     ),
-    "tensor_parallel/embedding.py": (
+    "layers/embedding.py": (
         LAYERS,
         (f"{DIST}narrow_types.py", "tests/unit/generate/test_generator.py"),
         FAULTLESS,
     ),
-    "tensor_parallel/collectives.py": (
-        (f"{TP}direct.py", f"{OPTIM}reduction.py", *LAYERS),
+    "distributed/collectives.py": (
+        (GLOO, f"{OPTIM}reduction.py", *LAYERS),
         (f"{DIST}mesh_groups.py", f"{DIST}rules.py"),
         (f"{DIST}zero.py",),
     ),
-    "tensor_parallel/direct.py": ((f"{TP}direct.py", *LAYERS), (f"{DIST}zero.py",)),
-    "tensor_parallel/cross_entropy.py": (LAYERS, FAULTLESS),
-    "tensor_parallel/linear_cross_entropy.py": (
-        (f"{TP}linear_cross_entropy.py", *LAYERS),
+    "distributed/gloo.py": ((GLOO, *LAYERS), (f"{DIST}zero.py",)),
+    "layers/cross_entropy.py": (LAYERS, FAULTLESS),
+    "layers/linear_cross_entropy.py": (
+        (f"{LAYER_UNITS}linear_cross_entropy.py", *LAYERS),
         FAULTLESS,
     ),
     "optim/shard.py": (

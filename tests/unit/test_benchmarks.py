@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.validate import validate
+from megapipe.schedule.proof.validate import validate
 
 ROOT = Path(__file__).parents[2]
 SHARED = (

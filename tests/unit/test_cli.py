@@ -268,7 +268,7 @@ def test_dump_reads_back(
 
 def test_imports_no_torch() -> None:
     code = (
-        "import sys, megapipe.cli, megapipe.layout, megapipe.plan.report; "
+        "import sys, megapipe.cli, megapipe.layout.layout, megapipe.plan.report; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from megapipe.config import Config
 from megapipe.keys import KEYS, SECTIONS, expected, unknown
-from megapipe.model.config import ModelConfig
+from megapipe.model.gpt.config import ModelConfig
 
 
 def test_sections_are_documented() -> None:

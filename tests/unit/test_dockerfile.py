@@ -7,7 +7,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from stand_ins import write_program
+
+from tests.unit.stand_ins import write_program
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import pytest
 
 import megapipe
 
@@ -21,59 +19,65 @@ FILES = {
 
 MOST_LINES = 500
 
-SCHEDULE_MAY = ("megapipe.schedule", "megapipe.errors")
-PLAN_MAY = (
-    *SCHEDULE_MAY,
-    "megapipe.plan",
-    "megapipe.section",
-    "megapipe.config",
-    "megapipe.model.config",
-    "megapipe.model.partition",
-    "megapipe.checks",  # notes on what a short run leaves out
-    "megapipe.layout",  # the plan of a whole configuration starts from its layout
+FLOORS = (
+    "console",
+    "train",
+    "generate",
+    "observe",
+    "optim",
+    "plan",
+    "layout",
+    "data",
+    "cli",
+    "keys",
+    "config",
+    "engine",
+    "model",
+    "layers",
+    "ops",
+    "testing",
+    "launch",
+    "distributed",
+    "checkpoint",
+    "schedule",
+    "presets",
+    "strict_yaml",
+    "section",
+    "dtypes",
+    "words",
+    "errors",
 )
+"""Folders and single files of the package, the highest first: imports go down."""
+
 SCHEDULE_LATER = {
     "megapipe.schedule.render.raster": "matplotlib",
     "megapipe.schedule.commands.show": "rich",
-    "megapipe.schedule.exact": "ortools",
+    "megapipe.schedule.search.exact": "ortools",
 }
 """What each of these files may load, not to be imported but when it is asked for its result."""
-BELOW_TRAIN = (
-    "checkpoint",
-    "data",
-    "engine",
-    "model",
-    "observe",
-    "ops",
-    "optim",
-    "tensor_parallel",
-)
 MAY_COMMUNICATE = (
-    "megapipe.launch",  # starts torch's agent
-    "megapipe.axis",  # names the type of a group
-    "megapipe.mesh",
-    "megapipe.testing",
-    "megapipe.tensor_parallel.collectives",
+    "megapipe.distributed",
     "megapipe.engine.channels",
-    "megapipe.optim",
-    "megapipe.checkpoint",
-    "megapipe.train",
+    "megapipe.launch",
+    "megapipe.testing",
 )
 WITHOUT_TORCH = (
     "megapipe.schedule",
     "megapipe.plan",
     "megapipe.config",
     "megapipe.cli",
+    "megapipe.dtypes",
     "megapipe.errors",
     "megapipe.keys",
+    "megapipe.layers.policy",
     "megapipe.layout",
     "megapipe.section",
     "megapipe.strict_yaml",
-    "megapipe.model.config",
-    "megapipe.model.partition",
-    "megapipe.model.hf_config",
+    *(f"megapipe.model.{name}" for name in ("partition", "tape")),
+    *(f"megapipe.model.gpt.{name}" for name in ("config", "parameters", "flops", "hf_config")),
+    *(f"megapipe.model.gpt.{name}" for name in ("saved", "workspace", "unfused")),
     "megapipe.train.job",  # loads torch once the configuration is known to be right
-    "megapipe.train.launch",
+    "megapipe.launch.rendezvous",
 )
 OPTIONAL = ("wandb", "tensorboard", "torch.utils.tensorboard", "datasets", "transformers")
 KERNELS = ("apex", "flash_attn", "liger_kernel")
@@ -157,35 +161,54 @@ def test_the_reading_of_imports() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("package", "may"), [("megapipe.schedule", SCHEDULE_MAY), ("megapipe.plan", PLAN_MAY)]
-)
-def test_schedule_and_plan_import_nothing_above_them(package: str, may: tuple[str, ...]) -> None:
+def room(module: str) -> str:
+    """The folder or file below the package that a module is in."""
+    return module.split(".")[1]
+
+
+def upward(importer: str, imported: Iterable[str]) -> list[str]:
+    """The `imported` modules that are not below the room of the `importer`, or in it."""
+    own = FLOORS.index(room(importer))
+    inner = [name for name in imported if name.startswith("megapipe.")]
+    return [name for name in inner if FLOORS.index(room(name)) < own]
+
+
+def test_imports_between_rooms_go_down() -> None:
+    seen = set()
+    for name, tree in parsed():
+        if name in ("megapipe.__init__", "megapipe.__main__"):
+            continue
+        seen.add(room(name))
+        up = upward(name, imports(tree))
+        assert not up, f"{name} imports {up}: above it, see FLOORS"
+    assert seen == set(FLOORS), "rooms without a floor, or floors without a room"
+
+
+def test_one_upward_import_is_noticed() -> None:
+    down = "from megapipe.layers import linear\nfrom megapipe.engine.stage import Stage\n"
+    assert upward("megapipe.engine.pipeline", imports(ast.parse(down))) == []
+    up = down + "def f():\n    from megapipe.train.step import TrainStep\n"
+    assert upward("megapipe.engine.pipeline", imports(ast.parse(up))) == ["megapipe.train.step"]
+    assert upward("megapipe.schedule.ir", ["numpy", "megapipe.errors", "megapipe.plan.pace"]) == [
+        "megapipe.plan.pace"
+    ]
+
+
+def test_schedules_need_no_package_but_numpy() -> None:
     seen = 0
     for name, tree in parsed():
-        if not inside(name, (package,)):
+        if not inside(name, ("megapipe.schedule",)):
             continue
         for module in imports(tree):
             seen += 1
-            package_of = module.partition(".")[0]
-            if package_of == "megapipe":
-                assert inside(module, may), f"{name} imports {module}"
-            elif package_of == SCHEDULE_LATER.get(name):
+            package = module.partition(".")[0]
+            if package == SCHEDULE_LATER.get(name):
                 assert module not in on_import(tree), f"{name} needs {module} to be imported"
             else:
-                assert package_of in sys.stdlib_module_names | {"numpy"}, (
+                assert package in sys.stdlib_module_names | {"megapipe", "numpy"}, (
                     f"{name} imports {module}: numpy and the standard library are enough here"
                 )
     assert seen
-
-
-@pytest.mark.parametrize("package", BELOW_TRAIN)
-def test_nothing_below_imports_train(package: str) -> None:
-    names = [name for name in FILES if inside(name, (f"megapipe.{package}",))]
-    assert names
-    for name, tree in parsed():
-        if name in names:
-            assert not any(inside(module, ("megapipe.train",)) for module in imports(tree)), name
 
 
 def test_who_may_communicate() -> None:
@@ -194,7 +217,7 @@ def test_who_may_communicate() -> None:
         for name, tree in parsed()
         if any(inside(module, ("torch.distributed",)) for module in imports(tree))
     }
-    assert "megapipe.mesh" in users
+    assert "megapipe.distributed.mesh" in users
     assert not {name for name in users if not inside(name, MAY_COMMUNICATE)}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_rules import PLAIN, RATES, by_formula, draw, error, expected, model
-from plain_rules import by_products, by_singular_values, step
+
+from tests.parity.optim_rules import PLAIN, RATES, by_formula, draw, error, expected, model
+from tests.parity.plain_rules import by_products, by_singular_values, step
 
 ELEMENTWISE = [name for name in PLAIN if PLAIN[name].run is not by_formula]
 

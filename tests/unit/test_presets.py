@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli import parse
-from megapipe.layout import resolve
+from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.parameters import count, parameter_shapes
 from megapipe.plan.demand import memory_lines
 from megapipe.plan.pace import Speeds, expected
-from megapipe.plan.params import count, parameter_shapes
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.timing.simulate import simulate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
-from cases import Case
-from compare import assert_within
-from dropout_noise import noise_of
-from reference import (
+from torch import Tensor
+
+from megapipe.model.gpt.config import ModelConfig
+from tests.parity.cases import Case
+from tests.parity.compare import assert_within
+from tests.parity.dropout_noise import noise_of
+from tests.parity.reference import (
     Optimizer,
     assert_error_like,
     assert_grads_close,
@@ -20,9 +23,6 @@ from reference import (
     token_losses,
     train,
 )
-from torch import Tensor
-
-from megapipe.model.config import ModelConfig
 
 MODEL = ModelConfig(
     layers=2, hidden=16, heads=4, kv_heads=2, vocab_size=29, max_positions=12, dtype="fp64"

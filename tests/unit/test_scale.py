@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapipe.mesh import Grid, ParallelMesh
-from megapipe.plan.in_flight import peak_activations
+from megapipe.distributed.collectives import all_gather, all_reduce
+from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.memory import model_memory
-from megapipe.tensor_parallel.collectives import all_gather, all_reduce
 from megapipe.train.step import TrainStep
 
 SHAPE = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=4", "train.global_batch=32")

@@ -64,7 +64,7 @@ def refuse(capsys):
         (["draw", "1f1b", *SMALL, "-o", "/none/x.svg"], "/none/x.svg: cannot be written: No such"),
         (["draw", "1f1b", *SMALL, "-o", "/none/x.png"], "/none/x.png: cannot be written: No such"),
         (["export", "1f1b", *SMALL, "--format", "xml"], "invalid choice: 'xml'"),
-        (["export", "chimera", *SMALL, "--format", "torch"], "cannot run replicas of the model"),
+        (["export", "chimera", *SMALL, "--format", "torch"], "cannot run more than one direction"),
         (["search", *SMALL, "--chunks", "3", "--placement", "v"], "v does not go with 3 chunks"),
         (["search", *SMALL, "--memory-limit", "1/2"], "memory_limit 1/2 is too small"),
         (["search", *SMALL, "--slices", "2"], "unrecognized arguments: --slices 2"),

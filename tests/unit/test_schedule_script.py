@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.model.config import ModelConfig
-from megapipe.plan.flops import head_flops, layer_flops
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.flops import head_flops, layer_flops
 from megapipe.schedule.commands import COMMANDS, main
 from megapipe.schedule.commands.arguments import number
-from megapipe.schedule.commands.setting import placement_names
+from megapipe.schedule.commands.scenario import placement_names
 from megapipe.schedule.generators import aliases, build, names
 from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
 from megapipe.schedule.render import svg, text
-from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import from_csv, to_csv
+from megapipe.schedule.timing.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--ranks", "4", "--microbatches", "8")
@@ -49,7 +49,7 @@ def test_the_script_runs_and_loads_nothing_heavy():
     assert done.returncode == 0
     assert done.stdout.startswith("zb_h1\n")
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "megapipe.schedule.simulate" in loaded
+    assert "megapipe.schedule.timing.simulate" in loaded
     assert not loaded & {"torch", "matplotlib", "rich", "pydantic", "ortools"}
 
 
@@ -209,7 +209,7 @@ def test_zero_stages(ask):
             assert more["makespan"] == plain["makespan"] + more["replicas"]["added"]
 
 
-def test_pieces_of_a_reduction(ask):
+def test_buckets_of_a_reduction(ask):
     """Two of 4 each: the first begins half-way through the last backward, from 6 to 8."""
 
     def added(*more):
@@ -218,8 +218,8 @@ def test_pieces_of_a_reduction(ask):
         return told["replicas"]["reductions"], told["replicas"]["added"]
 
     assert added() == (1, 8)
-    assert added("--pieces", "2") == (2, 7)
-    assert added("--pieces", "8") == (8, 8 - 2 * 7 / 8)
+    assert added("--buckets", "2") == (2, 7)
+    assert added("--buckets", "8") == (8, 8 - 2 * 7 / 8)
 
 
 def test_a_chunked_loss_is_a_run_of_its_own(ask, tmp_path):

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
-from stand_ins import write_program
+
+from tests.unit.stand_ins import write_program
 
 ROOT = Path(__file__).parents[2]
 SHELL_FILES = [

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.schedule.commands import parser
+from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.commands.search import placements
-from megapipe.schedule.commands.setting import Setting
 from megapipe.schedule.generators import names
 from megapipe.schedule.placement import loop, vee, wave
 
@@ -79,11 +79,11 @@ def test_search_for_a_reader(ask):
 )
 def test_where_search_looks(more, found):
     given = parser().parse_args(["search", *SMALL, *more])
-    assert placements(Setting.of(given)) == found
+    assert placements(Scenario.of(given)) == found
 
 
 def test_stage_costs_say_how_many_chunks(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(json.dumps([{"F": 1, "I": 1, "W": 1}] * 8))
     given = parser().parse_args(["search", *SMALL, "--stage-cost", str(path)])
-    assert placements(Setting.of(given)) == [loop(4, 2), vee(4)]
+    assert placements(Scenario.of(given)) == [loop(4, 2), vee(4)]

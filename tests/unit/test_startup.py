@@ -32,7 +32,7 @@ def modules_after(*statements: str) -> set[str]:
 
 def test_training_loads_nothing_heavy() -> None:
     loaded = modules_after("import megapipe.train.trainer, megapipe.train.job")
-    assert {"torch", "megapipe.train.step", "megapipe.ops.select"} <= loaded
+    assert {"torch", "megapipe.train.step", "megapipe.train.kernels"} <= loaded
     assert not loaded.intersection(HEAVY) - modules_after("import torch")
 
 
@@ -41,8 +41,8 @@ def test_choosing_kernels_loads_nothing_heavy() -> None:
     loaded = modules_after(
         "import torch",
         "from megapipe.config import Config",
-        "from megapipe.layout import resolve",
-        "from megapipe.ops.select import select_kernels",
+        "from megapipe.layout.resolve import resolve",
+        "from megapipe.train.kernels import select_kernels",
         "config, _ = resolve(Config(), 1, None)",
         "kernels = select_kernels(config, torch.device('cpu'), torch.float32)",
         "q = torch.randn(1, 4, 8, 16, requires_grad=True)",

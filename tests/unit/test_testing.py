@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapipe.mesh import Grid
+from megapipe.distributed.mesh import Grid
 from megapipe.testing import World, WorldError, run_world
 
 

@@ -7,12 +7,12 @@ and Muon needs whole matrices: they communicate, and give what a single process 
 from __future__ import annotations
 
 from megapipe.config import OptimizerConfig
-from megapipe.mesh import Axis
+from megapipe.distributed.mesh import Axis
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.rules.elementwise import SGD, Adam, AdamW, Lion
+from megapipe.optim.rules.layerwise import LAMB, LARS
 from megapipe.optim.rules.muon import Muon
 from megapipe.optim.rules.rule import Rule
-from megapipe.optim.rules.trust import LAMB, LARS
 
 __all__ = ["Rule", "build_rule"]
 

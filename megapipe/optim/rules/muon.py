@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from megapipe.config import OptimizerConfig
-from megapipe.mesh import Axis
+from megapipe.distributed.mesh import Axis
+from megapipe.layers.parameter import ParameterSpec
 from megapipe.ops.adam import AdamKernel
 from megapipe.optim.buffers import Entry
 from megapipe.optim.rules.elementwise import adam_step
 from megapipe.optim.rules.rule import Rule, overlap, ranges
 from megapipe.optim.rules.whole import gather_local, on_whole
-from megapipe.tensor_parallel.parameter import ParameterSpec
 
 if TYPE_CHECKING:
     from megapipe.optim.shard import Shard
@@ -59,13 +59,13 @@ class Muon(Rule):
     def _step_matrices(self, shard: Shard, matrices: Sequence[Entry], lr: float) -> None:
         self._add_momentum(shard)
         narrow = shard.grad.dtype if shard.grad.dtype == torch.float64 else torch.bfloat16
-        own, boxes = gather_local(shard.grad.to(narrow), matrices, shard.axis)
-        boxes = on_whole(boxes, [entry.spec for entry in own], self.tp, orthogonalise)
-        for entry, box in zip(own, boxes, strict=True):
+        own, regions = gather_local(shard.grad.to(narrow), matrices, shard.axis)
+        regions = on_whole(regions, [entry.spec for entry in own], self.tp, orthogonalise)
+        for entry, region in zip(own, regions, strict=True):
             here = overlap(shard, entry)
             offset = shard.start + here.start - entry.start
             direction = shard.grad[here.start : here.stop]
-            direction.copy_(box.reshape(-1)[offset : offset + len(direction)])
+            direction.copy_(region.reshape(-1)[offset : offset + len(direction)])
             adjusted = lr * self._adjustment(entry.spec.shape)
             for part in self.parts(shard, [here]):
                 part.master.mul_(1.0 - lr * part.weight_decay).add_(part.grad, alpha=-adjusted)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from megapipe.config import OptimizerConfig
+from megapipe.layers.parameter import ParameterSpec
 from megapipe.optim.buffers import Entry
-from megapipe.tensor_parallel.parameter import ParameterSpec
 
 if TYPE_CHECKING:
     from megapipe.optim.shard import Shard

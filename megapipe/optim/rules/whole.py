@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megapipe.mesh import Axis
+from megapipe.distributed.collectives import all_to_all
+from megapipe.distributed.mesh import Axis
+from megapipe.layers.parameter import ParameterSpec
 from megapipe.optim.buffers import Entry
-from megapipe.tensor_parallel.collectives import all_to_all
-from megapipe.tensor_parallel.parameter import ParameterSpec
 
 
 def gather_local(
     values: Tensor, entries: Sequence[Entry], axis: Axis
 ) -> tuple[list[Entry], list[Tensor]]:
-    """Those of the `entries` that reach into this rank's slice, and their whole local boxes.
+    """Those of the `entries` that reach into this rank's slice, and their whole local regions.
 
     `values` are this rank's slice [n] of an array over the bucket, tiled by the axis' members.
     """
@@ -49,29 +49,29 @@ def gather_local(
         axis,
     )
     # what came is in order of holder and entry, which is the order of the bucket
-    boxes = received.split([entry.spec.numel for entry in own])
-    return own, [box.view(e.spec.sizes) for box, e in zip(boxes, own, strict=True)]
+    regions = received.split([entry.spec.numel for entry in own])
+    return own, [region.view(e.spec.sizes) for region, e in zip(regions, own, strict=True)]
 
 
 def on_whole(
-    boxes: Sequence[Tensor],
+    regions: Sequence[Tensor],
     specs: Sequence[ParameterSpec],
     tp: Axis,
     function: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
-    """`function` of each whole matrix, of which every tp rank has a box; returns the boxes of it.
+    """`function` of each whole matrix, of which every tp rank has a region; returns its regions.
 
     The function keeps the shape [..., m, n] and the type.
     """
     if tp.size == 1:
-        return [function(box) for box in boxes]
-    if not boxes:
+        return [function(region) for region in regions]
+    if not regions:
         return []
     hands = deal([_work(spec.shape) for spec in specs], tp.size)
     order = [i for hand in hands for i in hand]
     lengths = [sum(specs[i].numel for i in hand) for hand in hands]
     mine, alike = hands[tp.index], [lengths[tp.index]] * tp.size
-    given = torch.cat([boxes[i].reshape(-1) for i in order])
+    given = torch.cat([regions[i].reshape(-1) for i in order])
     parts = all_to_all(given, lengths, alike, tp).view(tp.size, -1)  # [tp, values of my matrices]
     results = [
         _on_parts(part, specs[i], function)
@@ -84,7 +84,7 @@ def on_whole(
 
 
 def _on_parts(parts: Tensor, spec: ParameterSpec, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """`function` of a matrix from the flat boxes of all tp ranks, cut as these: [tp, numel]."""
+    """`function` of a matrix from the flat regions of all tp ranks, cut as these: [tp, numel]."""
     assert spec.split_dim is not None, f"{spec.name} is not split over tp"
     whole = torch.cat([part.view(spec.sizes) for part in parts], dim=spec.split_dim)
     return torch.stack(function(whole).chunk(len(parts), dim=spec.split_dim)).flatten(1)

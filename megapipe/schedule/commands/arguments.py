@@ -90,11 +90,11 @@ def add_costs(parser: Parser) -> None:
         help="stages gathered ahead, for --zero 3 (1)",
     )
     parser.add_argument(
-        "--pieces",
+        "--buckets",
         type=count,
         default=1,
         metavar="N",
-        help="equal pieces of a reduction, which leave one by one during the last operation that "
+        help="equal buckets of a reduction, which leave one by one during the last operation that "
         "adds gradients (1)",
     )
     parser.add_argument(

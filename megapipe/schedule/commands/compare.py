@@ -9,7 +9,7 @@ from typing import Any
 from megapipe.errors import ScheduleError
 from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting
 from megapipe.schedule.commands.measure import measure
-from megapipe.schedule.commands.setting import Setting
+from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.generators import names
 
 COLUMNS = {
@@ -47,7 +47,7 @@ def add(commands: "Commands[Parser]") -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    setting = Setting.of(given)
+    setting = Scenario.of(given)
     measured, refused = [], {}
     for name in given.names or names():
         try:

@@ -13,11 +13,11 @@ from megapipe.schedule.commands.arguments import (
     count,
     write,
 )
-from megapipe.schedule.commands.setting import Setting
+from megapipe.schedule.commands.scenario import Scenario
+from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render import png, svg
-from megapipe.schedule.simulate import Timeline
-from megapipe.schedule.trace import trace
-from megapipe.schedule.validate import validate
+from megapipe.schedule.timing.simulate import Timeline
+from megapipe.schedule.timing.trace import trace
 
 FORMATS = (".svg", ".png", ".json")
 
@@ -44,7 +44,7 @@ def run(given: argparse.Namespace) -> None:
     path: Path = given.output
     if path.suffix not in FORMATS:
         raise ConfigError(f"argument -o: {path} does not end in {', '.join(FORMATS)}")
-    setting = Setting.of(given)
+    setting = Scenario.of(given)
     schedule, _ = setting.build(given.name)
     validate(schedule)
     timeline = setting.time(schedule)

@@ -4,10 +4,9 @@ import argparse
 from pathlib import Path
 
 from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting, write
-from megapipe.schedule.commands.setting import Setting
-from megapipe.schedule.exchange import to_torch_csv
-from megapipe.schedule.text import to_csv
-from megapipe.schedule.validate import validate
+from megapipe.schedule.commands.scenario import Scenario
+from megapipe.schedule.proof.validate import validate
+from megapipe.schedule.text import to_csv, to_torch_csv
 
 FORMATS = {"csv": to_csv, "torch": to_torch_csv}
 
@@ -28,7 +27,7 @@ def add(commands: "Commands[Parser]") -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    schedule, _ = Setting.of(given).build(given.name)
+    schedule, _ = Scenario.of(given).build(given.name)
     validate(schedule)
     text = FORMATS[given.format](schedule)
     if given.output is None:

@@ -7,11 +7,11 @@ import re
 from typing import Any
 
 from megapipe.schedule.commands.arguments import Commands, Parser
-from megapipe.schedule.commands.setting import json_number, placement_names
+from megapipe.schedule.commands.scenario import json_number, placement_names
 from megapipe.schedule.generators import accepts, aliases, build, names
 from megapipe.schedule.generators.registry import HINTS, OPTIONS, generator_of
 from megapipe.schedule.ir import Kind, Schedule
-from megapipe.schedule.ledger import weight_copies
+from megapipe.schedule.memory import weight_copies
 
 SAMPLE = {"ranks": 4, "microbatches": 16}
 """A size that every schedule has."""

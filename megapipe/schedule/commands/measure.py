@@ -4,19 +4,19 @@ import time
 from fractions import Fraction
 from typing import Any
 
-from megapipe.schedule.commands.setting import Setting, json_number, placement_names
-from megapipe.schedule.idle import idle
+from megapipe.schedule.commands.scenario import Scenario, json_number, placement_names
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.ledger import (
+from megapipe.schedule.memory import (
     messages,
     peak_held,
     peak_weighted,
     volume,
     weight_copies,
 )
-from megapipe.schedule.render.boxes import most_chunks
-from megapipe.schedule.simulate import simulate
-from megapipe.schedule.validate import validate
+from megapipe.schedule.proof.validate import validate
+from megapipe.schedule.render.bars import most_chunks
+from megapipe.schedule.timing.idle import idle
+from megapipe.schedule.timing.simulate import simulate
 
 
 def describe(schedule: Schedule) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def describe(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def measure(setting: Setting, schedule: Schedule, generate_seconds: float) -> dict[str, Any]:
+def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> dict[str, Any]:
     """Prove and time a schedule: the object that --json prints.
 
     Raises:

@@ -16,7 +16,7 @@ from megapipe.schedule.commands.arguments import (
     write,
 )
 from megapipe.schedule.commands.measure import lines, measure
-from megapipe.schedule.commands.setting import Setting, json_number
+from megapipe.schedule.commands.scenario import Scenario, json_number
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.search import search
 from megapipe.schedule.text import to_csv
@@ -42,7 +42,7 @@ def add(commands: "Commands[Parser]") -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    setting = Setting.of(given)
+    setting = Scenario.of(given)
     start = time.perf_counter()
     found = search(
         setting.ranks,
@@ -81,7 +81,7 @@ def run(given: argparse.Namespace) -> None:
     )
 
 
-def placements(setting: Setting) -> list[Placement]:
+def placements(setting: Scenario) -> list[Placement]:
     """Where to search: on the placement that was asked for, or on all.
 
     Raises:

@@ -4,10 +4,10 @@ import argparse
 import shutil
 
 from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting, count
-from megapipe.schedule.commands.setting import Setting
-from megapipe.schedule.render.colours import INK, shade
+from megapipe.schedule.commands.scenario import Scenario
+from megapipe.schedule.proof.validate import validate
+from megapipe.schedule.render.scene import INK, shade
 from megapipe.schedule.render.terminal import Rows, draw_rows
-from megapipe.schedule.validate import validate
 
 
 def add(commands: "Commands[Parser]") -> None:
@@ -19,7 +19,7 @@ def add(commands: "Commands[Parser]") -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    setting = Setting.of(given)
+    setting = Scenario.of(given)
     schedule, _ = setting.build(given.name)
     validate(schedule)
     width = given.width or shutil.get_terminal_size((100, 24)).columns

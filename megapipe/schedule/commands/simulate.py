@@ -5,7 +5,7 @@ import json
 
 from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting
 from megapipe.schedule.commands.measure import lines, measure
-from megapipe.schedule.commands.setting import Setting
+from megapipe.schedule.commands.scenario import Scenario
 
 
 def add(commands: "Commands[Parser]") -> None:
@@ -17,6 +17,6 @@ def add(commands: "Commands[Parser]") -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    setting = Setting.of(given)
+    setting = Scenario.of(given)
     told = measure(setting, *setting.build(given.name))
     print(json.dumps(told) if given.json else "\n".join(lines(told)))

@@ -1,6 +1,7 @@
 """Generators of schedules, one file per family; importing this package registers them all."""
 
 from megapipe.schedule.generators import (
+    autopipe,
     bitpipe,
     breadth_first,
     chimera,
@@ -14,9 +15,8 @@ from megapipe.schedule.generators import (
     one_f_one_b,
     recompute,
     sequence,
-    slicer,
     v_family,
-    zb_limited,
+    zb_heuristic,
     zb_v,
     zero_bubble,
 )
@@ -27,6 +27,7 @@ from megapipe.schedule.generators.registry import accepts, aliases, build, names
 __all__ = [
     "accepts",
     "aliases",
+    "autopipe",
     "bitpipe",
     "breadth_first",
     "build",
@@ -45,9 +46,8 @@ __all__ = [
     "recompute",
     "register",
     "sequence",
-    "slicer",
     "v_family",
-    "zb_limited",
+    "zb_heuristic",
     "zb_v",
     "zero_bubble",
 ]

@@ -1,8 +1,8 @@
 """BitPipe (Wu et al., 2410.19367): V-shaped pipelines in both directions at once."""
 
+from megapipe.schedule.generators.grid import both_ways
 from megapipe.schedule.generators.hanayo import in_waves, waves_of
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.slots import both_ways
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import wave
 

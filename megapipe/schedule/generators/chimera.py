@@ -25,8 +25,8 @@ the rest of B. For f > 1 it is a unit with some micro-batches left out.
 from collections.abc import Iterator
 from fractions import Fraction
 
+from megapipe.schedule.generators.grid import Trip, both_ways, on_grid
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.slots import Trip, both_ways, on_grid
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import loop
 
@@ -90,9 +90,9 @@ def _concatenated(
 ) -> Schedule:
     """Every `parts` micro-batches go forward as one and backward each by itself."""
     placement = both_ways(name, loop(ranks), pairs)
-    replicas, length = 2 * pairs, ranks // (2 * pairs)
-    per_replica = -(-microbatches // (replicas * parts))
-    units = _units(per_replica, length, parts, extend=pairs == 1)
+    directions, length = 2 * pairs, ranks // (2 * pairs)
+    per_direction = -(-microbatches // (directions * parts))
+    units = _units(per_direction, length, parts, extend=pairs == 1)
     places = [
         (letter, 2 * (place // length * (ranks // 2) + place % length))
         for place, letter in enumerate("".join(units))
@@ -102,8 +102,8 @@ def _concatenated(
     trips = []
     for microbatch in range(microbatches):
         together, part = divmod(microbatch, parts)
-        turn, replica = divmod(together, replicas)
-        trips.append(Trip(replica, forwards[turn], backwards[turn * parts + part] + ranks - 1))
+        turn, direction = divmod(together, directions)
+        trips.append(Trip(direction, forwards[turn], backwards[turn * parts + part] + ranks - 1))
     return on_grid(name, placement, trips, sizes=sizes)
 
 

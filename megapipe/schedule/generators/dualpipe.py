@@ -21,10 +21,10 @@ every micro-batch has both phases.
 from array import array
 from collections import deque
 
+from megapipe.schedule.generators.grid import both_ways
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.slots import both_ways
 from megapipe.schedule.ir import JOINED, Kind, Schedule, pack
-from megapipe.schedule.ledger import most_held
+from megapipe.schedule.memory import most_held
 from megapipe.schedule.placement import loop, vee
 
 
@@ -63,7 +63,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         microbatches=microbatches,
         ops=tuple(ops),
         held_limit=tuple(map(most_held, ops)),
-        replica=tuple(microbatch % 2 for microbatch in range(microbatches)),
+        direction=tuple(microbatch % 2 for microbatch in range(microbatches)),
     )
 
 

@@ -3,13 +3,13 @@
 from array import array
 from collections.abc import Sequence
 
-from megapipe.schedule.generators.slots import by_replica
+from megapipe.schedule.generators.grid import by_direction
 from megapipe.schedule.ir import Kind, Schedule, packed, span
 from megapipe.schedule.placement import Placement
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
-    """One forward per stage and micro-batch, through replica 0 of any placement.
+    """One forward per stage and micro-batch, through direction 0 of any placement.
 
     A micro-batch enters every v slots (v: most chunks on a rank) and moves on by one stage per
     slot; each rank runs its operations in the order of their slots, earlier stages first. As a
@@ -17,7 +17,7 @@ def forward_only(placement: Placement, microbatches: int) -> Schedule:
     One chunk and the V are as fast as can be, a loop of v chunks takes up to (v-1)(p-1) slots
     more, and the number of messages under way does not grow with m. Nothing is held for a backward.
     """
-    chunks = [by_replica(placement, rank)[0] for rank in range(placement.ranks)]
+    chunks = [by_direction(placement, rank)[0] for rank in range(placement.ranks)]
     period = max(map(len, chunks))
     return Schedule(
         name="forward_only",

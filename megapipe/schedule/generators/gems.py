@@ -1,8 +1,8 @@
-"""GEMS (Jain et al., SC 2020): two replicas in opposite directions, one micro-batch at a time."""
+"""GEMS (Jain et al., SC 2020): two directions in opposite directions, one micro-batch at a time."""
 
+from megapipe.schedule.generators.grid import both_ways
 from megapipe.schedule.generators.naive import one_at_a_time
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.slots import both_ways
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import loop
 

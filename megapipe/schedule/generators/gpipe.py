@@ -23,22 +23,22 @@ def gpipe_on(
     placement: Placement,
     microbatches: int,
     *,
-    replica: tuple[int, ...] | None = None,
+    direction: tuple[int, ...] | None = None,
     slices: int = 1,
     sizes: tuple[Fraction, ...] | None = None,
 ) -> Schedule:
     """All forwards, then all backwards, on any placement.
 
-    It is the plain reference for every schedule on that placement with the same `replica`,
+    It is the plain reference for every schedule on that placement with the same `direction`,
     `slices` and `sizes` (see :class:`~megapipe.schedule.ir.Schedule`). Each rank's list is a part
     of one global order (forwards by stage, then backwards by descending stage, each by micro-batch,
     slices ascending forward and descending backward) in which no operation comes before its inputs,
     so it can always be executed.
 
     Raises:
-        ScheduleError: sizes or replicas that the placement cannot have.
+        ScheduleError: sizes or directions that the placement cannot have.
     """
-    rows = replica or (0,) * microbatches
+    rows = direction or (0,) * microbatches
     ops = tuple(rank_ops(rank, placement, rows, slices) for rank in range(placement.ranks))
     return Schedule(
         name="gpipe",
@@ -46,16 +46,16 @@ def gpipe_on(
         microbatches=microbatches,
         ops=ops,
         held_limit=tuple(len(codes) // 2 for codes in ops),
-        replica=replica,
+        direction=direction,
         slices=slices,
         sizes=sizes,
     )
 
 
 def rank_ops(
-    rank: int, placement: Placement, replica: tuple[int, ...], slices: int
+    rank: int, placement: Placement, direction: tuple[int, ...], slices: int
 ) -> "array[int]":
-    """The list of one rank; `replica` has one entry per micro-batch."""
+    """The list of one rank; `direction` has one entry per micro-batch."""
     stages, parts = placement.stages_of(rank), range(slices)
     ops = array("q")
     for kind, order, within in (
@@ -65,6 +65,6 @@ def rank_ops(
         offsets = [part << SLICE_SHIFT for part in within]
         for stage in order:
             held = {row for row, at in enumerate(placement.table) if at[stage] == rank}
-            codes = zip(span(kind, stage, 0, len(replica)), replica, strict=True)
+            codes = zip(span(kind, stage, 0, len(direction)), direction, strict=True)
             ops.extend(code + offset for code, row in codes if row in held for offset in offsets)
     return ops

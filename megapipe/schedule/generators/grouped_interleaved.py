@@ -3,11 +3,10 @@
 from array import array
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.generators.groups import in_groups
+from megapipe.schedule.generators.lists import in_groups, weave
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.weave import weave
 from megapipe.schedule.ir import MICROBATCH_SHIFT, Kind, Schedule, packed
-from megapipe.schedule.ledger import most_held
+from megapipe.schedule.memory import most_held
 from megapipe.schedule.placement import loop
 
 

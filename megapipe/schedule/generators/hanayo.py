@@ -16,8 +16,8 @@ forwards whose cells come before its first backward, then the two alternate.
 """
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.generators.grid import Trip, on_grid
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.slots import Trip, on_grid
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, wave
 
@@ -39,15 +39,15 @@ def hanayo(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def in_waves(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """The order above; micro-batches take turns between the replicas of the placement."""
-    ranks, stages, replicas = placement.ranks, placement.stages, len(placement.table)
+    """The order above; micro-batches take turns between the directions of the placement."""
+    ranks, stages, directions = placement.ranks, placement.stages, len(placement.table)
     trips = []
     for microbatch in range(microbatches):
         unit, place = divmod(microbatch, ranks)
-        cell = unit * stages + 2 * (place // replicas)
+        cell = unit * stages + 2 * (place // directions)
         trips.append(
             Trip(
-                replica=microbatch % replicas,
+                direction=microbatch % directions,
                 forward=2 * cell,
                 backward=2 * (cell + 2 * (stages - 1)) + 1,
             )

@@ -33,7 +33,7 @@ times after all others.
 from array import array
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.generators.groups import in_groups
+from megapipe.schedule.generators.lists import in_groups
 from megapipe.schedule.generators.one_f_one_b import one_f_one_b
 from megapipe.schedule.generators.registry import register
 from megapipe.schedule.ir import Kind, Schedule

@@ -2,8 +2,8 @@
 
 from array import array
 
+from megapipe.schedule.generators.grid import by_direction
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.slots import by_replica
 from megapipe.schedule.ir import Kind, Schedule, pack
 from megapipe.schedule.placement import Placement, loop
 
@@ -17,26 +17,26 @@ def naive(ranks: int, microbatches: int) -> Schedule:
     return one_at_a_time("naive", loop(ranks), (0,) * microbatches)
 
 
-def one_at_a_time(name: str, placement: Placement, replica: tuple[int, ...]) -> Schedule:
-    """Each rank ends a micro-batch before it begins the next; `replica` has one entry for each.
+def one_at_a_time(name: str, placement: Placement, direction: tuple[int, ...]) -> Schedule:
+    """Each rank ends a micro-batch before it begins the next; `direction` has one entry for each.
 
     It can always be executed: the lists are parts of one global order, micro-batch by micro-batch.
     """
-    visits = [by_replica(placement, rank) for rank in range(placement.ranks)]
+    visits = [by_direction(placement, rank) for rank in range(placement.ranks)]
     return Schedule(
         name=name,
         placement=placement,
-        microbatches=len(replica),
-        ops=tuple(rank_ops(mine, replica) for mine in visits),
-        held_limit=tuple(max(len(mine[row]) for row in set(replica)) for mine in visits),
-        replica=replica if any(replica) else None,
+        microbatches=len(direction),
+        ops=tuple(rank_ops(mine, direction) for mine in visits),
+        held_limit=tuple(max(len(mine[row]) for row in set(direction)) for mine in visits),
+        direction=direction if any(direction) else None,
     )
 
 
-def rank_ops(stages: list[list[int]], replica: tuple[int, ...]) -> "array[int]":
-    """The list of a rank that holds the given stages of each replica (ascending)."""
+def rank_ops(stages: list[list[int]], direction: tuple[int, ...]) -> "array[int]":
+    """The list of a rank that holds the given stages of each direction (ascending)."""
     ops = array("q")
-    for microbatch, row in enumerate(replica):
+    for microbatch, row in enumerate(direction):
         ops.extend(pack(Kind.F, stage, microbatch) for stage in stages[row])
         ops.extend(pack(Kind.B, stage, microbatch) for stage in reversed(stages[row]))
     return ops

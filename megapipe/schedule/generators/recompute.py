@@ -76,7 +76,7 @@ def varuna(ranks: int, microbatches: int) -> Schedule:
     forward. So a recomputation ends as its gradient arrives, and forwards run ahead wherever a
     rank would wait. Peak: one micro-batch, besides the inputs of up to m. Varuna deviates from its
     order at run time when a message is late ("opportunistic"); here the order is kept, and
-    :mod:`megapipe.schedule.opportunistic` says what deviating would gain.
+    :mod:`megapipe.schedule.timing.opportunistic` says what deviating would gain.
     """
     return Schedule(
         name="varuna",

@@ -1,18 +1,18 @@
 """Pipelines over slices of sequences: TeraPipe (2102.07988) and Seq1F1B (2406.03488).
 
-A *unit* is one slice of one micro-batch. Causal attention lets stage s+1 begin with a slice while
+A *piece* is one slice of one micro-batch. Causal attention lets stage s+1 begin with a slice while
 stage s computes the next one, so m micro-batches of k slices fill a pipeline as m*k small
 micro-batches do, except that the backwards of a micro-batch pop its slices last first. Hence both
-1F1B generators take a schedule of m*k micro-batches and change two things: unit u becomes slice
+1F1B generators take a schedule of m*k micro-batches and change two things: piece u becomes slice
 u mod k of micro-batch u div k (backward: slice k-1 - u mod k), and every backward comes k-1
 forwards later.
 
-Why that never deadlocks. The changed schedule gives the F, or the B, of unit u the place of the F
+Why that never deadlocks. The changed schedule gives the F, or the B, of piece u the place of the F
 or B of micro-batch u, on all ranks and stages alike, and groups hold whole micro-batches. So what
 proves the original free of deadlock carries over: the order of forwards among themselves and of
-backwards among themselves is the same, and that between the two is moved by k-1 units on every
-rank. What is left is that a backward comes after the forward of its own unit: the backward at
-place i needs the forward of a unit at most k-1 places later than the original needed, and that is
+backwards among themselves is the same, and that between the two is moved by k-1 pieces on every
+rank. What is left is that a backward comes after the forward of its own piece: the backward at
+place i needs the forward of a piece at most k-1 places later than the original needed, and that is
 what the shift provides.
 """
 
@@ -25,7 +25,7 @@ from megapipe.schedule.generators.interleaved import interleaved_1f1b
 from megapipe.schedule.generators.one_f_one_b import one_f_one_b
 from megapipe.schedule.generators.registry import register
 from megapipe.schedule.ir import KIND_MASK, MICROBATCH_SHIFT, SLICE_SHIFT, Kind, Schedule
-from megapipe.schedule.ledger import most_held
+from megapipe.schedule.memory import most_held
 from megapipe.schedule.placement import loop
 
 _LOW = (1 << MICROBATCH_SHIFT) - 1
@@ -36,7 +36,7 @@ def terapipe(ranks: int, microbatches: int, slices: int = 2) -> Schedule:
     """All forwards, then all backwards, over slices (Li et al., 2102.07988).
 
     Bubble for k slices of equal time: (p-1)/(m k + p-1) of the makespan. Peak: all m micro-batches.
-    The paper's slice lengths are those of :func:`megapipe.plan.slices.fastest_slices`.
+    The paper's slice lengths are those of :func:`megapipe.layout.slices.fastest_slices`.
     """
     return replace(gpipe_on(loop(ranks), microbatches, slices=slices), name="terapipe")
 
@@ -47,7 +47,7 @@ def seq1f1b(ranks: int, microbatches: int, slices: int = 2) -> Schedule:
 
     Rank r warms up with min(p-2-r+k, m k) slices. Idle time for k slices of equal time:
     (p-1)(F+B)/k, a k-th of 1F1B's. Peak on rank r: min(p-1-r+k, m k)/k micro-batches. Equal times
-    need slices of equal FLOPs (:func:`megapipe.plan.slices.balanced_slices`). One slice is 1F1B.
+    need slices of equal FLOPs (:func:`megapipe.layout.slices.balanced_slices`). One slice is 1F1B.
     """
     return in_slices("seq1f1b", one_f_one_b(ranks, microbatches * slices), slices)
 
@@ -77,30 +77,30 @@ def interleaved_seq1f1b(
             f"schedule interleaved_seq1f1b: group must be from 1 to microbatches = {microbatches}, "
             f"not {group}"
         )
-    units = interleaved_1f1b(ranks, microbatches * slices, chunks, group * slices)
-    return in_slices("interleaved_seq1f1b", units, slices)
+    pieces = interleaved_1f1b(ranks, microbatches * slices, chunks, group * slices)
+    return in_slices("interleaved_seq1f1b", pieces, slices)
 
 
-def in_slices(name: str, units: Schedule, slices: int) -> Schedule:
+def in_slices(name: str, pieces: Schedule, slices: int) -> Schedule:
     """A schedule of m*k micro-batches as one of m micro-batches in k slices each."""
-    ops = tuple(rank_ops(codes, slices) for codes in units.ops)
+    ops = tuple(rank_ops(codes, slices) for codes in pieces.ops)
     return Schedule(
         name=name,
-        placement=units.placement,
-        microbatches=units.microbatches // slices,
+        placement=pieces.placement,
+        microbatches=pieces.microbatches // slices,
         ops=ops,
         held_limit=tuple(map(most_held, ops)),
         slices=slices,
     )
 
 
-def rank_ops(units: "array[int]", slices: int) -> "array[int]":
-    """The list of one rank, from its list over units: backwards come slices-1 forwards later."""
+def rank_ops(pieces: "array[int]", slices: int) -> "array[int]":
+    """The list of one rank, from its list over pieces: backwards come slices-1 forwards later."""
     ahead = slices - 1
-    forwards = [_slice_of(code, slices) for code in units if code & KIND_MASK == Kind.F]
+    forwards = [_slice_of(code, slices) for code in pieces if code & KIND_MASK == Kind.F]
     ops = array("q", forwards[:ahead])
     started = ahead
-    for code in units:
+    for code in pieces:
         if code & KIND_MASK != Kind.F:
             ops.append(_slice_of(code, slices))
         elif started < len(forwards):
@@ -110,7 +110,7 @@ def rank_ops(units: "array[int]", slices: int) -> "array[int]":
 
 
 def _slice_of(code: int, slices: int) -> int:
-    """The operation on a slice that an operation on a unit stands for."""
+    """The operation on a slice that an operation on a piece stands for."""
     microbatch, part = divmod(code >> MICROBATCH_SHIFT, slices)
     if code & KIND_MASK != Kind.F:
         part = slices - 1 - part

@@ -1,14 +1,15 @@
 """Schedules on the V placement that trade idle time for memory (Qi et al., 2405.15362).
 
 Rank r has stages r and 2p-1-r, so the model's input and its loss are both on rank 0. Each schedule
-is a block (see :mod:`megapipe.schedule.blocks`) that repeats every six slots and is then reordered.
+is a block (see :mod:`megapipe.schedule.generators.blocks`) that repeats every six slots and is then
+reordered.
 The *hops* of a micro-batch from stage to stage decide how long activations live: with shorter hops
 fewer are alive, and there is more idle time before and after the steady state.
 
 A slot is half of a rank's F, I or W, all equal; bubbles are those of the makespan for m >= 2p, and
 1F1B's is 6(p-1). Peaks are in micro-batches of a full rank, from F to W. Any m can be executed.
 Where a `cost` is given, weight gradients may move to where a rank would idle at that cost
-(:func:`~megapipe.schedule.reorder.refill`); no schedule gets longer by that.
+(:func:`~megapipe.schedule.generators.reorder.refill`); no schedule gets longer by that.
 """
 
 from collections.abc import Sequence
@@ -16,13 +17,13 @@ from dataclasses import replace
 from itertools import accumulate
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.blocks import Block, drop_weights, repeat
 from megapipe.schedule.cost import Cost
+from megapipe.schedule.generators.blocks import Block, drop_weights, repeat
 from megapipe.schedule.generators.registry import register
+from megapipe.schedule.generators.reorder import reorder
 from megapipe.schedule.ir import Kind, Op, Schedule
-from megapipe.schedule.ledger import most_held
+from megapipe.schedule.memory import most_held
 from megapipe.schedule.placement import vee
-from megapipe.schedule.reorder import reorder
 
 PERIOD = 6
 

@@ -15,12 +15,12 @@ from array import array
 from collections import Counter
 
 from megapipe.schedule.cost import Cost
+from megapipe.schedule.generators.lists import weave
 from megapipe.schedule.generators.registry import register
+from megapipe.schedule.generators.reorder import refill_valid
 from megapipe.schedule.generators.v_family import promised, two_chunks
-from megapipe.schedule.generators.weave import weave
 from megapipe.schedule.ir import MICROBATCH_SHIFT, Kind, Schedule, packed, span
 from megapipe.schedule.placement import vee
-from megapipe.schedule.reorder import refill_valid
 
 
 @register("zb_v")
@@ -32,8 +32,8 @@ def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = Non
     to W. With fewer micro-batches the list is that of 2p-1, without those that are not there.
 
     For m < 2p-1, and again where a cost is given, weight gradients may move to where a rank would
-    idle (:func:`~megapipe.schedule.reorder.refill`). Neither the makespan at that cost nor the peak
-    is above what it is without.
+    idle (:func:`~megapipe.schedule.generators.reorder.refill`). Neither the makespan at that cost
+    nor the peak is above what it is without.
 
     Raises:
         ScheduleError: chunks is not 2.

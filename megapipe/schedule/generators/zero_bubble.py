@@ -3,8 +3,8 @@
 from array import array
 from itertools import pairwise
 
+from megapipe.schedule.generators.lists import weave
 from megapipe.schedule.generators.registry import register
-from megapipe.schedule.generators.weave import weave
 from megapipe.schedule.ir import Kind, Schedule, packed, span
 from megapipe.schedule.placement import loop
 

@@ -1,20 +1,138 @@
 """The picture of a schedule for a page: time lines, activations, legend."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, floor, log10
 
+from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.ledger import curve
-from megapipe.schedule.render.activations import HEADER, activations
-from megapipe.schedule.render.axis import Band, axis
-from megapipe.schedule.render.boxes import Box, Part, amount, boxes, most_chunks, usual_length
-from megapipe.schedule.render.colours import GATHER, IDLE, REDUCE, shade
-from megapipe.schedule.render.legend import legend
-from megapipe.schedule.render.scene import Rectangle, Scene, Shape, Words
-from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.memory import curve
+from megapipe.schedule.render.bars import NAMES, Box, Part, amount, boxes, most_chunks, usual_length
+from megapipe.schedule.render.scene import (
+    GATHER,
+    IDLE,
+    LINE,
+    MEMORY,
+    REDUCE,
+    Path,
+    Polygon,
+    Rectangle,
+    Scene,
+    Shape,
+    Words,
+    shade,
+)
+from megapipe.schedule.timing.simulate import Timeline, simulate
 
 LEFT, TOP, RIGHT = 64.0, 40.0, 62.0
+
+
+@dataclass(frozen=True)
+class Band:
+    """A part of the time, and where it is drawn."""
+
+    start: float
+    end: float
+    left: float
+    """Where it starts, in pixels."""
+    scale: float
+    """Pixels per unit of time."""
+
+    def x(self, time: Time) -> float:
+        """The place of a time, moved to the nearer end where it is outside."""
+        return self.left + (min(max(float(time), self.start), self.end) - self.start) * self.scale
+
+    @property
+    def right(self) -> float:
+        """Where it ends, in pixels."""
+        return self.x(self.end)
+
+
+def axis(band: Band, y: float, words: str) -> Iterator[Shape]:
+    """A line with ticks at round times, and words at its end."""
+    yield Path(((band.left, y), (band.right, y)), LINE)
+    if words:
+        yield Words(band.right, y + 14, words, anchor="end")
+    step = _round_step(90 / band.scale)
+    for number in range(ceil(band.start / step), floor(band.end / step) + 1):
+        x = band.x(number * step)
+        yield Path(((x, y), (x, y + 3)), LINE)
+        label = amount(number * step)
+        if x + 4 * len(label) < band.right - 7 * len(words):
+            yield Words(x, y + 14, label, colour=LINE)
+
+
+def _round_step(least: float) -> float:
+    """The smallest 1, 2 or 5 times a power of ten that is not below least."""
+    power = 10.0 ** floor(log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+
+
+SWATCH = 14.0
+
+
+def legend(
+    rows: list[list[Box]], timeline: Timeline, chunks: int, x: float, y: float
+) -> tuple[list[Shape], float]:
+    """The shapes of the legend with its upper left corner at (x, y), and where it ends."""
+    kinds = sorted({part.op.kind for row in rows for box in row for part in box.parts})
+    entries = [
+        (NAMES[kind], [(shade(kind, chunk, chunks), 0) for chunk in range(chunks)])
+        for kind in kinds
+    ]
+    entries.append(("idle", [(IDLE, 0)]))
+    entries += [("parameters gathered", [(GATHER, 0)])] if timeline.gathers else []
+    entries += [("gradients reduced", [(REDUCE, 0)])] if timeline.reductions else []
+    directions = len(timeline.schedule.placement.table)
+    if directions > 1:
+        entries += [
+            (f"direction {direction}", [(LINE, direction)]) for direction in range(directions)
+        ]
+    if chunks > 1:
+        entries.append((f"dark to pale: chunks 0 to {chunks - 1}", []))
+    shapes: list[Shape] = []
+    for name, fills in entries:
+        for fill, hatch in fills:
+            shapes.append(Rectangle(x, y, SWATCH, SWATCH, fill, hatch=hatch))
+            x += SWATCH
+        shapes.append(Words(x + 5, y + 11, name, anchor="start"))
+        x += 24 + 6.2 * len(name)
+    return shapes, x
+
+
+HEADER = 18.0
+Steps = Sequence[tuple[Time, Time]]
+"""(from when, activations alive) of a rank."""
+
+
+def activations(
+    held: Sequence[Steps], words: str, band: Band, top: float, height: float, pitch: float
+) -> Iterator[Shape]:
+    """Words, and under them a curve per rank, all to one scale: `height` pixels for the largest
+    peak, `pitch` pixels from rank to rank."""
+    yield Words(band.left, top + 10, words, anchor="start", colour=LINE)
+    most = float(max(value for steps in held for _, value in steps)) or 1.0
+    size = min(11.0, height)
+    for rank, steps in enumerate(held):
+        bottom = top + HEADER + rank * pitch + height
+        peak = amount(max(value for _, value in steps))
+        yield Words(band.left - 8, bottom - 1, f"rank {rank}", size=size, anchor="end")
+        yield Polygon(_outline(steps, band, bottom, height / most), MEMORY)
+        yield Path(((band.left, bottom), (band.right, bottom)), LINE)
+        yield Words(band.right + 5, bottom - 1, f"max {peak}", size=size, anchor="start")
+
+
+def _outline(
+    steps: Steps, band: Band, bottom: float, unit: float
+) -> tuple[tuple[float, float], ...]:
+    """The area under a step function, `unit` pixels high per micro-batch."""
+    points = [(band.left, bottom)]
+    for time, value in steps:
+        x = band.x(time)
+        points += [(x, points[-1][1]), (x, bottom - float(value) * unit)]
+    return (*points, (band.right, points[-1][1]), (band.right, bottom))
+
+
 USUAL = 26.0
 """Width of an operation of usual length where there is room."""
 STRIP = 6.0
@@ -138,4 +256,4 @@ def _rectangle(
 ) -> Rectangle:
     fill = shade(part.op.kind, part.chunk, chunks)
     edge = "white" if width >= 4 else None
-    return Rectangle(x, y, width, height, fill, edge=edge, hatch=part.replica)
+    return Rectangle(x, y, width, height, fill, edge=edge, hatch=part.direction)

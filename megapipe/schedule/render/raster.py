@@ -6,7 +6,7 @@ from megapipe.errors import ConfigError
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.render.picture import picture
 from megapipe.schedule.render.scene import Path, Polygon, Rectangle, Scene, Words
-from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.timing.simulate import Timeline
 
 _PIXELS = 100
 """Pixels of a scene per inch."""

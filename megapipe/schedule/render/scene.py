@@ -1,9 +1,30 @@
 """A picture as shapes, in pixels from the upper left corner: what SVG and PNG are written from."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megapipe.schedule.render.colours import INK
+from megapipe.schedule.ir import Kind
+
+OF_KIND = {  # of the first chunk; later chunks are paler
+    Kind.F: (106, 153, 214),
+    Kind.B: (224, 133, 98),
+    Kind.I: (88, 174, 146),
+    Kind.W: (232, 190, 92),
+    Kind.R: (168, 138, 198),
+}
+IDLE = "#eceff2"
+INK = "#222222"
+LINE = "#7a828a"
+MEMORY = "#b9c4d0"
+GATHER = "#5f7f95"
+REDUCE = "#a0485a"
+
+
+def shade(kind: Kind, chunk: int, chunks: int) -> str:
+    """The colour of the kind, mixed with up to 60% white for the last chunk."""
+    white = 0.6 * chunk / (chunks - 1) if chunks > 1 else 0.0
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in OF_KIND[kind])
 
 
 @dataclass(frozen=True)
@@ -51,3 +72,18 @@ class Scene:
     width: float
     height: float
     shapes: list[Shape] = field(default_factory=list)
+
+
+def stack(scenes: Sequence[Scene]) -> Scene:
+    """One scene of all, the first on top."""
+    whole = Scene(max(scene.width for scene in scenes), 0)
+    for scene in scenes:
+        whole.shapes += [_lowered(shape, whole.height) for shape in scene.shapes]
+        whole.height += scene.height
+    return whole
+
+
+def _lowered(shape: Shape, by: float) -> Shape:
+    if isinstance(shape, Rectangle | Words):
+        return replace(shape, y=shape.y + by)
+    return replace(shape, points=tuple((x, y + by) for x, y in shape.points))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Kind, Schedule
-from megapipe.schedule.render.boxes import (
+from megapipe.schedule.render.bars import (
     NAMES,
     Box,
     Part,
@@ -17,7 +17,7 @@ from megapipe.schedule.render.boxes import (
     most_chunks,
     usual_length,
 )
-from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.timing.simulate import Timeline, simulate
 
 
 class Run(NamedTuple):
@@ -36,7 +36,7 @@ class Rows:
     legend: tuple[Run, ...]
     summary: str
     chunks: int
-    """The most stages of one replica on one rank."""
+    """The most stages of one direction on one rank."""
 
     def __str__(self) -> str:
         drawn = ["".join(run.words for run in row).rstrip() for row in (*self.rows, self.legend)]

@@ -5,7 +5,7 @@ from xml.sax.saxutils import escape, quoteattr
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.render.picture import picture
 from megapipe.schedule.render.scene import Path, Polygon, Rectangle, Scene, Shape, Words
-from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.timing.simulate import Timeline
 
 _FONT = "font-family='Helvetica, Arial, sans-serif'"
 _TURNS = (45, -45, 0, 90)

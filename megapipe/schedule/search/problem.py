@@ -46,9 +46,9 @@ class Problem:
     """The tables of one instance.
 
     Args:
-        placement: one replica.
+        placement: one direction.
         cost: without jitter; quick where it has no fractions, see
-            :func:`~megapipe.schedule.times.in_ticks`.
+            :func:`~megapipe.schedule.timing.times.in_ticks`.
         limits: per rank, the most micro-batches of a full rank alive at once; None: no limit.
         freed: share of an activation that I frees; W frees the rest.
         objective: "makespan" is the longest time from the first start of all to a rank's last
@@ -56,7 +56,7 @@ class Problem:
         fused: B in the place of I and W.
 
     Raises:
-        ScheduleError: a cost that does not fit the stages, or a placement with more replicas.
+        ScheduleError: a cost that does not fit the stages, or a placement with more directions.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Problem:
     ) -> None:
         if len(placement.table) > 1:
             raise ScheduleError(
-                f"search: its placement has {len(placement.table)} replicas; it searches with one"
+                f"search: its placement has {len(placement.table)} directions; it searches with one"
             )
         self.placement, self.microbatches, self.cost = placement, microbatches, cost
         self.limits, self.freed, self.objective, self.fused = limits, freed, objective, fused

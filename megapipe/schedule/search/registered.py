@@ -7,9 +7,9 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.generators import accepts, build, names
 from megapipe.schedule.ir import JOINED, Schedule
-from megapipe.schedule.ledger import peak_weighted
+from megapipe.schedule.memory import peak_weighted
 from megapipe.schedule.search.problem import Objective, Problem
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.timing.simulate import simulate
 
 
 class Candidate(NamedTuple):

@@ -21,7 +21,7 @@ from megapipe.schedule.search.instance import (
 from megapipe.schedule.search.portfolio import Portfolio
 from megapipe.schedule.search.problem import Objective, Order, Problem
 from megapipe.schedule.search.registered import Candidate, objective_of, registered
-from megapipe.schedule.times import in_ticks
+from megapipe.schedule.timing.times import in_ticks
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "single": loop,
@@ -97,7 +97,7 @@ def search(
         microbatches: micro-batches per step.
         cost_of: what operations cost on a placement; jitter is left out. Orders are improved
             without gathers and reductions, which count when the best ones are compared.
-        placements: where to search: placements with one replica, or names of :data:`PLACEMENTS`.
+        placements: where to search: placements with one direction, or names of :data:`PLACEMENTS`.
         memory_limit: micro-batches of a full rank that may be alive at once, one number for all
             ranks or one for each; None: no limit.
         accounting: "held" counts an activation from F to W; "weighted" frees a share at I.

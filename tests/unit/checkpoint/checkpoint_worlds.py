@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megapipe.checkpoint import Alone, Box, Checkpoint, Meta, Piece, flat_boxes, save, whole
+from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, Region, flat_regions, save, whole
 
 META = Meta(
     run_id="a-run",
@@ -98,9 +98,9 @@ def flat_cut(state: dict[str, torch.Tensor], rank: int, world: int) -> Iterator[
         flat = tensor.reshape(-1)[start:stop]
         if not tensor.numel() and rank == 0:
             yield Piece(name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor)
-        for at, box in flat_boxes(tuple(tensor.shape), start, stop):
-            data = flat[at : at + box.numel].view(box.sizes)
-            yield Piece(name, tuple(tensor.shape), box, data)
+        for at, region in flat_regions(tuple(tensor.shape), start, stop):
+            data = flat[at : at + region.numel].view(region.sizes)
+            yield Piece(name, tuple(tensor.shape), region, data)
         base += tensor.numel()
 
 
@@ -115,7 +115,7 @@ def dim_cut(dim: int) -> Callable[[dict[str, torch.Tensor], int, int], Iterator[
                 offsets, sizes = [0] * len(shape), list(shape)
                 offsets[dim], sizes[dim] = begin, end - begin
                 data = tensor.narrow(dim, begin, end - begin)
-                yield Piece(name, shape, Box(tuple(offsets), tuple(sizes)), data)
+                yield Piece(name, shape, Region(tuple(offsets), tuple(sizes)), data)
             elif rank == 0:
                 yield Piece(name, shape, whole(shape), tensor)
 

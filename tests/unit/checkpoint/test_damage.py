@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_worlds import (
+
+from megapipe.checkpoint import Alone, Checkpoint, Piece, find_newest, save, whole
+from megapipe.errors import CheckpointError
+from tests.unit.checkpoint.checkpoint_worlds import (
     META,
     assert_holds,
     edit_manifest,
@@ -19,9 +22,6 @@ from checkpoint_worlds import (
     sealed,
     tensors,
 )
-
-from megapipe.checkpoint import Alone, Checkpoint, Piece, find_newest, save, whole
-from megapipe.errors import CheckpointError
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_flipped_bit_is_found_by_the_digest(path):
 
 
 def test_a_piece_is_checked_before_any_part_of_it_is_used(path):
-    """The flipped byte lies outside the box that is read, yet inside a piece that it touches."""
+    """The flipped byte lies outside the region that is read, yet inside a piece that it touches."""
     checkpoint = Checkpoint.open(path)
     name = "model/embedding.word.weight"
     piece = checkpoint.manifest.entries[name].pieces[0]
@@ -115,7 +115,7 @@ def test_a_piece_is_checked_before_any_part_of_it_is_used(path):
     at = bytes(bad).index(last_row.numpy().tobytes()) + 3
     bad[at] ^= 1
     (path / piece.file).write_bytes(bad)
-    first_row = piece.box._replace(sizes=(1, piece.sizes[1]))
+    first_row = piece.region._replace(sizes=(1, piece.sizes[1]))
     with pytest.raises(CheckpointError, match="do not match their checksum"):
         checkpoint.read(name, first_row)
 

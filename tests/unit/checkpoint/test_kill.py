@@ -9,9 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checkpoint_worlds import META, assert_holds, flat_cut, run_world, save_alone, tensors
 
 from megapipe.checkpoint import find_newest, retain, save
+from tests.unit.checkpoint.checkpoint_worlds import (
+    META,
+    assert_holds,
+    flat_cut,
+    run_world,
+    save_alone,
+    tensors,
+)
 
 CALLS = [(os, "mkdir"), (os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink")]
 CALLS += [(os, "rmdir"), (zlib, "crc32")]

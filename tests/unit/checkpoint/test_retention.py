@@ -1,10 +1,10 @@
 import os
 
 import pytest
-from checkpoint_worlds import assert_holds, save_alone
 
 from megapipe.checkpoint import retain
 from megapipe.errors import CheckpointError
+from tests.unit.checkpoint.checkpoint_worlds import assert_holds, save_alone
 
 
 def names(root):

@@ -6,7 +6,20 @@ import threading
 
 import pytest
 import torch
-from checkpoint_worlds import (
+from safetensors import safe_open
+
+from megapipe.checkpoint import (
+    Alone,
+    Checkpoint,
+    Meta,
+    Piece,
+    Region,
+    find_newest,
+    save,
+    whole,
+)
+from megapipe.errors import CheckpointError
+from tests.unit.checkpoint.checkpoint_worlds import (
     META,
     assert_holds,
     dim_cut,
@@ -16,19 +29,6 @@ from checkpoint_worlds import (
     save_alone,
     tensors,
 )
-from safetensors import safe_open
-
-from megapipe.checkpoint import (
-    Alone,
-    Box,
-    Checkpoint,
-    Meta,
-    Piece,
-    find_newest,
-    save,
-    whole,
-)
-from megapipe.errors import CheckpointError
 
 LAYOUTS = {
     "one": (flat_cut, 1),
@@ -61,8 +61,8 @@ def test_any_layout_reads_what_any_other_wrote(tmp_path, writing, reading):
     touched = 0
     for rank in range(world):
         for piece in cut(tensors(), rank, world):
-            assert same_bits(checkpoint.read(piece.name, piece.box), piece.tensor)
-            touched += piece.box.numel
+            assert same_bits(checkpoint.read(piece.name, piece.region), piece.tensor)
+            touched += piece.region.numel
     assert touched == sum(t.numel() for t in tensors().values())
     assert_holds(paths[0], seed=0)
 
@@ -88,9 +88,9 @@ def test_shards_are_bounded_and_plain_safetensors(tmp_path):
 
 def test_tensors_of_mixed_widths_are_aligned_in_the_file(tmp_path):
     pieces = [
-        Piece("m/a", (3,), Box((0,), (3,)), torch.ones(3).bfloat16()),
-        Piece("m/b", (1,), Box((0,), (1,)), torch.ones(1, dtype=torch.float64)),
-        Piece("m/c", (1,), Box((0,), (1,)), torch.ones(1)),
+        Piece("m/a", (3,), Region((0,), (3,)), torch.ones(3).bfloat16()),
+        Piece("m/b", (1,), Region((0,), (1,)), torch.ones(1, dtype=torch.float64)),
+        Piece("m/c", (1,), Region((0,), (1,)), torch.ones(1)),
     ]
     path = save(tmp_path, step=1, pieces=pieces, meta=META, group=Alone())
     with open(path / "00000-0000.safetensors", "rb") as file:
@@ -146,19 +146,19 @@ def test_reads_widen_but_never_round(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "box",
+    "region",
     [
-        Box((0, 0), (25, 12)),
-        Box((20, 0), (5, 12)),
-        Box((-1, 0), (2, 12)),
-        Box((0,), (12,)),
-        Box((25, 0), (0, 12)),
+        Region((0, 0), (25, 12)),
+        Region((20, 0), (5, 12)),
+        Region((-1, 0), (2, 12)),
+        Region((0,), (12,)),
+        Region((25, 0), (0, 12)),
     ],
 )
-def test_a_box_outside_is_refused(tmp_path, box):
+def test_a_region_outside_is_refused(tmp_path, region):
     checkpoint = Checkpoint.open(save_alone(tmp_path, 1))
-    with pytest.raises(CheckpointError, match=r"has shape \[24, 12\], not Box"):
-        checkpoint.read("model/embedding.word.weight", box)
+    with pytest.raises(CheckpointError, match=r"has shape \[24, 12\], not Region"):
+        checkpoint.read("model/embedding.word.weight", region)
 
 
 def test_an_unknown_entry_is_refused(tmp_path):
@@ -200,8 +200,8 @@ def failing_save(root, per_rank, step=2):
 
 
 def row(begin, end, *, name="m/w", rows=4, dtype=torch.float32):
-    box = Box((begin, 0), (end - begin, 3))
-    return Piece(name, (rows, 3), box, torch.ones(box.sizes, dtype=dtype))
+    region = Region((begin, 0), (end - begin, 3))
+    return Piece(name, (rows, 3), region, torch.ones(region.sizes, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def row(begin, end, *, name="m/w", rows=4, dtype=torch.float32):
         ([[row(0, 4)], [row(0, 4, name="../w")]], "rank 1: .*pattern"),
         ([[row(0, 4)], [row(0, 4, name="m/" + "x" * 300)]], "rank 1: .*256"),
         ([[], [row(0, 4, dtype=torch.float16)]], "rank 1: .*float16, not one of fp32, bf16"),
-        ([[], [Piece("m/w", (4, 3), Box((0, 0), (4, 3)), torch.ones(3, 4))]], r"\[3, 4\] is no"),
-        ([[], [Piece("m/w", (4, 3), Box((1, 0), (4, 3)), torch.ones(4, 3))]], "is no Box"),
+        ([[], [Piece("m/w", (4, 3), Region((0, 0), (4, 3)), torch.ones(3, 4))]], r"\[3, 4\] is no"),
+        ([[], [Piece("m/w", (4, 3), Region((1, 0), (4, 3)), torch.ones(4, 3))]], "is no Region"),
     ],
 )
 def test_wrong_pieces_are_refused_on_every_rank(tmp_path, per_rank, message):

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from data_cases import TEXTS, train_bpe
 
 from megapipe.config import DataConfig
+from tests.unit.data.data_cases import TEXTS, train_bpe
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_cases import TEXTS, drop_privileges
 
 from megapipe.config import DataConfig
 from megapipe.data import corpus
 from megapipe.data.corpus import documents, identity
 from megapipe.errors import DataError
+from tests.unit.data.data_cases import TEXTS, drop_privileges
 
 
 def read(source: Path | str, **settings: Any) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_cases import TEXTS
 
 from megapipe.config import DataConfig
 from megapipe.data import prepare as module
@@ -22,6 +21,7 @@ from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.tokenizer import ByteTokenizer, TokenIds, load_tokenizer
 from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
+from tests.unit.data.data_cases import TEXTS
 
 BYTE = ByteTokenizer()
 

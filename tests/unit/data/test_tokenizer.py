@@ -3,11 +3,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from data_cases import TEXTS, train_bpe
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from megapipe.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from megapipe.errors import DataError
+from tests.unit.data.data_cases import TEXTS, train_bpe
 
 
 def test_bytes_round_trip() -> None:

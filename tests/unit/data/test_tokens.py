@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_cases import drop_privileges
 
 from megapipe.data import tokens as module
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.errors import DataError
+from tests.unit.data.data_cases import drop_privileges
 
 DOCUMENTS = [np.array([5, 6, 7, 256]), np.array([256]), np.arange(200)]
 

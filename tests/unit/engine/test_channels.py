@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
 from megapipe.engine.channels import (
     InProcessChannels,
     ProcessGroupChannels,
@@ -16,9 +17,8 @@ from megapipe.engine.channels import (
     _PolledOutgoing,
     message_of,
 )
-from megapipe.mesh import Axis, Grid, ParallelMesh
 from megapipe.schedule.ir import Kind, Op
-from megapipe.schedule.lower import Action, Do
+from megapipe.schedule.program import Action, Do
 from megapipe.testing import World, run_world
 
 FORWARD = [Op(Kind.F, 0, i) for i in range(4)]

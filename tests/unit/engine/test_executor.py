@@ -8,20 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import reference
 import torch
-from fake_stages import FakeStage, fake_executors, microbatches_of, scalar
-from parity import Case, Outcome, check_case, configure, take_box, train
 
+from megapipe.distributed.mesh import Grid
 from megapipe.engine.channels import InProcessChannels
 from megapipe.engine.executor import Executor, run_together
-from megapipe.mesh import Grid
 from megapipe.schedule.generators import forward_only, gpipe_on
 from megapipe.schedule.ir import Kind, Op, Schedule, pack
-from megapipe.schedule.lower import Action, Do, Program, lower
+from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import vee
+from megapipe.schedule.program import Action, Do, Program
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity import reference
+from tests.parity.ranks import Case, Outcome, check_case, configure, take_region, train
+from tests.unit.engine.fake_stages import FakeStage, fake_executors, microbatches_of, scalar
 
 V_CASE = Case(pp=2, chunks=2, m=3, schedule="gpipe", masked=0.3, debug=True)
 """On the V both ends of the model are on rank 0, so a tied embedding is tied within it."""
@@ -50,7 +51,7 @@ def run_v(world: World, cases: Sequence[Case], schedules: Sequence[str]) -> list
         step = TrainStep(config, layout, world.mesh(grid), schedule=schedule)
         params = reference.init_random(config.model, seed=3)
         step.optimizer.set_weights(
-            lambda spec, out, params=params: take_box(params[spec.name], spec, out)
+            lambda spec, out, params=params: take_region(params[spec.name], spec, out)
         )
         outcomes.append(train(step, case, validate=True))
     return outcomes

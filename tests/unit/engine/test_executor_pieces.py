@@ -6,9 +6,19 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-import registry_cases
 import torch
-from fake_stages import (
+
+from megapipe.engine.channels import InProcessChannels
+from megapipe.engine.executor import Executor, Speculation, run_together
+from megapipe.engine.recorder import Recorder
+from megapipe.schedule.generators import build, forward_only, names
+from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
+from megapipe.schedule.lower import lower
+from megapipe.schedule.placement import Placement, loop
+from megapipe.schedule.program import Action, Do, Program
+from megapipe.schedule.speculation import arriving, cut, speculation
+from tests.parity import registry_cases
+from tests.unit.engine.fake_stages import (
     FakeChannels,
     FakeStage,
     fake_executors,
@@ -17,15 +27,6 @@ from fake_stages import (
     name,
     scalar,
 )
-
-from megapipe.engine.channels import InProcessChannels
-from megapipe.engine.executor import Executor, Opening, run_together
-from megapipe.engine.recorder import Recorder
-from megapipe.schedule.generators import build, forward_only, names
-from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
-from megapipe.schedule.lower import Action, Do, Program, lower
-from megapipe.schedule.opening import arriving, cut, opening
-from megapipe.schedule.placement import Placement, loop
 
 
 def run(schedule: Schedule, *, train: bool = True, steps: int = 1) -> list[list[str]]:
@@ -140,19 +141,19 @@ def test_an_acknowledgement_follows_its_message() -> None:
     assert not [line for line in log[5:] if "received" in line]
 
 
-@pytest.mark.parametrize("follows", ["go_on", "give_up"])
-def test_what_an_opening_leaves_is_run_or_taken_from_the_channels(follows: str) -> None:
-    """Rank 0 sends two forwards in its opening, of which rank 1 runs one in its own."""
+@pytest.mark.parametrize("follows", ["resume", "abort"])
+def test_what_a_prefix_leaves_is_run_or_taken_from_the_channels(follows: str) -> None:
+    """Rank 0 sends two forwards in its prefix, of which rank 1 runs one in its own."""
     schedule = build("1f1b", ranks=2, microbatches=3)
-    counts = opening(schedule)
+    counts = speculation(schedule)
     program, log = lower(schedule)[1], list[str]()
     executor = executor_with(FakeChannels(log, 0), program, 2, log)
-    executor.set_opening(Opening(cut(program, counts[1]), arriving(schedule, 1, counts)))
-    executor.open(microbatches_of(schedule))
+    executor.set_speculation(Speculation(cut(program, counts[1]), arriving(schedule, 1, counts)))
+    executor.run_prefix(microbatches_of(schedule))
     getattr(executor, follows)()
     opened = ["1 begins to train", "from 0 expect 0F0 [], 0F1 []", "from 0", "1F0=0"]
     assert log[:4] == opened
-    if follows == "give_up":
+    if follows == "abort":
         assert log[4:] == ["from 0", "to 0 finished"]
         return
     assert log[4] == "from 0 expect 0F2 []"

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from fake_stages import FakeStage, microbatches_of, scalar
 from torch.profiler import ProfilerActivity, profile
 
 from megapipe.engine.channels import InProcessChannels
@@ -14,7 +13,9 @@ from megapipe.engine.executor import Executor, run_together
 from megapipe.engine.names import name_of, named
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.lower import Action, Do, lower
+from megapipe.schedule.lower import lower
+from megapipe.schedule.program import Action, Do
+from tests.unit.engine.fake_stages import FakeStage, microbatches_of, scalar
 
 
 @pytest.mark.parametrize(

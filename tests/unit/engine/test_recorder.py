@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_stages import fake_executors, microbatches_of
 
 from megapipe.engine import recorder
 from megapipe.engine.executor import run_together
@@ -16,10 +15,11 @@ from megapipe.engine.recorder import Event, Record, Recorder, measured_cost, tim
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build, forward_only, names
-from megapipe.schedule.idle import idle
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.placement import loop
-from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.timing.idle import idle
+from megapipe.schedule.timing.simulate import Timeline, simulate
+from tests.unit.engine.fake_stages import fake_executors, microbatches_of
 
 CPU = torch.device("cpu")
 UNEVEN = Cost(F=(1, 2, 4, 1), I=(2, 2, 3, 5), W=(1, 3, 1, 2))

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity import Case, Outcome, run_cases
 
+from megapipe.distributed.mesh import Grid
 from megapipe.engine.channels import ProcessGroupChannels
 from megapipe.engine.shares import SharingChannels
-from megapipe.mesh import Grid
 from megapipe.schedule.ir import Kind, Op
 from megapipe.testing import World, run_world
+from tests.parity.ranks import Case, Outcome, run_cases
 
 SHAPES = [(4, 3, 2), (3, 5, 1), (1, 1, 1), (2, 1, 7)]
 """What two and three ranks divide, and what they do not."""

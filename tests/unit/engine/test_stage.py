@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import reference
 import torch
-from parity import Case, configure
-from stage_cases import main_grads, new_stage
 
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import spec_of
 from megapipe.model.partition import StageSpec
-from megapipe.tensor_parallel.parameter import spec_of
+from tests.parity import reference
+from tests.parity.ranks import Case, configure
+from tests.parity.stage_cases import main_grads, new_stage
 
 CONFIG, _ = configure(Case(tied=False, layers=2))
 PARAMS = reference.init_random(CONFIG.model, seed=3)

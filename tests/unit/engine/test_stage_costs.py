@@ -7,20 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import reference
 import torch
-from parity import Case, configure
-from stage_cases import new_stage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.cli import parse
 from megapipe.config import Config
-from megapipe.layout import resolve
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layout.activations import stage_units
+from megapipe.layout.costs import part_costs, stage_work
+from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.flops import token_flops
 from megapipe.model.partition import parse_layout
-from megapipe.plan.activations import stage_units
-from megapipe.plan.costs import part_costs, stage_work
-from megapipe.plan.flops import token_flops
+from tests.parity import reference
+from tests.parity.ranks import Case, configure
+from tests.parity.stage_cases import new_stage
 
 ROWS, LENGTH = 2, 8
 POLICIES: Mapping[str, Mapping[str, Any]] = {

@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import reference
 import torch
-from parity import Case, configure
-from stage_cases import main_grads, new_stage
 from torch import Tensor
 
 from megapipe.engine.stage import Stage
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
 from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import Bucket
+from tests.parity import reference
+from tests.parity.ranks import Case, configure
+from tests.parity.stage_cases import main_grads, new_stage
 
 CONFIG, _ = configure(Case(layers=2))
 PARAMS = reference.init_random(CONFIG.model, seed=3)

@@ -6,14 +6,14 @@ import itertools
 import weakref
 
 import pytest
-import reference
 import torch
-from parity import Case, configure
-from stage_cases import main_grads, new_pipeline, new_stage
 from torch import Tensor
 
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
 from megapipe.model.partition import StageSpec
+from tests.parity import reference
+from tests.parity.ranks import Case, configure
+from tests.parity.stage_cases import main_grads, new_pipeline, new_stage
 
 MODEL = configure(Case(tied=False, layers=3, dropout=0.5))[0].model
 PARAMS = reference.init_random(MODEL, seed=3)

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import reference
 import torch
-from parity import Case, configure
-from stage_cases import main_grads, new_pipeline, new_stage
 from torch import Tensor
 
 from megapipe.engine.stage import Stage
-from megapipe.model.config import ModelConfig
-from megapipe.model.dropout import dropout_seed
-from megapipe.model.microbatch import MicroBatch
-from megapipe.plan.activations import BlockPolicy, Unit
-from megapipe.tensor_parallel.rng import seed_of
+from megapipe.layers.dropout import dropout_seed
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.policy import BlockPolicy, Unit
+from megapipe.layers.rng import seed_of
+from megapipe.model.gpt.config import ModelConfig
+from tests.parity import reference
+from tests.parity.ranks import Case, configure
+from tests.parity.stage_cases import main_grads, new_pipeline, new_stage
 
 LENGTH = 8
 
@@ -118,9 +118,9 @@ def test_a_slice_frees_its_graph_and_the_first_one_the_carry() -> None:
     parts = cut(batches(model, 1)[0], (4, 4))
     for j, part in enumerate(parts):
         stage.forward((0, j), None, part)
-    (carry,) = stage._carries.values()
-    kept = weakref.ref(carry)
-    del carry
+    (cache,) = stage._caches.values()
+    kept = weakref.ref(cache)
+    del cache
     for j in (1, 0):
         assert kept() is not None
         stage.input_grad((0, j), None)
@@ -143,8 +143,8 @@ def test_keys_and_values_are_kept_once() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for j, part in enumerate(cut(batches(model, 1)[0], (2, 2, 2, 2))):
             stage.forward((0, j), None, part)
-    (carry,) = stage._carries.values()
-    buffers = [rows.values for pair in carry._rows.values() for rows in pair]
+    (cache,) = stage._caches.values()
+    buffers = [rows.values for pair in cache._rows.values() for rows in pair]
     assert len(buffers) == 2 * model.layers
     for buffer in buffers:
         assert seen[buffer.untyped_storage().data_ptr()] == buffer.nbytes == 8 * 2 * LENGTH * 16

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_generator import make_config, write
 
 from megapipe.generate import Generator, Piece, Sampling, find_checkpoint
 from megapipe.generate.command import in_order, main, read_prompts
+from tests.unit.generate.test_generator import make_config, write
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 from torch import Tensor
 
@@ -19,7 +18,8 @@ from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.generate import Generator, Sampling, find_checkpoint
 from megapipe.generate.reading import window_start
-from megapipe.layout import resolve
+from megapipe.layout.resolve import resolve
+from tests.parity import reference
 
 CONTEXT = 8
 TOKENIZER = load_tokenizer("byte")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import assert_grads_close, init_random, random_batch
-from test_reference_hf import CASES, _Fp64Torch, hf_logits_and_grads
 from transformers.models.llama import modeling_llama
 
+from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Stage
-from megapipe.mesh import Axis
-from megapipe.model.gpt import GPTStage
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import Sharding
+from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, owned_parameters
-from megapipe.tensor_parallel.parameter import Sharding
+from tests.parity.reference import assert_grads_close, init_random, random_batch
+from tests.unit.model.test_reference_hf import CASES, _Fp64Torch, hf_logits_and_grads
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from reference import init_random
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig
 
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.model.config import ModelConfig
-from megapipe.model.hf import config_from_hf, config_to_hf, from_hf, to_hf
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf import config_from_hf, config_to_hf, from_hf, to_hf
+from tests.parity.reference import init_random
 
 GPT2 = ModelConfig(layers=2, hidden=12, heads=3, vocab_size=31, max_positions=10).resolved(
     vocab_size=0, sequence_length=0

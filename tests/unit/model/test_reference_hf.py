@@ -5,14 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from reference import assert_grads_close, init_random, logits, loss_and_grads, random_batch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from megapipe.model.config import ModelConfig
-from megapipe.model.hf import config_to_hf, from_hf, to_hf
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf import config_to_hf, from_hf, to_hf
+from tests.parity.reference import (
+    assert_grads_close,
+    init_random,
+    logits,
+    loss_and_grads,
+    random_batch,
+)
 
 GPT2 = ModelConfig(
     layers=3, hidden=24, heads=4, vocab_size=37, max_positions=19, norm_eps=1e-4, dtype="fp64"

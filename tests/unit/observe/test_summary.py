@@ -8,7 +8,7 @@ import pytest
 
 from megapipe import cli
 from megapipe.errors import ConfigError
-from megapipe.layout import resolve
+from megapipe.layout.resolve import resolve
 from megapipe.observe.summary import format_summary, next_commands, read_summary
 
 SUMMARY = {

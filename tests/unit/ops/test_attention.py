@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from fakes import flash_attn, on_any_device, plain_attention, varlen
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,6 +16,7 @@ from megapipe.ops.attention import AttentionKernel, FlashAttn, Flex, Sdpa, Varle
 from megapipe.ops.attention_choice import Attended, candidates, torch_choice
 from megapipe.ops.documents import Documents, document_ids
 from megapipe.ops.probe import choose, load_module
+from tests.unit.ops.fakes import flash_attn, on_any_device, plain_attention, varlen
 
 CPU = torch.device("cpu")
 B, T, D = 3, 12, 8

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import (
+from torch import Tensor
+
+from megapipe.errors import ConfigError
+from megapipe.ops import adam, norm, swiglu, weight_grad
+from megapipe.ops.adam import AdamStep, torch_adam
+from megapipe.ops.probe import Choice, choose
+from tests.unit.ops.fakes import (
     Applied,
     apex_adam,
     apex_norms,
@@ -15,12 +21,6 @@ from fakes import (
     liger,
     on_any_device,
 )
-from torch import Tensor
-
-from megapipe.errors import ConfigError
-from megapipe.ops import adam, norm, swiglu, weight_grad
-from megapipe.ops.adam import AdamStep, torch_adam
-from megapipe.ops.probe import Choice, choose
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import install
 
 from megapipe.errors import ConfigError
 from megapipe.ops.probe import Candidate, Mismatch, Unavailable, agree, choose, load_module
+from tests.unit.ops.fakes import install
 
 
 def missing() -> str:

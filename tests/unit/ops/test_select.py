@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fakes import apex_adam, apex_norms, liger, on_any_device
-from test_kernels import CPU
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.layout import resolve
+from megapipe.layout.resolve import resolve
 from megapipe.ops.norm import torch_norm
-from megapipe.ops.select import select_kernels
+from megapipe.train.kernels import select_kernels
+from tests.unit.ops.fakes import apex_adam, apex_norms, liger, on_any_device
+from tests.unit.ops.test_kernels import CPU
 
 
 def config(**sections: dict[str, object]) -> Config:

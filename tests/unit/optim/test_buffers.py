@@ -11,15 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.engine.weight_grad import main_grad
-from megapipe.mesh import Axis, Grid
-from megapipe.model.config import ModelConfig
-from megapipe.model.gpt import GPTStage
+from megapipe.distributed.mesh import Axis, Grid
+from megapipe.layers.parameter import Sharding, spec_of
+from megapipe.layers.weight_grad import main_grad
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, main_dtype, make_buckets
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.plan.buckets import ALIGNMENT, Sized, aligned, cut
-from megapipe.tensor_parallel.parameter import Sharding, spec_of
 
 MODEL = ModelConfig(layers=2, hidden=6, heads=2, vocab_size=11).resolved(
     vocab_size=11, sequence_length=5

@@ -7,25 +7,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import reference
 import torch
-from parity import Case, Rows, _global, assemble, configure, run_case, take_box
 from torch import Tensor
 
-from megapipe.checkpoint.boxes import flat_boxes
+from megapipe.checkpoint.regions import flat_regions
 from megapipe.config import OptimizerConfig
-from megapipe.mesh import Axis, Grid
-from megapipe.model.config import ModelConfig
-from megapipe.model.gpt import GPTStage
+from megapipe.distributed.mesh import Axis, Grid
+from megapipe.layers.parameter import ParameterSpec, Sharding
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
-from megapipe.tensor_parallel.parameter import ParameterSpec, Sharding
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from megapipe.train.totals import Totals
 from megapipe.train.update import Update
+from tests.parity import reference
+from tests.parity.ranks import Case, Rows, _global, assemble, configure, run_case, take_region
 
 CASE = Case(dp=2, tp=2, m=2, dtype="fp32", layers=1, sequence_parallel=True)
 REPLICATED = replace(CASE, tp=1, pp=2, schedule="chimera", sequence_parallel=False)
@@ -66,9 +66,9 @@ def slices(step: TrainStep) -> tuple[Parts, bool]:
         cuts |= own.start > 0 or own.stop < own.spec.numel
         for kind, values in own.values.items():
             assert values.shape == (own.stop - own.start,)
-            for position, local in flat_boxes(own.spec.sizes, own.start, own.stop):
-                box = values[position : position + local.numel].view(local.sizes)
-                parts.setdefault(kind, []).extend(_global(own.spec, local, box))
+            for position, local in flat_regions(own.spec.sizes, own.start, own.stop):
+                region = values[position : position + local.numel].view(local.sizes)
+                parts.setdefault(kind, []).extend(_global(own.spec, local, region))
     return parts, cuts
 
 
@@ -77,7 +77,7 @@ def resume(world: World, case: Case) -> dict[str, Any]:
     config, layout = configure(case)
     rows = Rows(case)
     step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
-    step.optimizer.set_weights(lambda spec, out: take_box(PARAMS[spec.name], spec, out))
+    step.optimizer.set_weights(lambda spec, out: take_region(PARAMS[spec.name], spec, out))
     before, cuts = slices(step)
     for i in range(2):
         step.train(i, rows)
@@ -89,18 +89,20 @@ def resume(world: World, case: Case) -> dict[str, Any]:
     end, _ = slices(step)
 
     again = TrainStep(config, layout, step.mesh)
-    again.optimizer.set_weights(lambda spec, out: take_box(full["model"][spec.name], spec, out))
+    again.optimizer.set_weights(lambda spec, out: take_region(full["model"][spec.name], spec, out))
 
     def moment(name: str, spec: ParameterSpec, out: Tensor) -> None:
-        take_box(full[f"optimizer.{name}"][spec.name], spec, out)
+        take_region(full[f"optimizer.{name}"][spec.name], spec, out)
 
     again.optimizer.set_states(2, moment)
     repeated = again.train(2, rows)
     assert repeated == last
     repeated_end, _ = slices(again)
     for kind, parts in end.items():
-        for (name, box, a), (other, other_box, b) in zip(parts, repeated_end[kind], strict=True):
-            assert (name, box) == (other, other_box)
+        for (name, region, a), (other, other_region, b) in zip(
+            parts, repeated_end[kind], strict=True
+        ):
+            assert (name, region) == (other, other_region)
             assert (a == b).all(), f"{kind} {name} after resuming"
     return {
         "before": before,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megapipe.config import OptimizerConfig
-from megapipe.mesh import Axis, Grid
+from megapipe.distributed.mesh import Axis, Grid
 from megapipe.optim.policy import BucketAxes, BucketGroups, ZeroPolicy
 
 GRID = Grid(pp=3, dp=4, tp=2)

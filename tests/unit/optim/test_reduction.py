@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import OptimizerConfig
-from megapipe.mesh import Axis, Grid
+from megapipe.distributed.mesh import Axis, Grid
 from megapipe.optim.policy import BucketGroups, ZeroPolicy
 from megapipe.optim.reduction import Reduction
 from megapipe.testing import World, run_world

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from optim_rules import (
+from torch import Tensor
+from torch.nn import Parameter
+
+from megapipe.config import OptimizerConfig
+from megapipe.distributed.mesh import Axis
+from megapipe.optim.rules import build_rule, layerwise
+from megapipe.optim.rules import rule as rule_module
+from megapipe.optim.rules.muon import orthogonalise
+from megapipe.optim.rules.whole import deal
+from megapipe.optim.state_store import StatePolicy
+from tests.parity.optim_rules import (
     PLAIN,
     RATES,
     assemble,
@@ -19,16 +29,6 @@ from optim_rules import (
     run_rule,
     set_grad,
 )
-from torch import Tensor
-from torch.nn import Parameter
-
-from megapipe.config import OptimizerConfig
-from megapipe.mesh import Axis
-from megapipe.optim.rules import build_rule, trust
-from megapipe.optim.rules import rule as rule_module
-from megapipe.optim.rules.muon import orthogonalise
-from megapipe.optim.rules.whole import deal
-from megapipe.optim.store import StatePolicy
 
 ALONE = Axis.alone()
 TOLERANCE = 1e-12
@@ -74,7 +74,7 @@ def test_norms_of_all_parameters_travel_together(monkeypatch: pytest.MonkeyPatch
         sent.append(tensor.shape)
         return tensor
 
-    monkeypatch.setattr(trust, "all_reduce", spy)
+    monkeypatch.setattr(layerwise, "all_reduce", spy)
     rule = build_rule(PLAIN["lamb"].config, ALONE)
     shards = [make_shard(rule, ALONE, ALONE) for _ in range(2)]
     for shard in shards:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megapipe.cli import parse
-from megapipe.layout import resolve
+from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.parameters import count_held
 from megapipe.plan.memory import model_memory
-from megapipe.plan.params import count_held
 
 SMALL = (
     "model.layers=4",

@@ -8,18 +8,19 @@ import pytest
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.layout import Layout, resolve
-from megapipe.plan.costs import part_costs, scaled
-from megapipe.plan.flops import layer_flops, token_flops
-from megapipe.plan.in_flight import peak_activations
-from megapipe.plan.params import count, parameter_shapes, stage_shapes
+from megapipe.layout.costs import part_costs, scaled
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.flops import layer_flops, token_flops
+from megapipe.model.gpt.parameters import count, parameter_shapes, stage_shapes
+from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.report import held_by_process, report
 from megapipe.plan.traffic import by_axis, step_traffic
 from megapipe.schedule.channels import channels
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.render import text as draw
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.timing.simulate import simulate
 
 UNEVEN = (
     "model.layers=14",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megapipe.cli import parse
-from megapipe.layout import resolve
+from megapipe.layout.resolve import resolve
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.lower import Action, Do
+from megapipe.schedule.program import Action, Do
 
 SMALL = (
     "model.layers=4",

@@ -8,7 +8,8 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.config import Config
-from megapipe.layout import Layout, resolve
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
 from megapipe.plan.traffic import (
     Exchange,
     by_axis,
@@ -17,7 +18,7 @@ from megapipe.plan.traffic import (
     step_traffic,
 )
 from megapipe.schedule.generators import names
-from megapipe.schedule.ledger import traffic, volume
+from megapipe.schedule.memory import traffic, volume
 
 X = 4 * 16 * 32 * 4
 """Hidden states of a micro-batch of 4 samples of 16 tokens, hidden 32, fp32."""

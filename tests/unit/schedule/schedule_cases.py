@@ -11,13 +11,13 @@ from unittest import mock
 
 from hypothesis import assume
 from hypothesis import strategies as st
-from token_game import deal
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import accepts, build, forward_only, gpipe_on, names
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
 from megapipe.schedule.wavefront import Round, Wavefront
+from tests.unit.schedule.token_game import deal
 
 WALKS: dict[str, dict[str, int]] = {
     "a loop": {"RANKS": 1 << 30},
@@ -92,25 +92,25 @@ def registered(draw, max_ranks: int = 6, max_microbatches: int = 12) -> Schedule
 
 
 @st.composite
-def placements(draw, replicas: bool = False) -> Placement:
-    """Loop, V, wave, and any map of stages to ranks; with replicas, some have two."""
+def placements(draw, directions: bool = False) -> Placement:
+    """Loop, V, wave, and any map of stages to ranks; with directions, some have two."""
     ranks = draw(st.integers(1, 4))
     table = draw(st.lists(st.integers(0, ranks - 1), max_size=3))
     rows = [tuple(draw(st.permutations([*range(ranks), *table]))) for _ in range(2)]
     one = [loop(ranks, 2), vee(ranks), wave(min(ranks, 2), 2), Placement(ranks, tuple(rows[:1]))]
     two = [mirrored(loop(ranks)), Placement(ranks, tuple(rows))]
-    return draw(st.sampled_from([*one, *two] if replicas else one))
+    return draw(st.sampled_from([*one, *two] if directions else one))
 
 
 @st.composite
 def dealt(draw) -> Schedule:
     """Any valid order whatever, of schedules with all that a schedule can have."""
-    placement = draw(placements(replicas=True))
+    placement = draw(placements(directions=True))
     whole = draw(st.integers(1, 3))
     halves = draw(st.lists(st.booleans(), min_size=whole, max_size=whole))
     sizes = [Fraction(1, 1 + half) for half in halves for _ in range(1 + half)]
-    replicas = len(placement.table)
-    replica = [draw(st.integers(0, replicas - 1)) for half in halves for _ in range(1 + half)]
+    directions = len(placement.table)
+    direction = [draw(st.integers(0, directions - 1)) for half in halves for _ in range(1 + half)]
     slices = draw(st.sampled_from([1, 1, 2, 3]))
     recompute = draw(st.frozensets(st.integers(0, placement.stages - 1)))
     empty = Schedule(
@@ -119,7 +119,7 @@ def dealt(draw) -> Schedule:
         microbatches=len(sizes),
         ops=(packed(()),) * placement.ranks,
         forward_only=draw(st.integers(0, 5)) == 0,
-        replica=tuple(replica) if replicas > 1 else None,
+        direction=tuple(direction) if directions > 1 else None,
         slices=slices,
         sizes=tuple(sizes) if any(halves) else None,
         recompute=recompute if slices == 1 and draw(st.booleans()) else frozenset(),
@@ -130,17 +130,17 @@ def dealt(draw) -> Schedule:
 @st.composite
 def references(draw) -> Schedule:
     """The plain orders that every placement has."""
-    placement = draw(placements(replicas=True))
+    placement = draw(placements(directions=True))
     microbatches = draw(st.integers(1, 5))
     if draw(st.booleans()):
         return forward_only(placement, microbatches)
-    replicas = st.integers(0, len(placement.table) - 1)
+    directions = st.integers(0, len(placement.table) - 1)
     of_each = {"min_size": microbatches, "max_size": microbatches}
     half = st.sampled_from([Fraction(1, 2), Fraction(1)])
     return gpipe_on(
         placement,
         microbatches,
-        replica=draw(st.none() | st.lists(replicas, **of_each).map(tuple)),
+        direction=draw(st.none() | st.lists(directions, **of_each).map(tuple)),
         slices=draw(st.integers(1, 3)),
         sizes=draw(st.none() | st.lists(half, **of_each).map(tuple)),
     )

@@ -3,8 +3,8 @@
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
-from megapipe.schedule.simulate import simulate
-from megapipe.schedule.validate import validate
+from megapipe.schedule.proof.validate import validate
+from megapipe.schedule.timing.simulate import simulate
 
 
 def timeline(schedule, **times):

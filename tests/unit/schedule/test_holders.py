@@ -5,14 +5,15 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import of, schedules
 
+from megapipe.schedule.data_parallel import ReplicaPolicy, for_zero
 from megapipe.schedule.generators import build, forward_only
 from megapipe.schedule.holders import Meeting, meetings
 from megapipe.schedule.ir import Kind, Schedule
-from megapipe.schedule.lower import Action, Do, Program, lower
+from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import Placement, loop, mirrored
-from megapipe.schedule.synchronise import for_zero
+from megapipe.schedule.program import Action, Do, Program
+from tests.unit.schedule.schedule_cases import of, schedules
 
 
 def run(schedule: Schedule, programs: list[Program]) -> None:
@@ -61,8 +62,8 @@ def test_nobody_waits_for_ever(
     schedule: Schedule, zero: int, prefetch: int, chunked_loss: bool
 ) -> None:
     plain = lower(schedule)
-    options = {"zero": zero, "prefetch": prefetch, "chunked_loss": chunked_loss}
-    programs = list(for_zero(plain, schedule, **options))
+    policy = ReplicaPolicy(zero, prefetch, chunked_loss)
+    programs = list(for_zero(plain, schedule, policy))
     run(schedule, programs)
     for program in programs:
         reduced = Counter(action.stage for action in program.actions if action.do == Do.REDUCE)
@@ -82,7 +83,7 @@ def check_complete(schedule: Schedule, program: Program) -> None:
             assert action.stage not in over
 
 
-CROSSED = of("0F0 1F1 1B1 0B0/0F1 1F0 1B0 0B1", 2, mirrored(loop(2)), replica=(0, 1))
+CROSSED = of("0F0 1F1 1B1 0B0/0F1 1F0 1B0 0B1", 2, mirrored(loop(2)), direction=(0, 1))
 
 
 def test_places() -> None:
@@ -95,7 +96,7 @@ def test_a_holder_is_there_when_the_last_one_is_through() -> None:
     """Rank 0 is through with stage 0 long before rank 1, which goes on with it until its end."""
     chain = Placement(3, ((0, 2), (1, 2)))
     lists = "0F0 0B0/0F1 0F2 0B1 0B2/1F0 1B0 1F1 1B1 1F2 1B2"
-    schedule = of(lists, 3, chain, replica=(0, 1, 1))
+    schedule = of(lists, 3, chain, direction=(0, 1, 1))
     assert meetings(schedule) == [[Meeting(2, 0)], [Meeting(4, 0)], []]
 
 
@@ -105,7 +106,7 @@ def test_one_that_adds_nothing_comes_at_its_end() -> None:
 
 
 def test_meeting_in_different_orders_is_noticed() -> None:
-    programs = list(for_zero(lower(CROSSED), CROSSED, zero=1, prefetch=1, chunked_loss=False))
+    programs = list(for_zero(lower(CROSSED), CROSSED, ReplicaPolicy()))
     run(CROSSED, programs)
     first, second = programs
     reductions = [action for action in second.actions if action.do == Do.REDUCE]

@@ -60,12 +60,12 @@ ONE = packed(span(Kind.F, 0, 0, 1))
     [
         ({"placement": loop(2)}, r"1 lists of operations for 2 ranks; one per rank is needed"),
         ({"held_limit": (1, 1)}, r"2 limits for 1 ranks; one per rank is needed"),
-        ({"replica": (0, 0)}, r"2 replicas for 1 micro-batches; one per micro-batch is needed"),
+        ({"direction": (0, 0)}, r"2 directions for 1 micro-batches; one per micro-batch is needed"),
         ({"sizes": ()}, r"0 sizes for 1 micro-batches; one per micro-batch is needed"),
         ({"microbatches": 0}, r"microbatches must be from 1 to 16777215, not 0"),
         ({"microbatches": 2**24}, r"microbatches must be from 1 to 16777215, not 16777216"),
         ({"slices": 0}, r"slices must be from 1 to 65535, not 0"),
-        ({"replica": (1,)}, r"micro-batch 0 runs through replica 1; replicas go from 0 to 0"),
+        ({"direction": (1,)}, r"micro-batch 0 runs through direction 1; directions go from 0 to 0"),
         ({"sizes": (Fraction(0),)}, r"micro-batch 0 is 0 of a whole one; sizes are above 0 and"),
         ({"sizes": (Fraction(3, 2),)}, r"micro-batch 0 is 3/2 of a whole one"),
     ],
@@ -79,6 +79,6 @@ def test_sizes_must_agree(fields, message):
 def test_whole_micro_batches_and_their_parts():
     half = Fraction(1, 2)
     plain = Schedule("x", loop(1), 3, (ONE,))
-    assert (plain.whole_microbatches, plain.size_of(2), plain.replica_of(2)) == (3, 1, 0)
-    parts = Schedule("x", mirrored(loop(1)), 3, (ONE,), replica=(0, 1, 1), sizes=(half, half, 1))
-    assert (parts.whole_microbatches, parts.size_of(1), parts.replica_of(1)) == (2, half, 1)
+    assert (plain.whole_microbatches, plain.size_of(2), plain.direction_of(2)) == (3, 1, 0)
+    parts = Schedule("x", mirrored(loop(1)), 3, (ONE,), direction=(0, 1, 1), sizes=(half, half, 1))
+    assert (parts.whole_microbatches, parts.size_of(1), parts.direction_of(1)) == (2, half, 1)

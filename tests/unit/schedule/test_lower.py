@@ -5,16 +5,17 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import all_small, alter, of, schedules
-from test_schedule_validate import accepted
-from token_game import run_programs
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.channels import Channel, channels
 from megapipe.schedule.generators import build, forward_only, gpipe_on, names
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.lower import Action, Do, channel_rounds, lower
+from megapipe.schedule.lower import channel_rounds, lower
 from megapipe.schedule.placement import Placement, loop, mirrored, vee
+from megapipe.schedule.program import Action, Do
+from tests.unit.schedule.proof.test_validate import accepted
+from tests.unit.schedule.schedule_cases import all_small, alter, of, schedules
+from tests.unit.schedule.token_game import run_programs
 
 F, B, I, R = Kind.F, Kind.B, Kind.I, Kind.R  # noqa: E741
 COMPUTE, SEND, RECV = Do.COMPUTE, Do.SEND, Do.RECV
@@ -111,7 +112,7 @@ def test_program_of_slices():
 
 def test_program_of_two_replicas():
     """Each rank is first for one micro-batch and last for the other."""
-    schedule = of("0F0 1F1 1B1 0B0/0F1 1F0 1B0 0B1", 2, mirrored(loop(2)), replica=(0, 1))
+    schedule = of("0F0 1F1 1B1 0B0/0F1 1F0 1B0 0B1", 2, mirrored(loop(2)), direction=(0, 1))
     first, _ = lower(schedule)
     assert first.actions == (
         Action(COMPUTE, F, 0, 0),

@@ -23,7 +23,7 @@ def test_loop_vee_and_wave():
 def test_replicas():
     both = mirrored(loop(2))
     assert both == Placement(2, ((0, 1), (1, 0)))
-    assert [both.rank_of(0, replica) for replica in (0, 1)] == [0, 1]
+    assert [both.rank_of(0, direction) for direction in (0, 1)] == [0, 1]
     assert both.stages_of(0) == (0, 1)
     assert both.holders(0) == (0, 1)
     assert mirrored(vee(2)).table == ((0, 1, 1, 0), (1, 0, 0, 1))
@@ -48,9 +48,9 @@ def test_a_stage_is_a_share_of_a_full_rank():
     [
         (1, (), "it has no stage"),
         (1, ((),), "it has no stage"),
-        (2, ((0, 2),), "stage 1 of replica 0 is on rank 2; ranks go from 0 to 1"),
+        (2, ((0, 2),), "stage 1 of direction 0 is on rank 2; ranks go from 0 to 1"),
         (2, ((0, 0),), "rank 1 has no stage"),
-        (2, ((0, 1), (1,)), "replica 1 has 1 stages, replica 0 has 2"),
+        (2, ((0, 1), (1,)), "direction 1 has 1 stages, direction 0 has 2"),
     ],
 )
 def test_bad_tables(ranks, table, message):

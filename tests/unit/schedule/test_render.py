@@ -8,17 +8,16 @@ from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
-from schedule_cases import schedules
 
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build, forward_only, names
 from megapipe.schedule.placement import loop
 from megapipe.schedule.render import draw_rows, png, svg, text
-from megapipe.schedule.render.colours import GATHER, IDLE, REDUCE, shade
 from megapipe.schedule.render.picture import picture
-from megapipe.schedule.render.scene import Polygon, Rectangle, Words
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.render.scene import GATHER, IDLE, REDUCE, Polygon, Rectangle, Words, shade
 from megapipe.schedule.text import from_csv
+from megapipe.schedule.timing.simulate import simulate
+from tests.unit.schedule.schedule_cases import schedules
 
 SUMMARY = (
     "time 12; idle 25.0% of the makespan, 33.3% of the ideal time, 25.0% of the longest rank span"
@@ -27,7 +26,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 JOINED = """0F0,1F1,(0F2;1B1)OVERLAP_F_B,1F3,1B3,0B0,0B2
 0F1,1F0,(0F3;1B0)OVERLAP_F_B,1F2,1B2,0B1,0B3
 """
-"""Two replicas in opposite directions, with joined pairs."""
+"""Two directions in opposite directions, with joined pairs."""
 SLICED = "0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.1,1B0.0\n"
 HALVED = "# sizes 1/2 1/2 1\n0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"
 RECOMPUTED = "# recompute 0\n0F0,0F1,0R0,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -233,7 +232,7 @@ def test_joined_pairs_share_a_box_and_replicas_are_hatched():
     assert (lower.x, lower.y, lower.width) == (upper.x, upper.y + 13, 39)
     assert [box.fill for box in halves] == [shade(0, 0, 1), shade(1, 0, 1)] * 2
     assert sum(box.hatch == 1 for box in boxes) == 8
-    assert {"replica 0", "replica 1"} <= set(words(scene))
+    assert {"direction 0", "direction 1"} <= set(words(scene))
     assert svg(from_csv(JOINED)).count("url(#hatch1)") == 8 + 1
 
 

@@ -4,7 +4,6 @@ from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
-from schedule_cases import of, schedules
 from torch.distributed.pipelining.schedules import _Action
 
 from megapipe.errors import ScheduleError
@@ -12,8 +11,9 @@ from megapipe.schedule.channels import channels
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.placement import Placement, loop
+from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import from_csv, to_csv
-from megapipe.schedule.validate import validate
+from tests.unit.schedule.schedule_cases import of, schedules
 
 F, B, I, W, R = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R  # noqa: E741
 
@@ -61,7 +61,7 @@ def test_reading_everything_that_a_schedule_can_have():
     )
     assert schedule.name == "mine"
     assert schedule.placement == loop(2)
-    assert (schedule.microbatches, schedule.slices, schedule.replica) == (3, 1, None)
+    assert (schedule.microbatches, schedule.slices, schedule.direction) == (3, 1, None)
     assert schedule.sizes == (Fraction(1, 2), Fraction(1, 2), 1)
     assert schedule.whole_microbatches == 2
     assert schedule.recompute == {0, 1}
@@ -87,12 +87,12 @@ def test_slices_are_those_of_the_cells():
 
 
 def test_replicas_are_the_paths_of_the_micro_batches():
-    """Down the ranks, up them, and down again: two replicas."""
+    """Down the ranks, up them, and down again: two directions."""
     schedule = from_csv(
         "0F0,0F2,1F1,1B1,0B0,0B2\n0F1,1F0,1F2,1B0,0B1,1B2\n",
     )
     assert schedule.placement == Placement(2, ((0, 1), (1, 0)))
-    assert schedule.replica == (0, 1, 0)
+    assert schedule.direction == (0, 1, 0)
     validate(schedule)
 
 
@@ -119,7 +119,7 @@ def test_there_and_back(schedule):
     assert (again.recompute, again.slices) == (schedule.recompute, schedule.slices)
     assert again.microbatches == schedule.microbatches
     for microbatch in range(schedule.microbatches):
-        paths = [each.placement.table[each.replica_of(microbatch)] for each in (schedule, again)]
+        paths = [each.placement.table[each.direction_of(microbatch)] for each in (schedule, again)]
         assert paths[0] == paths[1]
     assert channels(again) == channels(schedule)
 

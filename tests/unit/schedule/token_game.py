@@ -12,7 +12,7 @@ from itertools import product
 from megapipe.errors import ScheduleError
 from megapipe.schedule.channels import Channel
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed, unpack
-from megapipe.schedule.lower import Do, Program
+from megapipe.schedule.program import Do, Program
 
 
 def needs_and_makes(op: Op, schedule: Schedule, board: Counter):
@@ -61,8 +61,8 @@ def end_of(schedule: Schedule) -> Counter:
 
 def home_of(op, schedule: Schedule) -> int:
     """The rank that an operation belongs to."""
-    replica = schedule.replica[op.microbatch] if schedule.replica else 0
-    return schedule.placement.table[replica][op.stage]
+    direction = schedule.direction[op.microbatch] if schedule.direction else 0
+    return schedule.placement.table[direction][op.stage]
 
 
 def fault_of(ops: list[Op], rank: int, schedule: Schedule) -> str | None:

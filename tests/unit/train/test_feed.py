@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Key
-from megapipe.mesh import Axis
-from megapipe.model.microbatch import MicroBatch
+from megapipe.layers.microbatch import MicroBatch
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, loop
@@ -181,7 +181,7 @@ CROSSED = Placement(3, ((0, 1, 2), (1, 2, 0)))
 def test_of_replicated_stages_each_holder_fetches_its_own(
     rank: int, samples: list[int], own: int
 ) -> None:
-    schedule = gpipe_on(CROSSED, 3, replica=(0, 1, 0))
+    schedule = gpipe_on(CROSSED, 3, direction=(0, 1, 0))
     result, count, asked = fetch(schedule, [rank])
     assert [indices[0] for indices in asked] == samples
     assert [any(here(mb)) for mb in result.values()] == [4 * i in samples for i in range(3)]
@@ -190,7 +190,7 @@ def test_of_replicated_stages_each_holder_fetches_its_own(
 
 def test_halves_in_opposite_directions_are_counted_once() -> None:
     schedule = build("chimera_backward_halving", ranks=2, microbatches=2)
-    assert {schedule.replica_of(m) for m in range(4)} == {0, 1}
+    assert {schedule.direction_of(m) for m in range(4)} == {0, 1}
     counts = [fetch(schedule, [rank])[1] for rank in range(2)]
     assert sum(counts) == 2 * ROWS * LENGTH // 2
     assert 0 not in counts

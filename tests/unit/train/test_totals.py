@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.mesh import sum_in_pairs
+from megapipe.distributed.mesh import sum_in_pairs
 from megapipe.train.totals import Totals, Wishes
 
 SQUARES = (1.0, 4.0, 20.0)

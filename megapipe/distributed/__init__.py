@@ -1,0 +1,1 @@
+"""Axes, mesh and collectives: the only owner of ranks and process groups."""

@@ -1,0 +1,18 @@
+"""One rank's error is every rank's error."""
+
+from __future__ import annotations
+
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.errors import MegapipeError
+
+
+def all_or_none(mesh: ParallelMesh, error: MegapipeError | None) -> None:
+    """Raise an error of any rank on every rank, of the kind that it has where it happened."""
+    text = mesh.agree(None if error is None else f"{error.exit_code} {error}")
+    if text is None:
+        return
+    if error is not None:
+        raise error
+    code, _, message = text.partition(" ")
+    kinds = {kind.exit_code: kind for kind in MegapipeError.__subclasses__()}
+    raise kinds.get(int(code), MegapipeError)(message)

@@ -1,0 +1,169 @@
+"""Collectives over an :class:`~megapipe.distributed.axis.Axis`.
+
+The functions hide two differences: torch 2.13 renamed the tensor collectives, and gloo
+takes CUDA tensors for some operations only, so with gloo they travel through host memory (which
+lets several ranks share one GPU). Each is its partner's gradient: all-gather and reduce-scatter,
+all-reduce and identity; the layers pair them in their own backward, where the weight gradient
+is split off.
+
+Each operation is one routine, ``start_...``, which returns before it is done: what it is given must
+stay as it is, and what it returns must not be read, until the returned wait has been called. The
+functions that wait at once are the same routine, so values do not depend on when one waits. On gloo
+gathers and reduce-scatters of CPU tensors are messages between the members
+(:mod:`megapipe.distributed.gloo`); all-reduces are so where the order of the terms matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapipe.distributed import gloo
+from megapipe.distributed.axis import Axis
+
+Wait = Callable[[], None]
+"""Returns when the operation is complete, for the host (gloo) or the current stream (NCCL)."""
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
+    """Sum in place over the axis; returns `tensor`."""
+    start_all_reduce(tensor, axis)()
+    return tensor
+
+
+def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
+    """Concatenate the members' equal pieces along dim 0: [n, ...] -> [size * n, ...]."""
+    whole, wait = start_gathering(tensor, axis)
+    wait()
+    return whole
+
+
+def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
+    """Sum over the axis and keep this member's piece of dim 0: [size * n, ...] -> [n, ...]."""
+    piece, wait = start_reduce_scatter(tensor, axis)
+    wait()
+    return piece
+
+
+def all_to_all(tensor: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
+    """Give member i the i-th piece of a flat tensor: [sum(sends)] -> [sum(receives)].
+
+    `sends` and `receives` are the lengths of the pieces by member; what is received is in the
+    order of the members.
+    """
+    if axis.group is None:
+        return tensor
+    staged = _staged(tensor, axis)
+    sent = tensor.cpu() if staged else tensor
+    received = sent.new_empty(sum(receives))
+    dist.all_to_all_single(received, sent, list(receives), list(sends), group=axis.group)
+    return received.to(tensor.device) if staged else received
+
+
+def start_all_reduce(tensor: Tensor, axis: Axis, *, in_order: bool = False) -> Wait:
+    """Sum in place over the axis.
+
+    With `in_order` gloo adds the terms in the order of the members, so that a sum has the bits that
+    :func:`start_reduce_scatter` gives its pieces; half of the messages are then sent in the wait.
+    `tensor` is flat in that case, [size * n].
+    """
+    if axis.group is None:
+        return done
+    if _staged(tensor, axis):
+        host = tensor.cpu()
+        dist.all_reduce(host, group=axis.group)
+        tensor.copy_(host)
+        return done
+    if in_order and _by_messages(axis):
+        return gloo.start_all_reduce(tensor, axis)
+    return _started(dist.all_reduce, tensor, group=axis.group)
+
+
+def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
+    """Sum over the axis into this member's piece of dim 0: [size * n, ...] -> [n, ...]."""
+    if axis.group is None:
+        return whole, done
+    if _staged(whole, axis):
+        return reduce_scatter(whole.cpu(), axis).to(whole.device), done
+    whole = whole.contiguous()
+    if _by_messages(axis):
+        return gloo.start_reduce_scatter(whole, axis)
+    piece = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
+    return piece, _started(_reduce_scatter, piece, whole, group=axis.group)
+
+
+def start_gathering(piece: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
+    """Begin an :func:`all_gather`: [n, ...] -> [size * n, ...]."""
+    if axis.group is None:
+        return piece, done
+    whole = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
+    return whole, start_all_gather(whole, piece.contiguous(), axis)
+
+
+def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Wait:
+    """Fill `whole` [size * n, ...] with every member's `piece` [n, ...], which may be its own part
+    of it."""
+    if axis.group is None:
+        if piece.data_ptr() != whole.data_ptr():
+            whole.copy_(piece)
+        return done
+    if _staged(whole, axis):
+        whole.copy_(all_gather(piece.cpu(), axis))
+        return done
+    if _by_messages(axis):
+        return gloo.start_all_gather(whole, piece, axis)
+    return _started(_all_gather, whole, piece, group=axis.group)
+
+
+def start_all_to_all(tensor: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
+    """Give the i-th piece to member i; returns the pieces received, by member: [size * n]."""
+    if axis.group is None:
+        return tensor, done
+    if _staged(tensor, axis):
+        received = torch.empty_like(sent := tensor.cpu())
+        dist.all_to_all_single(received, sent, group=axis.group)
+        return received.to(tensor.device), done
+    received = torch.empty_like(tensor)
+    return received, _started(dist.all_to_all_single, received, tensor, group=axis.group)
+
+
+def done() -> None:
+    """The wait of what is complete already."""
+
+
+def _started(collective: Callable[..., Any], *tensors: Tensor, group: Any) -> Wait:
+    """Begin one of torch's collectives. Its tensors live until the wait: NCCL reads and writes them
+    on a stream of its own, of which the allocator knows nothing."""
+    if torch.compiler.is_compiling():
+        # a graph has collectives without a handle, and its compiler says when to wait
+        collective(*tensors, group=group)
+        return done
+    work = collective(*tensors, group=group, async_op=True)
+
+    def wait() -> None:
+        nonlocal tensors
+        work.wait()
+        tensors = ()
+
+    return wait
+
+
+def _on_gloo(axis: Axis) -> bool:
+    return bool(dist.get_backend(axis.group) == "gloo")
+
+
+def _by_messages(axis: Axis) -> bool:
+    return not torch.compiler.is_compiling() and _on_gloo(axis)
+
+
+def _staged(tensor: Tensor, axis: Axis) -> bool:
+    return tensor.is_cuda and _on_gloo(axis)

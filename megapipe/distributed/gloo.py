@@ -1,0 +1,107 @@
+"""Sums and gathers over gloo by messages, each member's to each other one.
+
+torch's reduce-scatter for gloo all-reduces a copy of the whole array, twice the bytes that anybody
+needs, and its all-gather hands pieces on around a ring. Here a piece goes once, from where it is to
+where it is used. Members' values are added in the order of the members, wherever in the array they
+stand: a sum has the same bits in a piece and in the whole.
+
+Members start operations of one kind, and wait for all-reduces, in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+
+SUM, GATHER, SPREAD = 1, 2, 3
+"""Tags of messages: terms of a sum, pieces of a gather, sums of an all-reduce."""
+
+
+def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Callable[[], None]]:
+    """Sum over the axis into this member's piece, which is there after the wait.
+
+    [size * n, ...] -> [n, ...]; `whole` stays as it is. Takes the memory of size - 1 pieces.
+    """
+    pieces = _pieces(whole, axis)
+    terms = [
+        piece if member == axis.index else torch.empty_like(piece)
+        for member, piece in enumerate(pieces)
+    ]
+    exchanged = _start_exchange(pieces, terms, axis, SUM)
+    total = terms[1 if axis.index == 0 else 0]
+
+    def wait() -> None:
+        exchanged()
+        first, second, *others = terms
+        torch.add(first, second, out=total)
+        for other in others:
+            total.add_(other)
+        terms.clear()
+
+    return total, wait
+
+
+def start_all_reduce(whole: Tensor, axis: Axis) -> Callable[[], None]:
+    """Sum in place over the axis: [size * n]; half of the messages are sent in the wait."""
+    total, summed = start_reduce_scatter(whole, axis)
+
+    def wait() -> None:
+        summed()
+        _start_gather(whole, total, axis, SPREAD)()
+
+    return wait
+
+
+def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Callable[[], None]:
+    """Fill `whole` [size * n, ...] with every member's `piece` [n, ...], which may be its own part
+    of it."""
+    return _start_gather(whole, piece, axis, GATHER)
+
+
+def _start_gather(whole: Tensor, piece: Tensor, axis: Axis, tag: int) -> Callable[[], None]:
+    pieces = _pieces(whole, axis)
+    own = pieces[axis.index]
+    if own.data_ptr() != piece.data_ptr():
+        own.copy_(piece)
+    return _start_exchange([piece] * axis.size, pieces, axis, tag)
+
+
+def _pieces(whole: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+    assert len(whole) % axis.size == 0, f"{len(whole)} rows for {axis.size} members"
+    return whole.chunk(axis.size)
+
+
+class _Exchange:
+    """Messages on their way, and their `tensors`. gloo cannot take back what it has begun, so they
+    are waited for even if nobody asks for what they bring."""
+
+    def __init__(self, works: list[Any], tensors: Sequence[Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        self._tensors = ()
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # a peer is gone, which others will notice
+            self.wait()
+
+
+def _start_exchange(
+    sent: Sequence[Tensor], received: Sequence[Tensor], axis: Axis, tag: int
+) -> Callable[[], None]:
+    """Send `sent[i]` to member i and receive `received[i]` from it, for all others."""
+    group: Any = axis.group
+    others = [(axis.index + i) % axis.size for i in range(1, axis.size)]
+    works = [group.recv([received[other]], other, tag) for other in others]
+    works += [group.send([sent[other]], other, tag) for other in others]
+    return _Exchange(works, [*sent, *received]).wait

@@ -1,0 +1,298 @@
+"""The process mesh: the only owner of ranks and process groups.
+
+Processes form a grid pp x dp x cp x tp with tp innermost, so that tensor-parallel peers, which
+talk most, sit next to each other, and pipeline neighbours, which talk least, sit furthest apart::
+
+    rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index
+
+:class:`Grid` is that arithmetic alone and needs no processes. :class:`ParallelMesh` adds the
+process groups of the axes, in the order of the grid, and makes those that pipeline and optimizer
+ask for; each process enters only the groups that it belongs to, so making them costs the same in
+any world. Tensors go over the groups; ``device_mesh`` offers those of the axes to other libraries.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megapipe.distributed.axis import Axis as Axis
+from megapipe.distributed.collectives import all_gather, start_all_gather
+from megapipe.errors import LaunchError
+
+AxisName = Literal["pp", "dp", "cp", "tp"]
+AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
+T = TypeVar("T")
+
+
+class Coordinates(NamedTuple):
+    """A process' index along each axis."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the axes, and the arithmetic between ranks and coordinates."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def size(self, axis: AxisName) -> int:
+        return int(getattr(self, axis))
+
+    def rank_of(self, at: Coordinates) -> int:
+        return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
+
+    def coordinates_of(self, rank: int) -> Coordinates:
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coordinates(pp, dp, cp, tp)
+
+    def peers(self, rank: int, axis: AxisName) -> list[int]:
+        """Ranks that differ from `rank` only along `axis`, in the order of that axis."""
+        return list(self._along(self.coordinates_of(rank), axis))
+
+    def holders(self, rank: int, pp_indices: Sequence[int]) -> list[int]:
+        """Ranks with the cp and tp index of `rank`, on the given pipeline indices, for all dp."""
+        at = self.coordinates_of(rank)
+        rows = (self._along(at._replace(pp=pp), "dp") for pp in pp_indices)
+        return list(itertools.chain.from_iterable(rows))
+
+    def _along(self, at: Coordinates, axis: AxisName) -> range:
+        """The line of ranks through `at` along `axis`: they are equally far apart."""
+        stride = math.prod(self.size(inner) for inner in AXES[AXES.index(axis) + 1 :])
+        first = self.rank_of(at) - stride * int(getattr(at, axis))
+        return range(first, first + stride * self.size(axis), stride)
+
+
+def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
+    """Sum the rows of `parts`, [n, ...]: neighbours, then neighbouring pairs, and so on.
+
+    One order of additions for any number of rows and any device, in log2 n operations.
+    """
+    while len(parts) > 1:
+        even = len(parts) // 2 * 2
+        parts = torch.cat((parts[0:even:2] + parts[1:even:2], parts[even:]))
+    return parts[0]
+
+
+def _combine(parts: torch.Tensor, largest: int) -> torch.Tensor:
+    """[ranks, n] -> [n]: sums, and at the end `largest` values that are the largest of any rank."""
+    if not largest:
+        return sum_in_pairs(parts)
+    return torch.cat([sum_in_pairs(parts[:, :-largest]), parts[:, -largest:].amax(0)])
+
+
+def group_name(ranks: Sequence[int], twins: int) -> str:
+    """The name of a group of `ranks` where `twins` others of exactly these ranks exist."""
+    members = ",".join(map(str, ranks))
+    return f"{hashlib.sha1(members.encode(), usedforsecurity=False).hexdigest()}.{twins}"
+
+
+class ParallelMesh:
+    """Process groups of a grid, and the few exchanges of scalars and texts that need no tensor.
+
+    The default process group must exist (:func:`megapipe.launch.rendezvous.start_process_group`).
+    Raises :class:`LaunchError` when the world does not match the grid.
+    """
+
+    def __init__(self, grid: Grid, *, device: torch.device, timeout_s: float) -> None:
+        if dist.get_world_size() != grid.world:
+            raise LaunchError(
+                f"world size {dist.get_world_size()} does not match the mesh "
+                f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp} = {grid.world}"
+            )
+        self.grid = grid
+        self.rank = dist.get_rank()
+        self.world = grid.world
+        self.at = grid.coordinates_of(self.rank)
+        self.device = device
+        self.backend: str = dist.get_backend()
+        self.timeout = datetime.timedelta(seconds=timeout_s)
+        self._exchanges = 0
+        peers = {axis: grid.peers(self.rank, axis) for axis in AXES}
+        self._groups = {axis: self._new_group(ranks) for axis, ranks in peers.items()}
+        self.pp, self.dp, self.cp, self.tp = (
+            self.connected(self._axis(peers[axis], self._groups[axis])) for axis in AXES
+        )
+
+    @functools.cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's view of the axes, over the same groups; it numbers all ranks of the world."""
+        grid = self.grid
+        return DeviceMesh.from_group(
+            list(self._groups.values()),
+            self.device.type,
+            mesh=torch.arange(grid.world).view(grid.pp, grid.dp, grid.cp, grid.tp),
+            mesh_dim_names=AXES,
+        )
+
+    def group_of(self, ranks: Sequence[int], *, channel: bool = False) -> Axis:
+        """A new process group of `ranks` (ascending), entered by its members alone.
+
+        NCCL gives a `channel` two of the GPU's multiprocessors at most: a receive that waits for
+        its message keeps them busy.
+
+        NCCL connects a group on first use, and where first uses come in different orders on
+        different ranks they hang. The caller therefore uses it at once, in an order that all its
+        members share (:meth:`connected` does so with an all-reduce).
+        """
+        options = None
+        if channel and self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = 2
+            options._timeout = self.timeout
+        return self._axis(ranks, self._new_group(ranks, options))
+
+    def connected(self, axis: Axis) -> Axis:
+        """`axis`, after its communicator for collectives is up."""
+        if axis.group is not None:
+            dist.all_reduce(torch.zeros(1, device=self.scalar_device), group=axis.group)
+        return axis
+
+    def _new_group(self, ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
+        """What ``dist.new_group`` makes, under a name on which the members agree.
+
+        They find each other by the name, and torch's says how many groups a process has made, of
+        any ranks: members need not have made equally many.
+        """
+        assert list(ranks) == sorted(ranks), f"{ranks} are not in ascending order"
+        c10d = dist.distributed_c10d
+        others = c10d._world.pg_group_ranks
+        twins = sum(list(members) == list(ranks) for members in others.values())
+        name: Any = group_name(ranks, twins)
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(self.rank),
+            list(ranks),
+            dist.Backend(self.backend),
+            c10d._get_default_store(),
+            name,
+            backend_options=options,
+            timeout=self.timeout,
+        )
+        others[group] = {rank: index for index, rank in enumerate(ranks)}
+        return group
+
+    def _axis(self, ranks: Sequence[int], group: dist.ProcessGroup) -> Axis:
+        if len(ranks) == 1:
+            return Axis.alone(self.rank)
+        return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group)
+
+    @property
+    def scalar_device(self) -> torch.device:
+        """Where a tensor must live to be exchanged without staging."""
+        return torch.device("cpu") if self.backend == "gloo" else self.device
+
+    def ordered_sum(self, vector: torch.Tensor, *axes: AxisName, largest: int = 0) -> torch.Tensor:
+        """Sum a 1-D `vector` over the axes, one after the other, each by :func:`sum_in_pairs`; of
+        the last `largest` values take the largest instead.
+
+        Unlike an all-reduce, the order of the additions does not depend on the backend or on
+        the place in a buffer, so the result is bitwise the same on every rank and in every
+        schedule.
+        """
+        total = vector.to(self.scalar_device)
+        for name in axes:
+            axis: Axis = getattr(self, name)
+            if axis.group is not None:
+                total = _combine(all_gather(total, axis).view(axis.size, -1), largest)
+        return total.to(vector.device)
+
+    def start_ordered_sum(
+        self, vector: torch.Tensor, name: AxisName, *, largest: int = 0
+    ) -> Callable[[], torch.Tensor]:
+        """Begin an :meth:`ordered_sum` over one axis; what is returned waits for it."""
+        axis: Axis = getattr(self, name)
+        if axis.group is None:
+            return lambda: vector
+        piece = vector.to(self.scalar_device)
+        parts = piece.new_empty(axis.size * len(piece))
+        wait = start_all_gather(parts, piece, axis)
+
+        def result() -> torch.Tensor:
+            wait()
+            return _combine(parts.view(axis.size, -1), largest).to(vector.device)
+
+        return result
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank."""
+        if self.world == 1:
+            return flag
+        value = torch.tensor([float(flag)], device=self.scalar_device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.any(False)
+
+    def share(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        if self.world == 1:
+            return text
+        key = self._next_key()
+        store = dist.distributed_c10d._get_default_store()
+        if self.rank == 0:
+            store.set(key, text)
+            return text
+        value: bytes = store.get(key)
+        return value.decode()
+
+    def gather(self, value: T, name: AxisName) -> list[T]:
+        """The values of an axis by index, on its first rank; nothing on the others."""
+        axis: Axis = getattr(self, name)
+        if axis.group is None:
+            return [value]
+        values: list[Any] | None = [None] * axis.size if axis.index == 0 else None
+        dist.gather_object(value, values, group=axis.group, group_dst=0)
+        return values or []
+
+    def await_all(self, patience: datetime.timedelta) -> None:
+        """Wait until every rank is here, in the store: for longer than a collective may take."""
+        if self.world == 1:
+            return
+        key = self._next_key()
+        store = dist.distributed_c10d._get_default_store()
+        if store.add(f"{key}/arrived", 1) == self.world:
+            store.set(key, "")
+        store.wait([key], patience)
+
+    def agree(self, error: str | None) -> str | None:
+        """The error text of any rank, on every rank; None if there is none."""
+        if self.world == 1:
+            return error
+        key = self._next_key()
+        store = dist.distributed_c10d._get_default_store()
+        if error is not None:
+            store.compare_set(key, "", error)
+        if not self.any(error is not None):
+            return None
+        value: bytes = store.get(key)
+        return value.decode()
+
+    def _next_key(self) -> str:
+        self._exchanges += 1
+        return f"megapipe/exchange/{self._exchanges}"

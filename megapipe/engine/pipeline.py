@@ -1,0 +1,132 @@
+"""What runs schedules on this process: programs, executors and the channels between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.engine.channels import (
+    Channels,
+    InProcessChannels,
+    MessageShape,
+    ProcessGroupChannels,
+)
+from megapipe.engine.executor import Executor, Speculation, Synchroniser, run_together
+from megapipe.engine.names import named
+from megapipe.engine.recorder import Record, Recorder
+from megapipe.engine.shares import SharingChannels
+from megapipe.engine.stage import Key, Stage
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.schedule.data_parallel import ReplicaPolicy, for_zero
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.lower import lower, pairs
+from megapipe.schedule.placement import Placement
+from megapipe.schedule.program import Program
+from megapipe.schedule.speculation import arriving, cut, speculation
+
+ShapeOf = Callable[[Schedule], MessageShape]
+"""The shapes of a schedule's messages, by (micro-batch, slice)."""
+
+
+class Pipeline:
+    """The pipeline ranks of this process, and the ends of their channels.
+
+    All schedules that it runs have the same `placement`; `policy` says when their data-parallel
+    replicas communicate. `shape_of` gives the shapes of messages, which are of `dtype`.
+
+    With `in_process` this process runs all pipeline ranks. With `scatter` each tensor-parallel rank
+    sends a share of what all of them have. With `debug` messages carry headers that are checked.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        placement: Placement,
+        policy: ReplicaPolicy,
+        *,
+        shape_of: ShapeOf,
+        dtype: torch.dtype,
+        in_process: bool = False,
+        scatter: bool = False,
+        debug: bool = False,
+    ) -> None:
+        self.mesh = mesh
+        self.placement = placement
+        self.policy = policy
+        self.shape_of = shape_of
+        self.in_process = in_process
+        self.ranks: Sequence[int] = range(placement.ranks) if in_process else [mesh.pp.index]
+        self._channels = self._connect(dtype, scatter=scatter, debug=debug)
+        self._recorders = [Recorder(mesh.device) for _ in self.ranks]
+
+    def _connect(self, dtype: torch.dtype, *, scatter: bool, debug: bool) -> list[Channels]:
+        """This process' channel ends, one per pipeline rank that it runs."""
+        if self.in_process:
+            return list(InProcessChannels.connect(self.placement.ranks))
+        used = pairs(self.placement)
+        channels = ProcessGroupChannels(self.mesh, used, dtype=dtype, debug=debug)
+        return [SharingChannels(channels, self.mesh.tp) if scatter else channels]
+
+    def executors(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        synchroniser: Synchroniser,
+        *,
+        train: bool,
+        record: bool = False,
+        name: bool = False,
+        speculate: bool = False,
+    ) -> list[Executor]:
+        """What runs `schedule` on each of the pipeline ranks here.
+
+        `stages` are those of the process by number; `synchroniser` reduces their gradients and
+        gathers their weights. With `record`, :meth:`records` tells when each operation ran. With
+        `name` profilers are told what runs. With `speculate` a step can begin by a prefix.
+        """
+        recorders = self._recorders if record else [None] * len(self.ranks)
+        executors = [
+            Executor(
+                program,
+                {s: stages[s] for s in self.placement.stages_of(program.rank)},
+                channels,
+                shape=self.shape_of(schedule),
+                train=train,
+                recorder=recorder,
+                wrap=partial(named, device=self.mesh.device) if name else None,
+                synchroniser=synchroniser,
+            )
+            for program, channels, recorder in zip(
+                self._programs(schedule), self._channels, recorders, strict=True
+            )
+        ]
+        if speculate:
+            _set_speculation(executors[0], schedule)
+        return executors
+
+    def run(self, executors: list[Executor], microbatches: Mapping[Key, MicroBatch]) -> None:
+        """Run one step, or one batch of validation, on all pipeline ranks here."""
+        if self.in_process:
+            run_together(executors, microbatches)
+        else:
+            executors[0].run(microbatches)
+
+    def records(self) -> list[Record]:
+        """The last recorded step of every pipeline rank, on the processes of the first one."""
+        own = [recorder.record() for recorder in self._recorders]
+        return [record for records in self.mesh.gather(own, "pp") for record in records]
+
+    def _programs(self, schedule: Schedule) -> Iterator[Program]:
+        """What the pipeline ranks here do, with what their replicas do together."""
+        return for_zero(lower(schedule, self.ranks), schedule, self.policy)
+
+
+def _set_speculation(executor: Executor, schedule: Schedule) -> None:
+    """Tell how long a prefix of the executor's steps can be undone."""
+    rank, operations = executor.program.rank, speculation(schedule)
+    executor.set_speculation(
+        Speculation(cut(executor.program, operations[rank]), arriving(schedule, rank, operations))
+    )

@@ -1,0 +1,221 @@
+"""Starts the processes of a job on this node: ``python -m megapipe.launch --nproc 8 train.py ...``.
+
+torchrun's agent does the work: it meets the agents of other nodes, hosts the store, starts a
+process per rank and ends all when one fails. What differs is how it ends. The ranks say themselves
+what went wrong, so nothing is added to that; the exit code is that of the first rank to fail; and a
+signal is handed on to the ranks, which may take as long as they need to save; a second one ends
+them at once. torchrun kills them after half a minute.
+
+On several nodes, run on each of them with the same ``--rdzv-id``::
+
+    python -m megapipe.launch --nnodes 4 --nproc 8 --rdzv-endpoint node0:29400 --rdzv-id 7 train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from megapipe.errors import LaunchError
+from megapipe.launch.shutdown import say
+from megapipe.launch.signals import AGAIN_S
+
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+MONITOR_S = 0.1
+"""Time between two looks at the ranks."""
+STANDALONE = "localhost:0"
+RDZV_TIMEOUT_S = 60
+KILL_S = 1.0
+"""How long ranks may take to end at a second Ctrl-C: one may be stuck in C++ or stopped."""
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    nproc: int | None = None,
+    nnodes: int = 1,
+    rdzv_endpoint: str = STANDALONE,
+    rdzv_id: str | None = None,
+    rdzv_timeout_s: int = RDZV_TIMEOUT_S,
+) -> int:
+    """Run ``python *command`` in `nproc` processes here, as a part of `nnodes` alike; by default in
+    as many as there are GPUs, or one.
+
+    Returns the exit code: that of the first rank to fail, 128 + n where signal n killed it. Raises
+    :class:`LaunchError` if the nodes do not meet. To be called in the main thread.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
+    nproc = nproc or _gpus()
+    if nproc > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    logging.disable(logging.CRITICAL)  # the agent's account of each signal and failure
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=rdzv_endpoint,
+        run_id=rdzv_id or uuid.uuid4().hex,
+        min_nodes=nnodes,
+        max_nodes=nnodes,
+        read_timeout=rdzv_timeout_s,
+    )
+    try:
+        rendezvous = get_rendezvous_handler(parameters)
+    except (RendezvousError, ValueError) as error:
+        raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
+    spec = WorkerSpec(
+        role="megapipe",
+        local_world_size=nproc,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=("-u", *command),
+        max_restarts=0,
+        monitor_interval=MONITOR_S,
+    )
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
+    relay = _Relay(lambda: [w.id for w in agent.get_worker_group().workers if w.id])
+    # the agent's own handler would end the ranks: it gets a signal that nobody sends
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
+    for number in HANDED_ON:
+        signal.signal(number, relay.hand_on)
+    try:
+        result = agent.run()
+    except (RendezvousError, TimeoutError) as error:
+        raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
+    finally:
+        rendezvous.shutdown()
+    for rank, failure in result.failures.items():  # the first first; the agent ended the others
+        if failure.exitcode > 0:
+            return failure.exitcode
+        number = -failure.exitcode
+        if number == signal.SIGKILL and relay.killed_for is not None:
+            return 128 + relay.killed_for
+        if number not in relay.handed_on:
+            _say_killed(rank, signal.Signals(number))
+        return 128 + number
+    return 0
+
+
+class _Relay:
+    """Hands signals on to the ranks; kills what a second SIGINT or SIGTERM does not end."""
+
+    def __init__(self, pids: Callable[[], list[int]]) -> None:
+        self.handed_on: set[int] = set()
+        self.killed_for: int | None = None
+        """The second signal, where ranks were killed because they did not end by it."""
+        self._pids = pids
+        self._last: float | None = None
+        """When SIGINT or SIGTERM last came, monotonic seconds."""
+
+    def hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.handed_on.add(number)
+        self._send(number)
+        if not self._pids():
+            os._exit(128 + number)
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            return
+        now = time.monotonic()
+        if self._last is not None and now - self._last >= AGAIN_S:
+            killer = threading.Timer(KILL_S, self._kill, [number])
+            killer.daemon = True
+            killer.start()
+        self._last = now
+
+    def _kill(self, number: int) -> None:
+        self.killed_for = number
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _say_killed(rank: int, number: signal.Signals) -> None:
+    """What a rank that was killed could not say."""
+    hint = "; the system does so when memory runs out" if number == signal.SIGKILL else ""
+    say(LaunchError(f"rank {rank} was killed by {number.name}{hint}"))
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    own = sys.argv[0]  # as a console command: megapipe launch
+    parser = argparse.ArgumentParser(
+        prog=own if own.startswith("megapipe ") else "python -m megapipe.launch",
+        description="Starts the processes of a job on this node and hands on their exit code.",
+        usage="%(prog)s [options] PROGRAM.py [arguments]   (or: -m MODULE [arguments])",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--nproc", "--nproc-per-node", type=int, metavar="N",
+        help="processes on this node; default: its number of GPUs, or 1",
+    )  # fmt: skip
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes (default 1)")
+    parser.add_argument(
+        "--rdzv-endpoint", default=STANDALONE, metavar="HOST:PORT",
+        help="where the nodes meet, on one of them; needed with several",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rdzv-id", metavar="ID", help="name of the job on all nodes; needed with several"
+    )
+    options, command = _split(argv)
+    parser.add_argument(
+        "--rdzv-timeout", type=int, default=RDZV_TIMEOUT_S, metavar="SECONDS",
+        help=f"how long to look for the node at --rdzv-endpoint (default {RDZV_TIMEOUT_S})",
+    )  # fmt: skip
+    arguments = parser.parse_args(options)
+    if not command:
+        parser.error("no program: expected train.py or another")
+    numbers = (arguments.nnodes, arguments.rdzv_timeout, arguments.nproc)
+    if any(number is not None and number < 1 for number in numbers):
+        parser.error("--nproc, --nnodes and --rdzv-timeout: expected a number >= 1")
+    if arguments.nnodes > 1 and (arguments.rdzv_endpoint == STANDALONE or not arguments.rdzv_id):
+        parser.error("several nodes need --rdzv-endpoint HOST:PORT and --rdzv-id ID to meet")
+    return arguments, command
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The launcher's options, each ``--name value`` or ``--name=value``, and what it is to run."""
+    if {"-h", "--help"}.intersection(argv[:1]):
+        return list(argv), []
+    at = 0
+    while at < len(argv) and argv[at].startswith("--"):
+        at += 1 if "=" in argv[at] else 2
+    return list(argv[:at]), list(argv[at:])
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() or 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start what `argv` says; returns the exit code."""
+    arguments, command = _parse(argv)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are ranks to hand it on to
+    try:
+        return launch(
+            command,
+            nproc=arguments.nproc,
+            nnodes=arguments.nnodes,
+            rdzv_endpoint=arguments.rdzv_endpoint,
+            rdzv_id=arguments.rdzv_id,
+            rdzv_timeout_s=arguments.rdzv_timeout,
+        )
+    except LaunchError as error:
+        say(error)
+        return error.exit_code

@@ -1,0 +1,27 @@
+"""Dropout whose mask is a function of coordinates."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import Sharding
+from megapipe.layers.rng import seed_of, seeded
+
+
+def dropout_seed(mb: MicroBatch, purpose: str, layer: int, tp_index: int) -> int:
+    """`tp_index` is 0 where every tp rank holds the same values and must drop the same ones."""
+    within = (mb.part, mb.start) if mb.part or mb.start else ()
+    return seed_of(mb.seed, purpose, mb.step, mb.index, layer, tp_index, *within)
+
+
+def dropout(
+    x: Tensor, p: float, mb: MicroBatch, purpose: str, layer: int, sharding: Sharding
+) -> Tensor:
+    """Dropout on [s(/tp), b, h], split by sequence or the same on all tp ranks."""
+    if p == 0.0:
+        return x
+    tp_index = sharding.tp.index if sharding.sequence_split else 0
+    with seeded(x.device, dropout_seed(mb, purpose, layer, tp_index)):
+        return functional.dropout(x, p, training=True)

@@ -1,0 +1,189 @@
+"""Token and position embeddings with deferred weight gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import Parameter, functional
+
+from megapipe.distributed.collectives import (
+    Wait,
+    all_reduce,
+    done,
+    reduce_scatter,
+    start_gathering,
+)
+from megapipe.layers.parameter import (
+    Sharding,
+    new_parameter,
+    spec_of,
+)
+from megapipe.layers.policy import padded_vocabulary
+from megapipe.layers.weight_grad import main_grad
+
+
+@dataclass
+class _WordTask:
+    """tokens [b, s], grad [s(/tp), b, h]."""
+
+    layer: WordEmbedding
+    tokens: Tensor
+    grad: Tensor
+    _whole: Tensor | None = None
+    _arrived: Wait = done
+
+    @property
+    def weight(self) -> Parameter:
+        return self.layer.weight
+
+    def begin(self) -> None:
+        if self.layer.sharding.kernels.overlap:
+            self._gather()
+
+    def run(self) -> None:
+        layer = self.layer
+        grad = self._gather()
+        row, elsewhere = layer.local_rows(self.tokens)
+        target = main_grad(layer.weight)
+        self._arrived()
+        source = grad.flatten(0, 1).to(target.dtype)
+        if layer.sharding.tp.size > 1:
+            source = source.masked_fill(elsewhere.t().reshape(-1, 1), 0)
+        target.index_add_(0, row.t().flatten(), source)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.grad
+
+    def _gather(self) -> Tensor:
+        """The gradient of all positions [s, b, h], which may be on its way."""
+        sharding = self.layer.sharding
+        if not sharding.sequence_split:
+            return self.grad
+        if self._whole is None:
+            self._whole, self._arrived = start_gathering(self.grad, sharding.tp)
+        return self._whole
+
+
+class _WordFunction(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Parameter, tokens: Tensor, layer: WordEmbedding) -> Tensor:
+        ctx.layer = layer
+        ctx.tokens = tokens
+        row, elsewhere = layer.local_rows(tokens)
+        y = functional.embedding(row.t(), weight)  # [s, b, h]
+        if layer.sharding.tp.size == 1:
+            return y
+        y = y.masked_fill_(elsewhere.t().unsqueeze(-1), 0)
+        if layer.sharding.sequence_split:
+            return reduce_scatter(y, layer.sharding.tp)
+        return all_reduce(y, layer.sharding.tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        sharding = ctx.layer.sharding
+        later = sharding.sequence_split and sharding.kernels.overlap
+        sharding.queue.put(_WordTask(ctx.layer, ctx.tokens, grad), later=later)
+        return None, None, None
+
+
+class WordEmbedding(nn.Module):
+    """Vocabulary-parallel lookup: tokens [b, s] -> [s(/tp), b, h].
+
+    Each tp rank holds a range of rows and contributes zeros for the other tokens. Token ids are
+    checked where batches are made; an id outside the vocabulary never gets here.
+    """
+
+    def __init__(
+        self, sharding: Sharding, name: str, vocab_size: int, hidden: int, std: float
+    ) -> None:
+        super().__init__()
+        self.sharding = sharding
+        self.weight = new_parameter(
+            sharding,
+            name,
+            (vocab_size, hidden),
+            split_dim=0,
+            decay=True,
+            std=std,
+            padded=padded_vocabulary(vocab_size, sharding.tp.size),
+        )
+
+    def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Row in this rank's range (0 where it is elsewhere) and whether it is elsewhere."""
+        spec = spec_of(self.weight)
+        row = tokens - spec.offsets[0]
+        elsewhere = (row < 0) | (row >= spec.sizes[0])
+        return row.masked_fill(elsewhere, 0), elsewhere
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _WordFunction.apply(self.weight, tokens, self)
+
+
+@dataclass
+class _PositionTask:
+    layer: PositionEmbedding
+    start: int
+    grad: Tensor  # [s(/tp), b, h]
+
+    @property
+    def weight(self) -> Parameter:
+        return self.layer.weight
+
+    def begin(self) -> None:
+        """Nothing is gathered."""
+
+    def run(self) -> None:
+        target = main_grad(self.layer.weight)
+        first, stop = self.layer.rows(self.start, self.grad.shape[0])
+        target[first:stop].add_(self.grad.sum(1, dtype=target.dtype))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.grad,)
+
+
+class _PositionFunction(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, layer: PositionEmbedding, start: int
+    ) -> Tensor:
+        ctx.layer, ctx.start = layer, start
+        first, stop = layer.rows(start, x.shape[0])
+        return x + weight[first:stop].unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.layer.sharding.queue.put(_PositionTask(ctx.layer, ctx.start, grad))
+        return grad, None, None, None
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a learned vector per position to [s(/tp), b, h]; every tp rank holds the table."""
+
+    def __init__(
+        self, sharding: Sharding, name: str, positions: int, hidden: int, std: float
+    ) -> None:
+        super().__init__()
+        self.sharding = sharding
+        self.weight = new_parameter(
+            sharding,
+            name,
+            (positions, hidden),
+            decay=True,
+            std=std,
+            sequence_partial=True,
+        )
+
+    def rows(self, start: int, length: int) -> tuple[int, int]:
+        """Positions of this rank's part, `length` of them, of a slice that begins at `start`."""
+        first = start + (length * self.sharding.tp.index if self.sharding.sequence_split else 0)
+        return first, first + length
+
+    def forward(self, x: Tensor, start: int = 0, positions: Tensor | None = None) -> Tensor:
+        """`start` is the first position of the slice, where x is one. `positions` [s, b] are
+        those of every row, for sequences that are not split, without a gradient."""
+        if positions is not None:
+            return x + self.weight.detach()[positions]
+        return _PositionFunction.apply(x, self.weight, self, start)

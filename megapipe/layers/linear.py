@@ -1,0 +1,275 @@
+"""Column- and row-parallel linear layers with a split backward.
+
+A column-parallel layer holds rows of the weight [out/tp, in], a row-parallel one columns
+[out, in/tp]; a pair of them needs one reduction in the middle of forward and one of backward.
+With sequence parallelism (Korthikanti et al., 2205.05198) the activations around the pair hold
+s/tp positions, and each all-reduce becomes an all-gather and a reduce-scatter.
+
+The weight gradient is queued (:mod:`megapipe.layers.weight_grad`). What was gathered is not kept:
+the queue holds the shard, and ``W`` gathers it again. A ``B`` uses the gradient that it gathered
+for both products, and hides its collectives behind the weight gradients: a column layer's own runs
+while its input gradient is summed, a row layer's waits for the next gradient to be gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import Parameter, functional
+
+from megapipe.distributed.collectives import (
+    Wait,
+    all_gather,
+    all_reduce,
+    done,
+    reduce_scatter,
+    start_all_reduce,
+    start_gathering,
+    start_reduce_scatter,
+)
+from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.layers.weight_grad import add_product, main_grad
+
+
+class LinearTask:
+    """Main gradients of one linear layer: x [s(/tp), b, in], grad [s(/tp), b, out].
+
+    They are kept as matrices, [tokens, in] and [tokens, out].
+    """
+
+    __slots__ = ("_arrived", "grad", "layer", "whole", "x")
+
+    def __init__(self, layer: ParallelLinear, x: Tensor, grad: Tensor) -> None:
+        self.layer = layer
+        self.x = x.detach().flatten(0, -2)
+        self.grad = grad.flatten(0, -2)
+        self.whole: Tensor | None = None
+        """With sequence parallelism, all positions of the one that is split, where they are
+        gathered or on their way."""
+        self._arrived: Wait = done
+
+    @property
+    def weight(self) -> Parameter:
+        return self.layer.weight
+
+    def begin(self) -> None:
+        if self.layer.sharding.kernels.overlap:
+            self._gather()
+
+    def run(self) -> None:
+        layer, left, right = self.layer, self.grad, self.x
+        self._gather()
+        if layer.bias is not None:
+            bias = main_grad(layer.bias)
+            bias.view(-1).add_(left.sum(0, dtype=bias.dtype))
+        self._arrived()
+        whole, self.whole = self.whole, None
+        if whole is not None:
+            left, right = (left, whole) if layer.rows_split else (whole, right)
+        add_product(layer.weight, left, right, layer.sharding.kernels.accumulate)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.x, self.grad) if self.whole is None else (self.x, self.grad, self.whole)
+
+    def _gather(self) -> None:
+        sharding = self.layer.sharding
+        if sharding.sequence_split and self.whole is None:
+            shard = self.x if self.layer.rows_split else self.grad
+            self.whole, self._arrived = start_gathering(shard, sharding.tp)
+
+
+class ParallelLinear(nn.Module):
+    """A linear layer whose weight may be 3-D, [k, out, in]: k matrices applied as one."""
+
+    weight: Parameter
+    bias: Parameter | None
+    rows_split: ClassVar[bool]
+    """Whether tp splits the rows of the weight (the outputs) or its columns (the inputs)."""
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        bias: bool,
+        std: float,
+        padded: int | None = None,
+        use: int = 0,
+        weight_name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.sharding = sharding
+        split_dim = len(shape) - (2 if self.rows_split else 1)
+        self.weight = new_parameter(
+            sharding,
+            weight_name or f"{name}.weight",
+            shape,
+            split_dim=split_dim,
+            decay=True,
+            std=std,
+            padded=padded,
+            use=use,
+        )
+        self.bias = (
+            new_parameter(
+                sharding,
+                f"{name}.bias",
+                shape[:-1],
+                split_dim=split_dim if self.rows_split else None,
+                sequence_partial=not self.rows_split,
+            )
+            if bias
+            else None
+        )
+
+    def matrix(self) -> Tensor:
+        """The local weight as one matrix [k * out, in]."""
+        weight = self.weight
+        return weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])
+
+    def vector(self) -> Tensor | None:
+        """The local bias, if there is one, as one vector [k * out]."""
+        bias = self.bias
+        return bias if bias is None or bias.dim() == 1 else bias.view(-1)
+
+    def output_shape(self, x: Tensor) -> tuple[int, ...]:
+        split = self.sharding.tp.size if self.sharding.sequence_split else 1
+        length = x.shape[0] * split if self.rows_split else x.shape[0] // split
+        return length, *x.shape[1:-1], len(self.matrix())
+
+
+def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
+    """x [s(/tp), b, in] by rows [out/tp, in] of a matrix: [s, b, out/tp]."""
+    whole = all_gather(x, sharding.tp) if sharding.sequence_split else x
+    return functional.linear(whole, weight, bias)
+
+
+def column_input_grad(grad: Tensor, weight: Tensor, sharding: Sharding) -> Tensor:
+    """The gradient of the input of :func:`column_product`, from that of its output."""
+    grad_x, summed = start_sum(grad @ weight, sharding)
+    summed()
+    return grad_x
+
+
+def start_sum(partial: Tensor, sharding: Sharding) -> tuple[Tensor, Wait]:
+    """Begin to add up input gradients of which each tp rank has a term: [s, b, in] -> [s(/tp), b,
+    in], there after the wait; `partial` may be overwritten. Without ``kernels.overlap`` it is there
+    at once."""
+    if sharding.sequence_split:
+        total, summed = start_reduce_scatter(partial, sharding.tp)
+    else:
+        total, summed = partial, start_all_reduce(partial, sharding.tp)
+    if not sharding.kernels.overlap:
+        summed()
+        summed = done
+    return total, summed
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
+    """x [s, b, in/tp] by columns [out, in/tp] of a matrix, summed over tp: [s(/tp), b, out]."""
+    if sharding.tp.size == 1:
+        return functional.linear(x, weight, bias)
+    y = functional.linear(x, weight)  # [s, b, out], a partial sum over tp
+    if sharding.sequence_split:
+        y = reduce_scatter(y, sharding.tp)
+    else:
+        all_reduce(y, sharding.tp)
+    return y if bias is None else y.add_(bias)
+
+
+def row_input_grad(grad: Tensor, weight: Tensor, sharding: Sharding) -> Tensor:
+    """The gradient of the input of :func:`row_product`, from that of its output."""
+    whole = all_gather(grad, sharding.tp) if sharding.sequence_split else grad
+    return whole @ weight
+
+
+class _ColumnFunction(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, layer: ColumnParallelLinear, graph_only: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        if graph_only:
+            return x.new_empty(()).expand(layer.output_shape(x))
+        return column_product(x, layer.matrix(), layer.vector(), layer.sharding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        layer: ColumnParallelLinear = ctx.layer
+        queue = layer.sharding.queue
+        task = LinearTask(layer, x, grad)
+        if queue.at_once:
+            task.begin()
+        grad_x, summed = start_sum(torch.mm(task.grad, layer.matrix()), layer.sharding)
+        queue.put(task)
+        summed()
+        return grad_x.view_as(x), None, None, None
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y = x W^T + b with the rows of W split over tp: [s(/tp), b, in] -> [s, b, k * out/tp].
+
+    With `graph_only` what is returned can be back-propagated through, but has no value: nothing
+    is gathered and no GEMM is done.
+    """
+
+    rows_split = True
+
+    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
+        return _ColumnFunction.apply(x, self.weight, self, graph_only)
+
+
+class _RowFunction(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, layer: RowParallelLinear, graph_only: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        if graph_only:
+            return x.new_empty(()).expand(layer.output_shape(x))
+        return row_product(x, layer.matrix(), layer.vector(), layer.sharding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        layer: RowParallelLinear = ctx.layer
+        sharding, queue = layer.sharding, layer.sharding.queue
+        task = LinearTask(layer, x, grad)
+        if not sharding.sequence_split:
+            grad_x = torch.mm(task.grad, layer.matrix())
+            queue.put(task)
+            return grad_x.view_as(x), None, None, None
+        whole, gathered = start_gathering(task.grad, sharding.tp)
+        queue.beside()
+        gathered()
+        if queue.at_once:
+            task.whole = whole
+        grad_x = torch.mm(whole, layer.matrix())
+        queue.put(task, later=sharding.kernels.overlap)
+        return grad_x.view_as(x), None, None, None
+
+
+class RowParallelLinear(ParallelLinear):
+    """y = x W^T + b with the columns of W split over tp: [s, b, in/tp] -> [s(/tp), b, out].
+
+    With `graph_only` what is returned can be back-propagated through, but has no value: no GEMM
+    and no reduction are done.
+    """
+
+    rows_split = False
+
+    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
+        return _RowFunction.apply(x, self.weight, self, graph_only)
+
+
+def residual_std(std: float, layers: int) -> float:
+    """GPT-2's smaller initial weights of what is added to the residual stream, 2 per layer."""
+    return std / math.sqrt(2 * layers)

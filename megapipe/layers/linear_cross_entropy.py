@@ -1,0 +1,149 @@
+"""Head and cross-entropy in one, a chunk of tokens at a time.
+
+The logits of a micro-batch, [tokens, V/tp], are the largest array of the model, and in fp32 at
+that. Here there are never more of them than a chunk's. Their gradient follows from the logits
+alone, so one pass over the chunks does everything (Liger does so in its forward, Hsu et al.,
+2410.10989): logits, losses, gradient of the logits, and from it those of the hidden states and of
+the weight. Three GEMMs, as without chunks.
+
+Here the pass is the *backward*. Nobody asks for a loss before the step is over, and only there the
+gradient of the loss is known, and the main gradients are open. The forward keeps the hidden states
+and does no work. The price is that the weight gradient is part of ``I``, not of ``W``: what it
+needs is gone with the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
+
+from megapipe.distributed.collectives import all_gather
+from megapipe.layers.cross_entropy import (
+    Exponentials,
+    exponentiate,
+    loss_dtype,
+    masked_sum,
+)
+from megapipe.layers.linear import ColumnParallelLinear, start_sum
+from megapipe.layers.policy import loss_chunk
+from megapipe.layers.weight_grad import add_product
+
+
+@dataclass
+class _Chunk:
+    """Some tokens: their hidden states [n, h], losses [n], and what the gradients come from."""
+
+    tokens: slice
+    x: Tensor
+    losses: Tensor
+    exponentials: Exponentials
+    scratch: Tensor  # [n, V/tp] of the model's dtype; what `exponentials` has, if that is the same
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A head, the labels [s, b] and the mask [s, b] of its micro-batch, and how to go about it."""
+
+    head: ColumnParallelLinear
+    labels: Tensor
+    mask: Tensor
+    vocab_size: int
+    chunk: int
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """[s(/tp), b, h] -> [s * b, h]."""
+        sharding = self.head.sharding
+        x = all_gather(hidden, sharding.tp) if sharding.sequence_split else hidden
+        return x.flatten(0, 1)
+
+    def chunks(self, x: Tensor) -> Iterator[_Chunk]:
+        """The tokens of x, [s * b, h], in order; the chunks share their memory."""
+        matrix, labels = self.head.matrix(), self.labels.flatten()
+        size = loss_chunk(len(x), self.chunk)
+        scratch = x.new_empty(size, len(matrix))
+        high = loss_dtype(x.dtype)
+        logits = scratch if high == x.dtype else torch.empty_like(scratch, dtype=high)
+        for start in range(0, len(x), size):
+            tokens = slice(start, min(start + size, len(x)))
+            some, n = x[tokens], tokens.stop - start
+            torch.mm(some, matrix.t(), out=scratch[:n])
+            if logits is not scratch:
+                logits[:n].copy_(scratch[:n])
+            losses, exponentials = exponentiate(
+                logits[:n], labels[tokens], self.head.sharding.tp, self.vocab_size
+            )
+            yield _Chunk(tokens, some, losses, exponentials, scratch[:n])
+
+    def total(self, losses: list[Tensor]) -> Tensor:
+        return masked_sum(torch.cat(losses), self.mask.flatten())
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The sum of the unmasked losses."""
+        return self.total([chunk.losses for chunk in self.chunks(self.whole(hidden))])
+
+    def backward(self, hidden: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the unmasked losses, and the gradient of `hidden` for `grad` [] of it.
+
+        Adds that of the weight into its main gradient.
+        """
+        sharding, weight = self.head.sharding, self.head.weight
+        matrix, x = self.head.matrix(), self.whole(hidden)
+        weights = (self.mask != 0).flatten() * grad  # [s * b]
+        grad_x, losses = torch.empty_like(x), []  # partial sums over tp
+        for chunk in self.chunks(x):
+            losses.append(chunk.losses)
+            g = chunk.exponentials.gradient(weights[chunk.tokens])
+            if g.dtype != x.dtype:
+                g = chunk.scratch.copy_(g)
+            torch.mm(g, matrix, out=grad_x[chunk.tokens])
+            if chunk.tokens.stop == len(x):
+                grad_hidden, summed = start_sum(grad_x.view(-1, *hidden.shape[1:]), sharding)
+            add_product(weight, g, chunk.x, sharding.kernels.accumulate)
+        summed()
+        return self.total(losses), grad_hidden
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Parameter, loss: _Loss) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.loss = loss
+        total = hidden.new_full((), float("nan"), dtype=loss_dtype(hidden.dtype))
+        ctx.total = total.detach()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (hidden,) = ctx.saved_tensors
+        total, grad_hidden = ctx.loss.backward(hidden, grad)
+        ctx.total.copy_(total)
+        return grad_hidden, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    head: ColumnParallelLinear,
+    labels: Tensor,
+    mask: Tensor,
+    *,
+    vocab_size: int,
+    chunk: int,
+) -> Tensor:
+    """Sum of the unmasked token losses in nats, [], in fp32 (fp64 for fp64).
+
+    `hidden` is [s(/tp), b, h]; `labels`, global ids, and `mask` are [s, b]. The logits of `chunk`
+    tokens are there at a time (:func:`~megapipe.layers.policy.loss_chunk`). Over tp there is one
+    small all-gather per chunk, and one reduction of the gradient of `hidden`. With a graph the
+    value is NaN until the backward has run: only there is it computed, together with the gradients.
+    """
+    loss = _Loss(head, labels, mask, vocab_size, chunk)
+    if not torch.is_grad_enabled():
+        return loss.forward(hidden)
+    return _LinearCrossEntropy.apply(hidden, head.weight, loss)

@@ -1,0 +1,152 @@
+"""Activations that wait in host memory between the forward and the backward."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+
+from megapipe.layers.policy import BlockPolicy
+from megapipe.layers.recompute import Keeping, Part, keep, recompute
+
+
+class HostMemory:
+    """Keeps what the parts of one stage save in host memory, in storages of its own.
+
+    On CUDA the host's copies are pinned and both ways go over a side stream; the first tensor that
+    the backward of a part asks for fetches all of that part, and those of the part before it ahead
+    of their use.
+    """
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[_Parcel] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        """A forward begins: its parts are not behind those of the one before."""
+        self._last = None
+
+    def offload(
+        self, inner: Keeping, part: Part, x: Tensor, /, *rest: Any, graph_only: bool = False
+    ) -> Tensor:
+        """Run `part` as `inner` does; the activations that that keeps are kept here instead.
+
+        What needs no gradient stays where it is: tables, masks, statistics of norms. So do
+        parameters.
+        """
+        if not torch.is_grad_enabled():
+            return inner(part, x, *rest, graph_only=graph_only)
+        if x.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(x.device)
+        parcel = _Parcel(self._last, self._stream)
+        with saved_tensors_hooks(parcel.pack, parcel.unpack):
+            y = inner(part, x, *rest, graph_only=graph_only)
+        parcel.close()
+        self._last = weakref.ref(parcel)
+        return y
+
+
+class _Copy:
+    """A storage's bytes in host memory, and on the device again once they are asked for."""
+
+    def __init__(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream | None) -> None:
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        source.set_(storage)
+        self.device = storage.device
+        self.stream = stream
+        self.fetched: Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
+        self.host = torch.empty(len(source), dtype=torch.uint8, pin_memory=stream is not None)
+        if stream is None:
+            self.host.copy_(source)
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self.host.copy_(source, non_blocking=True)
+        source.record_stream(stream)
+
+    def fetch(self) -> None:
+        """Begin to copy to the device, unless that has begun."""
+        if self.fetched is None:
+            with torch.cuda.stream(self.stream):
+                self.fetched = torch.empty_like(self.host, device=self.device)
+                self.fetched.copy_(self.host, non_blocking=True)
+            if self.stream is not None:
+                self.arrived = self.stream.record_event()
+
+    def take(self) -> torch.UntypedStorage:
+        """The bytes on the device, for the current stream."""
+        self.fetch()
+        assert self.fetched is not None
+        if self.arrived is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(self.arrived)
+            self.fetched.record_stream(current)
+        return self.fetched.untyped_storage()
+
+
+class _View(NamedTuple):
+    """A tensor that was saved, as a view of a copied storage."""
+
+    copy: _Copy
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Parcel:
+    """What one part saved in one forward. Alive as long as the graph that saved it."""
+
+    def __init__(
+        self, previous: weakref.ref[_Parcel] | None, stream: torch.cuda.Stream | None
+    ) -> None:
+        self.previous = previous
+        self.stream = stream
+        self.copies: list[weakref.ref[_Copy]] = []
+        """Each is held by what was saved of it, and gone when the backward is through with that."""
+        self._open: dict[int, tuple[torch.UntypedStorage, _Copy]] = {}
+        """Address -> a storage and its copy; holding it keeps its address from being given away
+        while the part runs."""
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        if isinstance(tensor, Parameter) or not tensor.requires_grad:
+            return tensor.detach()
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._open:
+            self._open[address] = storage, _Copy(storage, self.stream)
+            self.copies.append(weakref.ref(self._open[address][1]))
+        copy, offset = self._open[address][1], int(tensor.storage_offset())
+        return _View(copy, tensor.dtype, offset, tensor.size(), tensor.stride())
+
+    def close(self) -> None:
+        """The part has run: let go of what it saved."""
+        self._open.clear()
+
+    def fetch(self) -> None:
+        for reference in self.copies:
+            if (copy := reference()) is not None:
+                copy.fetch()
+
+    def unpack(self, packed: Tensor | _View) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self.stream is not None and packed.copy.fetched is None:
+            self.fetch()
+            if self.previous is not None and (previous := self.previous()) is not None:
+                previous.fetch()
+        tensor = torch.empty(0, dtype=packed.dtype, device=packed.copy.device)
+        storage = packed.copy.take()
+        return tensor.set_(storage, packed.offset, packed.size, packed.stride)
+
+
+def keeping(policy: BlockPolicy, module: str, host: HostMemory) -> Keeping:
+    """How `policy` keeps what a module of a block saves; `host` is the stage's."""
+    inner = recompute if module in policy.recompute else keep
+    return partial(host.offload, inner) if module in policy.offload else inner

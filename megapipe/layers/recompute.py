@@ -1,0 +1,99 @@
+"""What a part of a model keeps of its forward until its backward.
+
+A part is a function from one tensor to one tensor. It can :func:`keep` what autograd saves,
+:func:`recompute` it in the backward from its input (Chen et al., 1604.06174; of parts of a layer:
+Korthikanti et al., 2205.05198), or have what it would keep wait in host memory
+(:class:`~megapipe.layers.offload.HostMemory`).
+
+Parts end in one of the project's linear layers, which queue their weight gradients
+(:mod:`megapipe.layers.weight_grad`). A part that is run again has ``graph_only`` set: the linear
+layer at its end is given what it needs for the backward, but its product, whose value nobody
+needs, is left out. So recomputing a norm costs a norm, and recomputing an activation function
+costs just that, while the output of either exists from ``I`` to ``W`` only. The graph is walked
+once, in ``I``, so a part is run again once per micro-batch however the backward is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
+
+run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+"""What torch.autograd.backward ends in, without its fifty calls of preparation."""
+
+
+Part = Callable[..., Tensor]
+"""(x, *rest, graph_only) -> y; with `graph_only` the output has no value."""
+
+
+class Keeping(Protocol):
+    """Runs a part and keeps for its backward what it sees fit."""
+
+    def __call__(
+        self, part: Part, x: Tensor, /, *rest: Any, graph_only: bool = False
+    ) -> Tensor: ...
+
+
+def keep(part: Part, x: Tensor, /, *rest: Any, graph_only: bool = False) -> Tensor:
+    """Keep all that autograd saves."""
+    return part(x, *rest, graph_only=graph_only)
+
+
+def recompute(part: Part, x: Tensor, /, *rest: Any, graph_only: bool = False) -> Tensor:
+    """Keep x alone, and run the part again in the backward.
+
+    Random numbers are functions of coordinates (:mod:`megapipe.layers.rng`), so the
+    second run has the values of the first one bitwise.
+    """
+    assert not graph_only, "a part that is run again holds a part that is, too"
+    return _Recomputed.apply(x, part, rest)
+
+
+class _Recomputed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Part, rest: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.part, ctx.rest = part, rest
+        return part(x, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.part(x, *ctx.rest, graph_only=True)
+        edge = get_gradient_edge(y)
+        del y
+        run_backward((edge,), (grad,), False, False, (), True, True)
+        return x.grad, None, None
+
+
+class Entrance:
+    """The gradient of a stage's input, for an input whose values the graph alone may hold.
+
+    A leaf, the usual input of a graph, is held by its own gradient accumulator.
+    """
+
+    def __init__(self) -> None:
+        self.grad: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """`x` as the input of a graph; a backward leaves its gradient in `grad`."""
+        return _Entrance.apply(x.new_empty(0).requires_grad_(), x, self)
+
+
+class _Entrance(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, entrance: Entrance) -> Tensor:
+        ctx.entrance = entrance
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.entrance.grad = grad
+        return None, None, None

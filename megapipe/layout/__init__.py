@@ -1,0 +1,1 @@
+"""From a configuration to everything that is decided before a process group exists. No torch."""

@@ -1,0 +1,64 @@
+"""From ``activations.*`` to what the blocks of each stage keep for their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from megapipe.config import ActivationsConfig
+from megapipe.errors import ConfigError
+from megapipe.layers.policy import BlockPolicy, Unit
+from megapipe.model.partition import StageSpec
+
+
+def stage_units(
+    config: ActivationsConfig, stages: Sequence[StageSpec], again: Collection[int] = ()
+) -> tuple[tuple[Unit, ...], ...]:
+    """The units of each stage's blocks, in order.
+
+    The stages that run `again` as a whole, because of their policy or of the schedule, have blocks
+    that keep all: no block is run a third time. Raises :class:`ConfigError` for a list of another
+    length than the stages, or a negative number.
+    """
+    policies = _for_each("policy", config.policy, len(stages))
+    blocks = _for_each("blocks", config.blocks, len(stages))
+    units = []
+    for i, (policy, most, stage) in enumerate(zip(policies, blocks, stages, strict=True)):
+        layers = len(stage.layers)
+        if most is not None and most < 0:
+            raise ConfigError(f"activations.blocks={config.blocks}: expected no negative number")
+        affected = layers if most is None else min(most, layers)
+        if i in again:
+            affected = 0
+        whole = config.unit if policy == "full" else max(affected, 1)
+        treated = BlockPolicy(*_modules(config, policy))
+        counts = [min(whole, affected - start) for start in range(0, affected, whole)]
+        rest = [Unit(layers - affected, BlockPolicy())] if affected < layers else []
+        units.append((*(Unit(count, treated) for count in counts), *rest))
+    return tuple(units)
+
+
+def recomputed_stages(config: ActivationsConfig, stages: int) -> frozenset[int]:
+    """The stages that are run again as a whole."""
+    policies = _for_each("policy", config.policy, stages)
+    return frozenset(stage for stage, policy in enumerate(policies) if policy == "stage")
+
+
+def _modules(config: ActivationsConfig, policy: str) -> tuple[frozenset[str], frozenset[str]]:
+    """What `policy` runs again, and what is offloaded then."""
+    if policy == "full":
+        return frozenset({"block"}), frozenset({"block"} if "norm" in config.offload else ())
+    again = config.modules if policy == "selective" else ()
+    return frozenset(again), frozenset(config.offload)
+
+
+def _for_each(key: str, given: Any, stages: int) -> list[Any]:
+    """`given`, a value for all stages or a list with one for each, as a list."""
+    if not isinstance(given, list):
+        return [given] * stages
+    if len(given) != stages:
+        raise ConfigError(
+            f"activations.{key} has {len(given)} items for {stages} virtual stages: expected "
+            "one for each, or a single value"
+        )
+    return given

@@ -1,0 +1,262 @@
+"""What does not go together in a configuration: each case is one line that says what would."""
+
+from collections.abc import Sequence
+
+from megapipe.config import (
+    USUAL_WARMUP,
+    ActivationsConfig,
+    Config,
+    LogConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from megapipe.dtypes import Dtype
+from megapipe.errors import ConfigError
+from megapipe.layout.devices import device
+from megapipe.layout.links import can_scatter
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.words import counted, plural
+
+
+def check(config: Config, dp: int) -> None:
+    """Raise :class:`ConfigError` for the first thing in a resolved configuration that is wrong."""
+    _check_model(config.model, config.parallel)
+    _check_sequence(config)
+    _check_optimizer(config.optimizer, config.train.steps, dp)
+    _check_post_validation(config)
+    _check_scatter(config)
+    _check_precision(config.optimizer, config.model.dtype)
+    _check_kernels(config)
+    _check_activations(config.activations)
+    _check_watched_steps(config.log)
+    _check_device(config.log)
+    _check_stop(config.train)
+
+
+def _check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
+    heads, kv_heads, tp = model.heads, model.kv_heads or model.heads, parallel.tp
+    if heads % kv_heads:
+        raise ConfigError(
+            f"model.heads={heads} is not divisible by model.kv_heads={kv_heads}: "
+            f"{choices('kv_heads', heads, kv_heads)}"
+        )
+    for key, size in (("heads", heads), ("kv_heads", kv_heads), ("ffn_hidden", model.ffn_hidden)):
+        if size is not None and size % tp:
+            raise ConfigError(
+                f"model.{key}={size} is not divisible by parallel.tp={tp}: "
+                f"{choices('tp', size, tp)}"
+            )
+    if model.positions == "rotary" and (model.head_dim or 0) % 2:
+        raise ConfigError(
+            f"model.head_dim={model.head_dim} (hidden / heads by default) is odd: "
+            "model.positions=rotary turns pairs of coordinates and needs an even one"
+        )
+
+
+def _check_sequence(config: Config) -> None:
+    length, model, tp = config.train.sequence_length, config.model, config.parallel.tp
+    if model.positions == "learned" and model.max_positions and length > model.max_positions:
+        raise ConfigError(
+            f"train.sequence_length={length} is longer than the position table, "
+            f"model.max_positions={model.max_positions}: expected at most that"
+        )
+    if config.parallel.sequence_parallel and length % tp:
+        raise ConfigError(
+            f"train.sequence_length={length} is not divisible by parallel.tp={tp}, which "
+            f"parallel.sequence_parallel needs: {multiples(length, tp)}"
+        )
+
+
+def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int) -> None:
+    if optimizer.shard_size is not None and not optimizer.zero:
+        raise ConfigError(
+            f"optimizer.shard_size={optimizer.shard_size} is for optimizer.zero=1 or more: with 0 "
+            "nothing is sharded; expected null"
+        )
+    if optimizer.shard_size is not None and dp % optimizer.shard_size:
+        raise ConfigError(
+            f"optimizer.shard_size={optimizer.shard_size} does not divide dp {dp}: "
+            f"{choices('shard_size', dp, optimizer.shard_size)}"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(
+            f"optimizer.min_lr={optimizer.min_lr} is above the peak, optimizer.lr={optimizer.lr}: "
+            "expected at most that"
+        )
+    decay = optimizer.least_decay(steps)
+    if decay > steps:
+        raise ConfigError(
+            f"optimizer.decay_steps={decay} is more than train.steps={steps}: expected at most that"
+        )
+    warmup = optimizer.warmup(steps)
+    if warmup + decay > steps:
+        meant = f" ({counted(warmup, 'step')})" if isinstance(optimizer.warmup_steps, float) else ""
+        raise ConfigError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps}{meant} leaves too few of train.steps="
+            f"{steps} for a decay of {decay} or more: expected at most {steps - decay}"
+        )
+
+
+def _check_precision(optimizer: OptimizerConfig, dtype: Dtype) -> None:
+    if optimizer.master == "none" and dtype != "bf16":
+        raise ConfigError(
+            f"optimizer.master=none is for model.dtype=bf16, not {dtype}: expected fp32 (fp32 and "
+            "fp64 weights are their own masters anyway)"
+        )
+    if optimizer.state_dtype == "bf16" and dtype == "fp64":
+        raise ConfigError(
+            "optimizer.state_dtype=bf16 does not go with model.dtype=fp64: expected fp32, which "
+            "then means fp64"
+        )
+    if optimizer.loss_scale is not None and dtype != "fp16":
+        raise ConfigError(
+            f"optimizer.loss_scale={optimizer.loss_scale:g} is for model.dtype=fp16, not {dtype}: "
+            "expected null"
+        )
+
+
+def _check_scatter(config: Config) -> None:
+    """Refuse shares of messages that nobody sends, or that are shares already."""
+    if config.pipeline.scatter_gather == "on" and not can_scatter(config):
+        raise ConfigError(
+            "pipeline.scatter_gather=on needs parallel.pp and parallel.tp above 1, "
+            "parallel.sequence_parallel=false and pipeline.channels=process_group: expected auto"
+        )
+
+
+def _check_post_validation(config: Config) -> None:
+    optimizer = config.optimizer
+    if not optimizer.post_validation:
+        return
+    for wrong, expected in (
+        (
+            optimizer.rule in ("muon", "lars", "lamb"),
+            f"optimizer.rule=adamw, adam, sgd or lion, not {optimizer.rule}",
+        ),
+        (optimizer.zero == 3, "optimizer.zero=0, 1 or 2, not 3"),
+        (optimizer.offload != "none", f"optimizer.offload=none, not {optimizer.offload}"),
+        (config.pipeline.channels == "in_process", "pipeline.channels=process_group"),
+        (config.pipeline.schedule == "auto", "a pipeline.schedule other than auto"),
+    ):
+        if wrong:
+            raise ConfigError(f"optimizer.post_validation=true needs {expected}")
+
+
+def _check_watched_steps(log: LogConfig) -> None:
+    for key, steps in (("timeline", log.timeline), ("profile", log.profile)):
+        wrong = [step for step in steps if step < 1]
+        if wrong:
+            raise ConfigError(
+                f"log.{key}={steps}: there is no step {wrong[0]}: expected steps counted from 1"
+            )
+
+
+def _check_device(log: LogConfig) -> None:
+    if log.device is not None and device(log.device) is None:
+        raise ConfigError(
+            f"log.device={log.device} is not known: expected a common GPU, as in H100 or "
+            "A100-SXM4-80GB, or null with log.device_gb and log.peak_tflops"
+        )
+
+
+def shortened(config: Config) -> list[str]:
+    """What a short run leaves out of longer defaults and wishes, in one line each."""
+    optimizer, train = config.optimizer, config.train
+    notes = []
+    warmup = optimizer.warmup(train.steps)
+    if optimizer.warmup_steps is None and warmup < USUAL_WARMUP:
+        notes.append(
+            f"warm-up of {counted(warmup, 'step')}: the usual {USUAL_WARMUP} leave too few for the "
+            "decay (optimizer.warmup_steps)"
+        )
+    for key, steps in (("timeline", config.log.timeline), ("profile", config.log.profile)):
+        beyond = [step for step in steps if step > train.last_step]
+        if beyond:
+            notes.append(
+                f"no {key} of {plural('step', len(beyond))} {', '.join(map(str, beyond))} "
+                f"(log.{key}): the run ends after step {train.last_step}"
+            )
+    return notes
+
+
+def _check_stop(train: TrainConfig) -> None:
+    if train.stop_after is not None and train.stop_after > train.steps:
+        raise ConfigError(
+            f"train.stop_after={train.stop_after} is more than train.steps={train.steps}: expected "
+            "at most that, or null"
+        )
+
+
+def _check_kernels(config: Config) -> None:
+    """Refuse a kernel asked for by name where there is nothing for it to do."""
+    kernels, rule = config.kernels, config.optimizer.rule
+    if kernels.swiglu not in ("auto", "torch") and config.model.activation != "swiglu":
+        raise ConfigError(
+            f"kernels.swiglu={kernels.swiglu} is for model.activation=swiglu, not "
+            f"{config.model.activation}: expected auto"
+        )
+    if kernels.optimizer not in ("auto", "torch") and rule not in ("adamw", "adam", "muon"):
+        raise ConfigError(
+            f"kernels.optimizer={kernels.optimizer} is for optimizer.rule=adamw, adam or muon, not "
+            f"{rule}: expected auto"
+        )
+
+
+def _check_activations(activations: ActivationsConfig) -> None:
+    """Refuse settings that the policy has no use for."""
+    policies = activations.policy
+    policies = [policies] if isinstance(policies, str) else policies
+    if "selective" in policies and not activations.modules:
+        raise ConfigError(
+            "activations.modules=[] leaves activations.policy=selective nothing to run again: "
+            "expected some of norm, attention, mlp_activation"
+        )
+    if set(policies) == {"stage"} and activations.blocks is not None:
+        raise ConfigError(
+            f"activations.blocks={activations.blocks} does not go with activations.policy=stage, "
+            "which runs the whole stage again: expected null"
+        )
+    if set(policies) == {"stage"} and activations.offload:
+        raise ConfigError(
+            f"activations.offload={activations.offload} does not go with activations.policy=stage, "
+            "which keeps nothing but a stage's input: expected []"
+        )
+    if activations.unit > 1 and "full" not in policies:
+        raise ConfigError(
+            f"activations.unit={activations.unit} is for activations.policy=full: expected 1"
+        )
+
+
+def check_compile(config: Config, slices: int) -> None:
+    """Refuse what compiled blocks cannot do; the schedule cuts sequences into `slices`."""
+    if not config.kernels.compile:
+        return
+    dropout, activations = config.model.dropout, config.activations
+    policies = activations.policy
+    policies = [policies] if isinstance(policies, str) else policies
+    for wrong, expected in (
+        (dropout > 0, f"model.dropout=0, not {dropout:g}"),
+        (slices > 1, f"whole sequences, and pipeline.schedule cuts them into {slices} slices"),
+        ("selective" in policies, "activations.policy=keep, full or stage, not selective"),
+        (activations.offload, "activations.offload=[]"),
+    ):
+        if wrong:
+            raise ConfigError(f"kernels.compile=true needs {expected}")
+
+
+def choices(name: str, size: int, near: int) -> str:
+    """The values of `name` that divide `size`, the eight nearest to `near`."""
+    divisors = [d for d in range(1, min(size, 4096) + 1) if size % d == 0]
+    return f"{name} could be {either(sorted(sorted(divisors, key=lambda d: abs(d - near))[:8]))}"
+
+
+def multiples(value: int, factor: int) -> str:
+    """The multiples of `factor` next to `value`."""
+    below = value // factor * factor
+    return f"expected a multiple, such as {either([m for m in (below, below + factor) if m])}"
+
+
+def either(values: Sequence[int]) -> str:
+    *head, last = map(str, values)
+    return f"{', '.join(head)} or {last}" if head else last

@@ -1,0 +1,289 @@
+"""From a configuration to a layout: everything that several keys decide together.
+
+:func:`resolve` fills in what depends on other keys and proves that the sizes fit each other,
+before any process group exists. It imports no torch.
+"""
+
+from dataclasses import replace
+
+from megapipe.config import Config, ParallelConfig, PipelineConfig
+from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
+from megapipe.layout.activations import recomputed_stages, stage_units
+from megapipe.layout.checks import check, check_compile, choices, multiples
+from megapipe.layout.costs import part_costs, relative_cost, stage_work
+from megapipe.layout.layout import Layout
+from megapipe.layout.slices import balanced_slices
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
+from megapipe.schedule.cost import Cost
+from megapipe.schedule.generators.lists import split_backwards
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.load import goes_by_cost, is_own, load
+from megapipe.schedule.memory import peak_held
+from megapipe.schedule.placement import Placement
+from megapipe.schedule.proof.validate import validate
+
+BYTE_VOCABULARY = 257
+"""Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
+
+MOST_PASSES = 4_000_000
+"""Most passes of a micro-batch through a stage in one step; a schedule lists each of them."""
+
+
+def resolve(
+    config: Config,
+    world: int | None,
+    vocab_size: int | None,
+    *,
+    where: str = "configuration",
+    before: Layout | None = None,
+) -> tuple[Config, Layout]:
+    """`config` with every dependent default filled in, and the layout that it describes.
+
+    `world` is the number of processes; None, without a launcher, takes what the layout needs.
+    `vocab_size` is the tokenizer's; None takes what is known without loading it. If that is
+    nothing, ``model.vocab_size`` stays None, and the default partition counts the head as one
+    layer until the configuration is resolved with the tokenizer at hand.
+    `before` is the layout of `config` if that was resolved before: an order may take seconds to
+    make, so it stays what it is if the tokenizer changes nothing.
+
+    A schedule of the user's is proved executable.
+
+    Raises :class:`ConfigError` (:class:`LaunchError` for a wrong number of processes), in one
+    line that begins with `where`.
+    """
+    try:
+        return _resolve(config, world, vocab_size, before)
+    except MegapipeError as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def _resolve(
+    given: Config, world: int | None, vocab_size: int | None, before: Layout | None
+) -> tuple[Config, Layout]:
+    if vocab_size is None and given.data.tokenizer == "byte":
+        vocab_size = BYTE_VOCABULARY
+    model = _resolved_model(given, vocab_size)
+    parallel, processes = _resolved_mesh(given, world)
+    dp = parallel.dp or 1
+    config = given.model_copy(update={"model": model, "parallel": parallel})
+    if before is not None and config == given:
+        return config, before
+    check(config, dp)
+    microbatches = _microbatches(config, dp)
+    # an order that goes by costs is made when the stages are known; a short one has its placement
+    by_cost = goes_by_cost(config.pipeline.schedule)
+    short = by_cost and not is_own(config.pipeline.schedule)
+    schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
+    check_compile(config, schedule.slices)
+    stages = _partition(config, schedule.placement)
+    units = stage_units(config.activations, stages, schedule.recompute)
+    slice_lengths = _slice_lengths(config, schedule.slices)
+    work = stage_work(config, stages, units, schedule.recompute)
+    cost = relative_cost(config, work, slice_lengths)
+    if by_cost:
+        schedule = _recomputing(config, _schedule(config, microbatches, cost))
+    layout = Layout(
+        dp=dp,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        cp=parallel.cp,
+        microbatches=microbatches,
+        world=processes,
+        stage_layers=stages,
+        slice_lengths=slice_lengths,
+        schedule=schedule,
+        units=units,
+        cost=cost,
+    )
+    return config, layout
+
+
+def _resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
+    model = config.model
+    if model.vocab_size and tokenizer_size and model.vocab_size < tokenizer_size:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of "
+            f"data.tokenizer={config.data.tokenizer}: expected at least {tokenizer_size}"
+        )
+    if model.head_dim is None and model.hidden % model.heads:
+        raise ConfigError(
+            f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "
+            f"set model.head_dim, or {choices('heads', model.hidden, model.heads)}"
+        )
+    size = model.vocab_size or tokenizer_size
+    resolved = model.resolved(
+        vocab_size=size or BYTE_VOCABULARY, sequence_length=config.train.sequence_length
+    )
+    return resolved if size else resolved.model_copy(update={"vocab_size": None})
+
+
+def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, int]:
+    parallel = config.parallel
+    if parallel.backend == "nccl" and parallel.device == "cpu":
+        raise ConfigError("parallel.backend=nccl needs parallel.device=cuda, not cpu")
+    if config.pipeline.channels == "in_process":
+        factors = f"cp {parallel.cp} x tp {parallel.tp} (the pipeline runs in each process)"
+        inner = parallel.cp * parallel.tp
+    else:
+        factors = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp}"
+        inner = parallel.pp * parallel.cp * parallel.tp
+    if world is None:
+        dp = parallel.dp or 1
+    elif parallel.dp is None:
+        if world % inner:
+            raise LaunchError(
+                f"world size {world} does not divide into {factors}: expected a multiple of {inner}"
+                f"; {_start_with(inner)}"
+            )
+        dp = world // inner
+    else:
+        dp = parallel.dp
+        if world != dp * inner:
+            raise LaunchError(
+                f"world size {world} for dp {dp} x {factors}: expected {dp * inner}; "
+                f"{_start_with(dp * inner)}"
+            )
+    return parallel.model_copy(update={"dp": dp}), dp * inner
+
+
+def _start_with(world: int) -> str:
+    """The command that starts `world` processes, on nodes of eight where one is too small."""
+    if world > 8 and world % 8 == 0:
+        where = f"--nnodes {world // 8} --nproc 8 --rdzv-endpoint HOST:PORT --rdzv-id ID"
+    else:
+        where = f"--nproc {world}"
+    return f"start with python -m megapipe.launch {where} train.py ..."
+
+
+def _microbatches(config: Config, dp: int) -> int:
+    train = config.train
+    per_round = train.microbatch * dp
+    if train.global_batch % per_round:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} is not divisible by train.microbatch="
+            f"{train.microbatch} x dp {dp} = {per_round}: "
+            f"{multiples(train.global_batch, per_round)}"
+        )
+    return train.global_batch // per_round
+
+
+def _partition(config: Config, placement: Placement) -> tuple[StageSpec, ...]:
+    model, chosen, stages = config.model, config.pipeline.layout, placement.stages
+    if chosen is None:
+        text = balanced(model.layers, placement, *part_costs(config))
+    else:
+        text = chosen if isinstance(chosen, str) else from_counts(chosen)
+    specs = parse_layout(text, model.layers)
+    if len(specs) != stages:
+        raise ConfigError(
+            f"pipeline.layout={text!r} has {len(specs)} stages: expected {stages}, as "
+            f"pipeline.schedule={config.pipeline.schedule} has on parallel.pp="
+            f"{config.parallel.pp} ranks"
+        )
+    return specs
+
+
+def _slice_lengths(config: Config, slices: int) -> tuple[int, ...]:
+    split = config.parallel.tp if config.parallel.sequence_parallel else 1
+    try:
+        return balanced_slices(config.model, config.train.sequence_length, slices, split)
+    except ConfigError as error:
+        raise ConfigError(f"pipeline.{error}; see train.sequence_length") from None
+
+
+def _schedule(config: Config, microbatches: int, cost: Cost | None = None) -> Schedule:
+    """The schedule, of which only the placement counts if it goes by a cost that is not given."""
+    pipeline, pp = config.pipeline, config.parallel.pp
+    passes = microbatches * pp * (pipeline.chunks or 1)
+    if passes > MOST_PASSES:
+        raise ConfigError(
+            f"train.global_batch={config.train.global_batch} makes {microbatches} "
+            f"micro-batches through {pp * (pipeline.chunks or 1)} stages: expected a product of at "
+            f"most {MOST_PASSES}; raise train.microbatch"
+        )
+    if pipeline.schedule != "auto" and pipeline.placement is not None:
+        raise ConfigError(
+            f"pipeline.placement={pipeline.placement} is for pipeline.schedule=auto; "
+            f"{pipeline.schedule} has its own: expected null"
+        )
+    final = cost is not None or not goes_by_cost(pipeline.schedule)
+    try:
+        if pipeline.schedule == "auto":
+            schedule = _begin_auto(pipeline, pp, microbatches)
+        else:
+            schedule = load(
+                pipeline.schedule,
+                ranks=pp,
+                microbatches=microbatches,
+                chunks=pipeline.chunks,
+                group=pipeline.group,
+                slices=pipeline.slices,
+                pairs=pipeline.pairs,
+                memory_limit=pipeline.memory_limit,
+                cost=cost,
+            )
+            if is_own(pipeline.schedule) and final:
+                validate(schedule)
+    except ScheduleError as error:
+        raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
+    if pipeline.memory_limit is not None and final:
+        _check_memory(schedule, pipeline.memory_limit)
+    rows = config.train.microbatch
+    for size in schedule.sizes or ():
+        if (rows * size).denominator > 1:
+            raise ConfigError(
+                f"train.microbatch={rows} cannot be cut as pipeline.schedule={pipeline.schedule} "
+                f"cuts it: expected a multiple of {size.denominator}"
+            )
+    return schedule
+
+
+def _recomputing(config: Config, schedule: Schedule) -> Schedule:
+    """The schedule with the stages that ``activations.policy`` has run again as a whole."""
+    stages = recomputed_stages(config.activations, schedule.placement.stages)
+    name = config.pipeline.schedule
+    if schedule.slices > 1 and (stages or config.activations.offload):
+        key = "policy=stage" if stages else f"offload={config.activations.offload}"
+        raise ConfigError(
+            f"activations.{key}: pipeline.schedule={name} cuts sequences into slices, whose keys "
+            "and values are shared: expected another policy, and no offload"
+        )
+    if stages and name == "auto":
+        raise ConfigError(
+            "activations.policy=stage: pipeline.schedule=auto searches orders of stages that keep "
+            "their activations: expected keep, selective or full"
+        )
+    return replace(schedule, recompute=schedule.recompute | stages) if stages else schedule
+
+
+def _check_memory(schedule: Schedule, limit: float) -> None:
+    held = peak_held(schedule)
+    rank = max(range(len(held)), key=held.__getitem__)
+    if held[rank] > limit:
+        raise ConfigError(
+            f"pipeline.memory_limit={limit:g}: schedule {schedule.name} holds the activations of "
+            f"{float(held[rank]):g} micro-batches on rank {rank}: expected a limit of at least that"
+        )
+
+
+def _begin_auto(pipeline: PipelineConfig, ranks: int, microbatches: int) -> Schedule:
+    """The schedule whose costs `pipeline.schedule=auto` measures: the first on its placement that
+    keeps the limit, or the one that holds least."""
+    chunks, limit = pipeline.chunks, pipeline.memory_limit
+    if pipeline.placement == "v":
+        names = ["zb_v", "v_half", "v_min"]
+    elif pipeline.placement == "wave":
+        names, chunks = ["hanayo"], chunks or 4
+    elif (chunks or 1) > 1:
+        names = ["interleaved_1f1b"]
+    else:
+        names = ["zb_h1", "zb_1p"]
+    schedules = (
+        load(name, ranks=ranks, microbatches=microbatches, chunks=chunks, memory_limit=limit)
+        for name in names
+    )
+    for schedule in schedules:
+        if limit is None or max(peak_held(schedule)) <= limit:
+            break
+    return split_backwards(schedule)

@@ -1,0 +1,147 @@
+"""Transformer layers: attention and MLP, each behind a norm, each added to the residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import cast
+
+from torch import Tensor, nn
+
+from megapipe.layers.dropout import dropout
+from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.norm import Norm
+from megapipe.layers.offload import HostMemory, keeping
+from megapipe.layers.parameter import Sharding
+from megapipe.layers.policy import BlockPolicy, Unit
+from megapipe.layers.recompute import Keeping, Part, keep
+from megapipe.model.gpt.attention import Attention
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.mlp import MLP
+
+Rotary = tuple[Tensor, Tensor] | None
+
+RunBlock = Callable[["Block", Tensor, MicroBatch, Rotary, bool], Tensor]
+"""(block, x, micro-batch, rotary, graph_only) -> y, of whole sequences."""
+
+
+class Block(nn.Module):
+    """[s(/tp), b, h] -> [s(/tp), b, h]; with `graph_only` the output has no value.
+
+    Four parts, each of which ends in a linear layer: norm and projection, attention and its output,
+    norm and widening, activation and narrowing. A part's input and what it saves are kept for its
+    backward as the block's policy says.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        config: ModelConfig,
+        layer: int,
+        compiled: RunBlock | None = None,
+    ) -> None:
+        super().__init__()
+        self.sharding = sharding
+        self.layer = layer
+        self.compiled = compiled
+        self.dropout = config.dropout
+        self.attention_norm = new_norm(sharding, config, f"layers.{layer}.attention_norm")
+        self.attention = Attention(sharding, config, layer)
+        self.mlp_norm = new_norm(sharding, config, f"layers.{layer}.mlp_norm")
+        self.mlp = MLP(sharding, config, layer)
+        self.use(BlockPolicy(), HostMemory())
+
+    def use(self, policy: BlockPolicy, host: HostMemory) -> None:
+        """Keep what the parts save as `policy` says."""
+        self.of_norms = keeping(policy, "norm", host)
+        self.of_attention = keeping(policy, "attention", host)
+        self.of_activation = keeping(policy, "mlp_activation", host)
+
+    def forward(
+        self,
+        x: Tensor,
+        mb: MicroBatch,
+        rotary: Rotary,
+        cache: KVCache | None = None,
+        graph_only: bool = False,
+    ) -> Tensor:
+        if self.compiled is not None:
+            assert cache is None, "a compiled block takes whole sequences"
+            return self.compiled(self, x, mb, rotary, graph_only)
+        qkv = self.of_norms(self._project, x, rotary)
+        x = x + self.of_attention(self._attend, qkv, mb, cache)
+        wide = self.of_norms(self._widen, x)
+        return x + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
+
+    def _project(self, x: Tensor, rotary: Rotary, graph_only: bool = False) -> Tensor:
+        return self.attention.project(self.attention_norm(x), rotary, graph_only)
+
+    def _attend(
+        self, qkv: Tensor, mb: MicroBatch, cache: KVCache | None, graph_only: bool = False
+    ) -> Tensor:
+        y = self.attention(qkv, mb, cache, graph_only)
+        return self._drop(y, mb, "attention_out")
+
+    def _widen(self, x: Tensor, graph_only: bool = False) -> Tensor:
+        return self.mlp.up(self.mlp_norm(x), graph_only)
+
+    def _narrow(self, wide: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
+        return self._drop(self.mlp(wide, graph_only), mb, "mlp_out")
+
+    def _drop(self, y: Tensor, mb: MicroBatch, purpose: str) -> Tensor:
+        p = self.dropout if self.training else 0.0
+        return dropout(y, p, mb, purpose, self.layer, self.sharding)
+
+
+class Blocks(nn.ModuleList):
+    """The blocks of a stage, one after the other: [s(/tp), b, h] -> [s(/tp), b, h]."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        blocks = list(blocks)
+        super().__init__(blocks)
+        self._host = HostMemory()
+        self._units: list[tuple[Part, Keeping]] = [(partial(_through, blocks), keep)]
+
+    def use(self, units: Sequence[Unit]) -> None:
+        """Keep what the blocks save as `units`, which cover all of them in order, say."""
+        assert sum(unit.blocks for unit in units) == len(self)
+        self._units.clear()
+        stop = 0
+        for unit in units:
+            start, stop = stop, stop + unit.blocks
+            blocks = cast("list[Block]", list(self)[start:stop])
+            how = keeping(unit.policy, "block", self._host)
+            self._units.append((partial(_through, blocks), how))
+            for block in blocks:
+                block.use(unit.policy, self._host)
+
+    def forward(
+        self, x: Tensor, mb: MicroBatch, rotary: Rotary, cache: KVCache | None, graph_only: bool
+    ) -> Tensor:
+        """With `graph_only` the output has no value."""
+        self._host.begin()
+        last = len(self._units) - 1
+        for i, (part, how) in enumerate(self._units):
+            x = how(part, x, mb, rotary, cache, graph_only=graph_only and i == last)
+        return x
+
+
+def _through(
+    blocks: Sequence[Block],
+    x: Tensor,
+    mb: MicroBatch,
+    rotary: Rotary,
+    cache: KVCache | None,
+    graph_only: bool = False,
+) -> Tensor:
+    last = len(blocks) - 1
+    for i, block in enumerate(blocks):
+        x = block(x, mb, rotary, cache, graph_only and i == last)
+    return x
+
+
+def new_norm(sharding: Sharding, config: ModelConfig, name: str) -> Norm:
+    return Norm(
+        sharding, name, config.hidden, kind=config.norm, bias=config.bias, eps=config.norm_eps
+    )

@@ -1,0 +1,178 @@
+"""Blocks under torch.compile, whose weight gradients still wait for ``W``.
+
+What a compiled graph keeps to itself, inductor may write over, so all that is queued has to leave
+the graph. A block is traced as a pure function. The inputs of its linear layers are further
+outputs of the forward. Each layer has a *sink*, an input that the forward does not read, whose
+gradient is that of the layer's output. Outside the graph an autograd function gives out the sinks,
+is given their gradients when the compiled backward is done, and queues the pairs for the kernels
+that run without compilation too (:mod:`megapipe.layers.weight_grad`). The gradients of norms are
+computed by the graph, within ``I``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megapipe.layers.linear import (
+    LinearTask,
+    ParallelLinear,
+    column_input_grad,
+    column_product,
+    row_input_grad,
+    row_product,
+)
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import Sharding
+from megapipe.model.gpt.attention import joined, traced_rotate
+from megapipe.model.gpt.block import Block, Rotary
+from megapipe.ops.compiler import Compiler
+from megapipe.ops.documents import Documents
+
+
+class CompiledBlock:
+    """Runs blocks that are alike by one graph. Dropout and slices are for uncompiled blocks.
+
+    The graph is made by the first call, one for each shape and for each of what a block is asked:
+    to train, to leave its output without a value, to keep nothing.
+    """
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._run = compiler(run_block)
+
+    def __call__(
+        self, block: Block, x: Tensor, mb: MicroBatch, rotary: Rotary, graph_only: bool
+    ) -> Tensor:
+        """[s(/tp), b, h] -> [s(/tp), b, h]; with `graph_only` the output has no value."""
+        assert not (block.training and block.dropout), "a compiled block has no dropout"
+        layers = (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down)
+        sinks: Sequence[Tensor | None] = [None] * len(layers)
+        harvest = _Harvest(layers)
+        if torch.is_grad_enabled():
+            sinks = _Sinks.apply(x.new_empty(0).requires_grad_(), harvest, x)
+        else:
+            x = x.detach()  # one graph, whatever x could be differentiated for
+        linears = [_linear(layer, sink) for layer, sink in zip(layers, sinks, strict=True)]
+        length = layers[0].output_shape(x)[0]
+        mask = None if mb.documents is None else mb.documents.mask(length)
+        y, harvest.inputs = self._run(block, x, rotary, mask, linears, graph_only)
+        return y
+
+
+class _Harvest:
+    """What the weight gradients of one block and micro-batch need."""
+
+    def __init__(self, layers: Sequence[ParallelLinear]) -> None:
+        self.layers = layers
+        self.inputs: Sequence[Tensor] = ()
+
+    def queue(self, grads: Sequence[Tensor]) -> None:
+        """Leave the weight gradients to ``W``, in the order of the backward."""
+        tasks = list(map(LinearTask, self.layers, self.inputs, grads))
+        self.layers[0].sharding.queue.put(*reversed(tasks))
+
+
+class _Sinks(Function):
+    """Gives out the sinks of a block's layers; its backward runs after that of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, harvest: _Harvest, x: Tensor) -> tuple[Tensor, ...]:
+        ctx.harvest = harvest
+        shapes = [
+            layer.output_shape(x) if layer.rows_split else x.shape for layer in harvest.layers
+        ]
+        return tuple(x.new_zeros(()).expand(shape) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.harvest.queue(grads)
+        return None, None, None
+
+
+class _Linear(NamedTuple):
+    """A linear layer as the graph sees it."""
+
+    weight: Tensor
+    """[out, in]; the graph has no gradient for it, nor for the bias."""
+    bias: Tensor | None
+    sink: Tensor | None
+
+
+def _linear(layer: ParallelLinear, sink: Tensor | None) -> _Linear:
+    # data: weights that are gathered again between forward and backward are no change of values
+    bias = layer.vector()
+    return _Linear(layer.matrix().data, None if bias is None else bias.data, sink)
+
+
+class _Product(Function):
+    """A column- or row-parallel layer, whose sink gets the gradient of the output.
+
+    With `graph_only` the output has no value.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        sharding: Sharding,
+        column: bool,
+        graph_only: bool = False,
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.sharding, ctx.column = sharding, column
+        if graph_only:
+            assert not column, "it is the row-parallel layer at its end that a part leaves out"
+            split = sharding.tp.size if sharding.sequence_split else 1
+            return x.new_zeros(x.shape[0] // split, *x.shape[1:-1], len(weight))
+        product = column_product if column else row_product
+        return product(x, weight, bias, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        input_grad = column_input_grad if ctx.column else row_input_grad
+        return input_grad(grad, weight, ctx.sharding), None, None, grad, None, None, None
+
+
+class _Masked:
+    """Documents of which only the mask [b, 1, s, s] is known."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask = mask
+
+    def mask(self, s: int) -> Tensor:
+        return self._mask
+
+
+def run_block(
+    block: Block,
+    x: Tensor,
+    rotary: Rotary,
+    mask: Tensor | None,
+    linears: Sequence[_Linear],
+    graph_only: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What is compiled: the output [s(/tp), b, h], and the inputs of the linear layers."""
+    sharding, attention, mlp = block.sharding, block.attention, block.mlp
+    qkv, out, up, down = linears
+    documents = None if mask is None else cast(Documents, _Masked(mask))
+
+    normed = block.attention_norm(x)
+    q, k, v = attention.heads(_Product.apply(normed, *qkv, sharding, True))
+    if rotary is not None:
+        cos, sin = (table.squeeze(2) for table in rotary)
+        q, k = traced_rotate(q, cos, sin), traced_rotate(k, cos, sin)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    mixed = joined(sharding.kernels.attention(q, k, v, 0.0, documents))
+    x = x + _Product.apply(mixed, *out, sharding, False)
+    widened = block.mlp_norm(x)
+    active = mlp.activate(_Product.apply(widened, *up, sharding, True))
+    y = x + _Product.apply(active, *down, sharding, False, graph_only)
+    return y, tuple(t.detach() for t in (normed, mixed, widened, active))

@@ -1,0 +1,141 @@
+"""Whether this torch compiles the blocks of a model right, before a run relies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.autograd import backward
+
+from megapipe.errors import ConfigError
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import Sharding
+from megapipe.layers.weight_grad import WeightGradQueue
+from megapipe.model.gpt.attention import rotary_tables
+from megapipe.model.gpt.block import Block, Rotary
+from megapipe.model.gpt.compiled import CompiledBlock
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.ops.documents import Documents
+
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 0.2,
+    torch.bfloat16: 0.2,
+}
+"""Most that a result may differ, in norms. What was written over differs by about 1."""
+
+
+def check_compiled(
+    config: ModelConfig,
+    sharding: Sharding,
+    *,
+    length: int,
+    rows: Collection[int],
+    again: bool,
+    documents: bool,
+    device: torch.device,
+) -> None:
+    """Compare a compiled block of random weights with the same block as it is.
+
+    Of two micro-batches of `length` tokens in each of as many `rows`, both in flight at once:
+    outputs, with a graph and without, input gradients, gradients of norms, and everything that is
+    queued for the weight gradients; if forwards are run `again`, also with nothing but the graph.
+    The processes of a tp group do it together. Raises :class:`ConfigError`.
+
+    All graphs of training steps and validation are there when they begin. Compiling waits for the
+    device, which within a step would wait for a receive, and so for another pipeline rank.
+    """
+    assert sharding.kernels.compiler is not None
+    own = replace(sharding, queue=WeightGradQueue())
+    compiled = CompiledBlock(sharding.kernels.compiler)
+    block = Block(own, config, 0, compiled).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(sharding.dtype)
+
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            drawn = draw(parameter.shape)
+            parameter.copy_(1 + drawn / 10 if "norm" in name else drawn * config.init_std)
+    split = sharding.tp.size if sharding.sequence_split else 1
+    rotary: Rotary = None
+    if config.positions == "rotary":
+        assert config.head_dim is not None
+        rotary = rotary_tables(length, config.head_dim, config.rotary_base, device, sharding.dtype)
+    for number in sorted(rows):
+        shape = (length // split, number, config.hidden)
+        data = [(draw(shape), draw(shape)) for _ in range(2)]
+        ids = (torch.arange(length) * 3 // length).expand(number, length)
+        mb = MicroBatch(0, 0, 0, documents=Documents(ids, device) if documents else None)
+        for graph_only in (False, True) if again else (False,):
+            block.compiled = compiled
+            try:
+                found = _results(block, data, mb, rotary, graph_only=graph_only)
+            except Exception as error:  # a compiler that is missing or fails does so in many ways
+                raise ConfigError(
+                    "kernels.compile=true: torch.compile fails here: "
+                    f"{_reason(error)}; expected false"
+                ) from error
+            block.compiled = None
+            _compare(found, _results(block, data, mb, rotary, graph_only=graph_only))
+
+
+def _compare(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    for name, wanted in right.items():
+        off, limit = _norm(found[name] - wanted) / _norm(wanted), TOLERANCE[wanted.dtype]
+        if not off <= limit:
+            raise ConfigError(
+                f"kernels.compile=true: the {name} of a compiled block is {off:.1e} off, at most "
+                f"{limit:.0e}: torch {torch.__version__} compiles it wrong; expected false"
+            )
+
+
+def _results(
+    block: Block,
+    data: list[tuple[Tensor, Tensor]],
+    mb: MicroBatch,
+    rotary: Rotary,
+    *,
+    graph_only: bool,
+) -> dict[str, Tensor]:
+    """What two micro-batches give, the backward of the first after the forward of the last."""
+    queue = block.sharding.queue
+    found: dict[str, Tensor] = {}
+    if not graph_only:
+        with torch.no_grad():
+            found["output without a graph"] = block(data[0][0], mb, rotary)
+    xs = [x.clone().requires_grad_() for x, _ in data]
+    ys = [block(x, mb, rotary, None, graph_only) for x in xs]
+    for i, (y, (_, grad)) in enumerate(zip(ys, data, strict=True)):
+        queue.open(i)
+        backward(y, grad)
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        assert x.grad is not None
+        if not graph_only:
+            found[f"output {i}"] = y.detach()
+        found[f"input gradient {i}"] = x.grad
+        for task, layer in zip(queue.pending()[i], ("down", "up", "out", "qkv"), strict=True):
+            for what, tensor in zip(("input", "gradient"), task.tensors(), strict=True):
+                found[f"{what} {i} of {layer}"] = tensor
+    for name, parameter in block.named_parameters():
+        if parameter.grad is not None:
+            found[f"gradient of {name}"] = parameter.grad
+    queue.clear()
+    block.zero_grad()
+    return found
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x, dtype=torch.float64).item()
+
+
+def _reason(error: BaseException) -> str:
+    """What failed first, in one line; torch wraps it, and puts headings before it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    said = [line for line in str(error).splitlines() if line.strip() and not line.endswith(":")]
+    return said[0].strip() if said else type(error).__name__

@@ -1,0 +1,67 @@
+"""What a model is: its sizes and its variants, free of any layout."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megapipe.dtypes import Dtype
+from megapipe.section import Section
+
+
+class ModelConfig(Section):
+    """A GPT-style decoder: GPT-2, GPT-3 and Llama are settings of it."""
+
+    layers: int = Field(4, ge=1, le=1000)
+    """Transformer layers."""
+    hidden: int = Field(128, ge=1)
+    """Width of the residual stream."""
+    heads: int = Field(4, ge=1)
+    """Query heads of the attention."""
+    kv_heads: int | None = Field(None, ge=1)
+    """Key and value heads (grouped-query attention); default: as many as `heads`."""
+    head_dim: int | None = Field(None, ge=1)
+    """Width of a head; default: hidden / heads."""
+    ffn_hidden: int | None = Field(None, ge=1)
+    """Inner width of the MLP; default: 4 x hidden, with swiglu 8/3 x hidden rounded up to 64."""
+    vocab_size: int | None = Field(None, ge=2)
+    """Size of the vocabulary; default: the tokenizer's. A larger number is allowed."""
+    max_positions: int | None = Field(None, ge=1)
+    """Rows of the learned position table; default: train.sequence_length."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before attention, before the MLP and before the head."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Added to the variance in every norm."""
+    positions: Literal["learned", "rotary"] = "learned"
+    """A learned table added to the embedding (GPT-2), or rotary embedding of q and k (Llama)."""
+    rotary_base: float = Field(10000.0, gt=0)
+    """Base of the rotary frequencies."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
+    """Nonlinearity of the MLP; gelu_tanh is GPT-2's approximation, swiglu adds a gate."""
+    bias: bool = True
+    """Biases in the linear layers (and in layernorm)."""
+    tied_embeddings: bool = True
+    """One matrix for the input embedding and the head."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout after the embedding, on attention weights and on both residual branches."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights; residual outputs get it over sqrt(2 layers)."""
+    dtype: Dtype = "fp32"
+    """Type of weights and activations; main gradients and optimizer state: fp32 (fp64). fp16
+    needs a scaled loss, see `optimizer.loss_scale`."""
+
+    def resolved(self, *, vocab_size: int, sequence_length: int) -> "ModelConfig":
+        """The same model with every default filled in."""
+        head_dim = self.head_dim or self.hidden // self.heads
+        if self.activation == "swiglu":
+            ffn = -(-8 * self.hidden // (3 * 64)) * 64
+        else:
+            ffn = 4 * self.hidden
+        return self.model_copy(
+            update={
+                "kv_heads": self.kv_heads or self.heads,
+                "head_dim": head_dim,
+                "ffn_hidden": self.ffn_hidden or ffn,
+                "vocab_size": self.vocab_size or vocab_size,
+                "max_positions": self.max_positions or sequence_length,
+            }
+        )

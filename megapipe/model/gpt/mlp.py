@@ -1,0 +1,54 @@
+"""The MLP: GELU with two matrices, or SwiGLU with three (Shazeer, 2002.05202)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megapipe.layers.parameter import Sharding
+from megapipe.model.gpt.config import ModelConfig
+
+
+class MLP(nn.Module):
+    """An MLP in two steps: `up` widens [s(/tp), b, h], a call does the rest.
+
+    The inner width is split over tp. With swiglu `up` is one weight [2, f, h], gate first, split
+    along f.
+    """
+
+    def __init__(self, sharding: Sharding, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        assert config.ffn_hidden is not None
+        self.activation = config.activation
+        self.swiglu = sharding.kernels.swiglu
+        f, h = config.ffn_hidden, config.hidden
+        name = f"layers.{layer}.mlp"
+        self.up = ColumnParallelLinear(
+            sharding,
+            f"{name}.up",
+            (2, f, h) if config.activation == "swiglu" else (f, h),
+            bias=config.bias,
+            std=config.init_std,
+        )
+        self.down = RowParallelLinear(
+            sharding,
+            f"{name}.down",
+            (h, f),
+            bias=config.bias,
+            std=residual_std(config.init_std, config.layers),
+        )
+
+    def forward(self, y: Tensor, graph_only: bool = False) -> Tensor:
+        """The output of `up`, [s, b, f/tp] (swiglu: [s, b, 2 f/tp]), -> [s(/tp), b, h].
+
+        With `graph_only` the output has no value.
+        """
+        return self.down(self.activate(y), graph_only)
+
+    def activate(self, y: Tensor) -> Tensor:
+        """The output of `up` -> the input of `down`, [s, b, f/tp]."""
+        if self.activation == "swiglu":
+            return self.swiglu(y)
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+        return functional.gelu(y, approximate=approximate)

@@ -1,0 +1,245 @@
+"""Bytes that the pieces of a stage hold from their forward to their weight gradients.
+
+They follow from the list of what a block saves (:func:`saved_tensors`), of which a policy leaves
+out what is run again, and from what its weight gradients wait with (:func:`queued_bytes`). The
+lists are those of torch's own kernels: fused attention keeps no scores, but the CPU's cannot drop
+any out.
+
+A piece is a micro-batch, a part of its rows, or a slice of its sequences. Keys and values of
+slices are not in the pieces' own storages but in the cache, which is the whole micro-batch's
+(:func:`cache_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megapipe.dtypes import DTYPE_BYTES
+from megapipe.layers.policy import Unit, padded_vocabulary
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.parameters import known
+from megapipe.model.partition import StageSpec
+
+
+class Sizes(NamedTuple):
+    """A piece on one tensor-parallel rank."""
+
+    sequence: int
+    """Positions of its sequences, or of its slice of them."""
+    rows: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    cuda: bool = False
+    before: int | None = None
+    """Positions of the slices before it; None for whole sequences."""
+
+    @property
+    def attended(self) -> int:
+        """Positions whose keys and values the last token attends to, from the first one on."""
+        return self.sequence + (self.before or 0)
+
+
+class Saved(NamedTuple):
+    """A storage that a block holds from its forward to its backward."""
+
+    module: str
+    name: str
+    bytes: int
+    is_input: bool = False
+    """Its module is run again from it."""
+    is_saved: bool = True
+    """It is saved where the module is not run again."""
+    has_grad: bool = True
+    """It is offloaded where its module is; masks and statistics are not."""
+
+
+class Held(NamedTuple):
+    """Bytes that the blocks of a stage, or all of it, hold for one piece."""
+
+    device: int
+    """From F to I, on the device."""
+    host: int
+    """From F to I, in host memory."""
+    queued: int
+    """From I to W, on the device, with the weight gradients that wait."""
+
+
+def saved_tensors(model: ModelConfig, sizes: Sizes) -> tuple[Saved, ...]:
+    """All that one block of a resolved model saves, in the order of the forward."""
+    norm = tuple(_norm(model, sizes))
+    return *norm, *_attention(model, sizes), *norm, *_activation(model, sizes)
+
+
+def held_tensors(
+    model: ModelConfig, units: Sequence[Unit], sizes: Sizes
+) -> Iterator[tuple[Saved, bool]]:
+    """What a stage's blocks hold from F to I, each with whether it is in host memory.
+
+    The first block's input is the stage's, and among them. The embedding, the final norm, the
+    head and the loss hold more.
+    """
+    saved = saved_tensors(model, sizes)
+    is_held = not units[0].policy.offloads_input if units else False  # by the stage
+    for blocks, policy in units:
+        if "block" in policy.recompute:
+            yield saved[0], "block" in policy.offload
+            is_held = False
+            continue
+        for tensor in saved * blocks:
+            again = tensor.module in policy.recompute
+            if is_held or (tensor.is_input if again else tensor.is_saved):
+                yield tensor, tensor.has_grad and tensor.module in policy.offload
+            is_held = False
+
+
+def held(model: ModelConfig, units: Sequence[Unit], sizes: Sizes) -> Held:
+    """Bytes of :func:`held_tensors`, and of what waits for W."""
+    bytes_in = {False: 0, True: 0}
+    for tensor, in_host in held_tensors(model, units, sizes):
+        bytes_in[in_host] += tensor.bytes
+    blocks = sum(unit.blocks for unit in units)
+    return Held(bytes_in[False], bytes_in[True], blocks * queued_bytes(model, sizes))
+
+
+def stage_held(
+    model: ModelConfig, stage: StageSpec, units: Sequence[Unit], sizes: Sizes, *, loss_chunk: int
+) -> Held:
+    """Bytes that a whole stage holds for one piece: its blocks, embedding, head and loss.
+
+    `loss_chunk` is ``kernels.loss_chunk``. Left out: a few numbers per piece, and the tokens,
+    labels and masks themselves.
+    """
+    device, host, queued = held(model, units, sizes)
+    w = Widths.of(model, sizes)
+    size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
+    residual = w.local_tokens * model.hidden * size
+    if stage.embedding:
+        device += sum(tensor.bytes for tensor in _residual_mask("embedding", model, sizes))
+        queued += residual
+    if stage.head:
+        device += sum(tensor.bytes for tensor in _norm(model, sizes) if tensor.is_saved)
+        if not loss_chunk:
+            logits = w.tokens * padded_vocabulary(known(model.vocab_size), sizes.tp) // sizes.tp
+            # exponentials; a factor, a column (int64), whose it is, and whether masked, per token
+            device += logits * high + w.tokens * (high + 8 + high + 1)
+            queued += residual + logits * size
+    return Held(device, host, queued)
+
+
+def queued_bytes(model: ModelConfig, sizes: Sizes) -> int:
+    """What the weight gradients of one block wait with, under any policy: the input and the output
+    gradient of each of the four linear layers."""
+    w = Widths.of(model, sizes)
+    whole = (w.queries + 2 * w.keys) + w.queries + w.up + w.ffn
+    return DTYPE_BYTES[model.dtype] * (w.tokens * whole + w.local_tokens * 4 * model.hidden)
+
+
+def cache_bytes(model: ModelConfig, blocks: int, sizes: Sizes) -> int:
+    """Keys and values of all positions, `sizes` being those of the whole sequences: what the slices
+    of a micro-batch share in `blocks` blocks, from the first one's F to its I, under any policy."""
+    w = Widths.of(model, sizes)
+    return blocks * 2 * w.tokens * w.keys * DTYPE_BYTES[model.dtype]
+
+
+def cache_gradients(model: ModelConfig, blocks: int, sizes: Sizes) -> int:
+    """Gradients of those up to a slice's end, in fp32 (fp64 for fp64): what the I of a slice leaves
+    to the slice before it."""
+    attended = Widths.of(model, sizes._replace(sequence=sizes.attended))
+    return blocks * 2 * attended.tokens * attended.keys * max(DTYPE_BYTES[model.dtype], 4)
+
+
+class Widths(NamedTuple):
+    """Tokens, and numbers per token, on one tensor-parallel rank."""
+
+    tokens: int
+    local_tokens: int
+    """Tokens between the tensor-parallel regions."""
+    heads: int
+    groups: int
+    """Key/value heads."""
+    queries: int
+    keys: int
+    """Of the keys; and of the values."""
+    ffn: int
+    up: int
+
+    @staticmethod
+    def of(model: ModelConfig, sizes: Sizes) -> Widths:
+        tokens, tp = sizes.sequence * sizes.rows, sizes.tp
+        ffn = known(model.ffn_hidden) // tp
+        return Widths(
+            tokens=tokens,
+            local_tokens=tokens // tp if sizes.sequence_parallel else tokens,
+            heads=model.heads // tp,
+            groups=known(model.kv_heads) // tp,
+            queries=model.heads * known(model.head_dim) // tp,
+            keys=known(model.kv_heads) * known(model.head_dim) // tp,
+            ffn=ffn,
+            up=2 * ffn if model.activation == "swiglu" else ffn,
+        )
+
+
+def _norm(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
+    size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
+    tokens = Widths.of(model, sizes).local_tokens
+    values = tokens * model.hidden
+    yield Saved("norm", "input", values * size, is_input=True)
+    if model.norm == "rmsnorm":
+        yield Saved("norm", "rstd", tokens * high, has_grad=False)
+    else:
+        for name in ("mean", "rstd"):
+            yield Saved("norm", name, tokens * (high if sizes.cuda else size), has_grad=False)
+    yield Saved("norm", "output", values * size)
+
+
+def _attention(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
+    size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
+    w = Widths.of(model, sizes)
+    queries, keys = w.tokens * w.queries, w.tokens * w.keys
+    rows = w.tokens * w.heads  # of the scores
+    is_slice = sizes.before is not None
+    is_grouped = model.kv_heads != model.heads
+    is_gathered = is_grouped and w.groups > 1  # copied, each from between the groups' others
+    is_fused = sizes.cuda or not model.dropout
+    is_copied = not is_fused and (is_grouped or size < high)
+    # keys and values of a slice are in the cache: its queries alone are viewed
+    is_viewed = not is_gathered and (is_fused if is_slice else not is_copied)
+    qkv = (queries + 2 * keys) * size
+    yield Saved("attention", "qkv", qkv, is_input=True, is_saved=is_viewed)
+    if is_fused:
+        if is_gathered:
+            yield Saved("attention", "queries", queries * size)
+            for name in () if is_slice else ("keys", "values"):
+                yield Saved("attention", name, keys * size)
+        if sizes.before and not sizes.cuda:
+            mask = sizes.sequence * sizes.attended * size
+            yield Saved("attention", "causal mask", mask, has_grad=False)
+        yield Saved("attention", "logsumexp", rows * high, has_grad=False)
+    else:
+        scores = rows * sizes.attended
+        all_keys = sizes.attended * sizes.rows * w.queries
+        yield Saved("attention", "scaled queries", queries * high)
+        yield Saved("attention", "scaled keys, one per query", all_keys * high)
+        if is_copied:
+            yield Saved("attention", "values, one per query", all_keys * high)
+        yield Saved("attention", "weights", scores * high)
+        yield Saved("attention", "mask", scores * high, has_grad=False)
+        yield Saved("attention", "dropped weights", scores * high)
+    yield Saved("attention", "output", queries * size)
+    yield from _residual_mask("attention", model, sizes)
+
+
+def _activation(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
+    w = Widths.of(model, sizes)
+    inner = w.tokens * w.ffn * DTYPE_BYTES[model.dtype]
+    yield Saved("mlp_activation", "up", inner * w.up // w.ffn, is_input=True)
+    yield Saved("mlp_activation", "output", inner)
+    yield from _residual_mask("mlp_activation", model, sizes)
+
+
+def _residual_mask(module: str, model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
+    if model.dropout:
+        values = Widths.of(model, sizes).local_tokens * model.hidden
+        size = 1 if sizes.cuda else DTYPE_BYTES[model.dtype]
+        yield Saved(module, "residual mask", values * size, has_grad=False)

@@ -1,0 +1,149 @@
+"""The GPT model, cut into stages.
+
+A :class:`GPTStage` is what one virtual pipeline stage computes: the embedding if it is the first,
+some layers, the final norm and the head if it is the last. A whole model is one stage with all.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megapipe.layers.cross_entropy import masked_sum, vocab_parallel_cross_entropy
+from megapipe.layers.dropout import dropout
+from megapipe.layers.embedding import PositionEmbedding, WordEmbedding
+from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.linear import ColumnParallelLinear
+from megapipe.layers.linear_cross_entropy import linear_cross_entropy
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import Sharding
+from megapipe.layers.policy import padded_vocabulary
+from megapipe.model.gpt.attention import rotary_tables
+from megapipe.model.gpt.block import Block, Blocks, new_norm
+from megapipe.model.gpt.compiled import CompiledBlock
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.parameters import POSITION_EMBEDDING, WORD_EMBEDDING
+from megapipe.model.partition import StageSpec
+
+
+class GPTStage(nn.Module):
+    """tokens [b, s] or hidden [s(/tp), b, h] -> hidden [s(/tp), b, h] or the sum of the losses.
+
+    The loss is that of the unmasked tokens, in nats, [].
+
+    Where sequences are cut, s is the length of a slice, and all slices of a micro-batch are given
+    the same :class:`~megapipe.layers.kv_cache.KVCache`.
+
+    With tied embeddings the head is a second use of ``embedding.word.weight``: a parameter of its
+    own whose storage the optimizer's tied buffer provides.
+    """
+
+    def __init__(self, config: ModelConfig, spec: StageSpec, sharding: Sharding) -> None:
+        super().__init__()
+        assert config.vocab_size is not None
+        self.config = config
+        self.spec = spec
+        self.sharding = sharding
+        hidden, vocab = config.hidden, config.vocab_size
+        self.embedding: WordEmbedding | None = None
+        self.position: PositionEmbedding | None = None
+        if spec.embedding:
+            self.embedding = WordEmbedding(sharding, WORD_EMBEDDING, vocab, hidden, config.init_std)
+            if config.positions == "learned":
+                assert config.max_positions is not None
+                self.position = PositionEmbedding(
+                    sharding, POSITION_EMBEDDING, config.max_positions, hidden, config.init_std
+                )
+        compiler = sharding.kernels.compiler
+        compiled = None if compiler is None else CompiledBlock(compiler)
+        self.layers = Blocks(Block(sharding, config, i, compiled) for i in spec.layers)
+        self.head: ColumnParallelLinear | None = None
+        if spec.head:
+            self.final_norm = new_norm(sharding, config, "final_norm")
+            tied = config.tied_embeddings
+            self.head = ColumnParallelLinear(
+                sharding,
+                "head",
+                (vocab, hidden),
+                bias=False,
+                std=config.init_std,
+                padded=padded_vocabulary(vocab, sharding.tp.size),
+                use=1 if tied else 0,
+                weight_name=WORD_EMBEDDING if tied else None,
+            )
+        self._rotary: tuple[int, tuple[Tensor, Tensor]] | None = None
+
+    def forward(
+        self,
+        x: Tensor | None,
+        mb: MicroBatch,
+        cache: KVCache | None = None,
+        *,
+        graph_only: bool = False,
+    ) -> Tensor:
+        """With `graph_only`, hidden states that are returned may have no value: a recomputed
+        stage needs its graph, and nobody its output."""
+        x = self.hidden(x, mb, cache, graph_only=graph_only and self.head is None)
+        if self.head is None:
+            return x
+        return self._loss(self.final_norm(x), self.head, mb)
+
+    def _loss(self, hidden: Tensor, head: ColumnParallelLinear, mb: MicroBatch) -> Tensor:
+        """Sum of the unmasked token losses of normed hidden states [s(/tp), b, h]."""
+        assert mb.labels is not None
+        assert mb.mask is not None
+        assert self.config.vocab_size is not None
+        labels, mask, vocab = mb.labels.t(), mb.mask.t(), self.config.vocab_size
+        chunk = self.sharding.kernels.loss_chunk
+        if chunk:
+            return linear_cross_entropy(hidden, head, labels, mask, vocab_size=vocab, chunk=chunk)
+        losses = vocab_parallel_cross_entropy(head(hidden), labels, self.sharding.tp, vocab)
+        return masked_sum(losses, mask)
+
+    def logits(
+        self,
+        x: Tensor | None,
+        mb: MicroBatch,
+        cache: KVCache | None = None,
+        *,
+        last: bool = False,
+    ) -> Tensor:
+        """This rank's columns of the logits, [s, b, V/tp], padding included; with `last` those of
+        the last position alone, [1, b, V/tp], of sequences that are not split."""
+        assert self.head is not None
+        hidden = self.hidden(x, mb, cache)
+        return self.head(self.final_norm(hidden[-1:] if last else hidden))
+
+    def hidden(
+        self,
+        x: Tensor | None,
+        mb: MicroBatch,
+        cache: KVCache | None = None,
+        *,
+        graph_only: bool = False,
+    ) -> Tensor:
+        """Embedding and layers, without the head: [s(/tp), b, h]."""
+        if self.embedding is not None:
+            assert mb.tokens is not None
+            x = self.embedding(mb.tokens)
+            if self.position is not None:
+                x = self.position(x, mb.start, mb.positions)
+            p = self.config.dropout if self.training else 0.0
+            x = dropout(x, p, mb, "embedding", 0, self.sharding)
+        assert x is not None
+        rotary = self._rotary_for(x, mb) if self.config.positions == "rotary" else None
+        return self.layers(x, mb, rotary, cache, graph_only)
+
+    def _rotary_for(self, x: Tensor, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+        split = self.sharding.tp.size if self.sharding.sequence_split else 1
+        here = x.shape[0] * split
+        length = mb.sequence_length or here
+        if self._rotary is None or self._rotary[0] != length:
+            assert self.config.head_dim is not None
+            tables = rotary_tables(
+                length, self.config.head_dim, self.config.rotary_base, x.device, x.dtype
+            )
+            self._rotary = length, tables
+        cos, sin = self._rotary[1]
+        if mb.positions is not None:  # [s, b] of [length, 1, 1, 1, d] -> [s, b, 1, 1, d]
+            return cos[mb.positions].squeeze(2), sin[mb.positions].squeeze(2)
+        return cos[mb.start : mb.start + here], sin[mb.start : mb.start + here]

@@ -1,0 +1,499 @@
+"""The most that an operation holds while it runs.
+
+Between operations a stage holds what :mod:`megapipe.model.gpt.saved` lists. Within one come the
+gradients on their way through the graph, what is run again, and what kernels make and let go of.
+Here each allocation of a piece's way through a stage is made and freed on a tape
+(:class:`~megapipe.model.tape.Tape`), in the order of the engine, so the highest mark is what the
+allocator must have had.
+
+The kernels are torch's own. Left out are what they use inside (flash attention's on a GPU), a few
+numbers per token of the loss, gradients of vectors, and the wait between a collective's members.
+Carries of slices are counted between operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megapipe.dtypes import DTYPE_BYTES
+from megapipe.layers.policy import BlockPolicy, Unit, loss_chunk, padded_vocabulary
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.parameters import known
+from megapipe.model.gpt.saved import Sizes, Widths, saved_tensors, stage_held
+from megapipe.model.gpt.unfused import Unfused
+from megapipe.model.partition import StageSpec
+from megapipe.model.tape import PutOff, Tape
+
+
+class Peaks(NamedTuple):
+    """The most bytes of one piece at a stage, on the device, within each of its operations.
+
+    Messages that come in and go out are among them. B is a backward that lets nothing wait.
+    """
+
+    F: int
+    R: int
+    I: int  # noqa: E741
+    B: int
+    W: int
+
+
+def peaks(
+    model: ModelConfig,
+    stage: StageSpec,
+    units: Sequence[Unit],
+    sizes: Sizes,
+    *,
+    most_tokens: int,
+    again: bool = False,
+) -> Peaks:
+    """The peaks of a piece; `again`: the stage keeps its input alone and is run again as a whole.
+
+    `most_tokens` is ``kernels.loss_chunk``.
+    """
+    way = _Way(model, stage, units, sizes, most_tokens)
+    return Peaks(
+        F=way.forward(keep=not again),
+        R=way.forward(keep=True),
+        I=way.backward(again=again, at_once=False),
+        B=way.backward(again=again, at_once=True),
+        W=way.weight_grads(),
+    )
+
+
+class _Way:
+    """Bytes of what a stage makes of one piece."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        stage: StageSpec,
+        units: Sequence[Unit],
+        sizes: Sizes,
+        most_tokens: int,
+    ) -> None:
+        self.model, self.stage, self.units, self.sizes = model, stage, units, sizes
+        w, size = Widths.of(model, sizes), DTYPE_BYTES[model.dtype]
+        self.size, self.high = size, max(size, 4)
+        self.tokens = w.tokens
+        self.split = sizes.tp if sizes.sequence_parallel else 1
+        self.local = w.local_tokens * model.hidden * size
+        """Hidden states [s(/tp), b, h]."""
+        self.whole = w.tokens * model.hidden * size
+        """Hidden states [s, b, h]."""
+        self.queries, self.keys = w.tokens * w.queries * size, w.tokens * w.keys * size
+        self.qkv = self.queries + 2 * self.keys
+        self.up, self.inner = w.tokens * w.up * size, w.tokens * w.ffn * size
+        self.is_rotary = model.positions == "rotary"
+        self.saved = {
+            module: [t for t in saved_tensors(model, sizes) if t.module == module]
+            for module in ("norm", "attention", "mlp_activation")
+        }
+        self.saved["norm"] = self.saved["norm"][: len(self.saved["norm"]) // 2]
+        self.statistics = sum(t.bytes for t in self.saved["norm"]) - 2 * self.local
+        self.mask = sum(t.bytes for t in self.saved["mlp_activation"] if t.name == "residual mask")
+        self.attended = sum(
+            t.bytes
+            for t in self.saved["attention"]
+            if not t.is_input and t.name not in ("output", "residual mask")
+        )
+        """What attention saves of its own: the logsumexp, copies, a mask."""
+        self.copies = sum(
+            t.bytes
+            for t in self.saved["attention"]
+            if t.has_grad and not t.is_input and t.name not in ("output", "residual mask")
+        )
+        """What of that is put away with the attention."""
+        self.unfused = Unfused.of(model, sizes, self.attended)
+        self.keeps_qkv = self.saved["attention"][0].is_saved
+        hidden, tp = model.hidden, sizes.tp
+        self.matrices = {
+            "qkv": (w.queries + 2 * w.keys) * hidden,
+            "out": w.queries * hidden,
+            "up": w.up * hidden,
+            "down": w.ffn * hidden,
+            "head": padded_vocabulary(known(model.vocab_size), tp) // tp * hidden,
+        }
+        self.logits = padded_vocabulary(known(model.vocab_size), tp) // tp  # columns
+        self.most_tokens = most_tokens
+        self.held = stage_held(model, stage, units, sizes, loss_chunk=most_tokens)
+
+    # forward
+
+    def forward(self, *, keep: bool) -> int:
+        """F, or R with `keep`; without it the graph is left out."""
+        tape = Tape()
+        if not self.stage.embedding:
+            tape.take(self.local)
+        else:
+            self._embed(tape, keep)
+        is_held = True  # what the first block is given, until all have run
+        for blocks, policy in self.units:
+            for i in range(blocks):
+                in_graph = keep and "block" not in policy.recompute
+                self._block_forward(tape, policy, keep=in_graph)
+                kept = policy.offloads_input is False and (in_graph or (keep and i == 0))
+                if not kept and not is_held:
+                    tape.drop(self.local)  # the block's input
+                is_held = False
+        if self.stage.head:
+            self._loss_forward(tape, keep)
+        return tape.peak
+
+    def _embed(self, tape: Tape, keep: bool) -> None:
+        self._row_product(tape)
+        if self.model.positions == "learned":
+            tape.take(self.local)
+            tape.drop(self.local)
+        self._dropped(tape, keep)
+
+    def _block_forward(self, tape: Tape, policy: BlockPolicy, *, keep: bool) -> None:
+        """Its input is held already, and is left so; the output comes on top."""
+        again, away = (policy.recompute, policy.offload) if keep else (frozenset(), frozenset())
+        stays = {module: keep and module not in again for module in self.saved}
+        self._norm_and_column(tape, self.qkv, stays["norm"], "norm" in away)
+        if self.is_rotary:
+            tape.pass_by(self.queries + self.keys)
+        let_go = self._attend(tape, stays["attention"])
+        self._row_product(tape)
+        tape.drop(let_go)
+        self._dropped(tape, stays["attention"])
+        if stays["attention"] and "attention" in away:  # to the host when the part is over
+            tape.drop(self.copies, self.queries)
+        tape.take(self.local)  # the sum
+        tape.drop(self.local)
+        self._norm_and_column(tape, self.up, stays["norm"], "norm" in away)
+        tape.take(self.inner)
+        self._row_product(tape)
+        if not stays["mlp_activation"]:
+            tape.drop(self.inner)
+        self._dropped(tape, stays["mlp_activation"])
+        if stays["mlp_activation"] and "mlp_activation" in away:
+            tape.drop(self.inner)
+        tape.take(self.local)  # the sum
+        tape.drop(self.local)
+        if not keep or "norm" in away:
+            tape.drop(self.local)  # the first sum
+        holds_qkv = keep and "attention" not in away
+        if not (holds_qkv and (self.keeps_qkv or "attention" in again)):
+            tape.drop(self.qkv)
+        if not (keep and "mlp_activation" not in away):
+            tape.drop(self.up)
+
+    def _attend(self, tape: Tape, stays: bool) -> int:
+        """From queries, keys and values to the input of the output layer; returns what is let go
+        of after that."""
+        let_go, saved = 0, self.attended
+        if self.unfused is not None:
+            tape.take(self.unfused.copies)
+            tape.pass_by(self.unfused.forward if stays else self.unfused.without_graph)
+            tape.take(self.queries)  # its output, by heads
+            let_go = self.unfused.copies + self.queries
+            saved *= stays
+        tape.take(saved, self.queries)
+        return let_go if stays else let_go + saved + self.queries
+
+    def _norm_and_column(self, tape: Tape, out: int, stays: bool, away: bool) -> None:
+        self._normalise(tape)
+        if self.split > 1:
+            tape.take(self.whole)
+        tape.take(out)
+        if self.split > 1:
+            tape.drop(self.whole)
+        if not stays:
+            tape.drop(self.local, self.statistics)
+        elif away:
+            tape.drop(self.local)
+
+    def _normalise(self, tape: Tape) -> None:
+        if self._by_hand and self.size < self.high:
+            wide = self.local * self.high // self.size
+            tape.pass_by(2 * wide, self.local)
+        tape.take(self.local, self.statistics)
+
+    @property
+    def _by_hand(self) -> bool:
+        """Whether the norm is the CPU's rmsnorm."""
+        return self.model.norm == "rmsnorm" and not self.sizes.cuda
+
+    def _row_product(self, tape: Tape) -> None:
+        """The product of a row-parallel layer, or the embedding's rows, summed over tp."""
+        tape.take(self.whole)
+        self._scatter(tape)
+
+    def _scatter(self, tape: Tape) -> None:
+        """The sum of [s, b, h] becomes this rank's [s/tp, b, h]."""
+        if self.split > 1:
+            tape.take((self.split - 1) * self.local)
+            tape.drop((self.split - 2) * self.local, self.whole)
+
+    def _dropped(self, tape: Tape, keep: bool) -> None:
+        if self.model.dropout:
+            tape.take(self.local, self.mask)
+            tape.drop(self.local, 0 if keep else self.mask)
+
+    def _loss_forward(self, tape: Tape, keep: bool) -> None:
+        self._normalise(tape)
+        if self.most_tokens:
+            if not keep:
+                tape.pass_by(self._chunk, self.whole if self.split > 1 else 0)
+            return
+        if self.split > 1:
+            tape.take(self.whole)
+        logits = self.tokens * self.logits
+        tape.take(logits * self.size)
+        if self.split > 1:
+            tape.drop(self.whole)
+        tape.take(logits * self.high)
+
+    @property
+    def _chunk(self) -> int:
+        """Logits of a chunk of the loss, and their copy in a wider type."""
+        numbers = loss_chunk(self.tokens, self.most_tokens) * self.logits
+        return numbers * (self.size + (self.high if self.high > self.size else 0))
+
+    # backward
+
+    def backward(self, *, again: bool, at_once: bool) -> int:
+        """I, or B with `at_once`; `again`: from the stage's input."""
+        tape = Tape(0 if self.stage.head else self.local)
+        if again:
+            tape.pass_by(self.forward(keep=True))  # the input it keeps is the one it begins with
+            tape.now += self.held.device
+        else:
+            tape.take(self.held.device)
+        if self.stage.head:
+            self._loss_backward(tape, at_once)
+        is_first_held = not self.stage.embedding
+        for index, (blocks, policy) in reversed(list(enumerate(self.units))):
+            entrance = is_first_held and index == 0
+            message = not self.stage.head and index == len(self.units) - 1  # held by the caller
+            if "block" in policy.recompute:
+                self._unit_again(tape, blocks, policy, entrance, at_once, message)
+                continue
+            for i in reversed(range(blocks)):
+                stays = message and i == blocks - 1
+                self._block_backward(tape, policy, entrance and i == 0, at_once, grad_stays=stays)
+        if self.stage.embedding:
+            if self.model.dropout:
+                tape.take(self.local)
+                tape.drop(self.local, self.mask)
+            if at_once:
+                self._embedding_gradient(tape)
+        self._compute_put_off(tape)
+        return tape.peak
+
+    def _unit_again(
+        self,
+        tape: Tape,
+        blocks: int,
+        policy: BlockPolicy,
+        entrance: bool,
+        at_once: bool,
+        grad_stays: bool,
+    ) -> None:
+        """The blocks are built again from the input of the first, which is let go of last."""
+        if policy.offload:
+            tape.take(self.local)
+        plain = BlockPolicy()
+        for i in range(blocks):
+            self._block_forward(tape, plain, keep=True)
+            if i == blocks - 1:
+                tape.drop(self.local)  # the output
+        for i in reversed(range(blocks)):
+            # the gradient that the run is given is let go of last
+            self._block_backward(tape, plain, i == 0, at_once, grad_stays=i == blocks - 1)
+        if at_once and not grad_stays:
+            tape.drop(self.local)
+        if not entrance or policy.offload:
+            tape.drop(self.local)
+
+    def _block_backward(
+        self,
+        tape: Tape,
+        policy: BlockPolicy,
+        input_stays: bool,
+        at_once: bool,
+        *,
+        grad_stays: bool,
+    ) -> None:
+        """From the gradient of its output, [s(/tp), b, h], to that of its input."""
+        self._narrow_backward(tape, policy, at_once)
+        self._widen_backward(tape, policy, self.up, "up", at_once, grad_stays=grad_stays)
+        self._attention_backward(tape, policy, at_once)
+        if self.is_rotary:
+            tape.pass_by(self.queries + self.keys)
+        stays = input_stays and "norm" not in policy.offload
+        self._widen_backward(tape, policy, self.qkv, "qkv", at_once, input_stays=stays)
+
+    def _narrow_backward(self, tape: Tape, policy: BlockPolicy, at_once: bool) -> None:
+        again = "mlp_activation" in policy.recompute
+        away = "mlp_activation" in policy.offload
+        if again:
+            tape.take(self.up if away else 0, self.inner, self.mask)
+        elif away:
+            tape.take(self.inner)
+        self._row_backward(tape, self.inner, "down", at_once)
+        if away and not again:
+            tape.take(self.up)
+        tape.take(self.up)
+        tape.drop(self.inner, self.up)
+
+    def _attention_backward(self, tape: Tape, policy: BlockPolicy, at_once: bool) -> None:
+        again, away = "attention" in policy.recompute, "attention" in policy.offload
+        kept, saved = self.qkv if again or self.keeps_qkv else 0, self.attended
+        if again:
+            tape.take(kept if away else 0)
+            if self.unfused is not None:
+                tape.pass_by(self.unfused.copies + self.unfused.forward)
+            tape.take(saved, self.queries, self.mask)
+        elif away:
+            tape.take(self.queries)
+        self._row_backward(tape, self.queries, "out", at_once)
+        if away and not again:
+            if self.unfused is not None:
+                saved -= self.copies
+                tape.pass_by(kept, self.unfused.from_host)
+            tape.take(kept, saved - self.attended + self.copies)
+        elif self.unfused is not None:
+            tape.pass_by(self.unfused.backward)
+        tape.take(self.qkv)  # three gradients
+        tape.drop(self.queries, saved, 0 if again else kept)
+        tape.take(self.qkv)  # joined
+        tape.drop(self.qkv, kept if again else 0)
+
+    def _row_backward(self, tape: Tape, x: int, matrix: str, at_once: bool) -> None:
+        """A row-parallel layer's input `x` is held, and the gradient of its output stays."""
+        if self.mask:
+            tape.take(self.local)
+            tape.drop(self.mask)
+        if self.split == 1:
+            tape.take(x)  # the gradient of the input
+            if at_once:
+                tape.pass_by(self._product(matrix))
+                tape.drop(x, self.local if self.mask else 0)
+            return
+        tape.take(self.whole)
+        self._compute_put_off(tape)
+        tape.take(x)
+        if at_once:
+            tape.put_off = PutOff(matrix, self.whole + x + (self.local if self.mask else 0))
+        else:
+            tape.drop(self.whole)
+
+    def _compute_put_off(self, tape: Tape) -> None:
+        if tape.put_off is not None:
+            tape.pass_by(self._product(tape.put_off.matrix))
+            tape.drop(tape.put_off.frees)
+            tape.put_off = None
+
+    def _widen_backward(
+        self,
+        tape: Tape,
+        policy: BlockPolicy,
+        grad: int,
+        matrix: str,
+        at_once: bool,
+        *,
+        input_stays: bool = False,
+        grad_stays: bool = False,
+    ) -> None:
+        """A column-parallel layer, the norm before it, and the sum with the residual's gradient."""
+        again, away = "norm" in policy.recompute, "norm" in policy.offload
+        if away:
+            tape.take(self.local)  # what is run again from, or the linear layer's input
+        if again:
+            self._normalise(tape)
+        # a gradient that a second run was given is let go of last
+        self._column_backward(tape, 0 if again else grad, matrix, at_once)
+        if away and not again:
+            tape.take(self.local)
+        self._norm_backward(tape)
+        if again and at_once:
+            tape.drop(grad)
+        if not input_stays:
+            tape.drop(self.local)
+        tape.take(self.local)  # the sum
+        tape.drop(self.local)
+        if self.mask or (at_once and not grad_stays and tape.put_off is None):
+            tape.drop(self.local)  # the residual's, which no queue holds
+        elif at_once and not grad_stays:
+            assert tape.put_off is not None
+            tape.put_off.frees += self.local
+
+    def _column_backward(self, tape: Tape, grad: int, matrix: str, at_once: bool) -> None:
+        """Leaves the gradient of the norm's output, [s(/tp), b, h]."""
+        gathered = self.whole if at_once and self.split > 1 else 0
+        tape.take(gathered, self.whole)
+        if self.split > 1:
+            tape.take((self.split - 1) * self.local)  # what the sum receives
+        if at_once:
+            tape.pass_by(self._product(matrix))
+            tape.drop(gathered, grad, self.local)
+        if self.split > 1:
+            tape.drop((self.split - 2) * self.local, self.whole)
+
+    def _norm_backward(self, tape: Tape) -> None:
+        """From the gradient of its output to that of its input."""
+        if self._by_hand:
+            wide = self.local * self.high // self.size
+            if self.size < self.high:
+                tape.pass_by(4 * wide, self.local)
+            else:
+                tape.pass_by(wide, self.local)
+        tape.take(self.local)
+        tape.drop(self.local, self.statistics)
+
+    def _loss_backward(self, tape: Tape, at_once: bool) -> None:
+        if self.most_tokens:
+            gathered = self.whole if self.split > 1 else 0
+            tape.take(gathered, self.whole)
+            tape.pass_by(self._chunk, self._product("head"))
+            self._scatter(tape)
+            tape.drop(gathered, self.local)  # the norm's output
+        else:
+            logits = self.tokens * self.logits
+            narrow = self.size < self.high
+            if narrow:
+                tape.take(logits * self.size)
+                tape.drop(logits * self.high)
+            tape.drop(self.tokens * (self.high + 8 + self.high + 1))  # a few numbers per token
+            self._column_backward(tape, logits * self.size, "head", at_once)
+        self._norm_backward(tape)
+        tape.drop(self.local)
+
+    # weight gradients
+
+    def weight_grads(self) -> int:
+        """W: one after the other, each of which frees what it waited with."""
+        tape = Tape(self.held.queued)
+        gathered = self.whole if self.split > 1 else 0
+        if self.stage.head and not self.most_tokens:
+            tape.pass_by(gathered, self._product("head"))
+            tape.drop(self.local, self.tokens * self.logits * self.size)
+        for _ in range(sum(unit.blocks for unit in self.units)):
+            for matrix, x, grad in (
+                ("down", self.inner, self.local),
+                ("up", self.local, self.up),
+                ("out", self.queries, self.local),
+                ("qkv", self.local, self.qkv),
+            ):
+                # beside it the next task's gather, which has begun (kernels.overlap)
+                tape.pass_by(2 * gathered, self._product(matrix))
+                tape.drop(x, grad)
+        if self.stage.embedding:
+            self._embedding_gradient(tape)
+        return tape.peak
+
+    def _product(self, matrix: str) -> int:
+        """A weight gradient that is not added within its GEMM."""
+        if self.size == self.high:
+            return 0
+        return self.matrices[matrix] * (self.high if self.sizes.cuda else self.size)
+
+    def _embedding_gradient(self, tape: Tape) -> None:
+        gathered = self.whole if self.split > 1 else 0
+        wide = self.whole * self.high // self.size
+        copies = (wide if self.high > self.size else 0) + (wide if self.sizes.tp > 1 else 0)
+        tape.pass_by(gathered, copies)

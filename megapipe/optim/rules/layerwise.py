@@ -1,0 +1,129 @@
+"""LARS and LAMB: the step of a parameter is scaled by a ratio of norms, its trust ratio.
+
+The norms are those of whole parameters, so they are summed over the slices of a bucket and over
+the tensor-parallel parts: one vector of squares, fp64, per bucket, and one for all buckets over
+tp. As in the usual implementations, parameters without weight decay (norms, biases) have ratio 1,
+and so has a parameter one of whose norms is 0. Vocabulary padding is zero and adds nothing.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megapipe.config import OptimizerConfig
+from megapipe.distributed.collectives import all_reduce
+from megapipe.distributed.mesh import Axis
+from megapipe.optim.buffers import Entry
+from megapipe.optim.norm import squared_norm
+from megapipe.optim.rules.rule import Part, Rule, overlap, ranges
+
+if TYPE_CHECKING:
+    from megapipe.optim.shard import Shard
+
+
+class TrustRatio(Rule):
+    """Two passes over the shards: what the norms need, then the update."""
+
+    def __init__(self, config: OptimizerConfig, tp: Axis) -> None:
+        super().__init__(config)
+        self.tp = tp
+
+    def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
+        squares = [self._squares(shard, count) for shard in shards]
+        norms = all_reduce(torch.cat(squares), self.tp).sqrt()  # [entries of all shards, 2]
+        weight, direction = norms.unbind(1)
+        ratio = self.ratio(weight, direction)
+        ratio = ratio.where((weight > 0) & (direction > 0), 1.0)
+        for shard, ratios in zip(shards, ratio.split([len(s) for s in squares]), strict=True):
+            for index, entry, part in self._parameters(shard):
+                scale = lr * ratios[index] if entry.spec.decay else lr
+                self.apply(part, scale)
+
+    def _squares(self, shard: Shard, count: int) -> Tensor:
+        """Squared norms of this tp rank's part of each parameter and its direction: [entries, 2].
+
+        What every tp rank holds counts on the first.
+        """
+        entries = shard.bucket.entries
+        squares = torch.zeros(len(entries), 2, dtype=torch.float64, device=shard.grad.device)
+        for index, entry, part in self._parameters(shard):
+            self.prepare(part, count)
+            if entry.spec.decay and (entry.spec.split_dim is not None or self.tp.index == 0):
+                for column, values in enumerate((part.master, part.grad)):
+                    squares[index, column] += squared_norm(values)
+        return all_reduce(squares, shard.axis)
+
+    def _parameters(self, shard: Shard) -> Iterator[tuple[int, Entry, Part]]:
+        """The parameters that reach into the shard, each in one block or several.
+
+        State comes in by ranges and not by parameters: what is rounded at random is so in long
+        pieces, which use most of the random numbers that are drawn for them.
+        """
+        for range_ in ranges(shard):
+            start = range_.start
+            for part in self.parts(shard, [range_]):
+                stop = start + len(part.master)
+                for index, entry in enumerate(shard.bucket.entries):
+                    here = overlap(shard, entry)
+                    a, b = max(here.start, start), min(here.stop, stop)
+                    if a < b:
+                        for block in part.cut(a - start, b - start).blocks():
+                            yield index, entry, block
+                start = stop
+
+    @abstractmethod
+    def prepare(self, part: Part, count: int) -> None:
+        """Make the gradient into that whose norm counts; master weights stay as they are."""
+
+    @abstractmethod
+    def ratio(self, weight: Tensor, direction: Tensor) -> Tensor:
+        """PostValidation ratios from the two norms, fp64: [entries]."""
+
+    @abstractmethod
+    def apply(self, part: Part, scale: Tensor | float) -> None:
+        """Update a part of a prepared parameter; `scale` is learning rate x trust ratio."""
+
+
+class LARS(TrustRatio):
+    """Momentum of layer-wise scaled gradients (You et al., 1708.03888)."""
+
+    states = ("momentum_buffer",)
+
+    def prepare(self, part: Part, count: int) -> None:
+        """The norm is that of the gradient itself."""
+
+    def ratio(self, weight: Tensor, direction: Tensor) -> Tensor:
+        decayed = direction + self.config.weight_decay * weight
+        return self.config.trust_coefficient * weight / decayed
+
+    def apply(self, part: Part, scale: Tensor | float) -> None:
+        (momentum,) = part.states
+        step = part.grad.add_(part.master, alpha=part.weight_decay).mul_(scale)
+        momentum.mul_(self.config.momentum).add_(step)
+        part.master.sub_(momentum)
+
+
+class LAMB(TrustRatio):
+    """Adam's direction with decay, scaled to the norm of the weights (You et al., 1904.00962)."""
+
+    states = ("exp_avg", "exp_avg_sq")
+
+    def prepare(self, part: Part, count: int) -> None:
+        exp_avg, exp_avg_sq = part.states
+        beta1, beta2 = self.config.beta1, self.config.beta2
+        exp_avg.lerp_(part.grad, 1.0 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(part.grad, part.grad, value=1.0 - beta2)
+        root = (exp_avg_sq / (1.0 - beta2 ** (count + 1))).sqrt_().add_(self.config.eps)
+        torch.div(exp_avg, root, out=part.grad)
+        part.grad.div_(1.0 - beta1 ** (count + 1)).add_(part.master, alpha=part.weight_decay)
+
+    def ratio(self, weight: Tensor, direction: Tensor) -> Tensor:
+        return weight / direction
+
+    def apply(self, part: Part, scale: Tensor | float) -> None:
+        part.master.sub_(part.grad.mul_(scale))

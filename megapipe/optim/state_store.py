@@ -1,0 +1,250 @@
+"""Where the master weights and the optimizer state of a shard live, and in what type.
+
+Resident fp32 state is used in place. Anything else (bf16, in host memory, on a disk) passes
+through windows of a bounded size (:mod:`megapipe.optim.offload`), and the rule that updates it
+need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.config import OptimizerConfig
+from megapipe.errors import ConfigError
+from megapipe.optim.offload import Array, LaunchInfo, Staging
+from megapipe.optim.rounding import round_at_random, scratch_bytes
+
+MASTER = "model"
+"""Name of the master weights among the states."""
+ALIGNMENT = 64
+"""Windows begin at multiples of this many values, so that vector instructions cut them alike."""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class StatePolicy:
+    """How the state of all shards of a process is kept."""
+
+    master: Literal["fp32", "none"] = "fp32"
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    place: LaunchInfo = "device"
+    folder: Path | None = None
+    window_bytes: int = 64 * MIB
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls, config: OptimizerConfig, seed: int, run_folder: Path, device: torch.device
+    ) -> StatePolicy:
+        """Raises :class:`ConfigError` where random numbers would leave no room in the windows."""
+        least = 2 * scratch_bytes(device) / MIB
+        narrow = config.state_dtype == "bf16" or config.master == "none"
+        if narrow and config.rounding == "stochastic" and config.window_mib < least:
+            raise ConfigError(
+                f"optimizer.window_mib={config.window_mib:g}: random numbers for rounding take "
+                f"{least / 2:g} of it on this device; expected at least {least:g}"
+            )
+        folder = run_folder if config.offload_folder is None else Path(config.offload_folder)
+        return cls(
+            master=config.master,
+            state_dtype=config.state_dtype,
+            rounding=config.rounding,
+            place="device" if config.offload == "none" else config.offload,
+            folder=folder,
+            window_bytes=int(config.window_mib * MIB),
+            seed=seed,
+        )
+
+
+class Window(NamedTuple):
+    """A range [start, stop) of a shard, to be updated in place.
+
+    All tensors are [stop - start], fp32 (fp64 in an fp64 model).
+    """
+
+    start: int
+    stop: int
+    master: Tensor
+    states: tuple[Tensor, ...]
+    """In the order of the store's names."""
+
+
+class StateBytes(NamedTuple):
+    """Memory of a store between updates, weights not counted, and of its windows during one."""
+
+    device: int
+    host: int
+    disk: int
+    windows: int
+
+
+class Store:
+    """Master weights and states `names` of a shard, whose `weights` [n] are in the model dtype.
+
+    fp32 and fp64 weights are their own masters: ``read("model", ...)`` is a view of them. Other
+    masters are copies, and the weights follow what is done to them. `bucket` and `start` say where
+    in the model the shard begins: random numbers depend on it, not on how shards are cut.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        names: Sequence[str],
+        policy: StatePolicy | None = None,
+        *,
+        bucket: int = 0,
+        start: int = 0,
+    ) -> None:
+        self.policy = policy or StatePolicy()
+        self.weights = weights
+        self._main = torch.promote_types(weights.dtype, torch.float32)
+        self._bucket = bucket
+        self._origin = start
+        self._step: int | None = None
+        self.kept: list[Tensor] = []
+        """What :meth:`keep` saw last: master and states."""
+        self._own_master = weights.dtype != self._main and self.policy.master == "fp32"
+        master = self._array(MASTER, self._main, given=None if self._own_master else weights)
+        narrow = self.policy.state_dtype == "bf16"
+        dtype = torch.bfloat16 if narrow else self._main
+        self._arrays = [master, *(self._array(name, dtype) for name in names)]
+        self._named = {array.name: array for array in self._arrays}
+        self._window = self._window_length()
+        if self._own_master:
+            for a, b in self._ranges(0, weights.numel()):
+                self.write(MASTER, a, b, weights[a:b])
+
+    def _array(self, name: str, dtype: torch.dtype, given: Tensor | None = None) -> Array:
+        return Array(
+            name,
+            self.weights.numel(),
+            dtype,
+            self._main,
+            self.weights.device,
+            "device" if given is not None else self.policy.place,
+            folder=self.policy.folder,
+            given=given,
+        )
+
+    @property
+    def _at_random(self) -> bool:
+        return self.policy.rounding == "stochastic" and any(x.narrow for x in self._arrays)
+
+    @property
+    def _scratch_bytes(self) -> int:
+        return scratch_bytes(self.weights.device) if self._at_random else 0
+
+    def _window_length(self) -> int | None:
+        """Values of a window; None: everything is used in place."""
+        each = sum(array.staging_bytes for array in self._arrays)
+        if each == 0:
+            return None
+        budget = self.policy.window_bytes - self._scratch_bytes
+        return max(budget // each // ALIGNMENT, 1) * ALIGNMENT
+
+    def begin(self, step: int) -> None:
+        """Random numbers from here on are those of this step, counted from 0. What was read of
+        files since the last one does not stay in memory."""
+        self._step = step
+        for array in self._arrays:
+            array.release(0, self.weights.numel())
+
+    def windows(self, start: int, stop: int) -> Iterator[Window]:
+        """The range [start, stop) of the shard, in windows.
+
+        Whatever was changed in a window is kept, and the weights follow the master, when the
+        iteration goes on.
+        """
+        if self._window is None and start < stop:
+            master, *states = (array.values[start:stop] for array in self._arrays)
+            yield Window(start, stop, master, tuple(states))
+            if self._own_master:
+                self.weights[start:stop].copy_(master)
+            return
+        ranges = self._ranges(start, stop)
+        staging = Staging(self._arrays, ranges, self.weights.device)
+        try:
+            staging.fetch(0)
+            for index, (a, b) in enumerate(ranges):
+                staging.fetch(index + 1)
+                master, *states = staging.widen(index)
+                yield Window(a, b, master, tuple(states))
+                if self._own_master:
+                    self.weights[a:b].copy_(master)
+                staging.put_back(index, self._narrow)
+        finally:
+            staging.end()
+
+    def _ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """[start, stop) in pieces of a window's length."""
+        length = self._window or max(stop - start, 1)
+        return [(a, min(a + length, stop)) for a in range(start, stop, length)]
+
+    def _narrow(self, name: str, out: Tensor, wide: Tensor, start: int) -> None:
+        """Round values, of which the first stands at `start` of the shard."""
+        if not self._at_random:
+            out.copy_(wide)
+            return
+        assert self._step is not None, "stochastic rounding needs Store.begin(step)"
+        stream = (self.policy.seed, "rounding", self._step, self._bucket, name)
+        round_at_random(out, wide, stream, self._origin + start)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """The values [start, stop) of a state, or of the master weights ("model").
+
+        A view of what is kept, in the type and on the device where it is: later updates change it.
+        """
+        array = self._named[name]
+        self._settle(array)
+        return array.values[start:stop]
+
+    def write(self, name: str, start: int, stop: int, values: Tensor) -> None:
+        """Set the values [start, stop) of a state, or of the master weights and the weights.
+
+        Values of a wider type than is kept are rounded to the nearest.
+        """
+        array = self._named[name]
+        self._settle(array)
+        array.values[start:stop].copy_(values)
+        array.release(start, stop)
+        if name == MASTER and self._own_master:
+            self.weights[start:stop].copy_(values)
+
+    def keep(self) -> None:
+        """Remember all values, for :meth:`undo`; state in host memory or on a disk is not."""
+        assert self.policy.place == "device"
+        if not self.kept:
+            self.kept = [torch.empty_like(array.values) for array in self._arrays]
+        for copy, array in zip(self.kept, self._arrays, strict=True):
+            copy.copy_(array.values)
+
+    def undo(self) -> None:
+        """Put all values back, bitwise, to what :meth:`keep` saw."""
+        for copy, array in zip(self.kept, self._arrays, strict=True):
+            array.values.copy_(copy)
+        if self._own_master:
+            self.weights.copy_(self.kept[0])
+
+    def _settle(self, array: Array) -> None:
+        """Wait for copies to and from the host, which the computation waits for."""
+        if array.away and self.weights.is_cuda:
+            torch.cuda.current_stream(self.weights.device).synchronize()
+
+    def nbytes(self) -> StateBytes:
+        """What is kept, and the most that an update adds."""
+        places = dict.fromkeys(("device", "host", "disk"), 0)
+        for array in self._arrays:
+            if array.values is not self.weights:
+                places[array.place] += array.values.nbytes
+        values = min(self._window or 0, self.weights.numel())
+        windows = values * sum(array.staging_bytes for array in self._arrays)
+        if values:
+            windows += self._scratch_bytes
+        return StateBytes(**places, windows=windows)

@@ -1,0 +1,223 @@
+"""The setting of a command: what schedules are built for, and what their operations cost."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.schedule.commands.arguments import OF_STAGE, number, options_of
+from megapipe.schedule.cost import Cost, Time, equal_buckets
+from megapipe.schedule.generators import accepts, aliases, names
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.load import goes_by_cost, is_own, load
+from megapipe.schedule.memory import Amount, peak_weighted
+from megapipe.schedule.placement import Placement, loop, vee, wave
+from megapipe.schedule.timing.simulate import Timeline, simulate
+
+Number = Fraction | int
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What all schedules of a command have in common."""
+
+    ranks: int
+    microbatches: int
+    options: Mapping[str, int | None]
+    costs: Mapping[str, Number]
+    stage_costs: Mapping[str, tuple[Number, ...]]
+    bandwidth: Number | None
+    jitter: Number
+    seed: int
+    memory_limit: Number | None
+    freed: Fraction
+    accounting: Literal["held", "weighted"]
+    objective: Literal["makespan", "span"]
+    placement: str | None
+    zero: int
+    prefetch: int
+    buckets: int
+    chunked_loss: bool
+    planned: Callable[[Placement], Cost] | None = None
+    """Costs of a model's stages on a placement."""
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> "Scenario":
+        """The setting that was given on the command line.
+
+        Raises:
+            ConfigError: a file of stage costs or a configuration that cannot be used.
+        """
+        planned = None
+        if given.config is not None:
+            taken = sorted(set(given.cost) & {"F", "I", "W", "B", "R"})
+            if given.stage_cost is not None or taken:
+                other = f"--cost: {taken[0]}" if taken else "--stage-cost: that"
+                raise ConfigError(f"argument {other} is in {given.config} already")
+            if given.planner is None:
+                raise ConfigError("argument --config: scripts/schedule.py reads configurations")
+            planned = given.planner(given.config)
+        stage_costs = {} if given.stage_cost is None else read_stage_costs(given.stage_cost)
+        both = sorted(set(stage_costs) & set(given.cost))
+        if both:
+            raise ConfigError(f"argument --cost: {both[0]} is in {given.stage_cost} already")
+        return cls(
+            ranks=given.ranks,
+            microbatches=given.microbatches,
+            options=options_of(given),
+            costs=given.cost,
+            stage_costs=stage_costs,
+            bandwidth=given.bandwidth,
+            jitter=given.jitter,
+            seed=given.seed,
+            memory_limit=given.memory_limit,
+            freed=Fraction(given.freed_by_input_grad),
+            accounting=given.memory_accounting,
+            objective=given.objective,
+            placement=given.placement,
+            zero=given.zero,
+            prefetch=given.prefetch,
+            buckets=given.buckets,
+            chunked_loss=given.chunked_loss,
+            planned=planned,
+        )
+
+    def cost(self, placement: Placement) -> Cost:
+        """The costs of the stages of a placement, without jitter."""
+        times = {name: self.costs[name] for name in OF_STAGE if name in self.costs}
+        cost = Cost.full_rank(placement, **times, latency=self.costs.get("comm", 0))
+        per_stage: dict[str, Any] = dict(self.stage_costs)
+        if self.planned is not None:
+            model = self.planned(placement)
+            per_stage = {kind: getattr(model, kind) for kind in ("F", "I", "W", "R")}
+        return replace(
+            cost,
+            **per_stage,
+            overlap_factor=self.costs.get("overlap", 1),
+            bandwidth=self.bandwidth,
+            message=1,
+            zero=self.zero,
+            prefetch=self.prefetch,
+            buckets=equal_buckets(self.buckets, placement.stages),
+            chunked_loss=self.chunked_loss,
+        )
+
+    def build(self, name: str, *, lenient: bool = False) -> tuple[Schedule, float]:
+        """A schedule at this setting, and the seconds that it took to make.
+
+        Args:
+            lenient: leave out options that a registered schedule does not have.
+
+        Raises:
+            ScheduleError: a schedule that cannot be had, or has another placement.
+        """
+        options = dict(self.options)
+        if lenient and _registered(name):
+            options = {what: value for what, value in options.items() if what in accepts(name)}
+        sizes = {"ranks": self.ranks, "microbatches": self.microbatches}
+        hints: dict[str, Any] = {**sizes, **options, **self._memory(name)}
+        start = time.perf_counter()
+        schedule = load(name, **hints)
+        costs_given = self.costs or self.stage_costs or self.bandwidth or self.planned
+        if costs_given and goes_by_cost(name):  # they are those of stages, so of its placement
+            cost = self.cost(schedule.placement)
+            del schedule  # as large as the next one
+            start = time.perf_counter()
+            schedule = load(name, **hints, cost=cost)
+        seconds = time.perf_counter() - start
+        known = placement_names(schedule.placement)
+        if self.placement not in (None, *known):
+            raise ScheduleError(f"schedule {name}: its placement is {known[0]}")
+        return schedule, seconds
+
+    def _memory(self, name: str) -> dict[str, Number | None]:
+        """What a schedule is told of the memory: nothing if it cannot count as the limit does."""
+        if self.accounting == "held":
+            return {"memory_limit": self.memory_limit}
+        if is_own(name) or "freed" in accepts(name):
+            return {"memory_limit": self.memory_limit, "freed": self.freed}
+        return {}
+
+    def counted(self, schedule: Schedule) -> tuple[Amount, ...]:
+        """What each rank holds at most, as the memory limit counts it."""
+        return peak_weighted(schedule, self.freed if self.accounting == "weighted" else Fraction(0))
+
+    def time(self, schedule: Schedule) -> Timeline:
+        """A schedule in time.
+
+        Raises:
+            ScheduleError: costs that do not fit the schedule, or are all zero.
+        """
+        cost = self.cost(schedule.placement)
+        timeline = simulate(schedule, replace(cost, jitter=float(self.jitter), seed=self.seed))
+        if not any(timeline.busy):
+            raise ScheduleError(
+                f"schedule {schedule.name}: it takes no time; give at least one cost above 0"
+            )
+        return timeline
+
+
+def placement_names(placement: Placement) -> tuple[str, ...]:
+    """What a placement may be called, the usual name first."""
+    if len(placement.table) > 1:
+        return ("bidirectional",)
+    ranks, chunks = placement.ranks, placement.stages // placement.ranks
+    shapes = {"single": loop(ranks), "loop": loop(ranks, chunks) if chunks > 1 else None}
+    shapes |= {"v": vee(ranks), "wave": wave(ranks, chunks // 2) if chunks > 1 else None}
+    return tuple(name for name, shape in shapes.items() if shape == placement) or ("own",)
+
+
+def read_stage_costs(path: Path) -> dict[str, tuple[Number, ...]]:
+    """The times of a JSON list of {"F", "I", "W"} (and "B", "R", "reduce", "gather"), one per
+    virtual stage, by kind.
+
+    Raises:
+        ConfigError: the file cannot be read or is not such a list.
+    """
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"), parse_float=str)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not valid JSON: {error}"
+        raise ConfigError(f"{path}: {reason}") from None
+    if not isinstance(stages, list) or not stages:
+        raise ConfigError(f'{path}: write a list with {{"F": 1, "I": 1, "W": 1}} for each stage')
+    rows = [_times(stage, f"{path}: stage {index}") for index, stage in enumerate(stages)]
+    for index, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise ConfigError(
+                f"{path}: stage {index} has {', '.join(row)}, stage 0 has {', '.join(rows[0])}"
+            )
+    return {kind: tuple(row[kind] for row in rows) for kind in rows[0]}
+
+
+def _times(stage: object, where: str) -> dict[str, Number]:
+    if not isinstance(stage, dict):
+        raise ConfigError(f'{where}: {stage!r} is not {{"F": 1, "I": 1, "W": 1}}')
+    unknown = sorted(set(stage) - set(OF_STAGE))
+    missing = [kind for kind in "FIW" if kind not in stage]
+    if unknown or missing:
+        what = f"{unknown[0]!r} is unknown" if unknown else f"{missing[0]} is missing"
+        raise ConfigError(
+            f"{where}: {what}; it has F, I and W, and may have B, R, reduce and gather"
+        )
+    result = {}
+    for kind in sorted(stage, key=OF_STAGE.index):
+        try:
+            result[kind] = number(str(stage[kind]))
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{where}: {kind}: {error}") from None
+    return result
+
+
+def _registered(name: str) -> bool:
+    return name in names() or name in aliases()
+
+
+def json_number(value: Time) -> int | float:
+    """A number as JSON has it: whole ones without a point."""
+    return int(value) if value == int(value) else float(value)

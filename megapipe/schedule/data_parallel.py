@@ -1,0 +1,194 @@
+"""When data-parallel replicas talk: actions for gradients and weights, put into a rank's program.
+
+Gradients of a stage are sent off after its last weight gradient of the step and the message that
+goes with it, buckets of them within that operation (:func:`last_gradients`); where they have no
+memory of their own in between (ZeRO-2, 3), after each *run* of weight gradients of one stage: then
+a rank may have to wait for the reduction before, and its neighbour should not. A breadth-first
+order has one run per stage, so it reduces each once (Lamy-Poirier, 2211.05953). A stage of several
+holders is reduced once, when the last of them is through with it
+(:mod:`megapipe.schedule.holders`). Updated weights are awaited before the first operation that
+needs them. Where weights are gathered on demand (ZeRO-3), those of the next stages are on their way
+while one computes.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from megapipe.schedule.holders import Meeting, meetings
+from megapipe.schedule.ir import Kind, Schedule
+from megapipe.schedule.program import Action, Do, Program
+
+_USES_WEIGHTS = frozenset((Kind.F, Kind.B, Kind.I, Kind.R))
+_ADDS_GRADIENTS = frozenset((Kind.B, Kind.W))
+
+
+class ReplicaPolicy(NamedTuple):
+    """What decides when replicas reduce gradients and gather weights."""
+
+    zero: int = 1
+    """The ZeRO stage (Rajbhandari et al., 1910.02054): 2 and 3 share out gradients and weights."""
+    prefetch: int = 1
+    """Stages whose weights ZeRO-3 gathers before they are needed."""
+    chunked_loss: bool = False
+    """The last stage computes its head's weight gradient within ``I``, not ``W``, as a loss that
+    takes a few tokens at a time does."""
+
+
+def synchronise(
+    program: Program,
+    *,
+    shared: Sequence[Meeting] = (),
+    in_runs: bool,
+    prefetch: int | None,
+    unsplit: Collection[int] = (),
+) -> Program:
+    """`program` with REDUCE (and OPEN), AWAIT, and UNSHARD and RESHARD put in.
+
+    `shared`: where stages that other ranks have too are reduced, once each. `in_runs`: reduce the
+    others after each run of weight gradients, and OPEN before it. `prefetch`: weights are gathered
+    on demand, those of so many stages ahead; None: they stay. `unsplit`: stages that compute weight
+    gradients within ``I`` too.
+    """
+    actions: Sequence[Action] = program.actions
+    actions = list(_with_reductions(actions, shared, unsplit, in_runs=in_runs))
+    if prefetch is None:
+        actions = list(_with_awaits(actions))
+    else:
+        actions = list(_with_gathers(actions, prefetch))
+    return Program(program.rank, tuple(actions))
+
+
+def for_zero(
+    programs: Iterable[Program],
+    schedule: Schedule,
+    policy: ReplicaPolicy,
+) -> Iterator[Program]:
+    """Programs of a schedule's ranks with what their replicas do together."""
+    shared = meetings(schedule)
+    for program in programs:
+        yield synchronise(
+            program,
+            shared=shared[program.rank],
+            in_runs=policy.zero >= 2,
+            prefetch=policy.prefetch if policy.zero == 3 else None,
+            unsplit=[schedule.placement.stages - 1] if policy.chunked_loss else (),
+        )
+
+
+def operations(schedule: Schedule, rank: int) -> Program:
+    """A rank's operations without their messages, which make no difference to what replicas do
+    together between them."""
+    return Program(
+        rank,
+        tuple(Action(Do.COMPUTE, *op[:4]) for op in schedule.rank_ops(rank)),
+    )
+
+
+def last_gradients(actions: Sequence[Action]) -> dict[int, int]:
+    """Where a REDUCE follows a W or B of its stage, as it does but where a head's weight gradient
+    comes in an I and where others hold the stage too: the places of both.
+
+    During that operation gradients come in for the last time before they are reduced.
+    """
+    found, last = {}, -1
+    for place, action in enumerate(actions):
+        if action.do == Do.COMPUTE:
+            last = place
+        elif action.do == Do.REDUCE and last >= 0:
+            before = actions[last]
+            if before.stage == action.stage and before.kind in _ADDS_GRADIENTS:
+                found[place] = last
+    return found
+
+
+def _on(do: Do, stage: int) -> Action:
+    return Action(do, Kind.W, stage, -1)
+
+
+def _with_reductions(
+    actions: Sequence[Action],
+    shared: Sequence[Meeting],
+    unsplit: Collection[int],
+    *,
+    in_runs: bool,
+) -> Iterator[Action]:
+    due: dict[int, list[int]] = defaultdict(list)
+    for done, stage in shared:
+        due[done].append(stage)
+    others = {stage for _, stage in shared}
+    adding = [
+        (i, action.stage)
+        for i, action in enumerate(actions)
+        if action.do == Do.COMPUTE
+        and (action.kind in _ADDS_GRADIENTS or (action.kind == Kind.I and action.stage in unsplit))
+    ]
+    runs = [list(run) for _, run in itertools.groupby(adding, key=lambda use: use[1])]
+    first = {run[0][0] for run in runs} if in_runs else set()
+    last = {run[-1][0] for run in runs}
+    if not in_runs:
+        last = set({stage: i for i, stage in adding}.values())
+    complete, done = due[0], 0
+    for i, action in enumerate(actions):
+        if action.do != Do.SEND:
+            yield from (_on(Do.REDUCE, stage) for stage in complete)
+            complete = []
+        own = action.stage not in others
+        if own and i in first:
+            yield _on(Do.OPEN, action.stage)
+        yield action
+        if own and i in last:
+            complete.append(action.stage)
+        if action.do == Do.COMPUTE:
+            done += 1
+            complete += due[done]
+    yield from (_on(Do.REDUCE, stage) for stage in complete)
+
+
+def _with_awaits(actions: Sequence[Action]) -> Iterator[Action]:
+    seen = set()
+    for action in actions:
+        if _needs_weights(action) and action.stage not in seen:
+            seen.add(action.stage)
+            yield _on(Do.AWAIT, action.stage)
+        yield action
+
+
+def _needs_weights(action: Action) -> bool:
+    return action.do == Do.COMPUTE and action.kind in _USES_WEIGHTS
+
+
+def _with_gathers(actions: Sequence[Action], prefetch: int) -> Iterator[Action]:
+    """The weights there at any time are those of the next 1 + `prefetch` different stages."""
+    uses: dict[int, list[int]] = defaultdict(list)
+    for i in range(len(actions) - 1, -1, -1):
+        if _needs_weights(actions[i]):
+            uses[actions[i].stage].append(i)
+    gathered: list[int] = []
+    awaited: set[int] = set()
+    held: list[Action] = []  # what waits, or takes memory, until gathers have begun
+    for action in actions:
+        if action.do in (Do.RECV, Do.OPEN):
+            held.append(action)
+            continue
+        if _needs_weights(action):
+            following = sorted((later[-1], stage) for stage, later in uses.items() if later)
+            wanted = [stage for _, stage in following[: 1 + prefetch]]
+            for stage in [stage for stage in gathered if stage not in wanted]:
+                gathered.remove(stage)
+                awaited.discard(stage)
+                yield _on(Do.RESHARD, stage)
+            for stage in wanted:
+                if stage not in gathered:
+                    gathered.append(stage)
+                    yield _on(Do.UNSHARD, stage)
+            uses[action.stage].pop()
+        yield from held
+        held.clear()
+        if _needs_weights(action) and action.stage not in awaited:
+            awaited.add(action.stage)
+            yield _on(Do.AWAIT, action.stage)
+        yield action
+    for stage in gathered:
+        yield _on(Do.RESHARD, stage)

@@ -1,0 +1,207 @@
+"""A schedule from where a user says it is: the registry, a function, or a file."""
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from array import array
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from megapipe.errors import MegapipeError, ScheduleError
+from megapipe.schedule.generators.registry import HINTS, OPTIONS, accepts, aliases, build, names
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.text import from_csv
+
+
+def load(spec: str, *, ranks: int, microbatches: int, **options: Any) -> Schedule:
+    """The schedule that `spec` names, for these many ranks and micro-batches.
+
+    Args:
+        spec: a registered name or alias; ``module:function``, imported with the current directory
+            on the path and called with those of the other arguments that its signature takes; or
+            ``path/to/file.csv`` (:func:`~megapipe.schedule.text.from_csv`).
+        ranks: pipeline ranks.
+        microbatches: micro-batches per step, whole ones.
+        options: those of :func:`~megapipe.schedule.generators.registry.build`; None: not given.
+
+    Raises:
+        ScheduleError: nothing of that name, an exception in the user's code, or a schedule of
+            other sizes than asked for. Whether the schedule can be executed is not looked at;
+            :func:`~megapipe.schedule.proof.validate.validate` does that.
+    """
+    unknown = sorted(set(options) - set(OPTIONS) - set(HINTS))
+    if unknown:
+        raise TypeError(f"load has no option {unknown[0]!r}")
+    given = {what: value for what, value in options.items() if value is not None}
+    if spec.endswith(".csv"):
+        _refuse(spec, given, taken=())
+        schedule = _read(spec)
+    elif ":" in spec:
+        schedule = _call(spec, {"ranks": ranks, "microbatches": microbatches, **given})
+    else:
+        return _build(spec, ranks, microbatches, given)
+    _check(spec, schedule, ranks, microbatches, given)
+    return schedule
+
+
+def goes_by_cost(spec: str) -> bool:
+    """Whether what :func:`load` makes of `spec` may depend on the cost that it is given; a function
+    of the user's may look at it."""
+    if spec in names() or spec in aliases():
+        return "cost" in accepts(spec)
+    return is_own(spec) and not spec.endswith(".csv")
+
+
+def is_own(spec: str) -> bool:
+    """Whether `spec` is a function or a file of the user's, so nobody has proved what it makes."""
+    return ":" in spec or spec.endswith(".csv")
+
+
+def _build(name: str, ranks: int, microbatches: int, given: dict[str, Any]) -> Schedule:
+    try:
+        return build(name, ranks=ranks, microbatches=microbatches, **given)
+    except ScheduleError as error:
+        if name in names() or name in aliases():
+            raise
+        hint = "one of your own is module:function or a file that ends in .csv"
+        raise ScheduleError(f"{error}; {hint}") from None
+
+
+def _read(path: str) -> Schedule:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"schedule {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"schedule {path}: it is not a text file") from None
+    return from_csv(text, name=path)
+
+
+def _call(spec: str, given: dict[str, Any]) -> Schedule:
+    with _current_directory_on_path():
+        function = _function(spec)
+        arguments = _arguments(spec, function, given)
+        try:
+            return function(**arguments)
+        except Exception as error:
+            raise _failed(spec, error) from error
+
+
+def _function(spec: str) -> Callable[..., Any]:
+    module, _, name = spec.partition(":")
+    if not module or not name:
+        raise ScheduleError(f"schedule {spec}: write module:function, as in my_schedules:build")
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and f"{module}.".startswith(f"{absent}."):
+            raise ScheduleError(
+                f"schedule {spec}: there is no module {absent!r} in {os.getcwd()} or among the "
+                "installed packages"
+            ) from None
+        raise _failed(spec, error) from error
+    if not callable(function):
+        raise ScheduleError(f"schedule {spec}: module {module!r} has no function {name!r}")
+    return function
+
+
+def _arguments(spec: str, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ScheduleError(f"schedule {spec}: what it takes cannot be read") from None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return given
+    _refuse(spec, given, taken=tuple(parameters))
+    able = ("ranks", "microbatches", *OPTIONS, *HINTS)
+    for name, parameter in parameters.items():
+        optional = parameter.default is not parameter.empty
+        if name in given or optional or parameter.kind is parameter.VAR_POSITIONAL:
+            continue
+        if name in able:
+            raise ScheduleError(f"schedule {spec}: {name} must be given")
+        raise ScheduleError(
+            f"schedule {spec}: its parameter {name} needs a default; it can be given "
+            f"{', '.join(able)}"
+        )
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _refuse(spec: str, given: dict[str, Any], taken: tuple[str, ...]) -> None:
+    """Options of which the result does not show whether they were heeded."""
+    for what in ("group", "pairs"):
+        if what in given and what not in taken:
+            raise ScheduleError(
+                f"schedule {spec}: {what} must not be given, not {given[what]}; it does not take it"
+            )
+
+
+def _check(
+    spec: str, schedule: Schedule, ranks: int, microbatches: int, given: dict[str, Any]
+) -> None:
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"schedule {spec}: it returned {type(schedule).__name__}; return a "
+            "megapipe.schedule.ir.Schedule"
+        )
+    if not all(isinstance(ops, array) and ops.typecode == "q" for ops in schedule.ops):
+        raise ScheduleError(
+            f"schedule {spec}: its lists of operations must be arrays of packed ones, as "
+            "megapipe.schedule.ir.packed makes them"
+        )
+    if schedule.forward_only:
+        raise ScheduleError(f"schedule {spec}: it has no backward; leave out forward_only")
+    placement = schedule.placement
+    sizes: dict[str, tuple[Any, Any]] = {
+        "ranks": (placement.ranks, ranks),
+        "micro-batches": (schedule.whole_microbatches, microbatches),
+    }
+    if "chunks" in given:
+        sizes["stages"] = (placement.stages, ranks * given["chunks"])
+    if "slices" in given:
+        sizes["slices"] = (schedule.slices, given["slices"])
+    for what, (made, asked) in sizes.items():
+        if made != asked:
+            raise ScheduleError(f"schedule {spec}: it has {made} {what}, not the {asked} asked for")
+
+    _check_parts(spec, schedule)
+
+
+def _check_parts(spec: str, schedule: Schedule) -> None:
+    filled = Fraction(0)
+    for microbatch, size in enumerate(schedule.sizes or ()):
+        filled += size
+        if filled > 1:
+            raise ScheduleError(
+                f"schedule {spec}: with micro-batch {microbatch} there is {filled} of a whole one; "
+                "the parts of a whole are consecutive and add up to 1"
+            )
+        filled %= 1
+
+
+@contextlib.contextmanager
+def _current_directory_on_path() -> Iterator[None]:
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the user's code may have taken it away
+            sys.path.remove(here)
+
+
+def _failed(spec: str, error: Exception) -> ScheduleError:
+    """An exception of the user's code in one line, with the place where it was raised."""
+    if isinstance(error, MegapipeError):
+        return ScheduleError(f"schedule {spec}: {error}")
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if not isinstance(error, SyntaxError):  # whose text has the place
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text += f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ScheduleError(f"schedule {spec}: {text}")

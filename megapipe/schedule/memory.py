@@ -1,0 +1,191 @@
+"""What a schedule keeps in memory and sends, counted from its lists.
+
+Activations are counted in micro-batches of a full rank: what one stage keeps of one whole
+micro-batch is ranks / stages of that. There are two accountings, and published tables mix them:
+
+- *held*: from F to W (or B), as whoever keeps the saved tensors until the weight gradient;
+- *weighted*: a share is free after I already, the rest after W (2401.10241 counts so).
+
+At a stage that recomputes, what counts begins at R (or at I or B); its input alone is kept before.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.cost import Time, plain
+from megapipe.schedule.dependencies import Dependencies
+from megapipe.schedule.ir import KIND_MASK, Kind, Schedule
+from megapipe.schedule.timing.simulate import Timeline
+from megapipe.schedule.timing.ticks import per_unit, whole
+
+Amount = int | Fraction
+"""Micro-batches of a full rank."""
+
+
+_HELD_BY_KIND = np.array([{Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(kind, 0) for kind in Kind])
+"""What an operation adds to the activations that its rank holds."""
+
+
+class _Change(NamedTuple):
+    """What an operation adds to what is alive, when it starts and when it ends, in grains."""
+
+    start: int
+    end: int
+
+
+def most_held(ops: Sequence[int]) -> int:
+    """The most chunk activations that a list holds at once, from F to W or B."""
+    kinds = np.array(ops, np.int64) & KIND_MASK
+    return int(_HELD_BY_KIND[kinds].cumsum().max(initial=0))
+
+
+def peak_held(schedule: Schedule) -> tuple[Amount, ...]:
+    """Per rank, the most activations alive at once, each held from F to W."""
+    return peak_weighted(schedule, freed=Fraction(0))
+
+
+def peak_weighted(schedule: Schedule, freed: Fraction) -> tuple[Amount, ...]:
+    """Per rank, the most activations alive at once, I freeing the share `freed` and W the rest.
+
+    Raises:
+        ScheduleError: a share that is not from 0 to 1.
+    """
+    grains = _Grains(schedule, freed)
+    return tuple(grains.amount(grains.peak(rank)) for rank in range(len(schedule.ops)))
+
+
+def curve(
+    timeline: Timeline, rank: int, freed: Fraction = Fraction(0)
+) -> list[tuple[Time, Amount]]:
+    """The memory of a rank over time: (from when, activations alive), weighted by `freed`."""
+    grains = _Grains(timeline.schedule, freed)
+    events: dict[Time, int] = {}
+    for start, end, change in zip(
+        timeline.start_ticks[rank], timeline.end_ticks[rank], grains.changes(rank), strict=True
+    ):
+        events[start] = events.get(start, 0) + change.start
+        events[end] = events.get(end, 0) + change.end
+    times = sorted(events)
+    return [
+        (timeline.time(time), grains.amount(alive))
+        for time, alive in zip(times, accumulate(events[time] for time in times), strict=True)
+    ]
+
+
+def messages(schedule: Schedule) -> int:
+    """Messages of a step between different ranks."""
+    return int(sum(traffic(schedule).values(), start=Fraction(0)))
+
+
+def traffic(schedule: Schedule) -> dict[tuple[int, int], Fraction | int]:
+    """Messages of a step by (source, destination)."""
+    return _per_link(schedule, lambda size: 1)
+
+
+def volume(schedule: Schedule) -> dict[tuple[int, int], Fraction | int]:
+    """What a step sends by (source, destination), in messages of a whole micro-batch."""
+    return _per_link(schedule, lambda size: size / schedule.slices)
+
+
+def _per_link(
+    schedule: Schedule, of: Callable[[Fraction], Amount]
+) -> dict[tuple[int, int], Amount]:
+    dependencies = Dependencies(schedule)
+    ways = 1 if schedule.forward_only else 2
+    result: dict[tuple[int, int], Amount] = {}
+    counts = (
+        [schedule.microbatches]
+        if len(dependencies.flows) == 1
+        else [dependencies.flow_of.count(index) for index in range(len(dependencies.flows))]
+    )
+    for flow, count in zip(dependencies.flows, counts, strict=True):
+        row = schedule.placement.table[flow.direction]
+        for here, there in pairwise(row):
+            if here == there:
+                continue
+            for link in ((here, there), (there, here))[:ways]:
+                sent = count * schedule.slices * of(flow.size)
+                result[link] = _whole(result.get(link, 0) + sent)
+    return dict(sorted(result.items()))
+
+
+def weight_copies(schedule: Schedule) -> tuple[Amount, ...]:
+    """Per rank, the weights that it holds, 1 being the model by the number of ranks."""
+    placement = schedule.placement
+    return tuple(
+        _whole(len(placement.stages_of(rank)) * placement.unit) for rank in range(placement.ranks)
+    )
+
+
+class _Grains:
+    """Activations in grains: all that operations add and free are whole numbers of these."""
+
+    def __init__(self, schedule: Schedule, freed: Fraction) -> None:
+        if not 0 <= freed <= 1:
+            raise ScheduleError(f"the share freed by I is from 0 to 1, not {freed}")
+        self._schedule = schedule
+        units = [
+            schedule.placement.unit * size / schedule.slices
+            for size in (schedule.sizes or [Fraction(1)])
+        ]
+        self._per_rank = per_unit((*units, *(unit * freed for unit in units)))
+        """Grains in a micro-batch of a full rank."""
+        self._units = [whole(unit, self._per_rank) for unit in units]
+        """What one stage keeps of a slice of each micro-batch, or of every one."""
+        self._freed = [whole(unit * freed, self._per_rank) for unit in units]
+        """What of that is free after I."""
+
+    def amount(self, grains: int) -> Amount:
+        """In micro-batches of a full rank."""
+        return _whole(Fraction(grains, self._per_rank))
+
+    def peak(self, rank: int) -> int:
+        """The most alive at once."""
+        schedule = self._schedule
+        if schedule.sizes or schedule.recompute:
+            alive = peak = 0
+            for change in self.changes(rank):
+                peak = max(peak, alive + change.start)
+                alive += change.start + change.end
+            return peak
+        # what an operation adds goes by its kind alone, and none both adds and frees
+        unit, freed = self._units[0], self._freed[0]
+        adds = {Kind.F: unit, Kind.B: -unit, Kind.I: -freed, Kind.W: freed - unit}
+        if schedule.forward_only:
+            return 0
+        ops = schedule.ops[rank]
+        fits = unit * len(ops) < 1 << 63
+        by_kind = np.array([adds.get(kind, 0) for kind in Kind], np.int64 if fits else object)
+        kinds = np.array(ops, np.int64) & KIND_MASK
+        return int(by_kind[kinds].cumsum().max(initial=0))
+
+    def changes(self, rank: int) -> Iterator[_Change]:
+        """Of every operation of a rank."""
+        schedule = self._schedule
+        ops = schedule.rank_ops(rank)
+        ahead = {(op.stage, op.microbatch) for op in ops if op.kind == Kind.R}
+        for op in ops:
+            which = op.microbatch if schedule.sizes else 0
+            unit, freed = self._units[which], self._freed[which]
+            late = op.stage in schedule.recompute
+            if op.kind == Kind.F:
+                yield _Change(0 if late or schedule.forward_only else unit, 0)
+            elif op.kind == Kind.R:
+                yield _Change(unit, 0)
+            elif op.kind == Kind.W:
+                yield _Change(0, freed - unit)
+            else:
+                begins = late and (op.stage, op.microbatch) not in ahead
+                yield _Change(unit if begins else 0, -unit if op.kind == Kind.B else -freed)
+
+
+def _whole(amount: Amount) -> Amount:
+    """The same amount, as an int where it is whole."""
+    result = plain(amount)
+    assert not isinstance(result, float)
+    return result

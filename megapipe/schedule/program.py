@@ -1,0 +1,58 @@
+"""What one rank does in a step: operations, messages, and what it does with its replicas.
+
+:mod:`megapipe.schedule.lower` makes programs of schedules, the engine runs them, and the simulator
+and the plan read them.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from megapipe.schedule.ir import Kind
+
+
+class Do(IntEnum):
+    """What an action does."""
+
+    COMPUTE = 0
+    SEND = 1
+    RECV = 2
+    REDUCE = 3
+    """Send off the gradients of a stage."""
+    OPEN = 4
+    """Make room for the gradients of a stage."""
+    UNSHARD = 5
+    """Begin to gather the weights of a stage."""
+    AWAIT = 6
+    """Wait until the weights of a stage are there."""
+    RESHARD = 7
+    """Let go of the gathered weights of a stage."""
+
+
+class Action(NamedTuple):
+    """One step of a rank's program.
+
+    A message is named by what it carries, alike at both ends: kind F is the output of the forward
+    of (stage, microbatch), for stage+1; kind I is the input gradient of its backward (I or B), for
+    stage-1. What data-parallel replicas do together names the stage alone
+    (:mod:`megapipe.schedule.data_parallel`).
+    """
+
+    do: Do
+    kind: Kind
+    stage: int
+    microbatch: int
+    slice: int = 0
+    peer: int = -1
+    """The rank at the other end of a message."""
+    acks: int = 0
+    """On RECV: how many more of this rank's sends to the peer are known, now that this message is
+    here, to have been received: those that the peer received before it sent this message."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does in a step, in order."""
+
+    rank: int
+    actions: tuple[Action, ...]

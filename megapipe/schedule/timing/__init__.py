@@ -1,0 +1,1 @@
+"""When operations, messages and collectives of a schedule begin and end under given costs."""

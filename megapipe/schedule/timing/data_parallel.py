@@ -1,0 +1,223 @@
+"""When a rank's stages are gathered and reduced over its data-parallel peers.
+
+Where these begin and are awaited is what :mod:`megapipe.schedule.data_parallel` puts into a rank's
+program, so a simulation and a training step cannot differ in it. Every rank has one lane for them,
+beside computation and beside messages: one at a time, in the order in which its program begins
+them. Operations wait for their weights. Under ZeRO-2 and 3, where two stages at most have memory
+for gradients (:mod:`megapipe.optim.optimizer`), a rank waits with a reduction until the one before
+is over, and adds to a stage's gradients again when those that it sent off are gone. A reduction in
+buckets begins within the operation that completes them.
+
+A stage with several holders is reduced when the programs and the lanes of all have come to it, and
+all take part from start to end; what follows on their lanes waits. Weights are gathered by each
+holder for itself. One thing is not in the programs: under ZeRO-0, 1 and 2 all gathers begin at the
+end of the step before, here from time 0 on, in the order in which the rank uses its stages.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from megapipe.schedule.cost import Time, plain
+from megapipe.schedule.data_parallel import ReplicaPolicy, for_zero, last_gradients, operations
+from megapipe.schedule.ir import JOINED, Schedule
+from megapipe.schedule.program import Action, Do
+from megapipe.schedule.timing.ticks import scaled
+from megapipe.schedule.timing.times import Times
+
+
+class Interval(NamedTuple):
+    """When a rank gathers or reduces one of its stages."""
+
+    stage: int
+    rank: int
+    start: Time
+    end: Time
+
+    def scaled(self, per_unit: int) -> "Interval":
+        """The same in another unit, of so many of which this one is a part."""
+        times = (scaled(time, per_unit) for time in (self.start, self.end))
+        return Interval(self.stage, self.rank, *times)
+
+
+class Stop(NamedTuple):
+    """Where a rank's program has an action between operations."""
+
+    done: int
+    """Operations before it."""
+    action: Action
+    in_buckets: bool = False
+    """A REDUCE that begins within the operation before it, as buckets are complete."""
+
+
+class Lane:
+    """The gathers and reductions of one rank, begun one after the other.
+
+    A simulation runs the rank's operations up to the next of its `stops`, calls :meth:`act` and
+    goes on when that says, if the lane is not :attr:`held`. `gathers` and `reductions` are what has
+    begun so far. `company` has the lanes of all holders of each stage that others hold too.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ops: Sequence[int],
+        actions: Sequence[Action],
+        times: Times,
+        company: "Mapping[int, list[Lane]]",
+    ) -> None:
+        self.rank = rank
+        self._length = len(ops)
+        self._company = company
+        for lanes in company.values():
+            lanes.append(self)
+        self.gathers: list[Interval] = []
+        self.reductions: list[Interval] = []
+        self.free: Time = 0
+        self._gather, self._reduce, self._buckets = times.gather, times.reduce, times.buckets
+        self._gathered: dict[int, Time] = {}
+        self._reduced: dict[int, Time] = {}
+        """When the last reduction of a stage ends; of all, in order, in `_ends`."""
+        self._ends: list[Time] = []
+        self._meeting: tuple[int, Time] | None = None
+        """The stage that this lane has come to reduce with others, and when."""
+        self.stops = self._stops(ops, actions)
+        """Those to come, the next one last."""
+        if times.cost.zero < 3:
+            for action in actions:
+                if action.do == Do.AWAIT:
+                    self._begin_gather(action.stage, 0)
+
+    @property
+    def next_stop(self) -> int:
+        """How many operations come before the next stop, or in all."""
+        return self.stops[-1].done if self.stops else self._length
+
+    def _stops(self, ops: Sequence[int], actions: Sequence[Action]) -> list[Stop]:
+        """The stops of a program, the last first. Two joined operations run as one: what comes
+        between them is done before both, but a reduction after them."""
+        found: list[Stop] = []
+        index = 0
+        completed_within = last_gradients(actions)
+        for at, action in enumerate(actions):
+            if action.do == Do.COMPUTE:
+                index += 1
+            elif self._takes_time(action):
+                joined = index > 0 and ops[index - 1] >= JOINED
+                place = index + joined if action.do == Do.REDUCE else index - joined
+                found.append(Stop(place, action, at in completed_within))
+        return sorted(found, key=lambda stop: stop.done)[::-1]
+
+    @property
+    def held(self) -> bool:
+        """Whether others have not come yet for what the lane is to do next."""
+        return self._meeting is not None
+
+    def _takes_time(self, action: Action) -> bool:
+        if action.do == Do.REDUCE and action.stage in self._company:
+            return self._reduce[action.stage] > 0
+        if action.do in (Do.REDUCE, Do.OPEN):
+            return any(self._reduce)
+        return action.do in (Do.UNSHARD, Do.AWAIT) and self._gather[action.stage] > 0
+
+    def gathered(self, stage: int) -> Time:
+        """When the weights are there that were gathered last; 0 where that takes no time."""
+        return self._gathered.get(stage, 0)
+
+    def act(self, began: Time, ended: Time, now: Time) -> tuple[Time, list[int]]:
+        """Do what the program says at the next stop: when the rank goes on, and which ranks may.
+
+        The operation before `began` and `ended` then, and its messages are sent `now`.
+        """
+        _, action, in_buckets = self.stops.pop()
+        if action.do == Do.REDUCE and action.stage in self._company:
+            return now, self._meet(action.stage, ended)
+        if action.do == Do.REDUCE:
+            self._begin_reduce(action.stage, began if in_buckets else ended, ended)
+        elif action.do == Do.OPEN:
+            # of all but the last: the run before this one has waited for the others
+            now = max(now, self._reduced.get(action.stage, 0), *self._ends[-2:-1])
+        elif action.do == Do.UNSHARD:
+            self._begin_gather(action.stage, now)
+        else:
+            now = max(now, self.gathered(action.stage))
+        return now, [self.rank]
+
+    def _meet(self, stage: int, ready: Time) -> list[int]:
+        """Reduce a stage as soon as all its holders have come; the ranks that may go on."""
+        self._meeting = stage, ready
+        company = self._company[stage]
+        come = [lane._meeting for lane in company if lane._meeting is not None]
+        times = [time for place, time in come if place == stage]
+        if len(times) < len(company):
+            return [self.rank]
+        start = max(*times, *(lane.free for lane in company))
+        for lane in company:
+            lane._meeting = None
+            lane._next(lane.reductions, stage, start, lane._reduce[stage])
+        return [lane.rank for lane in company]
+
+    def _begin_reduce(self, stage: int, began: Time, ended: Time) -> None:
+        """Reduce each bucket of a stage as soon as its gradients are ready and the lane is free;
+        they are completed from `began` to `ended`."""
+        for bucket in self._buckets[stage]:
+            ready = plain(began + bucket.after * (ended - began))
+            end = self._next(
+                self.reductions, stage, ready, plain(bucket.share * self._reduce[stage])
+            )
+        self._reduced[stage] = end
+        self._ends.append(end)
+
+    def _begin_gather(self, stage: int, ready: Time) -> None:
+        self._gathered[stage] = self._next(self.gathers, stage, ready, self._gather[stage])
+
+    def _next(self, done: list[Interval], stage: int, ready: Time, time: Time) -> Time:
+        """The end of what comes next on the lane."""
+        if not time:
+            return ready
+        start = max(ready, self.free)
+        self.free = start + time
+        done.append(Interval(stage, self.rank, start, self.free))
+        return self.free
+
+
+def make_lanes(schedule: Schedule, times: Times) -> list[Lane]:
+    """A lane for each rank; none where nothing takes time."""
+    placement, cost = schedule.placement, times.cost
+    if not any((*times.gather, *times.reduce)):
+        return []
+    programs = for_zero(
+        (operations(schedule, rank) for rank in range(placement.ranks)),
+        schedule,
+        ReplicaPolicy(cost.zero, cost.prefetch, cost.chunked_loss),
+    )
+    company: dict[int, list[Lane]] = {
+        stage: [] for stage in range(placement.stages) if len(placement.holders(stage)) > 1
+    }
+    found = []
+    for ops, program in zip(schedule.ops, programs, strict=True):
+        held = {s: company[s] for s in placement.stages_of(program.rank) if s in company}
+        found.append(Lane(program.rank, ops, program.actions, times, held))
+    return found
+
+
+def replay(
+    lanes: Sequence[Lane], starts: Sequence[Sequence[Time]], ends: Sequence[Sequence[Time]]
+) -> None:
+    """Do all that is left to do, of operations whose `starts` and `ends` are known, per rank."""
+    ready = [lane.rank for lane in lanes]
+    while ready:
+        lane = lanes[ready.pop()]
+        if lane.stops and not lane.held:
+            done = lane.next_stop
+            began = starts[lane.rank][done - 1] if done else 0
+            ended = ends[lane.rank][done - 1] if done else 0
+            _, going = lane.act(began, ended, ended)
+            ready.extend(going)
+
+
+def complete(lanes: Sequence[Lane]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+    """All gathers, by rank and start, and all reductions, by start."""
+    assert not any(lane.stops or lane.held for lane in lanes), "ranks wait for each other"
+    gathers = (each for lane in lanes for each in lane.gathers)
+    reductions = (each for lane in lanes for each in lane.reductions)
+    return tuple(gathers), tuple(sorted(reductions, key=lambda each: (each.start, each.stage)))

@@ -1,0 +1,129 @@
+"""Why ranks are idle.
+
+Within the makespan a rank's time that is not computation is
+
+- *warm-up*: before the first backward of the rank starts;
+- *drain*: after its last forward has ended, with the reductions that nothing hides;
+- and in between *waiting*, while the message that the next operation needs is on its way (or is
+  being sent, where messages do not overlap with computation), the parameters of its stage are
+  gathered or a reduction is to be over first, and *imbalance*, while the operation that makes the
+  message has not ended yet.
+
+A rank without a backward has warm-up until its first operation and drain after its last.
+"""
+
+from array import array
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapipe.schedule.cost import Time
+from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
+from megapipe.schedule.ir import JOINED, KIND_MASK, Kind
+from megapipe.schedule.timing.simulate import Timeline
+
+Numbers = NDArray[Any]
+
+
+class Idle(NamedTuple):
+    """Idle time of a rank within the makespan, by cause."""
+
+    warmup: Time
+    waiting: Time
+    drain: Time
+    imbalance: Time
+
+
+def idle(timeline: Timeline) -> tuple[Idle, ...]:
+    """Idle time by cause, per rank; of a simulated or a measured timeline.
+
+    The four add up to makespan less busy time.
+    """
+    dependencies = Dependencies(timeline.schedule)
+    need = np.array(dependencies.base[0])
+    lists = [dependencies.codes(rank) for rank in range(len(timeline.start_ticks))]
+    made = _made(dependencies, lists, timeline)
+    result = []
+    for listed, starts, ends in zip(lists, timeline.start_ticks, timeline.end_ticks, strict=True):
+        if not starts:
+            result.append(Idle(0, 0, timeline.makespan, 0))
+            continue
+        codes, begins, before = np.array(listed), _numbers(starts), _numbers(ends)[:-1]
+        places = np.flatnonzero(begins[1:] > before) + 1  # of operations that start late
+        gaps = begins[places] - before[places - 1]
+        first_back, last_forward = _phases(codes)
+        early = places <= first_back
+        late = ~early & (places > last_forward)
+        between = ~(early | late)
+        places, gaps, early, late = places[between], gaps[between], gaps[early], gaps[late]
+        ready = _made_for(codes[places], need, made)
+        joined = codes[places] >= JOINED
+        ready[joined] = np.maximum(ready[joined], _made_for(codes[places[joined] + 1], need, made))
+        under_way = np.clip(begins[places] - ready, 0, gaps)
+        causes = (
+            starts[0] - timeline.begin_ticks + _sum(early),
+            _sum(under_way),
+            timeline.finish_ticks - ends[-1] + _sum(late),
+            _sum(gaps) - _sum(under_way),
+        )
+        result.append(Idle(*map(timeline.time, causes)))
+    return tuple(result)
+
+
+def typical_latency(timeline: Timeline) -> Time:
+    """The time from the end of an operation to the start of one that it kept waiting on another
+    rank: the (upper) median over all that waited, 0 where none did.
+
+    An operation waited for its message if its rank was idle when that was sent.
+    """
+    dependencies = Dependencies(timeline.schedule)
+    lists = [dependencies.codes(rank) for rank in range(len(timeline.start_ticks))]
+    made = _made(dependencies, lists, timeline).tolist()
+    waited = []
+    for listed, starts, ends in zip(lists, timeline.start_ticks, timeline.end_ticks, strict=True):
+        for code, start, before in zip(listed[1:], islice(starts, 1, None), ends, strict=False):
+            sent = made[dependencies.needed(code)]
+            if dependencies.incoming[code & LOW] is not None and sent > before:
+                waited.append(start - sent)
+    return timeline.time(max(0, sorted(waited)[len(waited) // 2])) if waited else 0
+
+
+def _made(dependencies: Dependencies, lists: Sequence["array[int]"], timeline: Timeline) -> Numbers:
+    """By slot, when what operations make was there, in ticks; what is always there, at the
+    beginning."""
+    make = np.array(dependencies.base[1])
+    columns = [_numbers(ends) for ends in timeline.end_ticks]
+    made = np.full(dependencies.slots, timeline.begin_ticks, np.result_type(*columns))
+    for listed, ends in zip(lists, columns, strict=True):
+        codes = np.array(listed, np.int64)
+        made[make[codes & LOW] + (codes >> PIECE_SHIFT & PIECES)] = ends
+    return made
+
+
+def _made_for(codes: Numbers, need: Numbers, made: Numbers) -> Numbers:
+    """When what operations need was made."""
+    return made[need[codes & LOW] + (codes >> PIECE_SHIFT & PIECES)]
+
+
+def _numbers(times: Sequence[Time]) -> Numbers:
+    """Times as an array: of Python's numbers where they are not packed."""
+    return np.array(times) if isinstance(times, array) else np.array(list(times), object)
+
+
+def _sum(times: Numbers) -> Time:
+    """Their sum, as one of Python's numbers."""
+    total = times.sum()
+    return total.item() if isinstance(total, np.generic) else total
+
+
+def _phases(listed: Numbers) -> tuple[int, int]:
+    """Index of the first backward and of the last forward; 0 and the last without a backward."""
+    kinds = listed & KIND_MASK
+    backwards = np.flatnonzero((kinds == Kind.I) | (kinds == Kind.B))
+    forwards = np.flatnonzero(kinds == Kind.F)
+    if not len(backwards):
+        return 0, len(listed)
+    return int(backwards[0]), int(forwards[-1])

@@ -1,0 +1,270 @@
+"""When each operation runs, given what it costs.
+
+Every rank runs its list in order and starts an operation as soon as the one before it has ended
+and its input has arrived, so each start is the longest path to it: one pass, no event queue.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.cost import Cost, Time, ratio
+from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
+from megapipe.schedule.ir import JOINED, Schedule
+from megapipe.schedule.timing.data_parallel import Interval, complete, make_lanes
+from megapipe.schedule.timing.ticks import Scaled, scaled
+from megapipe.schedule.timing.times import Times
+from megapipe.schedule.wavefront import Wavefront
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time. Times are exact where the costs are whole numbers or fractions."""
+
+    schedule: Schedule
+    start_ticks: tuple[Sequence[Time], ...]
+    """start_ticks[rank][n] is the start of operation n of the rank; the step begins at 0. Two
+    joined operations start and end together."""
+    end_ticks: tuple[Sequence[Time], ...]
+    cost: Cost
+    gather_ticks: tuple[Interval, ...] = ()
+    """When parameters are gathered, by rank and start; none where that takes no time."""
+    reduction_ticks: tuple[Interval, ...] = ()
+    """When gradients are reduced, by start, on each holder of a stage; likewise."""
+    per_unit: int = 1
+    """Ticks in the piece of time of the costs. All that is not called ticks is in that piece."""
+
+    @cached_property
+    def starts(self) -> tuple[Sequence[Time], ...]:
+        """starts[rank][n] is the start of operation n of the rank."""
+        return self._times(self.start_ticks)
+
+    @cached_property
+    def ends(self) -> tuple[Sequence[Time], ...]:
+        """ends[rank][n] is the end of operation n of the rank."""
+        return self._times(self.end_ticks)
+
+    def _times(self, ticks: tuple[Sequence[Time], ...]) -> tuple[Sequence[Time], ...]:
+        if self.per_unit == 1:
+            return ticks
+        return tuple(Scaled(each, self.per_unit) for each in ticks)
+
+    @cached_property
+    def gathers(self) -> tuple[Interval, ...]:
+        """When parameters are gathered, by rank and start."""
+        return tuple(each.scaled(self.per_unit) for each in self.gather_ticks)
+
+    @cached_property
+    def reductions(self) -> tuple[Interval, ...]:
+        """When gradients are reduced, by start, on each holder of a stage."""
+        return tuple(each.scaled(self.per_unit) for each in self.reduction_ticks)
+
+    @cached_property
+    def begin_ticks(self) -> Time:
+        """The first start of all, of operations and gathers."""
+        return min([self._first, *(each.start for each in self.gather_ticks)])
+
+    @cached_property
+    def finish_ticks(self) -> Time:
+        """The last end of all, of operations and reductions."""
+        return max([self._last, *(each.end for each in self.reduction_ticks)])
+
+    @property
+    def _first(self) -> Time:
+        return min(starts[0] for starts in self.start_ticks if starts)
+
+    @property
+    def _last(self) -> Time:
+        return max(ends[-1] for ends in self.end_ticks if ends)
+
+    def time(self, ticks: Time) -> Time:
+        """Ticks in the piece of the costs."""
+        return scaled(ticks, self.per_unit)
+
+    @property
+    def begin(self) -> Time:
+        """The first start of all, of operations and gathers."""
+        return self.time(self.begin_ticks)
+
+    @property
+    def makespan(self) -> Time:
+        """From the first start to the last end over all ranks, with gathers and reductions."""
+        return self.time(self.finish_ticks - self.begin_ticks)
+
+    @property
+    def exposed_gather(self) -> Time:
+        """What of the makespan is before the first operation of all: gathers alone."""
+        return self.time(self._first - self.begin_ticks)
+
+    @property
+    def exposed_reduce(self) -> Time:
+        """What of the makespan is after the last operation of all: reductions alone."""
+        return self.time(self.finish_ticks - self._last)
+
+    @cached_property
+    def spans(self) -> tuple[Time, ...]:
+        """Per rank, from the start of its first operation to the end of its last, so without what
+        it gathers before and reduces after; 0 where it does nothing."""
+        return tuple(
+            self.time(ends[-1] - starts[0]) if ends else 0
+            for starts, ends in zip(self.start_ticks, self.end_ticks, strict=True)
+        )
+
+    @cached_property
+    def busy(self) -> tuple[Time, ...]:
+        """Per rank, the time it computes."""
+        return tuple(
+            self.time(sum(ends) - sum(starts) - self._twice(rank))
+            for rank, (starts, ends) in enumerate(
+                zip(self.start_ticks, self.end_ticks, strict=True)
+            )
+        )
+
+    def _twice(self, rank: int) -> Time:
+        """The ticks of operations that are joined with their next, so stand twice."""
+        codes = self.schedule.ops[rank]
+        if not codes or max(codes) < JOINED:
+            return 0
+        both = zip(self.start_ticks[rank], self.end_ticks[rank], codes, strict=True)
+        return sum(end - start for start, end, code in both if code >= JOINED)
+
+    @property
+    def bubble_makespan(self) -> Time:
+        """Share of the makespan without computation, over all ranks."""
+        return 1 - ratio(sum(self.busy), len(self.busy) * self.makespan)
+
+    @property
+    def bubble_ideal(self) -> Time:
+        """Time within the makespan without computation, relative to the time computed, over all
+        ranks."""
+        return ratio(len(self.busy) * self.makespan, sum(self.busy)) - 1
+
+    @property
+    def bubble_span(self) -> Time:
+        """Idle share of the longest span, over all ranks: the bubble of 2401.10241, which is
+        real only if a rank may begin its next step before the others have ended this one."""
+        return 1 - ratio(sum(self.busy), len(self.busy) * max(self.spans))
+
+
+def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
+    """Time a valid schedule; the default cost is F = I = W = 1, B = 2, R = 1, no latency, and
+    nothing to gather or reduce (see :mod:`megapipe.schedule.timing.data_parallel`).
+
+    Raises:
+        ScheduleError: a cost that does not fit the stages, or a schedule that deadlocks
+            (:func:`~megapipe.schedule.proof.validate.validate` says where).
+    """
+    cost = cost or Cost()
+    dependencies = Dependencies(schedule)
+    lists = [dependencies.codes(rank) for rank in range(schedule.placement.ranks)]
+    times = Times(dependencies, cost)
+    beside = make_lanes(schedule, times)
+    lag, hold, together = times.lag, times.hold, times.together
+    need_base, make_base = dependencies.base
+    finished = times.many(-1, dependencies.always)
+    finished.extend(times.many(0, dependencies.pieces))  # what is always there
+    finished.extend(times.many(-1, dependencies.slots - len(finished)))
+    lengths = [times.by_operation(rank, codes) for rank, codes in enumerate(lists)]
+    starts: list[list[Time]]
+    ends: list[list[Time]]
+    free: list[Time]
+    if isinstance(finished, array) and not beside and Wavefront.suits(dependencies, lists):
+        starts, ends, free = _abreast(Wavefront(dependencies, lists), times, lengths, finished)
+    else:
+        starts, ends = ([times.many(0, 0) for _ in lists] for _ in range(2))
+        free = [0] * len(lists)
+    length = times.length
+    stops = list(map(len, lists))
+    for lane in beside:
+        stops[lane.rank] = lane.next_stop
+    waiting: dict[int, int] = {}
+    ready = list(range(len(lists)))
+    while ready:
+        rank = ready.pop()
+        my_starts, my_ends, my_lengths = starts[rank], ends[rank], lengths[rank]
+        now = free[rank]
+        codes = lists[rank]
+        index, stop = len(my_ends), stops[rank]
+        while index < stop:
+            code = codes[index]
+            low = code & LOW
+            piece = code >> PIECE_SHIFT & PIECES
+            arrived = finished[need_base[low] + piece]
+            if arrived < 0:
+                waiting[need_base[low] + piece] = rank
+                break
+            start = arrived + lag[low]
+            if start < now:
+                start = now
+            if code < JOINED:
+                now = start + (length[low] if my_lengths is None else my_lengths[index])
+                my_starts.append(start)
+                my_ends.append(now)
+                now += hold[low]
+                slot = make_base[low] + piece
+                finished[slot] = now
+                if slot in waiting:
+                    ready.append(waiting.pop(slot))
+                index += 1
+                continue
+            second = codes[index + 1]
+            other, after = second & LOW, second >> PIECE_SHIFT & PIECES
+            arrived = finished[need_base[other] + after]
+            if arrived < 0:
+                waiting[need_base[other] + after] = rank
+                break
+            start = max(start, arrived + lag[other])
+            if my_lengths is None:
+                now = start + together(length[low], length[other])
+            else:
+                now = start + together(my_lengths[index], my_lengths[index + 1])
+            my_starts.extend((start, start))
+            my_ends.extend((now, now))
+            now += hold[low] + hold[other]
+            for slot in (make_base[low] + piece, make_base[other] + after):
+                finished[slot] = now
+                if slot in waiting:
+                    ready.append(waiting.pop(slot))
+            index += 2
+        else:
+            if beside and beside[rank].stops and not beside[rank].held:
+                began, ended = (my_starts[-1], my_ends[-1]) if my_ends else (0, 0)
+                now, going = beside[rank].act(began, ended, now)
+                stops[rank] = beside[rank].next_stop
+                ready.extend(going)
+        free[rank] = now
+    if waiting:
+        raise ScheduleError(f"schedule {schedule.name}: it deadlocks, so it has no timeline")
+    between = complete(beside)
+    return Timeline(schedule, tuple(starts), tuple(ends), cost, *between, times.per_unit)
+
+
+def _abreast(
+    front: Wavefront,
+    times: Times,
+    lengths: list[list[Time] | None],
+    finished: "array[int] | array[float]",
+) -> tuple[list[list[Time]], list[list[Time]], list[Time]]:
+    """Starts and ends of the operations that a wavefront reaches, per rank, and when each rank can
+    go on. The same numbers as in the loop, to the bit."""
+    code = finished.typecode
+    made = np.frombuffer(finished, code)
+    lag, length, hold = (np.array(x, code) for x in (times.lag, times.length, times.hold))
+    given = [np.array(each, code) for each in lengths if each is not None]
+    taken = np.concatenate(given) if given else None
+    starts, ends = np.empty(len(front.low), code), np.empty(len(front.low), code)
+    free = np.zeros(len(lengths), code)
+    for ranks, places, needs in front.rounds(made):
+        low = front.low[places]
+        start = np.maximum(made[needs] + lag[low], free[ranks])
+        end = start + (length[low] if taken is None else taken[places])
+        starts[places], ends[places] = start, end
+        free[ranks] = made[front.make[places]] = end + hold[low]
+    own_starts = [front.of(rank, starts, code) for rank in range(len(lengths))]
+    del starts  # millions: not more copies at a time than there must be
+    own_ends = [front.of(rank, ends, code) for rank in range(len(lengths))]
+    return own_starts, own_ends, free.tolist()

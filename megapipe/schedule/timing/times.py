@@ -1,0 +1,140 @@
+"""What the operations and messages of one schedule take, in whole ticks."""
+
+import random
+from array import array
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise, repeat
+from math import inf
+from typing import Any
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.cost import Cost, Time, plain
+from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
+from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, Kind
+from megapipe.schedule.placement import Placement
+from megapipe.schedule.timing.ticks import per_unit, room, whole
+
+
+class Times:
+    """Times by low part (see Dependencies) and by stage.
+
+    They are floats in the piece of the costs if one of these is a float or there is jitter, and
+    whole numbers of ticks otherwise.
+    """
+
+    def __init__(self, dependencies: Dependencies, cost: Cost) -> None:
+        self.dependencies, self.cost = dependencies, cost
+        schedule = dependencies.schedule
+        if cost.slices is not None and len(cost.slices) != schedule.slices:
+            raise ScheduleError(
+                f"cost slices: {len(cost.slices)} shares for {schedule.slices} slices; "
+                "give one per slice"
+            )
+        self.length: list[Time] = []
+        """What an operation takes; with shares of slices, that of a whole sequence."""
+        self.lag: list[Time] = []
+        """From where its input is sent to its arrival."""
+        self.hold: list[Time] = []
+        """From its end to when its rank goes on."""
+        self._read(cost.table(dependencies.stages))
+        self.gather = list(cost.per_stage("gather", dependencies.stages))
+        self.reduce = list(cost.per_stage("reduce", dependencies.stages))
+        self.buckets = cost.buckets_of(dependencies.stages)
+        self.per_unit = 1
+        """Ticks in a piece of time."""
+        columns = (self.length, self.lag, self.hold, self.gather, self.reduce)
+        given = [time for column in columns for time in column]
+        factors = [*(cost.slices or ()), cost.overlap_factor]
+        leaving = {number for own in cost.buckets for bucket in own for number in bucket}
+        floating = any(isinstance(number, float) for number in (*given, *factors, *leaving))
+        self.exact = not (cost.jitter or floating)
+        if self.exact:
+            self.per_unit = per_unit(given) * per_unit(cost.slices or ()) * per_unit(factors[-1:])
+            self.per_unit *= per_unit(leaving)
+        for column in columns:
+            column[:] = (
+                whole(time, self.per_unit) if self.exact else float(time) for time in column
+            )
+        self._longest = self._serial() if self.exact else inf
+
+    def _read(self, table: tuple[tuple[Time, ...], ...]) -> None:
+        """Fill `length`, `lag` and `hold`."""
+        dependencies, cost = self.dependencies, self.cost
+        part = Fraction(1, dependencies.schedule.slices)
+        for low, kind, flow, stage in dependencies.by_low():
+            for column in (self.length, self.lag, self.hold):
+                column.extend(repeat(0, low + 1 - len(column)))
+            share = flow.size if cost.slices else flow.size * part
+            self.length[low] = _share(table[kind][stage], share)
+            came, goes = dependencies.incoming[low], dependencies.outgoing[low]
+            if came and cost.overlap:
+                self.lag[low] = plain(cost.link(*came, flow.size * part))
+            if goes and not cost.overlap:
+                self.hold[low] = plain(cost.link(*goes, flow.size * part))
+
+    def _serial(self) -> int:
+        """More ticks than the schedule takes: all that it has, one after the other."""
+        cost = self.cost
+        each = 2 * max(self.length) * max(1, *(cost.slices or ()), cost.overlap_factor)
+        each += max(self.lag) + max(self.hold)
+        each += (2 + cost.prefetch) * max(self.gather) + max(self.reduce)
+        return int(each * sum(map(len, self.dependencies.schedule.ops))) + 1
+
+    def many(self, value: int, count: int) -> list[Time]:
+        """Equal times, packed."""
+        return room(value, count, self._longest)
+
+    def together(self, first: Time, second: Time) -> Time:
+        """What two joined operations take that take these times alone."""
+        return plain((first + second) * self.cost.overlap_factor)
+
+    def by_operation(self, rank: int, codes: "array[int]") -> list[Time] | None:
+        """The time that each operation of a list takes, where `length` does not tell."""
+        cost, schedule = self.cost, self.dependencies.schedule
+        if not (schedule.recompute or cost.slices or cost.jitter):
+            return None
+        ahead = {(code & ~JOINED) >> STAGE_SHIFT for code in codes if code & KIND_MASK == Kind.R}
+        rolls = random.Random(f"{cost.seed} {rank}")
+        result = []
+        for code in codes:
+            low = code & LOW
+            time = self.length[low]
+            stage = (low >> STAGE_SHIFT) % self.dependencies.stages
+            if (
+                stage in schedule.recompute
+                and code & KIND_MASK in (Kind.I, Kind.B)
+                and (code & ~JOINED) >> STAGE_SHIFT not in ahead
+            ):
+                time += self.length[low - low % (1 << STAGE_SHIFT) + Kind.R]
+            if cost.slices:
+                time = plain(time * cost.slices[(code >> PIECE_SHIFT & PIECES) % schedule.slices])
+            if cost.jitter:
+                time = float(time) * (1 + cost.jitter * rolls.uniform(-1, 1))
+            result.append(time)
+        return result
+
+
+def in_ticks(placement: Placement, cost: Cost) -> tuple[Cost, int]:
+    """The costs of whole micro-batches on a placement in ticks, and how many are a piece of time.
+
+    Costs with a float among them stay as they are.
+    """
+    stages, home = placement.stages, placement.table[0]
+    rows = dict(zip((kind.name for kind in Kind), cost.table(stages), strict=True))
+    pairs = [pair for pair in pairwise(home) if pair[0] != pair[1]]
+    links = {pair: cost.link(*pair) for a, b in pairs for pair in ((a, b), (b, a))}
+    rows |= {"reduce": cost.per_stage("reduce", stages), "gather": cost.per_stage("gather", stages)}
+    every = [time for row in (*rows.values(), links.values()) for time in row]
+    if any(isinstance(time, float) for time in every):
+        return cost, 1
+    ticks = per_unit(every)
+    times: dict[str, Any] = {
+        name: tuple(whole(time, ticks) for time in row) for name, row in rows.items()
+    }
+    latency = {pair: whole(time, ticks) for pair, time in links.items()}
+    return replace(cost, **times, latency=latency, bandwidth=None), ticks
+
+
+def _share(time: Time, share: Fraction) -> Time:
+    return time * float(share) if isinstance(time, float) else plain(time * share)

@@ -1,0 +1,58 @@
+"""Training state to checkpoint pieces and back.
+
+A rank writes the slices that it owns: flat ranges of its regions of the global tensors, cut into
+rectangles, without the padding of the vocabulary. A rank reads the regions that its layout needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
+from megapipe.checkpoint.writer import Piece
+from megapipe.layers.parameter import ParameterSpec
+from megapipe.optim.optimizer import Optimizer
+
+
+def pieces(optimizer: Optimizer) -> Iterator[Piece]:
+    """What this rank contributes to a checkpoint: master weights and states, named by what they
+    are ("model/<name>", "optimizer.exp_avg/<name>")."""
+    for owned in optimizer.own_slices():
+        spec = owned.spec
+        for position, local in flat_regions(spec.sizes, owned.start, owned.stop):
+            placed = Region(
+                tuple(a + b for a, b in zip(local.offsets, spec.offsets, strict=True)), local.sizes
+            )
+            region = intersect(placed, whole(spec.shape))
+            if region is None:
+                continue
+            for kind, flat in owned.values.items():
+                values = flat[position : position + local.numel].view(local.sizes)
+                yield Piece(
+                    f"{kind}/{spec.name}",
+                    spec.shape,
+                    region,
+                    values[region.inside(placed)].contiguous(),
+                )
+
+
+def read_region(checkpoint: Checkpoint, kind: str, spec: ParameterSpec, out: Tensor) -> None:
+    """Fill `out`, this rank's region of ``kind/name``, from a checkpoint of any layout; padding
+    beyond the true shape is left alone."""
+    placed = Region(spec.offsets, spec.sizes)
+    region = intersect(placed, whole(spec.shape))
+    if region is not None:
+        values = checkpoint.read(f"{kind}/{spec.name}", region)
+        out[region.inside(placed)] = values.to(out.dtype)
+
+
+def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int) -> None:
+    """Set weights and optimizer states, which have seen `updates`, to those of a checkpoint."""
+    optimizer.set_weights(lambda spec, out: read_region(checkpoint, "model", spec, out))
+    optimizer.set_states(
+        updates,
+        lambda name, spec, out: read_region(checkpoint, f"optimizer.{name}", spec, out),
+    )

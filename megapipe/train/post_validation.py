@@ -1,0 +1,112 @@
+"""Optimizer steps that are taken at once, and validated while the next step begins.
+
+Clipping needs the global gradient norm, so every rank would wait at the end of a step until the
+slowest one is there: a barrier that undoes what a schedule without bubbles has gained (Qi et al.,
+2401.10241, section 4). Here a rank updates its weights as soon as its own gradients are reduced, if
+nothing that it has seen itself forbids that, and begins the next step. Meanwhile the norms are
+exchanged along the pipeline. Before the first backward all ranks look at the same sum: if it asks
+for clipping, or is not finite, they abort what they have begun, take back the update to the last
+bit, make the right one, and begin again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.engine.executor import Executor
+from megapipe.engine.stage import Key
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.train.feed import Rows
+from megapipe.train.totals import LARGEST, Totals, Wishes
+from megapipe.train.update import StepResult, Update
+
+Fetch = Callable[[int, Rows], tuple[Mapping[Key, MicroBatch], int]]
+"""(step, rows) -> its micro-batches, and the number of unmasked tokens that count here."""
+Asked = Callable[[], Wishes]
+OwnTotals = Callable[[int, Asked], Totals]
+"""(tokens, what this rank wants) -> what it adds to the totals of a step that has run."""
+
+
+class _Taken(NamedTuple):
+    """A step whose update has not been validated."""
+
+    step: int
+    totals: Callable[[], Tensor]
+    """Waits for the totals of all pipeline ranks."""
+    scaler: dict[str, float]
+    """The loss scale's state before it."""
+
+
+class PostValidation:
+    """Trains with validation after the fact."""
+
+    def __init__(
+        self, update: Update, mesh: ParallelMesh, fetch: Fetch, own_totals: OwnTotals
+    ) -> None:
+        self._update = update
+        self._mesh = mesh
+        self._fetch = fetch
+        self._own_totals = own_totals
+        self._taken: _Taken | None = None
+        self.undone = 0
+        """Updates that were taken back, or held back, so far."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a step is still to be validated."""
+        return self._taken is not None
+
+    def train(self, executor: Executor, step: int, rows: Rows, wishes: Asked) -> StepResult | None:
+        """Step `step`; returns the result of the one before."""
+        microbatches, tokens = self._fetch(step, rows)
+        executor.run_prefix(microbatches)
+        result, held = self._validate()
+        if not held:
+            executor.abort()
+            microbatches, tokens = self._fetch(step, rows)
+            executor.run_prefix(microbatches)
+        self._update.optimizer.zero_grad()
+        executor.resume()
+        self._take(step, self._own_totals(tokens, wishes))
+        return result
+
+    def settle(self) -> StepResult | None:
+        """Validate the last step."""
+        result, _ = self._validate()
+        return result
+
+    def _take(self, step: int, totals: Totals) -> None:
+        """Update by what this pipeline rank and its replicas know.
+
+        A partial norm is a lower bound: if it already exceeds the clip, so does the global norm.
+        """
+        update = self._update
+        vector = self._mesh.ordered_sum(totals.pack(), "tp", "cp", "dp", largest=LARGEST)
+        totals_of_all = self._mesh.start_ordered_sum(vector, "pp", largest=LARGEST)
+        self._taken = _Taken(step, totals_of_all, update.scaler.state())
+        update.optimizer.keep()
+        if update.is_plain(Totals.unpack(vector)):
+            update.apply_plainly(step)
+        else:
+            update.optimizer.publish_shared()
+
+    def _validate(self) -> tuple[StepResult | None, bool]:
+        """The result of the step that is open, and whether its update held."""
+        if self._taken is None:
+            return None, True
+        update = self._update
+        (step, totals_of, before), self._taken = self._taken, None
+        totals = Totals.unpack(totals_of())
+        after = update.scaler.state()
+        update.scaler.load(before)
+        if update.is_plain(totals):
+            result = update.result(step, totals)
+            update.scaler.load(after)
+            return result, True
+        self.undone += 1
+        update.optimizer.undo()
+        return update.apply(step, totals), False

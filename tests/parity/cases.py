@@ -1,0 +1,287 @@
+"""The cases of the parity matrix: one layout, and how it trains one small model, each."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.schedule.generators import build
+from tests.parity import reference
+
+STEPS = 3
+LR = 1e-3
+"""Peak learning rate. Adam moves a weight whose true gradient is zero (a key bias's) by rounding
+errors of about 1e-17 x lr / eps; at this rate that stays under the tolerance."""
+END = 5
+"""The token that ends a document."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one small model. Defaults are the plainest."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    chunks: int | None = None
+    m: int = 2
+    schedule: str = "1f1b"
+    group: int | None = None
+    slices: int | None = None
+    pairs: int | None = None
+    swap: bool = False
+    """Run gpipe instead, on the schedule's placement, replicas, slices and parts."""
+    in_process: bool = False
+    scatter: str = "off"
+    sequence_parallel: bool = False
+    zero: int = 1
+    shard_size: int | None = None
+    prefetch: int = 1
+    reduce_dtype: str | None = None
+    reduce_chunk_mib: float | None = None
+    rule: str = "adamw"
+    state_dtype: str = "fp32"
+    master: str = "fp32"
+    rounding: str = "stochastic"
+    offload: str = "none"
+    post_validation: bool = False
+    activations: str = "keep"
+    loss_chunk: int | None = None
+    compile: bool = False
+    overlap: bool = True
+    model: str = "gpt2"
+    tied: bool = True
+    uneven: bool = False
+    vocab: int = 300
+    kv_heads: int | None = None
+    masked: float = 0.0
+    documents: bool = False
+    """Attention ends at documents, of about four tokens."""
+    dtype: str = "fp64"
+    loss_scale: float | None = None
+    """fp16: one that stays as it is."""
+    dropout: float = 0.0
+    clip: float | None = 0.05
+    debug: bool = False
+    layers: int = 4
+    heads: int = 4
+    """Each of four values."""
+    batch: int = 2
+    sequence: int = 8
+    steps: int = STEPS
+
+    @property
+    def replicated(self) -> bool:
+        """Whether some gradient is the sum of what several processes have."""
+        return self.dp > 1 or (self.tied and self.pp > 1 and not self.in_process)
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * (1 if self.in_process else self.pp)
+
+    @property
+    def name(self) -> str:
+        """The fields that differ from the defaults."""
+        default = Case()
+        return " ".join(
+            f"{key}={value}" for key, value in vars(self).items() if value != getattr(default, key)
+        )
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "activation": "swiglu",
+        "bias": False,
+        "ffn_hidden": 48,
+    },
+    "mixed": {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "ffn_hidden": 24},
+    "gelu": {"activation": "gelu", "positions": "rotary", "bias": False},
+}
+
+
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "stage": {"policy": "stage"},
+    "full": {"policy": "full"},
+    "full, two together": {"policy": "full", "unit": 2, "offload": ["norm"]},
+    "selective": {"policy": "selective"},
+    "selective, one block": {"policy": "selective", "blocks": 1, "modules": ["attention"]},
+    "offload": {"offload": ["norm", "attention", "mlp_activation"]},
+    "of each some": {
+        "policy": "selective",
+        "modules": ["norm", "mlp_activation"],
+        "offload": ["norm", "attention"],
+    },
+}
+
+
+def configure(case: Case) -> tuple[Config, Layout]:
+    """The resolved configuration of a case."""
+    layout: str | None = None
+    if case.uneven and (stages := _stages(case)) > 1:
+        # everything that is left on the second stage, one layer on the others
+        counts = [1] * stages
+        counts[1] += case.layers - stages
+        layout = " | ".join(f"L*{n}" for n in counts)
+        layout = f"E {layout} H"
+    config = Config.model_validate(
+        {
+            "run": {"seed": 7},
+            "model": {
+                "layers": case.layers,
+                "hidden": 4 * case.heads,
+                "heads": case.heads,
+                "kv_heads": case.kv_heads,
+                "vocab_size": case.vocab,
+                "tied_embeddings": case.tied,
+                "dropout": case.dropout,
+                "dtype": case.dtype,
+                **MODELS[case.model],
+            },
+            "parallel": {
+                "dp": case.dp,
+                "tp": case.tp,
+                "pp": case.pp,
+                "sequence_parallel": case.sequence_parallel,
+            },
+            "pipeline": {
+                "schedule": case.schedule,
+                "chunks": case.chunks,
+                "group": case.group,
+                "slices": case.slices,
+                "pairs": case.pairs,
+                "layout": layout,
+                "channels": "in_process" if case.in_process else "process_group",
+                "debug": case.debug,
+                "scatter_gather": case.scatter,
+            },
+            "activations": ACTIVATIONS[case.activations],
+            "kernels": {
+                "loss_chunk": case.loss_chunk,
+                "compile": case.compile,
+                "overlap": case.overlap,
+            },
+            "data": {"document_mask": case.documents},
+            "optimizer": {
+                "rule": case.rule,
+                "trust_coefficient": 0.1,
+                "lr": LR,
+                "min_lr": LR / 10,
+                "warmup_steps": 1,
+                "clip": case.clip,
+                "zero": case.zero,
+                "shard_size": case.shard_size,
+                "prefetch": case.prefetch,
+                "reduce_dtype": case.reduce_dtype,
+                "reduce_chunk_mib": case.reduce_chunk_mib,
+                "state_dtype": case.state_dtype,
+                "master": case.master,
+                "rounding": case.rounding,
+                "loss_scale": case.loss_scale,
+                "offload": case.offload,
+                "offload_folder": tempfile.gettempdir(),
+                "post_validation": case.post_validation,
+            },
+            "train": {
+                "steps": case.steps,
+                "sequence_length": case.sequence,
+                "global_batch": case.batch * case.m * case.dp,
+                "microbatch": case.batch,
+            },
+        }
+    )
+    return resolve(config, case.world, case.vocab)
+
+
+def _stages(case: Case) -> int:
+    schedule = build(
+        case.schedule, ranks=case.pp, microbatches=case.m, chunks=case.chunks, pairs=case.pairs
+    )
+    return schedule.placement.stages
+
+
+@functools.lru_cache(maxsize=64)
+def batch_of(case: Case, step: int) -> reference.Batch:
+    """The global batch of one step, [samples, s] each, the same for every layout of a size."""
+    config, _ = configure(case)
+    tokens, labels, mask = reference.random_batch(
+        config.model,
+        config.train.global_batch,
+        case.sequence,
+        seed=100 + step,
+        masked=case.masked,
+    )
+    if case.documents:
+        tokens[labels % 4 == 0] = END
+    return tokens, labels, mask
+
+
+class Rows:
+    """The batches as a source of rows by global sample index."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.size = case.batch * case.m * case.dp
+
+    def __call__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        step = indices[0] // self.size
+        rows = [i - step * self.size for i in indices]
+        tokens, labels, mask = batch_of(self.case, step)
+        return tokens[rows], labels[rows], mask[rows].bool()
+
+
+def validation_samples(case: Case) -> int:
+    """One sample fewer than a step's batch: the last micro-batch is short."""
+    return case.batch * case.m * case.dp - 1
+
+
+def validation_rows(case: Case) -> Any:
+    """Rows of step 0's batch, over and over: the step itself has to stop at the samples."""
+    tokens, labels, mask = batch_of(case, 0)
+
+    def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        index = [i % len(tokens) for i in indices]
+        return tokens[index], labels[index], mask[index].bool()
+
+    return rows
+
+
+def plain(case: Case) -> Case:
+    """The case as the reference sees it: the same model and data, no layout."""
+    return replace(
+        case,
+        dp=1,
+        tp=1,
+        pp=1,
+        chunks=None,
+        m=case.m * case.dp,
+        schedule="1f1b",
+        group=None,
+        slices=None,
+        pairs=None,
+        in_process=False,
+        scatter="off",
+        sequence_parallel=False,
+        zero=1,
+        shard_size=None,
+        prefetch=1,
+        offload="none",
+        reduce_dtype=None,
+        reduce_chunk_mib=None,
+        post_validation=False,
+        uneven=False,
+        debug=False,
+        activations="keep",
+        compile=False,
+    )

@@ -1,0 +1,201 @@
+"""A case's outcomes against the reference: losses, gradients, norms, updates, all copies.
+
+Each step is checked by itself, from the weights and states that the ranks had before it, so that
+errors do not pile up from step to step, and a gradient that is zero but for rounding (a key bias's)
+does no harm under a rule that divides by its size. The first weights are known and the first states
+zero, so the steps together are the whole training. What is plain fp64 AdamW is also compared with
+the reference's own training, from the first weights to the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.regions import whole
+from tests.parity import reference
+from tests.parity.cases import LR, Case, batch_of, configure, plain
+from tests.parity.compare import assert_scalar_close, assert_within
+from tests.parity.dropout_noise import noise_of
+from tests.parity.expected import (
+    ROUNDING,
+    Gradients,
+    expected,
+    first_weights,
+    gradients_at,
+    loss_at,
+    plain_error,
+    validation,
+)
+from tests.parity.outcome import Outcome, assemble
+from tests.parity.reference import Params
+from tests.parity.updates import Update, Values, rounds, states_of
+
+DRAWS = 6
+"""Errors of the plain computation in the case's type of which the largest counts."""
+
+
+def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
+    """Loss, every gradient, gradient norm, every weight and state, every copy, validation loss."""
+    values = [values_at(case, outcomes, i) for i in range(case.steps + 1)]
+    check_beginning(case, values[0])
+    check_loss("validation loss", [o.validation for o in outcomes], case, values[0]["model"])
+    grads = [
+        assemble([o.grads[i] for o in outcomes], values[0]["model"]) for i in range(case.steps)
+    ]
+    if trains_alone(case):
+        check_training(case, outcomes, grads)
+    farther = 0
+    for i in range(case.steps):
+        if not trains_alone(case):
+            check_loss("loss", [o.losses[i] for o in outcomes], case, values[i]["model"], i)
+            check_gradients(case, values[i]["model"], grads[i], i)
+        norm = math.sqrt(sum(g.square().sum().item() for g in grads[i].values()))
+        for outcome in outcomes:
+            assert_scalar_close("gradient norm", outcome.norms[i], norm, 1e-12)
+        if case.clip is not None:
+            assert norm > case.clip, "the clip is not active"
+        update = Update(case, values[i], grads[i], norm, outcomes[0].rates[i], i)
+        farther += update.check(values[i + 1])
+        check_copies(case, values[i + 1]["model"], [o.copies[i] for o in outcomes])
+    if case.rounding == "stochastic" and rounds(case, values[0]):
+        assert farther, "no value was rounded to the farther of its two neighbours"
+
+
+def trains_alone(case: Case) -> bool:
+    """Whether the reference can train by itself and be compared with in the end."""
+    exact = case.dtype == "fp64" and case.reduce_dtype is None
+    return exact and case.rule == "adamw" and not case.dropout
+
+
+def values_at(case: Case, outcomes: Sequence[Outcome], i: int) -> Values:
+    """Weights and states after `i` steps."""
+    like = reference.shapes(configure(case)[0].model)
+    shapes = {name: torch.empty(shape) for name, shape in like.items()}
+    kinds = outcomes[0].values[i]
+    return {kind: assemble([o.values[i].get(kind, []) for o in outcomes], shapes) for kind in kinds}
+
+
+def check_beginning(case: Case, values: Values) -> None:
+    for name, weight in first_weights(case).items():
+        assert values["model"][name].equal(weight), f"{name}: not what it was set to"
+        assert not any(state.any() for state in states_of(values, name).values())
+
+
+def check_loss(
+    what: str, found: Sequence[float], case: Case, weights: Params, step: int | None = None
+) -> None:
+    """On every rank; of a step, or of the validation."""
+    if step is None:
+        loss = validation(case, weights)
+    else:
+        loss = loss_at(case, weights, batch_of(plain(case), step), noise_of(case, step))
+    for value in found:
+        difference = abs(value - loss.exact)
+        assert difference <= loss.allowed, (
+            f"{what} {value} is not {loss.exact}: the difference is {difference:.3g}, "
+            f"above {loss.allowed:.3g}"
+        )
+
+
+def check_gradients(case: Case, weights: Params, grads: Params, step: int) -> None:
+    """At the weights that the ranks had."""
+    batch = batch_of(plain(case), step)
+    known = gradients_at(case, weights, batch, step)
+    if case.dtype == "fp64":
+        local = {name: 1e-10 * scale for name, scale in known.scales.items()}
+        allowed = {name: travel + local[name] for name, travel in known.travel.items()}
+        assert_within("gradient", grads, known.exact, allowed)
+    else:
+        errors = (plain_error(case, weights, batch, step, draw) for draw in range(DRAWS))
+        check_errors(grads, known, errors)
+    if case.dtype in ("fp64", "fp32"):
+        check_travelled(case, grads, known)
+
+
+def check_travelled(case: Case, grads: Params, known: Gradients) -> None:
+    """What should have been exchanged in a narrow type has lost what that type cannot hold."""
+    local = 1e-10 if case.dtype == "fp64" else 64 * ROUNDING[case.dtype]
+    limits = {name: local * scale for name, scale in known.scales.items()}
+    if any((travel > limits[name]).any() for name, travel in known.travel.items()):
+        off = [((grads[name] - known.exact[name]).abs() > limits[name]).any() for name in grads]
+        assert any(off), f"no gradient has travelled in {case.reduce_dtype}"
+
+
+def check_errors(grads: Params, known: Gradients, errors: Iterable[Params]) -> None:
+    """At most twice the error of the plain computation: the largest of those drawn.
+
+    Most are so by the first, and more are not drawn then.
+    """
+    largest = {name: torch.zeros_like(grad) for name, grad in known.exact.items()}
+    failure: AssertionError | None = None
+    for drawn in errors:
+        largest = {n: max(e, drawn[n], key=torch.Tensor.norm) for n, e in largest.items()}
+        baseline = {name: exact + largest[name] for name, exact in known.exact.items()}
+        try:
+            reference.assert_error_like(
+                grads, baseline, known.exact, slack=known.travel, kind=kind_of
+            )
+        except AssertionError as error:
+            failure = error
+        else:
+            return
+    assert failure is not None
+    raise failure
+
+
+def kind_of(name: str) -> str:
+    """The same for a parameter of all layers, and for all norms: "qkv.weight", "norm.bias"."""
+    *_, module, last = name.split(".")
+    return f"{'norm' if module.endswith('norm') else module}.{last}"
+
+
+def check_copies(
+    case: Case, masters: Params, copies: Sequence[Sequence[tuple[str, Any, Any]]]
+) -> None:
+    """Every copy of a weight that a rank computes with is the master, in the model's type."""
+    dtype = reference.COMPUTE_DTYPES[case.dtype]
+    rounded = {name: master.to(dtype).double() for name, master in masters.items()}
+    for name, box, found in itertools.chain.from_iterable(copies):
+        wanted = rounded[name][box.inside(whole(tuple(rounded[name].shape)))]
+        assert torch.from_numpy(found).equal(wanted), (
+            f"weight {name} {box}: largest difference is "
+            f"{(torch.from_numpy(found) - wanted).abs().max():.3g} of a copy from its master"
+        )
+
+
+def check_training(case: Case, outcomes: Sequence[Outcome], grads: Sequence[Params]) -> None:
+    """Losses, gradients, norms and weights of all steps, from the first weights on."""
+    steps, _ = expected(plain(case))
+    for i, ref in enumerate(steps):
+        reference.assert_grads_close(grads[i], ref.grads)
+        for outcome in outcomes:
+            assert_scalar_close("loss", outcome.losses[i], ref.loss, 1e-12)
+            assert_scalar_close("gradient norm", outcome.norms[i], ref.grad_norm, 1e-10)
+        check_weights(ref.params, [o.copies[i] for o in outcomes])
+
+
+def check_weights(
+    expected: Mapping[str, Tensor], copies: Sequence[Sequence[tuple[str, Any, Any]]]
+) -> None:
+    for name, box, values in itertools.chain.from_iterable(copies):
+        full = expected[name]
+        here = box.inside(whole(tuple(full.shape)))
+        found = {name: torch.from_numpy(values)}
+        reference.assert_weights_close(found, {name: full[here]}, LR)
+
+
+def assert_same_bits(one: Outcome, other: Outcome, name: str) -> None:
+    """Two outcomes of a rank, of the same layout, are bitwise the same."""
+    assert one.losses == other.losses, name
+    assert one.norms == other.norms, name
+    for mine, others in zip((*one.grads, *one.copies), (*other.grads, *other.copies), strict=True):
+        for (tensor, box, values), (tensor_, box_, values_) in zip(mine, others, strict=True):
+            assert (tensor, box) == (tensor_, box_)
+            assert np.array_equal(values, values_), f"{name}: {tensor}"

@@ -1,0 +1,199 @@
+"""What the plain single-process reference says of a case."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.optim.lr import learning_rate
+from tests.parity import reference
+from tests.parity.cases import END, Case, batch_of, configure, plain, validation_samples
+from tests.parity.dropout_noise import noise_of
+from tests.parity.reference import Batch, Params
+
+ROUNDING = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Largest relative error of a rounding to the nearest value."""
+
+
+@functools.lru_cache(maxsize=64)
+def expected(case: Case) -> tuple[list[reference.Step], float]:
+    """The steps of AdamW from the first weights on, and the validation loss, of a plain case."""
+    config, _ = configure(case)
+    params = reference.init_random(config.model, seed=3)
+    lr = [learning_rate(config.optimizer, i, case.steps) for i in range(case.steps)]
+    settings = reference.Optimizer(
+        lr=lr, weight_decay=config.optimizer.weight_decay, clip=case.clip
+    )
+    batches = [batch_of(case, i) for i in range(case.steps)]
+    steps = reference.train(params, config.model, batches, settings, document_end(case))
+    return steps, validation(case, params).exact
+
+
+def document_end(case: Case) -> int | None:
+    return END if case.documents else None
+
+
+@dataclass
+class Loss:
+    """A mean loss in fp64, and how far the case's type may be from it."""
+
+    exact: float
+    allowed: float
+
+
+@dataclass
+class Gradients:
+    """Gradients at given weights, fp64."""
+
+    exact: Params
+    scales: dict[str, float]
+    """Per tensor, what relative errors are relative to."""
+    travel: Params
+    """Errors of single elements that narrower types on the way between replicas may add."""
+
+
+def validation(case: Case, params: Mapping[str, Tensor]) -> Loss:
+    """The loss of the validation samples, without dropout."""
+    rows = validation_samples(case)
+    tokens, labels, mask = (t[:rows] for t in batch_of(plain(case), 0))
+    return loss_at(case, params, (tokens, labels, mask), None)
+
+
+def loss_at(
+    case: Case, params: Mapping[str, Tensor], batch: Batch, noise: reference.Noise | None
+) -> Loss:
+    """The loss at these weights.
+
+    In a narrower type than fp64 the mean over tokens may be wrong by twice as much as a plain one's
+    tokens are (root of the mean square, which no mean exceeds). On top come the roundings of the
+    sums, which are in fp32: of n tokens of a micro-batch, one after the other, the k-th addition
+    rounds a sum of k tokens.
+    """
+    model, end = configure(case)[0].model, document_end(case)
+    tokens, labels, mask = batch
+    exact = of_tokens(params, model, "fp64", tokens, labels, end, noise)[mask]
+    mean = exact.mean().item() if exact.numel() else 0.0
+    if case.dtype == "fp64":
+        return Loss(mean, 1e-12 * abs(mean))
+    rounded = of_tokens(params, model, case.dtype, tokens, labels, end, noise)[mask]
+    summed = ROUNDING["fp32"] * abs(mean) * (case.batch * case.sequence + 1) / 2
+    return Loss(mean, summed + 2 * (rounded - exact).square().mean().sqrt().item())
+
+
+def of_tokens(
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    dtype: str,
+    tokens: Tensor,
+    labels: Tensor,
+    end: int | None,
+    noise: reference.Noise | None,
+) -> Tensor:
+    """Losses [b, s], computed in `dtype`, in fp64."""
+    weights = {name: p.to(reference.COMPUTE_DTYPES[dtype]) for name, p in params.items()}
+    with torch.no_grad():
+        return reference.token_losses(weights, model, tokens, labels, end, noise).double()
+
+
+def gradients_at(case: Case, params: Mapping[str, Tensor], batch: Batch, step: int) -> Gradients:
+    """The gradients of a step at these weights."""
+    model, end, noise = configure(case)[0].model, document_end(case), noise_of(case, step)
+    exact_model = model.model_copy(update={"dtype": "fp64"})
+    _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise)
+    return Gradients(
+        exact,
+        reference.gradient_scales(exact),
+        travelling(case, params, exact_model, batch, noise),
+    )
+
+
+def plain_error(case: Case, params: Params, batch: Batch, step: int, draw: int) -> Params:
+    """How far gradients of the reference in the case's type are from those in fp64.
+
+    Rounding errors are random numbers, more or less, and those of the first layers grow on their
+    way: `draw` 0 has the errors at these weights, others have them at neighbouring ones, about
+    a rounding of bf16 away.
+    """
+    model, end, noise = configure(case)[0].model, document_end(case), noise_of(case, step)
+    if draw:
+        generator = torch.Generator().manual_seed(draw)
+        params = {
+            name: p * (1 + 2**-8 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+            for name, p in params.items()
+        }
+        if case.master == "none":
+            params = {name: p.bfloat16().double() for name, p in params.items()}
+    exact_model = model.model_copy(update={"dtype": "fp64"})
+    _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise)
+    _, rounded = reference.loss_and_grads(
+        params, model, batch, end, noise=noise, scale=case.loss_scale or 1.0
+    )
+    return {name: rounded[name].double() - exact[name] for name in exact}
+
+
+def travel_rounding(case: Case) -> float:
+    """Relative error of gradients on their way, of the sum of the sizes of what is summed up.
+
+    Slices go to their owners; with equal slices the sums of these go to each other, and the total
+    back: one rounding or three.
+    """
+    main = "fp64" if case.dtype == "fp64" else "fp32"
+    if case.reduce_dtype in (None, main) or not case.replicated:
+        return 0.0
+    once = case.zero in (1, 2) and case.shard_size is None and case.dp > 1
+    return (1 if once else 3) * ROUNDING[case.reduce_dtype] * (1 + ROUNDING["bf16"]) ** 2
+
+
+def travelling(
+    case: Case,
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    batch: Batch,
+    noise: reference.Noise | None,
+) -> Params:
+    """Most that the types in which gradients travel add to the error of each."""
+    error = travel_rounding(case)
+    if not error:
+        return {name: torch.zeros_like(p) for name, p in params.items()}
+    sizes = summed_sizes(case, params, model, batch, noise)
+    return {name: error * size for name, size in sizes.items()}
+
+
+def summed_sizes(
+    case: Case,
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    batch: Batch,
+    noise: reference.Noise | None,
+) -> Params:
+    """Sum of |gradient| over micro-batches and, of a tied embedding, over its uses: at least the
+    sum over any parts of the gradient that are made of these."""
+    apart = model.model_copy(update={"tied_embeddings": False})
+    uses = dict(params)
+    if model.tied_embeddings:
+        uses["head.weight"] = params["embedding.word.weight"]
+    sizes = {name: torch.zeros_like(p) for name, p in uses.items()}
+    count = batch[2].sum().item()
+    for start in range(0, len(batch[0]), case.batch):
+        rows = slice(start, start + case.batch)
+        part = tuple(t[rows] for t in batch)
+        here = None if noise is None else {place: n[rows] for place, n in noise.items()}
+        _, grads = reference.loss_and_grads(uses, apart, part, document_end(case), noise=here)
+        share = part[2].sum().item() / count
+        for name, grad in grads.items():
+            sizes[name] += share * grad.abs()
+    if model.tied_embeddings:
+        sizes["embedding.word.weight"] += sizes.pop("head.weight")
+    return sizes
+
+
+def first_weights(case: Case) -> Params:
+    """What the masters of a case begin with, fp64."""
+    params = reference.init_random(configure(case)[0].model, seed=3)
+    kept = torch.bfloat16 if case.master == "none" else reference.MASTER_DTYPES[case.dtype]
+    return {name: p.to(kept).double() for name, p in params.items()}

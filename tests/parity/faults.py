@@ -1,0 +1,426 @@
+"""Faults that the field has really had, seeded one at a time: parity has to notice each.
+
+Every fault is a patch of one place in the package, applied inside the ranks of a test world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.attention.bias import causal_upper_left
+
+from megapipe.distributed.collectives import Wait, done
+from megapipe.distributed.mesh import Axis
+from megapipe.engine import channels
+from megapipe.engine.executor import Executor
+from megapipe.engine.stage import Key, Stage
+from megapipe.layers import kv_cache, linear
+from megapipe.layers.embedding import PositionEmbedding
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import Sharding, spec_of
+from megapipe.model.gpt.block import Blocks
+from megapipe.model.gpt.stage import GPTStage
+from megapipe.ops import attention
+from megapipe.optim import buffers
+from megapipe.optim import shard as shards
+from megapipe.optim.departure import Departure
+from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.policy import BucketGroups
+from megapipe.optim.rules.rule import Part, Range, Rule
+from megapipe.optim.shard import Shard
+from megapipe.schedule.ir import Schedule
+from megapipe.testing import World, run_world
+from megapipe.train.feed import Feed
+from megapipe.train.step import TrainStep
+from tests.parity.ranks import Case, Outcome, run_case
+
+Patch = AbstractContextManager[Any]
+TENSOR = Case(tp=2, m=3)
+PIPELINE = Case(pp=2, m=3)
+DATA = Case(dp=2, m=2)
+SEQUENCE = replace(TENSOR, sequence_parallel=True)
+REPLICATED = replace(PIPELINE, schedule="chimera", tied=False)
+SLICED = replace(PIPELINE, schedule="seq1f1b", slices=2)
+Fetched = dict[Key, MicroBatch]
+
+
+def scaled(module: Any, name: str, factor: float) -> Patch:
+    """A function whose result is `factor` times what it should be."""
+    function: Callable[..., Tensor] = getattr(module, name)
+    return mock.patch.object(module, name, lambda *args: function(*args) * factor)
+
+
+def tied_uses_not_added() -> Patch:
+    return mock.patch.object(buffers.Bucket, "add_uses")
+
+
+def tied_gradient_not_reduced_over_its_holders() -> Patch:
+    """Each holder reduces over dp only, as if the other stage's use did not exist."""
+    axes_of = BucketGroups.axes_of
+    return mock.patch.object(
+        BucketGroups, "axes_of", lambda self, holders: axes_of(self, [self.mesh.pp.index])
+    )
+
+
+def replicated_parameters_counted_on_every_tp_rank() -> Patch:
+    square = Shard.own_square
+
+    def wrong(self: Shard) -> Tensor:
+        with mock.patch.object(self, "tp", Axis.alone()):
+            return square(self)
+
+    return mock.patch.object(Shard, "own_square", wrong)
+
+
+def one_weight_gradient_dropped() -> Patch:
+    backward = Stage.backward
+
+    def wrong(self: Stage, key: Key, grad: Tensor | None) -> Tensor | None:
+        return self.input_grad(key, grad) if key == (1, 0) else backward(self, key, grad)
+
+    return mock.patch.object(Stage, "backward", wrong)
+
+
+def weight_gradients_overwritten_instead_of_added() -> Patch:
+    add = linear.add_product
+
+    def wrong(parameter: Any, *product: Any) -> None:
+        parameter.main_grad.zero_()
+        add(parameter, *product)
+
+    return mock.patch.object(linear, "add_product", wrong)
+
+
+def microbatches_swapped_between_stages() -> Patch:
+    """The last stage takes the labels of another micro-batch than its input's."""
+    forward = Stage.forward
+    begin = Executor.begin
+
+    def remember(self: Executor, microbatches: Any) -> None:
+        for stage in self.stages.values():
+            stage.all = microbatches  # type: ignore[attr-defined]
+        begin(self, microbatches)
+
+    def wrong(self: Stage, key: Key, x: Any, mb: Any) -> Any:
+        if self.is_last:
+            every = self.all  # type: ignore[attr-defined]
+            mb = replace(mb, labels=every[(key[0] - 1) % len(every), 0].labels)
+        return forward(self, key, x, mb)
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(Executor, "begin", remember))
+    stack.enter_context(mock.patch.object(Stage, "forward", wrong))
+    return stack
+
+
+def _fetched(change: Callable[[Feed, Fetched], Fetched]) -> Patch:
+    """Every step's micro-batches changed on their way to the stages."""
+    fetch = Feed.fetch
+
+    def wrong(self: Feed, *args: Any) -> tuple[Fetched, int]:
+        microbatches, count = fetch(self, *args)
+        return change(self, microbatches), count
+
+    return mock.patch.object(Feed, "fetch", wrong)
+
+
+def wrong_denominator() -> Patch:
+    """Each micro-batch takes the mean over its own tokens, as if all had as many."""
+
+    def change(feed: Feed, microbatches: Fetched) -> Fetched:
+        share = len(microbatches) * feed.layout.dp
+        return {
+            key: replace(mb, scale=1.0 / (share * max(1, int(mb.mask.sum()))))
+            for key, mb in microbatches.items()
+            if mb.mask is not None
+        } or microbatches
+
+    return _fetched(change)
+
+
+def token_count_of_one_replica_only() -> Patch:
+    """The denominator is the replica's own count: the gradient grows with dp."""
+
+    def change(feed: Feed, microbatches: Fetched) -> Fetched:
+        return {
+            key: replace(mb, scale=mb.scale * feed.layout.dp) for key, mb in microbatches.items()
+        }
+
+    return _fetched(change)
+
+
+def halves_of_a_micro_batch_swapped() -> Patch:
+    """The first stage takes one half for the other, the last one does not."""
+    fetch = Feed.fetch
+
+    def wrong(self: Feed, schedule: Schedule, *args: Any) -> tuple[Fetched, int]:
+        microbatches, count = fetch(self, schedule, *args)
+        if schedule.sizes:
+            microbatches = {
+                (m, part): replace(mb, tokens=microbatches[m ^ 1, part].tokens)
+                for (m, part), mb in microbatches.items()
+            }
+        return microbatches, count
+
+    return mock.patch.object(Feed, "fetch", wrong)
+
+
+def stale_receive_buffer() -> Patch:
+    """From the second message on a receive returns the buffer of the one before."""
+    receive = channels._Incoming.receive
+
+    def wrong(self: Any) -> Tensor:
+        tensor = receive(self)
+        last = getattr(self, "last", tensor)
+        self.last = tensor
+        return last
+
+    return mock.patch.object(channels._Incoming, "receive", wrong)
+
+
+def sequence_partial_gradients_not_summed() -> Patch:
+    return mock.patch.object(Shard, "_sum_sequence_parts")
+
+
+def padded_logits_in_the_softmax() -> Patch:
+    right = GPTStage._loss
+
+    def wrong(self: GPTStage, hidden: Tensor, head: Any, mb: MicroBatch) -> Tensor:
+        padded = head.weight.shape[0] * self.sharding.tp.size
+        config = self.config.model_copy(update={"vocab_size": padded})
+        with mock.patch.object(self, "config", config):
+            return right(self, hidden, head, mb)
+
+    return mock.patch.object(GPTStage, "_loss", wrong)
+
+
+def gradients_not_zeroed() -> Patch:
+    return mock.patch.object(Optimizer, "zero_grad")
+
+
+def gradients_not_reduced_over_replicas() -> Patch:
+    def wrong(self: Shard) -> None:
+        self.grad = self.bucket.grads[0][self.start : self.stop]
+
+    return mock.patch.object(Shard, "finish_reduce", wrong)
+
+
+def recomputed_with_other_random_numbers() -> Patch:
+    def wrong(self: Stage, key: Key) -> None:
+        x, mb = self._inputs.pop(key)
+        self._build(key, x, replace(mb, seed=mb.seed + 1))
+
+    return mock.patch.object(Stage, "recompute_ahead", wrong)
+
+
+def replicated_gradients_not_reduced_between_holders() -> Patch:
+    """Each holder of a stage updates its slice with what it has seen itself."""
+    return gradients_not_reduced_over_replicas()
+
+
+def replicated_stage_has_a_bucket_of_each_holder_s_own() -> Patch:
+    """As if one rank held it: all holders reduce over dp only."""
+    return tied_gradient_not_reduced_over_its_holders()
+
+
+def loss_of_one_holder_of_the_last_stage_only() -> Patch:
+    own_loss = TrainStep._own_loss
+
+    def wrong(self: TrainStep, tokens: int) -> tuple[float, int]:
+        if self.last is not None and self.mesh.pp.index > 0:
+            self.last.loss_sums.clear()
+        return own_loss(self, tokens)
+
+    return mock.patch.object(TrainStep, "_own_loss", wrong)
+
+
+def clipped_by_the_local_norm() -> Patch:
+    """Each rank clips by what it owns itself."""
+
+    @contextmanager
+    def patches() -> Iterator[None]:
+        update = Optimizer.update
+
+        def wrong(self: Optimizer, lr: float, factor: float) -> None:
+            local = sum(shard.grad.double().square().sum().item() for shard in self.shards)
+            assert self.config.clip is not None
+            update(self, lr, min(1.0, self.config.clip / local**0.5))
+
+        with mock.patch.object(Optimizer, "update", wrong):
+            yield
+
+    return patches()
+
+
+def norms_and_biases_decay() -> Patch:
+    parts = Rule.parts
+
+    def wrong(self: Rule, shard: Shard, ranges: Iterable[Range]) -> Iterator[Part]:
+        return parts(self, shard, [each._replace(decay=True) for each in ranges])
+
+    return mock.patch.object(Rule, "parts", wrong)
+
+
+def gradients_leave_before_those_that_are_put_off() -> Patch:
+    """A piece of a stage leaves while a weight gradient of it waits for the next collective."""
+    came = Departure.came
+    return mock.patch.object(
+        Departure, "came", lambda self, parameter, _: came(self, parameter, ())
+    )
+
+
+def gradients_leave_a_piece_too_early() -> Patch:
+    """When the first of their own has come in."""
+
+    def wrong(self: Departure, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
+        self._send(self._place.get(spec_of(parameter).name, 0) + 1)
+
+    return mock.patch.object(Departure, "came", wrong)
+
+
+def updated_weights_not_gathered() -> Patch:
+    return mock.patch.object(shards, "start_all_gather", return_value=lambda: None)
+
+
+def positions_start_at_zero_on_every_sequence_shard() -> Patch:
+    return mock.patch.object(
+        PositionEmbedding, "rows", lambda self, start, length: (start, start + length)
+    )
+
+
+def positions_start_at_zero_in_every_slice() -> Patch:
+    rows = PositionEmbedding.rows
+    return mock.patch.object(
+        PositionEmbedding, "rows", lambda self, start, length: rows(self, 0, length)
+    )
+
+
+def a_slice_attends_as_if_it_were_the_first() -> Patch:
+    """The causal mask is put into the upper left corner of the scores."""
+    return mock.patch.object(attention, "lower_right", lambda s, t, _: causal_upper_left(s, t))
+
+
+def key_and_value_gradients_of_later_slices_dropped() -> Patch:
+    return mock.patch.object(kv_cache._Rows, "collect", lambda self, start, grad: grad[start:])
+
+
+def recomputed_from_a_stale_input() -> Patch:
+    """From the second recomputation on the input is that of the one before."""
+
+    def wrong(self: Stage, key: Key) -> None:
+        inputs = self._inputs.pop(key)
+        stale = getattr(self, "stale", inputs)
+        self.stale = inputs  # type: ignore[attr-defined]
+        self._build(key, *stale)
+
+    return mock.patch.object(Stage, "recompute_ahead", wrong)
+
+
+def column_input_gradient_not_reduced() -> Patch:
+    """The all-reduces of the linear layers' backward are left out, those of forward are not."""
+    return mock.patch.object(linear, "start_sum", lambda partial, sharding: (partial, done))
+
+
+def small_error_in_a_reduction() -> Patch:
+    """1e-6 on top of each sum: far below what a loss curve shows."""
+    start_sum = linear.start_sum
+
+    def wrong(partial: Tensor, sharding: Sharding) -> tuple[Tensor, Wait]:
+        total, summed = start_sum(partial, sharding)
+        summed()
+        return total.add_(1e-6), done
+
+    return mock.patch.object(linear, "start_sum", wrong)
+
+
+def last_layer_lost() -> Patch:
+    """A stage runs all its layers but the last one."""
+    hidden = GPTStage.hidden
+
+    def wrong(self: GPTStage, *args: Any, **options: Any) -> Tensor:
+        layers = self.layers
+        self.layers = Blocks(list(layers)[:-1])
+        try:
+            return hidden(self, *args, **options)
+        finally:
+            self.layers = layers
+
+    return mock.patch.object(GPTStage, "hidden", wrong)
+
+
+OUTRIGHT = {"padded_logits_in_the_softmax": "embedding.word.weight: the padding is not zero"}
+"""Faults that fail before anything is compared, and how."""
+FAULTS: dict[Callable[[], Patch], Case] = {
+    tied_uses_not_added: Case(),
+    tied_gradient_not_reduced_over_its_holders: PIPELINE,
+    replicated_parameters_counted_on_every_tp_rank: TENSOR,
+    one_weight_gradient_dropped: PIPELINE,
+    weight_gradients_overwritten_instead_of_added: Case(),
+    microbatches_swapped_between_stages: PIPELINE,
+    wrong_denominator: Case(m=4, masked=0.5),
+    token_count_of_one_replica_only: DATA,
+    stale_receive_buffer: PIPELINE,
+    sequence_partial_gradients_not_summed: SEQUENCE,
+    padded_logits_in_the_softmax: Case(),
+    gradients_not_zeroed: Case(),
+    gradients_not_reduced_over_replicas: DATA,
+    clipped_by_the_local_norm: DATA,
+    norms_and_biases_decay: Case(),
+    gradients_leave_before_those_that_are_put_off: replace(SEQUENCE, dp=2, reduce_chunk_mib=1e-6),
+    gradients_leave_a_piece_too_early: replace(DATA, reduce_chunk_mib=0.03),
+    updated_weights_not_gathered: DATA,
+    positions_start_at_zero_on_every_sequence_shard: SEQUENCE,
+    column_input_gradient_not_reduced: TENSOR,
+    small_error_in_a_reduction: TENSOR,
+    last_layer_lost: PIPELINE,
+    replicated_gradients_not_reduced_between_holders: REPLICATED,
+    replicated_stage_has_a_bucket_of_each_holder_s_own: REPLICATED,
+    loss_of_one_holder_of_the_last_stage_only: REPLICATED,
+    positions_start_at_zero_in_every_slice: SLICED,
+    a_slice_attends_as_if_it_were_the_first: SLICED,
+    key_and_value_gradients_of_later_slices_dropped: SLICED,
+    recomputed_from_a_stale_input: replace(PIPELINE, schedule="varuna"),
+    halves_of_a_micro_batch_swapped: replace(PIPELINE, schedule="chimera_backward_halving"),
+}
+
+
+def run_with(world: World, fault: Callable[[], Patch], case: Case) -> Outcome | str:
+    """The case with one fault; the message where the fault makes it fail outright."""
+    with fault():
+        try:
+            return run_case(world, case)
+        except AssertionError as error:
+            return str(error)
+
+
+def run_with_dropout(world: World) -> list[list[Outcome]]:
+    """Alike but for recomputation: without, with, and with other random numbers."""
+    plain = Case(pp=2, m=3, dropout=0.2, masked=0.3, in_process=True, tied=False)
+    recomputing = replace(plain, schedule="varuna")
+    with recomputed_with_other_random_numbers():
+        wrong = run_case(world, recomputing)
+    return [[run_case(world, plain)], [run_case(world, recomputing)], [wrong]]
+
+
+def run_faults(world: World) -> list[tuple[str, Outcome | str]]:
+    """Every fault whose case has this world's size."""
+    mine = {fault: case for fault, case in FAULTS.items() if case.world == world.size}
+    return [(fault.__name__, run_with(world, fault, case)) for fault, case in mine.items()]
+
+
+def outcomes_of_faults(
+    sizes: Iterable[int], run: Callable[[World], list[tuple[str, Any]]]
+) -> dict[str, list[Any]]:
+    """Per fault, every rank's outcome: what `run` returns, in worlds of these sizes."""
+    found: dict[str, list[Any]] = {}
+    for size in sizes:
+        for rank in run_world(size, run):
+            for name, outcome in rank:
+                found.setdefault(name, []).append(outcome)
+    return found

@@ -1,0 +1,240 @@
+"""The dimensions of the parity matrix, and cases that between them hold every pair of values."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tests.parity.cases import Case
+
+SCHEDULES = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("gpipe", 2),
+    ("interleaved_1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("zb_h1", 1),
+)
+LAYOUTS = [
+    (dp, tp, 3 if (dp, tp, pp) == (1, 1, 4) else pp)
+    for dp, tp, pp in itertools.product((1, 2, 4), repeat=3)
+    if dp * tp * pp <= 8
+]
+LAYOUTS.append((1, 1, 5))
+STATES = [
+    ("fp32", "fp32", "stochastic"),
+    ("bf16", "fp32", "stochastic"),
+    ("bf16", "fp32", "nearest"),
+    ("fp32", "none", "stochastic"),
+    ("fp32", "none", "nearest"),
+    ("bf16", "none", "stochastic"),
+    ("bf16", "none", "nearest"),
+]
+"""State dtype, master, rounding."""
+DIMENSIONS: dict[str, list[Any]] = {
+    "layout": LAYOUTS,
+    "schedule": list(SCHEDULES),
+    "m": [2, 1, 3, 4, 5, 6, 7, 8, 9],
+    "sequence_parallel": [False, True],
+    "tied": [True, False],
+    "uneven": [False, True],
+    "vocab": [300, 512],
+    "kv_heads": [None, 2],
+    "masked": [0.0, 0.4],
+    "documents": [False, True],
+    "zero": [1, 0, 2, 3],
+    "shard_size": [None, 1, 2],
+    "prefetch": [1, 0],
+    "reduce_dtype": [None, "fp32", "bf16"],
+    "reduce_chunk_mib": [None, 1e-6],
+    "offload": ["none", "host", "disk"],
+    "post_validation": [False, True],
+    "rule": ["adamw", "adam", "sgd", "lion", "muon", "lars", "lamb"],
+    "state": STATES,
+    "dtype": ["fp64", "fp32", "bf16", "fp16"],
+    "dropout": [0.0, 0.2],
+    "compile": [False, True],
+    "loss_chunk": [None, 0, 5],
+    "model": ["gpt2", "llama", "mixed", "gelu"],
+    "activations": ["keep", "stage", "full, two together", "of each some"],
+    "in_process": [False, True],
+    "scatter": ["off", "on"],
+    "debug": [False, True],
+    "clip": [0.05, None],
+}
+"""Every switch and its values, the plain one first."""
+JOINT = {
+    "layout": ("dp", "tp", "pp"),
+    "schedule": ("schedule", "chunks"),
+    "state": ("state_dtype", "master", "rounding"),
+}
+"""Dimensions that give several fields of a case their values."""
+ELSEWHERE = {
+    "group": "follows from the schedule and m; all values: test_schedules",
+    "slices": "test_schedules",
+    "pairs": "test_schedules",
+    "overlap": "changes no bit: test_overlap",
+    "swap": "test_schedules",
+    "loss_scale": "one at which fp16 does not overflow; dynamic ones: test_fp16",
+    "steps": "many: test_parity",
+    "layers": "follows from the number of stages",
+    "heads": "a size; what three tp ranks can share: test_odd_sizes",
+    "batch": "follows from m",
+    "sequence": "a size",
+}
+"""Fields of a case that are no dimension, and why, or where they vary."""
+PLAIN_SHARE = {
+    "compile": 0.95,
+    "dropout": 0.75,
+    "reduce_dtype": 0.6,
+    "dtype": 0.5,
+    "state": 0.5,
+    "rule": 0.4,
+}
+"""How often a drawn value is the plain one, where values are no equals. Any other costs: seconds if
+blocks are compiled, and else that the reference's own training is no longer what is expected."""
+DRAWS = 500
+"""Choices of which the best is taken."""
+LARGEST_COMPILED = 4
+"""Ranks: each traces for itself, and there are few cores."""
+
+Choice = dict[str, Any]
+
+
+def excluded(c: Mapping[str, Any]) -> bool:
+    """Whether values exclude each other, or one does nothing beside another."""
+    dp, tp, pp = c["layout"]
+    stages = pp * c["schedule"][1]
+    world = dp * tp * (1 if c["in_process"] else pp)
+    state_dtype, master, _ = c["state"]
+    sharded = c["shard_size"] is not None
+    return (
+        (c["kv_heads"] == 2 and tp > 2)
+        or (c["uneven"] and stages == 1)
+        or (sharded and (dp % c["shard_size"] > 0 or not c["zero"]))
+        or (c["shard_size"] == dp > 1)
+        or (c["zero"] >= 2 and 1 in (dp, c["shard_size"]))
+        or (c["prefetch"] == 0 and c["zero"] < 3)
+        or (c["reduce_dtype"] is not None and dp == 1)
+        or (c["reduce_chunk_mib"] is not None and dp == 1)
+        or (master == "none" and c["dtype"] != "bf16")
+        or (state_dtype == "bf16" and c["dtype"] == "fp64")
+        or (c["post_validation"] and not _can_be_undone(c))
+        or (c["scatter"] == "on" and not _are_messages_alike(c))
+        or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
+    )
+
+
+def _can_be_undone(c: Mapping[str, Any]) -> bool:
+    elementwise = c["rule"] not in ("muon", "lars", "lamb")
+    here = c["offload"] == "none" and not c["in_process"]
+    several = c["layout"][2] > 1
+    return elementwise and here and several and c["zero"] < 3
+
+
+def _are_messages_alike(c: Mapping[str, Any]) -> bool:
+    """Whether tp ranks send the same."""
+    _, tp, pp = c["layout"]
+    return tp > 1 and pp > 1 and not (c["sequence_parallel"] or c["in_process"])
+
+
+def _can_be_compiled(c: Mapping[str, Any]) -> bool:
+    return not c["dropout"] and c["activations"] in ("keep", "stage")
+
+
+def to_case(choice: Mapping[str, Any]) -> Case:
+    """The case of one value per dimension."""
+    values = {k: v for k, v in choice.items() if k not in JOINT}
+    for dimension, fields in JOINT.items():
+        values |= zip(fields, choice[dimension], strict=True)
+    m, stages = values["m"], values["pp"] * values["chunks"]
+    deep = values["schedule"] == "interleaved_1f1b" and m % 2
+    return Case(
+        group=1 + m // 2 if deep else None,
+        layers=max(3, stages + values["uneven"]),
+        batch=1 if m > 4 else 2,
+        loss_scale=2.0**10 if choice["dtype"] == "fp16" else None,
+        **values,
+    )
+
+
+def draw(rng: random.Random) -> Choice:
+    """A value for each dimension."""
+    choice = {}
+    for name, values in DIMENSIONS.items():
+        plain = rng.random() < PLAIN_SHARE.get(name, 0)
+        choice[name] = values[0] if plain else rng.choice(values)
+    return choice
+
+
+def completion(values: Mapping[str, Any]) -> Choice | None:
+    """A choice with these values, else plain but for two dimensions at most, if there is one."""
+    plain = {name: first for name, (first, *_) in DIMENSIONS.items()} | values
+    free = [name for name in DIMENSIONS if name not in values]
+    for a, b in itertools.combinations(free, 2):
+        for x, y in itertools.product(DIMENSIONS[a], DIMENSIONS[b]):
+            choice = plain | {a: x, b: y}
+            if not excluded(choice):
+                return choice
+    return None
+
+
+def pairs_of(choice: Choice) -> set[Any]:
+    """Every two dimensions with their values."""
+    return set(itertools.combinations(choice.items(), 2))
+
+
+def all_pairs() -> list[Any]:
+    """Every pair of values of two dimensions, possible or not."""
+    return [
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(DIMENSIONS, 2)
+        for x, y in itertools.product(DIMENSIONS[a], DIMENSIONS[b])
+    ]
+
+
+def covering(rng: random.Random) -> list[Choice]:
+    """Choices that between them hold every possible pair of values of two dimensions.
+
+    Greedy: of some random choices that contain a missing pair, take the one with most of them.
+    """
+    missing = dict.fromkeys(all_pairs())  # in order, so that the result is always the same
+    choices: list[Choice] = []
+    while missing:
+        pair = next(iter(missing))
+        drawn = (draw(rng) | dict(pair) for _ in range(DRAWS))
+        legal = [choice for choice in drawn if not excluded(choice)]
+        if not legal and (last := completion(dict(pair))) is not None:
+            legal = [last]
+        if not legal:
+            del missing[pair]
+            continue
+        best = max(legal, key=lambda choice: len(pairs_of(choice) & missing.keys()))
+        for held in pairs_of(best):
+            missing.pop(held, None)
+        choices.append(best)
+    return plainer(choices)
+
+
+def plainer(choices: list[Choice]) -> list[Choice]:
+    """The same pairs, with the plain value of each of PLAIN_SHARE wherever no pair is lost."""
+    held = Counter(pair for choice in choices for pair in pairs_of(choice))
+    for choice, name in itertools.product(choices, PLAIN_SHARE):
+        other = choice | {name: DIMENSIONS[name][0]}
+        lost, new = pairs_of(choice) - pairs_of(other), pairs_of(other) - pairs_of(choice)
+        if not excluded(other) and all(held[pair] > 1 for pair in lost):
+            held.subtract(lost)
+            held.update(new)
+            choice.update(other)
+    return choices
+
+
+def layouts_in_full(rng: random.Random) -> Iterator[Choice]:
+    """The full product of layouts, schedules and micro-batches, other values drawn for each."""
+    for layout, schedule, m in itertools.product(LAYOUTS, SCHEDULES, sorted(DIMENSIONS["m"])):
+        while excluded(choice := draw(rng) | {"layout": layout, "schedule": schedule, "m": m}):
+            pass
+        yield choice

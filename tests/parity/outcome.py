@@ -1,0 +1,107 @@
+"""What the ranks of a case saw, and whole tensors from their shares of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
+from megapipe.layers.parameter import ParameterSpec, spec_of
+from megapipe.optim.optimizer import Optimizer
+from megapipe.train.step import TrainStep
+
+Parts = list[tuple[str, Region, Any]]
+"""(parameter, place in the whole tensor, numpy array of the values there)."""
+
+
+@dataclass
+class Outcome:
+    """What one rank saw: its own share of gradients, weights and states, and its copies of weights.
+
+    One entry per step; of `values`, master weights ("model") and states, one more, for the start.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    grads: list[Parts] = field(default_factory=list)
+    values: list[dict[str, Parts]] = field(default_factory=list)
+    copies: list[Parts] = field(default_factory=list)
+    validation: float = 0.0
+
+
+def take_region(full: Tensor, spec: ParameterSpec, out: Tensor) -> None:
+    """Copy this rank's region of a full tensor, leaving padding alone."""
+    placed = Region(spec.offsets, spec.sizes)
+    region = intersect(placed, whole(spec.shape))
+    if region is not None:
+        out[region.inside(placed)] = full[region.inside(whole(spec.shape))].to(out.dtype)
+
+
+def _global(
+    spec: ParameterSpec, local: Region, values: Tensor
+) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
+    offsets = tuple(a + b for a, b in zip(local.offsets, spec.offsets, strict=True))
+    placed = Region(offsets, local.sizes)
+    region = intersect(placed, whole(spec.shape))
+    padding = values.clone()
+    if region is not None:
+        inside = region.inside(placed)
+        yield spec.name, region, values[inside].double().cpu().clone().numpy()
+        padding[inside] = 0
+    assert not padding.any(), f"{spec.name}: the padding is not zero"
+
+
+def own_grads(optimizer: Optimizer) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
+    """Reduced gradients of the slices that this rank owns, before clipping."""
+    for shard in optimizer.shards:
+        for entry in shard.bucket.entries:
+            a, b = max(entry.start, shard.own_start), min(entry.stop, shard.own_stop)
+            if a >= b or (entry.spec.split_dim is None and optimizer.mesh.tp.index > 0):
+                continue
+            flat = shard.grad[shard.local(a, b)]
+            for position, local in flat_regions(entry.spec.sizes, a - entry.start, b - entry.start):
+                values = flat[position : position + local.numel].view(local.sizes)
+                yield from _global(entry.spec, local, values)
+
+
+def own_values(optimizer: Optimizer) -> dict[str, Parts]:
+    """Master weights ("model") and states of the slices that this rank alone answers for."""
+    parts: dict[str, Parts] = {}
+    for own in optimizer.own_slices():
+        for kind, flat in own.values.items():
+            for position, local in flat_regions(own.spec.sizes, own.start, own.stop):
+                values = flat[position : position + local.numel].view(local.sizes)
+                parts.setdefault(kind, []).extend(_global(own.spec, local, values))
+    return parts
+
+
+def local_copies(step: TrainStep) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
+    """Every weight that this rank computes with."""
+    for stage, module in step.modules.items():
+        step.optimizer.unshard(stage)
+        step.optimizer.await_weights(stage)
+        for parameter in module.parameters():
+            spec = spec_of(parameter)
+            yield from _global(spec, whole(spec.sizes), parameter.detach())
+        step.optimizer.reshard(stage)
+
+
+def assemble(
+    parts: Sequence[Sequence[tuple[str, Region, Any]]], like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Full tensors from every rank's own parts: each element exactly once."""
+    full = {
+        name: torch.full(t.shape, float("nan"), dtype=torch.float64) for name, t in like.items()
+    }
+    for name, region, values in itertools.chain.from_iterable(parts):
+        here = region.inside(whole(tuple(full[name].shape)))
+        assert full[name][here].isnan().all(), f"{name} {region}: two ranks own it"
+        full[name][here] = torch.from_numpy(values)
+    return full

@@ -1,0 +1,88 @@
+"""Running cases of the parity matrix on the ranks of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megapipe.distributed.mesh import Grid
+from megapipe.schedule.generators import gpipe_on
+from megapipe.schedule.ir import Schedule
+from megapipe.testing import World
+from megapipe.train.step import TrainStep
+from tests.parity import reference
+from tests.parity.cases import ACTIVATIONS as ACTIVATIONS
+from tests.parity.cases import END, Case, Rows, configure, validation_rows, validation_samples
+from tests.parity.cases import LR as LR
+from tests.parity.cases import STEPS as STEPS
+from tests.parity.cases import batch_of as batch_of
+from tests.parity.cases import plain as plain
+from tests.parity.checking import check_case as check_case
+from tests.parity.expected import expected as expected
+from tests.parity.outcome import Outcome, local_copies, own_grads, own_values, take_region
+from tests.parity.outcome import _global as _global
+from tests.parity.outcome import assemble as assemble
+
+
+def run_case(world: World, case: Case, *, validate: bool = True, device: str = "cpu") -> Outcome:
+    """Train a case on this rank of a world of `case.world`."""
+    config, layout = configure(case)
+    grid = Grid(pp=1 if case.in_process else case.pp, dp=case.dp, tp=case.tp)
+    mesh = world.mesh(grid, device)
+    swapped = as_gpipe(layout.schedule) if case.swap else None
+    step = TrainStep(config, layout, mesh, schedule=swapped, document_end=END)
+    params = reference.init_random(config.model, seed=3)
+    step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
+    return train(step, case, validate=validate)
+
+
+def as_gpipe(like: Schedule) -> Schedule:
+    """All forwards, then all backwards, of the same pieces in the same places."""
+    return gpipe_on(
+        like.placement,
+        like.microbatches,
+        direction=like.direction,
+        slices=like.slices,
+        sizes=like.sizes,
+    )
+
+
+def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
+    """Train the case's steps; what this rank saw."""
+    outcome = Outcome()
+    rows = Rows(case)
+    if validate:
+        outcome.validation = step.evaluate(validation_rows(case), validation_samples(case)).loss
+    finish_reduce = step.optimizer.finish_reduce
+
+    def spy(loss_scale: float = 1.0) -> Tensor:
+        squares = finish_reduce(loss_scale)
+        outcome.grads.append(list(own_grads(step.optimizer)))
+        return squares
+
+    step.optimizer.finish_reduce = spy  # type: ignore[method-assign]
+    outcome.values.append(own_values(step.optimizer))
+    for i in range(case.steps):
+        result = step.train(i, rows) or step.settle()
+        assert result is not None
+        outcome.losses.append(result.loss)
+        outcome.norms.append(result.grad_norm)
+        outcome.rates.append(result.lr)
+        outcome.values.append(own_values(step.optimizer))
+        outcome.copies.append(list(local_copies(step)))
+    for shard in step.optimizer.shards:
+        assert not any(grad.requires_grad for grad in shard.bucket.grads), "W built a graph"
+    return outcome
+
+
+def run_cases(world: World, cases: Sequence[Case], device: str = "cpu") -> list[Outcome]:
+    """All cases of one world size, one after the other."""
+    results = []
+    for case in cases:
+        try:
+            results.append(run_case(world, case, device=device))
+        except Exception as error:
+            error.add_note(f"case: {case.name}")
+            raise
+    return results

@@ -1,0 +1,322 @@
+"""A plain single-process GPT and its training: what every layout has to reproduce.
+
+Pure functions on a dict of full tensors, written for the reader and not for speed, and sharing no
+code with the package. Batch first; weights are [out, in]; the model's sizes must be resolved.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megapipe.model.gpt.config import ModelConfig
+from tests.parity.compare import assert_error_like as assert_error_like
+from tests.parity.compare import assert_grads_close as assert_grads_close
+from tests.parity.compare import assert_weights_close as assert_weights_close
+from tests.parity.compare import gradient_scales as gradient_scales
+
+Params = dict[str, Tensor]
+Batch = tuple[Tensor, Tensor, Tensor]
+"""tokens [b, s], labels [b, s] and mask [b, s] (0 or false: not in the loss) of a global batch."""
+Noise = Mapping[tuple[str, int], Tensor]
+"""Dropout: what (a place, its layer) is multiplied by, 0 or 1 / (1 - p). "attention": [b, heads, s,
+s], of the probabilities; "embedding", "attention_out" and "mlp_out": [b, s, h]."""
+
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+MASTER_DTYPES = dict.fromkeys(("fp32", "bf16", "fp16"), torch.float32) | {"fp64": torch.float64}
+
+
+class Settings(Protocol):
+    """AdamW's settings: `Optimizer`, or any namespace with the same names."""
+
+    lr: Sequence[float]
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip: float | None
+
+
+@dataclass
+class Optimizer:
+    """AdamW's settings; `lr` has one entry per step."""
+
+    lr: Sequence[float]
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+
+
+@dataclass
+class Step:
+    """What one step computed: gradients before clipping, weights after the update."""
+
+    loss: float
+    grads: Params
+    grad_norm: float
+    params: Params
+
+
+def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the model."""
+    h, f, v = model.hidden, model.ffn_hidden, model.vocab_size
+    attended = model.heads * model.head_dim
+    qkv = attended + 2 * model.kv_heads * model.head_dim
+    swiglu = model.activation == "swiglu"
+    out: dict[str, tuple[int, ...]] = {}
+
+    def norm(name: str) -> None:
+        out[f"{name}.weight"] = (h,)
+        if model.norm == "layernorm" and model.bias:
+            out[f"{name}.bias"] = (h,)
+
+    def linear(name: str, *shape: int) -> None:
+        out[f"{name}.weight"] = shape
+        if model.bias:
+            out[f"{name}.bias"] = shape[:-1]
+
+    out["embedding.word.weight"] = (v, h)
+    if model.positions == "learned":
+        out["embedding.position.weight"] = (model.max_positions, h)
+    for i in range(model.layers):
+        norm(f"layers.{i}.attention_norm")
+        linear(f"layers.{i}.attention.qkv", qkv, h)
+        linear(f"layers.{i}.attention.out", h, attended)
+        norm(f"layers.{i}.mlp_norm")
+        linear(f"layers.{i}.mlp.up", *((2, f, h) if swiglu else (f, h)))
+        linear(f"layers.{i}.mlp.down", h, f)
+    norm("final_norm")
+    if not model.tied_embeddings:
+        out["head.weight"] = (v, h)
+    return out
+
+
+def init_random(model: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> Params:
+    """Random tensors under which no gradient vanishes by accident: norm weights about 1, biases
+    not 0, matrices large enough for uneven attention. Drawn in fp64, then cast to `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    params = {}
+    for name, shape in shapes(model).items():
+        draw = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if name.endswith(".bias"):
+            tensor = 0.1 * draw
+        elif len(shape) == 1:
+            tensor = 1 + 0.1 * draw
+        elif name.startswith("embedding."):
+            tensor = 0.5 * draw
+        else:
+            tensor = draw / math.sqrt(shape[-1])
+        params[name] = tensor.to(dtype)
+    return params
+
+
+def random_batch(model: ModelConfig, b: int, s: int, seed: int, masked: float = 0.0) -> Batch:
+    """Random tokens, labels and mask of shape [b, s]; about a share `masked` is masked out."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.vocab_size, (b, s), generator=generator)
+    labels = torch.randint(model.vocab_size, (b, s), generator=generator)
+    mask = torch.rand((b, s), generator=generator) >= masked
+    return tokens, labels, mask
+
+
+def logits(
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    tokens: Tensor,
+    end: int | None = None,
+    noise: Noise | None = None,
+) -> Tensor:
+    """Logits [b, s, V] in the dtype of `params`.
+
+    With `end`, the token that ends a document, nothing is seen of earlier documents.
+    """
+    hidden = _hidden_from(tokens, end)
+    x = params["embedding.word.weight"][tokens]  # [b, s, h]
+    if model.positions == "learned":
+        x = x + params["embedding.position.weight"][: tokens.shape[1]]
+    x = _drop(x, noise, "embedding", 0)
+    for i in range(model.layers):
+        normed = _norm(x, params, f"layers.{i}.attention_norm", model)
+        y = _attention(normed, params, i, model, hidden, noise)
+        x = x + _drop(y, noise, "attention_out", i)
+        normed = _norm(x, params, f"layers.{i}.mlp_norm", model)
+        x = x + _drop(_mlp(normed, params, f"layers.{i}.mlp", model), noise, "mlp_out", i)
+    x = _norm(x, params, "final_norm", model)
+    head = "embedding.word.weight" if model.tied_embeddings else "head.weight"
+    return x @ params[head].T
+
+
+def token_losses(
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    end: int | None = None,
+    noise: Noise | None = None,
+) -> Tensor:
+    """Cross-entropy of every token, [b, s]; of bf16 and fp16 logits in fp32."""
+    out = logits(params, model, tokens, end, noise)
+    if out.dtype in (torch.bfloat16, torch.float16):
+        out = out.float()
+    return -F.log_softmax(out, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def loss(
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    end: int | None = None,
+    noise: Noise | None = None,
+) -> Tensor:
+    """Sum of the unmasked token losses / number of unmasked tokens; 0 if there are none."""
+    losses = token_losses(params, model, tokens, labels, end, noise)
+    kept = mask.to(losses.dtype)
+    return (losses * kept).sum() / kept.sum().clamp(min=1)
+
+
+def loss_and_grads(
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    batch: Batch,
+    end: int | None = None,
+    *,
+    noise: Noise | None = None,
+    scale: float = 1.0,
+) -> tuple[float, Params]:
+    """Loss and gradients, computed in `model.dtype` and returned in its main-gradient dtype.
+
+    The loss is multiplied by `scale` on the way back, and the gradients are divided by it.
+    """
+    compute, master = COMPUTE_DTYPES[model.dtype], MASTER_DTYPES[model.dtype]
+    leaves = {name: p.detach().to(compute).requires_grad_() for name, p in params.items()}
+    value = loss(leaves, model, *batch, end, noise)
+    grads = torch.autograd.grad(value * scale, list(leaves.values()))
+    return value.item(), {n: g.to(master) / scale for n, g in zip(leaves, grads, strict=True)}
+
+
+def train(
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    batches: Sequence[Batch],
+    optimizer: Settings,
+    end: int | None = None,
+) -> list[Step]:
+    """One AdamW step per global batch on master weights (fp32, for an fp64 model fp64)."""
+    assert len(optimizer.lr) == len(batches), "one learning rate per step"
+    assert model.dropout == 0, "dropout needs its noise, which differs from step to step"
+    dtype = MASTER_DTYPES[model.dtype]
+    masters = {n: torch.nn.Parameter(p.detach().to(dtype, copy=True)) for n, p in params.items()}
+    decayed = [p for n, p in masters.items() if p.ndim >= 2 and not n.endswith(".bias")]
+    others = [p for n, p in masters.items() if p.ndim < 2 or n.endswith(".bias")]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": optimizer.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        foreach=False,
+    )
+    steps = []
+    for batch, lr in zip(batches, optimizer.lr, strict=True):
+        value, grads = loss_and_grads(masters, model, batch, end)
+        for name, parameter in masters.items():
+            parameter.grad = grads[name].clone()
+        largest = math.inf if optimizer.clip is None else optimizer.clip
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), largest, foreach=False)
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        adamw.step()
+        after = {name: p.detach().clone() for name, p in masters.items()}
+        steps.append(Step(value, grads, norm.item(), after))
+    return steps
+
+
+def _norm(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
+    weight = params[f"{name}.weight"]
+    if model.norm == "rmsnorm":
+        return F.rms_norm(x, weight.shape, weight, model.norm_eps)
+    return F.layer_norm(x, weight.shape, weight, params.get(f"{name}.bias"), model.norm_eps)
+
+
+def _linear(x: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
+    return F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+
+
+def _hidden_from(tokens: Tensor, end: int | None) -> Tensor:
+    """[b, s, s]: true where a position must not see another: a later one, or one that an end of
+    a document separates it from."""
+    b, s = tokens.shape
+    hidden = torch.zeros(b, s, s, dtype=torch.bool)
+    for row in range(b):
+        for i in range(s):
+            for j in range(s):
+                hidden[row, i, j] = j > i or end in tokens[row, j:i].tolist()
+    return hidden
+
+
+def _drop(x: Tensor, noise: Noise | None, place: str, layer: int) -> Tensor:
+    return x if noise is None else x * noise[place, layer].to(x.dtype)
+
+
+def _attention(
+    x: Tensor,
+    params: Mapping[str, Tensor],
+    layer: int,
+    model: ModelConfig,
+    hidden: Tensor,
+    noise: Noise | None,
+) -> Tensor:
+    d, name = model.head_dim, f"layers.{layer}.attention"
+    per_group = model.heads // model.kv_heads
+    qkv = _linear(x, params, f"{name}.qkv")  # [b, s, kv_heads x (per_group + 2) x d]
+    queries, keys, values = [], [], []
+    for group in qkv.split((per_group + 2) * d, dim=-1):
+        *q, k, v = group.split(d, dim=-1)  # each [b, s, d]
+        queries += q
+        keys += [k] * per_group
+        values += [v] * per_group
+    heads = []
+    for head, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
+        if model.positions == "rotary":
+            q, k = _rotate(q, model), _rotate(k, model)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(d)  # [b, s, s]
+        shares = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+        if noise is not None:
+            shares = shares * noise["attention", layer][:, head].to(x.dtype)
+        heads.append(shares @ v)
+    return _linear(torch.cat(heads, dim=-1), params, f"{name}.out")
+
+
+def _rotate(x: Tensor, model: ModelConfig) -> Tensor:
+    """Rotary embedding (Su et al., 2104.09864) of x [b, s, d]: pair (j, j + d/2) is turned by
+    position x base**(-2j/d)."""
+    s, d = x.shape[1:]
+    frequency = model.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    angle = torch.arange(s, dtype=torch.float64)[:, None] * frequency  # [s, d/2]
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _mlp(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
+    if model.activation == "swiglu":
+        weight, bias = params[f"{name}.up.weight"], params.get(f"{name}.up.bias", (None, None))
+        inner = F.silu(F.linear(x, weight[0], bias[0])) * F.linear(x, weight[1], bias[1])
+    else:
+        tanh = "tanh" if model.activation == "gelu_tanh" else "none"
+        inner = F.gelu(_linear(x, params, f"{name}.up"), approximate=tanh)
+    return _linear(inner, params, f"{name}.down")

@@ -1,0 +1,75 @@
+"""Small training cases of every registered schedule: what trains iterates the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.generators import accepts, build, names
+from megapipe.schedule.ir import Schedule
+from tests.parity.ranks import Case
+
+VARIANTS: list[dict[str, Any]] = [
+    {"model": "llama", "tied": False},
+    {"dp": 2, "masked": 0.3},
+    {"tp": 2, "sequence_parallel": True, "kv_heads": 2},
+    {"uneven": True, "debug": True, "model": "mixed"},
+]
+"""What the rest of a case is, in turn."""
+
+
+OPTIONS = [("chunks", 3), ("chunks", 4), ("slices", 4), ("pairs", 2), ("group", 3)]
+
+
+def schedule_of(case: Case) -> Schedule:
+    """The schedule of a case, as the registry makes it."""
+    return build(
+        case.schedule,
+        ranks=case.pp,
+        microbatches=case.m,
+        chunks=case.chunks,
+        group=case.group,
+        slices=case.slices,
+        pairs=case.pairs,
+    )
+
+
+def settings(name: str) -> Iterator[Case]:
+    """The schedule's sizes: few ranks and many, few micro-batches and many, its options."""
+    yield from _legal(name, [(2, 1)], {})
+    yield from _legal(name, [(4, 5)], {})
+    yield from _legal(name, [(4, 9)], {})
+    for option, value in OPTIONS:
+        if option in accepts(name):
+            yield from _legal(name, [(2, 5), (4, 5)], {option: value})
+
+
+def smallest(name: str, ranks: int) -> Iterator[Case]:
+    """The fewest micro-batches on these ranks, if they are not refused."""
+    yield from _legal(name, [(ranks, 1)], {})
+
+
+def _legal(name: str, sizes: list[tuple[int, int]], options: dict[str, int]) -> Iterator[Case]:
+    """The first case with these ranks and at least these micro-batches that is not refused."""
+    for ranks, least in sizes:
+        for m in range(least, least + 9):
+            case = Case(pp=ranks, m=m, schedule=name, **options)
+            try:
+                stages = schedule_of(case).placement.stages
+            except ScheduleError:
+                continue
+            yield replace(case, layers=stages)
+            return
+
+
+def of(name: str) -> list[Case]:
+    """Training cases of one schedule, each on 8 processes at most."""
+    cases: list[Case] = []
+    for index, case in enumerate(settings(name), start=names().index(name)):
+        variant = VARIANTS[index % len(VARIANTS)]
+        if variant.get("uneven"):
+            variant = {**variant, "layers": case.layers + 1}
+        cases.append(replace(case, **variant))
+    return cases

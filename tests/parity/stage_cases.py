@@ -1,0 +1,66 @@
+"""Stages with given weights in one process, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.mesh import Axis
+from megapipe.engine.stage import Stage
+from megapipe.layers.parameter import TORCH_DTYPES, Sharding
+from megapipe.layers.policy import Unit
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.stage import GPTStage
+from megapipe.model.partition import StageSpec
+from megapipe.ops.compiler import Compiler
+from megapipe.ops.kernels import Kernels
+from megapipe.optim.buffers import Bucket, owned_parameters
+from tests.parity.ranks import take_region
+
+
+def new_stage(
+    model: ModelConfig,
+    params: dict[str, Tensor],
+    spec: StageSpec | None = None,
+    *,
+    units: Sequence[Unit] = (),
+    recompute: bool = False,
+    compiler: Compiler | None = None,
+) -> tuple[Stage, Bucket]:
+    """A stage, by default of the whole model."""
+    if spec is None:
+        spec = StageSpec(embedding=True, layers=range(model.layers), head=True)
+    kernels = Kernels(compiler=compiler)
+    sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype], kernels=kernels)
+    module = GPTStage(model, spec, sharding)
+    bucket = Bucket(0, list(owned_parameters(module)), Axis.alone(), torch.device("cpu"))
+    for entry in bucket.entries:
+        take_region(params[entry.spec.name], entry.spec, bucket.view(bucket.weights, entry))
+    stage = Stage(module, units, recompute=recompute)
+    stage.own_autograd_parameters()
+    return stage, bucket
+
+
+def new_pipeline(
+    model: ModelConfig, params: dict[str, Tensor], counts: Sequence[int], *, recompute: bool = False
+) -> tuple[list[Stage], list[Bucket]]:
+    """Stages with that many layers each."""
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    specs = [
+        StageSpec(embedding=end == counts[0], layers=range(end - n, end), head=end == sum(counts))
+        for n, end in zip(counts, ends, strict=True)
+    ]
+    made = [new_stage(model, params, spec, recompute=recompute) for spec in specs]
+    return [stage for stage, _ in made], [bucket for _, bucket in made]
+
+
+def main_grads(buckets: Iterable[Bucket]) -> dict[str, Tensor]:
+    """Main gradients by name, without padding."""
+    result = {}
+    for bucket in buckets:
+        for entry in bucket.entries:
+            rows = tuple(slice(n) for n in entry.spec.shape)
+            result[entry.spec.name] = bucket.view(bucket.grads[0], entry)[rows].clone()
+    return result

@@ -1,0 +1,182 @@
+"""Runs by the real trainer, on the ranks of a test world, that are stopped and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megapipe.checkpoint import Checkpoint
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.data.tokenizer import load_tokenizer
+from megapipe.distributed.mesh import Grid
+from megapipe.errors import MegapipeError
+from megapipe.launch.signals import StopRequest
+from megapipe.layout.resolve import resolve
+from megapipe.testing import World, run_world
+from megapipe.train.resume import Finished
+from megapipe.train.trainer import Clock, Trainer
+from tests.parity.jobs import arguments, tiny
+from tests.parity.ranks import local_copies
+
+VOCABULARY = 257
+STEPS, HALF = 8, 4
+BASE = {
+    "model.layers": "4",
+    "train.steps": str(STEPS),
+    "train.global_batch": "8",
+    "train.validate_every": str(HALF),
+    "checkpoint.every": str(HALF),
+    "checkpoint.keep": "9",
+    "optimizer.lr": "1e-2",
+    "optimizer.clip": "0.5",
+}
+DP = {"parallel.dp": "2", "parallel.pp": "2", "model.dropout": "0.1"}
+TP = {"parallel.tp": "2", "parallel.pp": "2", "parallel.sequence_parallel": "true"}
+
+
+class Interrupted(Exception):
+    """Ends a test run where a killed one would."""
+
+
+@dataclass(frozen=True)
+class Play:
+    """A run by the real trainer.
+
+    `stop_after` ends it after the checkpoint of that step as if it were killed; `preempt` sends
+    rank 1 the signal of a scheduler during that step; `clocks` are the ranks' own, by which they
+    save.
+    """
+
+    name: str
+    settings: Mapping[str, str]
+    stop_after: int | None = None
+    preempt: int | None = None
+    clocks: tuple[Callable[[], Clock], ...] = ()
+
+
+def play_all(world: World, base: Mapping[str, str], plays: list[Play]) -> list[dict[str, Any]]:
+    """This rank's part of one run after another."""
+    return [play(world, base, each) for each in plays]
+
+
+def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
+    """All that this rank shows of a run: what it reported, its weights, its optimizer."""
+    config: Config = parse(arguments({**base, **this.settings, "run.name": this.name})).config
+    tokenizer = load_tokenizer("byte")
+    config, layout = resolve(config, world.size, tokenizer.vocab_size)
+    mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
+    outcome: dict[str, Any] = {"error": None}
+    trainer = None
+    stop = StopRequest()
+    try:
+        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
+        if this.clocks:
+            trainer.clock = this.clocks[world.rank]()
+        outcome["loaded"] = list(local_copies(trainer.train_step)) if trainer.first_step else None
+        train, save, rows = trainer.train_step.train, trainer._save, trainer.training.rows
+
+        def rows_and_note(samples: Sequence[int]) -> Any:
+            outcome.setdefault("samples", set()).update(samples)
+            return rows(samples)
+
+        trainer.training.rows = rows_and_note  # type: ignore[method-assign]
+
+        def train_and_note(step: int, rows: Any, **options: Any) -> Any:
+            if this.preempt == step + 1 and world.rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            result = train(step, rows, **options)
+            outcome.setdefault("steps", {})[step + 1] = result
+            return result
+
+        def save_and_stop(step: int) -> None:
+            save(step)
+            if step == this.stop_after:
+                raise Interrupted
+
+        trainer.train_step.train = train_and_note  # type: ignore[method-assign]
+        trainer._save = save_and_stop  # type: ignore[method-assign]
+        trainer.run()
+    except Interrupted:
+        pass
+    except Finished as finished:
+        outcome["finished"] = str(finished)
+        return outcome
+    except MegapipeError as error:
+        outcome["error"] = (type(error), str(error))
+        if trainer is None:
+            return outcome
+    finally:
+        stop.__exit__()
+        if trainer is not None:
+            trainer.close()
+    assert trainer is not None
+    outcome["first_step"] = trainer.first_step
+    outcome["run_id"] = trainer.run_id
+    outcome["validation"] = trainer.validation_loss
+    outcome["copies"] = list(local_copies(trainer.train_step))
+    outcome["state"] = [
+        (owned.spec.name, owned.start, kind, values.double().clone().numpy())
+        for owned in trainer.train_step.optimizer.own_slices()
+        for kind, values in owned.values.items()
+    ]
+    return outcome
+
+
+def run(folder: Path, *plays: Play, world: int = 4) -> list[list[dict[str, Any]]]:
+    """Per play, what each rank shows."""
+    ranks = run_world(world, play_all, {**tiny(folder), **BASE}, list(plays))
+    return [list(outcomes) for outcomes in zip(*ranks, strict=True)]
+
+
+def checkpoint(folder: Path, name: str, step: int) -> Path:
+    return folder / "runs" / name / "checkpoints" / f"step-{step:08d}"
+
+
+def assert_same_files(a: Path, b: Path) -> None:
+    """The same global tensors, bit for bit."""
+    first, second = Checkpoint.open(a), Checkpoint.open(b)
+    assert first.names() == second.names()
+    kinds = {name.split("/")[0] for name in first.names()}
+    assert kinds in (
+        {"model", "optimizer.exp_avg", "optimizer.exp_avg_sq"},
+        {"model", "optimizer.exp_avg"},  # lion
+    )
+    for name in first.names():
+        assert torch.equal(first.read(name), second.read(name)), name
+
+
+def assert_continues(parts: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
+    """Ranks of a resumed run against those of the uninterrupted one."""
+    for part, full in zip(parts, whole, strict=True):
+        assert part["error"] is None
+        first = part["first_step"]
+        assert sorted(part["steps"]) == list(range(first + 1, STEPS + 1))
+        for step, result in part["steps"].items():
+            assert result == full["steps"][step], step  # loss, norm, learning rate, tokens
+        assert part["validation"] == full["validation"]
+        for key in ("copies", "state"):
+            for (*mine, x), (*theirs, y) in zip(part[key], full[key], strict=True):
+                assert mine == theirs
+                assert np.array_equal(x, y), mine
+
+
+def save_as_loaded(world: World, settings: Mapping[str, str], source: str, target: str) -> str:
+    """Load a checkpoint into a layout and save it from there."""
+    given = {**settings, "checkpoint.load": source, "run.name": "again"}
+    tokenizer = load_tokenizer("byte")
+    config, layout = resolve(parse(arguments(given)).config, world.size, tokenizer.vocab_size)
+    mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
+    with StopRequest() as stop:
+        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
+    trainer.checkpoints = Path(target)
+    trainer._save(trainer.first_step)
+    trainer.close()
+    return str(Path(target) / f"step-{trainer.first_step:08d}")

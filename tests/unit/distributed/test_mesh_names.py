@@ -1,0 +1,156 @@
+"""Members of a group find each other, by its name and in the order in which they make theirs.
+
+A process blocks in the making of a group until all members are there. Here each rank of a world
+makes its groups alone, on torch's fake process group, and the rest is a game on the lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.engine.channels import ProcessGroupChannels
+from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.model.gpt.parameters import WORD_EMBEDDING
+from megapipe.optim.buffers import make_buckets
+from megapipe.optim.policy import ZeroPolicy
+from megapipe.schedule.lower import pairs
+from megapipe.schedule.placement import Placement, loop
+
+
+class Job(NamedTuple):
+    """What decides which groups its processes make."""
+
+    grid: Grid
+    placement: Placement
+    policy: ZeroPolicy
+    tied: bool
+    empty: frozenset[int] = frozenset()
+    """Stages without parameters of their own."""
+
+
+class Made(NamedTuple):
+    """A group that a process makes."""
+
+    name: str
+    members: tuple[int, ...]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    pp, dp, tp = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    rest = draw(st.lists(st.integers(0, pp - 1), max_size=3))
+    rows = draw(st.lists(st.permutations([*range(pp), *rest]), min_size=1, max_size=3))
+    others = draw(st.lists(st.integers(0, pp - 1), min_size=len(rows[0]), max_size=len(rows[0])))
+    placement = Placement(pp, tuple(map(tuple, [*rows, others])))
+    stage = draw(st.integers(0, 3))
+    whole = [size for size in range(1, dp + 1) if dp % size == 0]
+    size = draw(st.sampled_from([None, *whole])) if stage else None
+    return Job(
+        Grid(pp=pp, dp=dp, tp=tp),
+        placement,
+        ZeroPolicy(stage if (size or dp) > 1 else min(stage, 1), size),
+        draw(st.booleans()),
+        draw(st.frozensets(st.integers(0, placement.stages - 1), max_size=2)),
+    )
+
+
+@contextmanager
+def alone(grid: Grid, rank: int) -> Iterator[ParallelMesh]:
+    """The mesh of a process whose groups connect nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=grid.world, store=FakeStore())
+    try:
+        yield ParallelMesh(grid, device=torch.device("cpu"), timeout_s=60.0)
+    finally:
+        dist.destroy_process_group()
+
+
+def module_of(job: Job, stage: int, mesh: ParallelMesh) -> nn.Module:
+    """One parameter, and the word embedding at both ends."""
+    sharding = Sharding(mesh.tp, False, torch.float32)
+    module = nn.Module()
+    if stage not in job.empty:
+        module.own = new_parameter(sharding, f"layers.{stage}.weight", (2, 2))
+    if stage == 0:
+        module.word = new_parameter(sharding, WORD_EMBEDDING, (2, 2))
+    if stage == job.placement.stages - 1:
+        module.head = new_parameter(sharding, WORD_EMBEDDING, (2, 2), use=1)
+    return module
+
+
+def made_by(job: Job, rank: int) -> list[Made]:
+    """The groups of a process, in order: axes, then channels, then those of buckets."""
+    placement = job.placement
+    with alone(job.grid, rank) as mesh:
+        ProcessGroupChannels(mesh, pairs(placement), dtype=torch.float32)
+        modules = {s: module_of(job, s, mesh) for s in placement.stages_of(mesh.at.pp)}
+        make_buckets(
+            cast(Any, modules),
+            mesh,
+            job.policy,
+            tied=job.tied,
+            holders=[placement.holders(stage) for stage in range(placement.stages)],
+        )
+        default, *groups = dist.distributed_c10d._world.pg_group_ranks.items()
+        assert list(default[1]) == list(range(job.grid.world))
+        return [Made(group.group_name, tuple(ranks)) for group, ranks in groups]
+
+
+def check_all_are_made(made: Sequence[Sequence[Made]]) -> None:
+    """A group is made when it is the next one of all its members."""
+    left = [list(reversed(groups)) for groups in made]
+    going = set(range(len(made)))
+    while going:
+        rank = going.pop()
+        while left[rank]:
+            name, members = left[rank][-1]
+            assert rank in members
+            if any(left[other][-1:] != [Made(name, members)] for other in members):
+                break
+            for other in members:
+                left[other].pop()
+            going |= set(members) - {rank}
+    waiting = {rank: groups[-1] for rank, groups in enumerate(left) if groups}
+    assert not waiting, f"these wait for ever: {waiting}"
+    for groups in made:
+        assert len({group.name for group in groups}) == len(groups), "a name is used once"
+
+
+@settings(deadline=None, max_examples=40)
+@given(jobs())
+def test_every_group_is_made(job: Job) -> None:
+    check_all_are_made([made_by(job, rank) for rank in range(job.grid.world)])
+
+
+CHAIN = Job(Grid(pp=3), loop(3), ZeroPolicy(), tied=False)
+
+
+def test_names_that_count_all_groups_are_noticed() -> None:
+    """Of three in a chain the one in the middle makes more: what torch's own names stumble over."""
+
+    def as_torch(ranks: Sequence[int], twins: int) -> str:
+        return f"{ranks} {len(dist.distributed_c10d._world.pg_names)}"
+
+    check_all_are_made([made_by(CHAIN, rank) for rank in range(3)])
+    with mock.patch("megapipe.distributed.mesh.group_name", as_torch):
+        made = [made_by(CHAIN, rank) for rank in range(3)]
+    with pytest.raises(AssertionError, match="these wait for ever"):
+        check_all_are_made(made)
+
+
+def test_an_order_that_goes_in_circles_is_noticed() -> None:
+    first, second, third = Made("a", (0, 1)), Made("b", (1, 2)), Made("c", (0, 2))
+    check_all_are_made([[first, third], [first, second], [second, third]])
+    with pytest.raises(AssertionError, match="these wait for ever"):
+        check_all_are_made([[third, first], [first, second], [second, third]])

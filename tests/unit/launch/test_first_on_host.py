@@ -1,0 +1,80 @@
+"""What one process of a host does before the others, with threads for processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore, Store
+
+from megapipe.errors import DataError, LaunchError, MegapipeError
+from megapipe.launch import rendezvous
+
+N = 4
+
+
+class Shelf:
+    """Something to fetch, and to find once it is there."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.fetched = 0
+        self.found = 0
+
+    def take(self) -> str:
+        if self.fetched:
+            self.found += 1
+            return "book"
+        time.sleep(0.2)
+        if self.error is not None:
+            raise self.error
+        self.fetched += 1
+        return "book"
+
+
+def call_all(shelf: Shelf, store: Store, timeout_s: float = 20.0) -> list[object]:
+    results: list[object] = []
+
+    def call() -> None:
+        try:
+            results.append(rendezvous.first_on_host(store, "book", shelf.take, timeout_s))
+        except Exception as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(N)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == N
+    return results
+
+
+def test_one_fetches_and_the_others_find() -> None:
+    shelf = Shelf()
+    assert call_all(shelf, HashStore()) == ["book"] * N
+    assert (shelf.fetched, shelf.found) == (1, N - 1)
+
+
+def test_every_host_has_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, shelves = HashStore(), []
+    for host in ("a", "b"):
+        monkeypatch.setattr(rendezvous.socket, "gethostname", lambda host=host: host)
+        shelves.append(Shelf())
+        call_all(shelves[-1], store)
+    assert [(shelf.fetched, shelf.found) for shelf in shelves] == [(1, N - 1)] * 2
+
+
+@pytest.mark.parametrize("error", [DataError("no such book"), LaunchError("lost")])
+def test_an_error_is_that_of_all_or_lets_the_others_try(error: MegapipeError) -> None:
+    results = call_all(Shelf(error), HashStore())
+    assert [str(each) for each in results] == [str(error)] * N
+    assert {type(each) for each in results} == {type(error)}
+
+
+def test_a_first_that_never_comes_back_is_one_line() -> None:
+    store = HashStore()
+    store.add(f"book on {rendezvous.socket.gethostname()}", 1)
+    with pytest.raises(LaunchError, match=r"^book: another process of .* took more than 1 s"):
+        rendezvous.first_on_host(store, "book", lambda: None, 1.0)

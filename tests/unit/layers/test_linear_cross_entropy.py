@@ -1,0 +1,135 @@
+"""Head and loss in chunks, in one process: precision, memory, masked tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megapipe.distributed.mesh import Axis
+from megapipe.layers.cross_entropy import masked_sum, vocab_parallel_cross_entropy
+from megapipe.layers.linear import ColumnParallelLinear
+from megapipe.layers.linear_cross_entropy import linear_cross_entropy
+from megapipe.layers.parameter import Sharding
+from megapipe.layers.policy import LEAST
+from megapipe.layers.weight_grad import main_grad
+from megapipe.optim.buffers import Bucket, owned_parameters
+from tests.parity import reference
+
+TOKENS, HIDDEN, VOCAB = 2 * LEAST, 24, 200
+
+
+def new_head(weight: Tensor) -> ColumnParallelLinear:
+    sharding = Sharding(Axis.alone(), False, weight.dtype)
+    head = ColumnParallelLinear(sharding, "head", tuple(weight.shape), bias=False, std=0.1)
+    Bucket(0, list(owned_parameters(head)), Axis.alone(), torch.device("cpu"))
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    return head
+
+
+def data(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states [s, b, h], weight, labels and mask [s, b]."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS // 2, 2, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
+    labels = torch.randint(VOCAB, (TOKENS // 2, 2), generator=generator)
+    mask = torch.rand(TOKENS // 2, 2, generator=generator) < 0.7
+    return hidden.to(dtype), weight.to(dtype), labels, mask
+
+
+def run(dtype: torch.dtype, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, gradient of the hidden states, main gradient; chunk 0: head, then loss."""
+    hidden, weight, labels, mask = data(dtype)
+    hidden.requires_grad_()
+    head = new_head(weight)
+    head.sharding.queue.open(0)
+    if chunk:
+        loss = linear_cross_entropy(hidden, head, labels, mask, vocab_size=VOCAB, chunk=chunk)
+    else:
+        losses = vocab_parallel_cross_entropy(head(hidden), labels, Axis.alone(), VOCAB)
+        loss = masked_sum(losses, mask)
+    (loss / TOKENS).backward()
+    head.sharding.queue.run(0)
+    assert hidden.grad is not None
+    return loss.detach(), hidden.grad, main_grad(head.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [10, TOKENS])
+def test_no_less_precise_than_head_then_loss(dtype: torch.dtype, chunk: int) -> None:
+    hidden, weight, labels, mask = (t.double() if t.is_floating_point() else t for t in data(dtype))
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    exact = functional.cross_entropy(
+        hidden.flatten(0, 1) @ weight.t(), labels.flatten(), reduction="none"
+    )
+    exact = exact[mask.flatten()].sum()
+    (exact / TOKENS).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    names = ("loss", "hidden", "weight")
+    expected = dict(zip(names, (exact.detach(), hidden.grad, weight.grad), strict=True))
+    chunked, whole = (dict(zip(names, run(dtype, c), strict=True)) for c in (chunk, 0))
+    for result in (chunked, whole):
+        assert result["loss"].dtype == torch.float32
+        assert result["hidden"].dtype == dtype
+        assert result["weight"].dtype == torch.float32
+    reference.assert_error_like(chunked, whole, expected)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outputs = out if isinstance(out, (tuple, list)) else (out,)
+        sizes = [t.numel() for t in outputs if isinstance(t, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_are_never_more_logits_than_those_of_a_chunk(dtype: torch.dtype) -> None:
+    with Largest() as whole:
+        run(dtype, 0)
+    assert whole.elements == TOKENS * VOCAB, "the measure sees the logits"
+    with Largest() as chunked:
+        run(dtype, 8)
+    assert chunked.elements == TOKENS * HIDDEN, "the hidden states are the largest"
+    with Largest() as large:
+        run(dtype, 10 * TOKENS)
+    assert large.elements == TOKENS // 2 * VOCAB, "a chunk for all would be their whole array"
+
+
+def test_a_token_that_is_masked_may_have_any_label() -> None:
+    hidden, weight, labels, mask = data(torch.float64)
+    head = new_head(weight)
+    results = []
+    for label in (0, -100, VOCAB, VOCAB + 1000):
+        with torch.no_grad():
+            changed = labels.masked_fill(~mask, label)
+            results.append(
+                linear_cross_entropy(hidden, head, changed, mask, vocab_size=VOCAB, chunk=7)
+            )
+    assert all(result.equal(results[0]) for result in results)
+
+
+def test_without_any_token_loss_and_gradients_are_zero() -> None:
+    hidden, weight, labels, mask = data(torch.float64)
+    hidden.requires_grad_()
+    head = new_head(weight)
+    loss = linear_cross_entropy(
+        hidden, head, labels, torch.zeros_like(mask), vocab_size=VOCAB, chunk=7
+    )
+    (loss * 0.0).backward()
+    assert hidden.grad is not None
+    assert loss.item() == 0
+    assert not hidden.grad.any()
+    assert not main_grad(head.weight).any()

@@ -1,0 +1,37 @@
+"""FLOPs: against torch's own counter, and against the formula of the literature."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from torch.utils.flop_counter import FlopCounterMode
+
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.flops import head_flops, layer_flops, token_flops
+
+
+def test_formula_of_gpt() -> None:
+    """6N + 12 L h s with N = 12 L h^2 + V h."""
+    layers, hidden, length, vocabulary = 24, 1024, 2048, 50257
+    model = ModelConfig(layers=layers, hidden=hidden, heads=16)
+    model = model.resolved(vocab_size=vocabulary, sequence_length=length)
+    weights = 12 * layers * hidden**2 + vocabulary * hidden
+    assert token_flops(model, length) == 6 * weights + 12 * layers * hidden * length
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_counted(activation: str) -> None:
+    """The matrix products of a layer and a head, written out and counted by torch."""
+    model = ModelConfig.model_validate(
+        {"hidden": 48, "heads": 8, "kv_heads": 2, "head_dim": 10, "activation": activation}
+    ).resolved(vocab_size=101, sequence_length=16)
+    s, h, f, d = 16, 48, model.ffn_hidden or 0, 10
+    x = torch.zeros(s, h)
+    q = torch.zeros(8, s, d)
+    with FlopCounterMode(display=False) as counter:
+        linear(x, torch.zeros((8 + 2 * 2) * d, h))
+        torch.bmm(torch.bmm(q, q.transpose(1, 2)), q)
+        linear(torch.zeros(s, 8 * d), torch.zeros(h, 8 * d))
+        linear(x, torch.zeros((2 if activation == "swiglu" else 1) * f, h))
+        linear(torch.zeros(s, f), torch.zeros(h, f))
+    assert counter.get_total_flops() == s * layer_flops(model, s)
+    assert head_flops(model) == 2 * h * 101
