@@ -8,13 +8,12 @@ talk most, sit next to each other, and pipeline neighbours, which talk least, si
 :class:`Grid` is that arithmetic alone and needs no processes. :class:`ParallelMesh` adds the
 process groups of the axes, in the order of the grid, and makes those that pipeline and optimizer
 ask for; each process enters only the groups that it belongs to, so making them costs the same in
-any world. Tensors go over the groups; ``device_mesh`` offers those of the axes to other libraries.
+any world.
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
 import itertools
 import math
@@ -24,7 +23,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.distributed.axis import Axis as Axis
 from megapipe.distributed.collectives import all_gather, start_all_gather
@@ -135,17 +133,6 @@ class ParallelMesh:
         self._groups = {axis: self._new_group(ranks) for axis, ranks in peers.items()}
         self.pp, self.dp, self.cp, self.tp = (
             self.connected(self._axis(peers[axis], self._groups[axis])) for axis in AXES
-        )
-
-    @functools.cached_property
-    def device_mesh(self) -> DeviceMesh:
-        """torch's view of the axes, over the same groups; it numbers all ranks of the world."""
-        grid = self.grid
-        return DeviceMesh.from_group(
-            list(self._groups.values()),
-            self.device.type,
-            mesh=torch.arange(grid.world).view(grid.pp, grid.dp, grid.cp, grid.tp),
-            mesh_dim_names=AXES,
         )
 
     def group_of(self, ranks: Sequence[int], *, channel: bool = False) -> Axis:

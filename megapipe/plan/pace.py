@@ -13,13 +13,12 @@ from itertools import accumulate, groupby
 
 from megapipe.config import Config
 from megapipe.dtypes import DTYPE_BYTES
-from megapipe.layout.chunks import most_tokens
 from megapipe.layout.costs import scaled
 from megapipe.layout.devices import device, local_device
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import scatters, speed
 from megapipe.model.gpt.flops import layer_flops
-from megapipe.plan.buckets import BucketPlan, process_buckets, zero_stage
+from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.traffic import (
     Exchange,
     message_bytes,
@@ -110,9 +109,6 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
         reduce=tuple(reduce),
         gather=tuple(gather),
         buckets=buckets,
-        zero=zero_stage(config.optimizer, layout.dp),
-        prefetch=config.optimizer.prefetch,
-        chunked_loss=most_tokens(config) > 0,
     )
 
 

@@ -68,14 +68,6 @@ class Cost:
     stage is reduced as a whole. Stages that several ranks hold are."""
     gather: PerStage = 0
     """One gathering of a stage's parameters from its data-parallel peers."""
-    zero: int = 1
-    """The ZeRO stage, which says when there are reductions and gathers: see
-    :mod:`megapipe.schedule.timing.data_parallel`."""
-    prefetch: int = 1
-    """Stages whose parameters ZeRO-3 gathers before they are needed."""
-    chunked_loss: bool = False
-    """The last stage has its head's weight gradient within ``I``, not ``W``, as with a loss that
-    takes a few tokens at a time. It matters to ZeRO-2 and 3."""
 
     @classmethod
     def full_rank(
@@ -112,13 +104,11 @@ class Cost:
         """Times by kind (F, B, I, W, R) and stage.
 
         Raises:
-            ScheduleError: a tuple that is not of length stages, a negative time, factor or
-                prefetch, a jitter above 1, or a ZeRO stage that there is not.
+            ScheduleError: a tuple that is not of length stages, a negative time or factor, or a
+                jitter above 1.
         """
         given = {kind.name: getattr(self, kind.name) for kind in Kind}
-        if self.zero not in (0, 1, 2, 3):
-            raise ScheduleError(f"cost zero: {self.zero} is not 0, 1, 2 or 3")
-        for name in ("overlap_factor", "jitter", "prefetch"):
+        for name in ("overlap_factor", "jitter"):
             if getattr(self, name) < 0:
                 raise ScheduleError(f"cost {name}: {getattr(self, name)} is negative")
         if self.jitter > 1:

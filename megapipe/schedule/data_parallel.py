@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from megapipe.errors import ScheduleError
 from megapipe.schedule.holders import Meeting, meetings
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.program import Action, Do, Program
@@ -33,7 +34,18 @@ class ReplicaPolicy(NamedTuple):
     """Stages whose weights ZeRO-3 gathers before they are needed."""
     chunked_loss: bool = False
     """The last stage computes its head's weight gradient within ``I``, not ``W``, as a loss that
-    takes a few tokens at a time does."""
+    takes a few tokens at a time does. It matters to ZeRO-2 and 3."""
+
+    def check(self) -> None:
+        """Raise :class:`ScheduleError` for a ZeRO stage that there is not, or a negative number."""
+        if self.zero not in (0, 1, 2, 3):
+            raise ScheduleError(f"replicas: zero {self.zero} is not 0, 1, 2 or 3")
+        if self.prefetch < 0:
+            raise ScheduleError(f"replicas: prefetch {self.prefetch} is negative")
+
+
+REPLICAS = ReplicaPolicy()
+"""What a timing takes where nobody says."""
 
 
 def synchronise(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -26,8 +25,6 @@ class Seen:
 
     sums: list[dict[str, float]] = field(default_factory=list)
     gathered: list[dict[str, list[float]]] = field(default_factory=list)
-    mesh_shapes: list[tuple[Any, ...]] = field(default_factory=list)
-    mesh_sums: list[dict[str, float]] = field(default_factory=list)
     made: list[list[list[int]]] = field(default_factory=list)
     ordered: float = 0.0
     summed_with_largest: list[float] = field(default_factory=list)
@@ -55,7 +52,7 @@ def visit(world: World) -> Seen:
 
 
 def visit_axes(world: World, grid: Grid, seen: Seen) -> None:
-    """Add up ranks along each axis, over the mesh's own groups and torch's view of them."""
+    """Add up ranks along each axis, over the mesh's groups."""
     mesh = world.mesh(grid)
     _, *made = dist.distributed_c10d._world.pg_group_ranks.values()
     seen.made.append([list(ranks) for ranks in made])
@@ -63,12 +60,6 @@ def visit_axes(world: World, grid: Grid, seen: Seen) -> None:
     axes: dict[str, Axis] = {name: getattr(mesh, name) for name in AXES}
     seen.sums.append({name: all_reduce(own.clone(), axis).item() for name, axis in axes.items()})
     seen.gathered.append({name: all_gather(own, axis).tolist() for name, axis in axes.items()})
-    seen.mesh_shapes.append((mesh.device_mesh.mesh_dim_names, tuple(mesh.device_mesh.shape)))
-    seen.mesh_sums.append({})
-    for name in AXES:
-        total = own.clone()
-        dist.all_reduce(total, group=mesh.device_mesh.get_group(name))
-        seen.mesh_sums[-1][name] = total.item()
 
 
 def visit_sums(mesh: ParallelMesh, seen: Seen) -> None:
@@ -107,13 +98,6 @@ def test_each_axis_joins_the_right_ranks(ranks: list[Seen]) -> None:
             peers = {axis: grid.peers(rank, axis) for axis in AXES}
             assert seen.sums[i] == {axis: sum(members) for axis, members in peers.items()}
             assert seen.gathered[i] == peers, "in the order of the axis"
-
-
-def test_device_mesh_is_the_same_grid(ranks: list[Seen]) -> None:
-    for i, grid in enumerate(GRIDS):
-        for seen in ranks:
-            assert seen.mesh_shapes[i] == (AXES, (grid.pp, grid.dp, grid.cp, grid.tp))
-            assert seen.mesh_sums[i] == seen.sums[i]
 
 
 def test_a_process_makes_its_own_groups_alone(ranks: list[Seen]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megapipe.distributed.collectives import all_gather, all_reduce
-from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.distributed.mesh import Grid
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.memory import model_memory
 from megapipe.train.step import TrainStep
@@ -118,13 +118,6 @@ def test_a_process_makes_as_many_groups_in_any_world(scale: Any) -> None:
     for world in (8, 16384):
         dp = world // 4
         assert groups_made(scale, world) == [2, dp, 1, 2, 2, 2, 2 * dp]
-
-
-def test_the_mesh_numbers_no_world_unless_asked(scale: Any) -> None:
-    with scale.fake_world(Grid(pp=2, dp=4), 5) as mesh:
-        assert isinstance(mesh, ParallelMesh)
-        assert "device_mesh" not in vars(mesh)
-        assert mesh.device_mesh.shape == (2, 4, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -468,3 +468,14 @@ def test_costs_of_a_configuration(tmp_path):
     assert (taken.returncode, taken.stdout) == (2, "")
     assert f"argument --cost: F is in {path} already" in taken.stderr
     assert len(taken.stderr.splitlines()) == 1
+
+
+def test_deviation(ask):
+    size = ("simulate", "1f1b", *("--ranks", "4", "--microbatches", "8", "--jitter", "0.5"))
+    kept = json.loads(ask(*size, "--json"))
+    assert "deviating" not in kept
+    one, three = (json.loads(ask(*size, "--deviate", n, "--json"))["deviating"] for n in (1, 3))
+    assert one == {"window": 1, "makespan": kept["makespan"]}
+    assert three["makespan"] < one["makespan"]
+    shown = f"deviating makespan {three['makespan']:g}, within the 3 next operations"
+    assert shown in ask(*size, "--deviate", 3)

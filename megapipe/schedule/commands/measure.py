@@ -55,7 +55,7 @@ def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> d
     seconds = time.perf_counter() - start
     alone = timeline
     if timeline.gather_ticks or timeline.reduction_ticks:
-        alone = simulate(schedule, timeline.cost.without_replicas())
+        alone = simulate(schedule, timeline.cost.without_replicas(), timeline.policy)
     weighted = peak_weighted(schedule, setting.freed)
     limit = setting.memory_limit
     return {
@@ -72,7 +72,7 @@ def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> d
             "reduce": json_number(timeline.exposed_reduce),
         },
         "replicas": {
-            "zero": timeline.cost.zero,
+            "zero": timeline.policy.zero,
             "gathers": len(timeline.gather_ticks),
             "reductions": len(timeline.reduction_ticks),
             "added": json_number(timeline.makespan - alone.makespan),
@@ -113,6 +113,10 @@ def lines(told: dict[str, Any]) -> list[str]:
         "took": f"{told['generate_seconds']:.3f} s to generate, "
         f"{told['simulate_seconds']:.3f} s to simulate",
     }
+    if "deviating" in told:
+        rows["deviating"] = "makespan {makespan:g}, within the {window} next operations".format(
+            **told["deviating"]
+        )
     if replicas["gathers"] or replicas["reductions"]:
         rows["replicas"] = (
             f"ZeRO-{replicas['zero']}: {replicas['gathers']:,} gathers and "

@@ -12,11 +12,13 @@ from typing import Any, Literal
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.commands.arguments import OF_STAGE, number, options_of
 from megapipe.schedule.cost import Cost, Time, equal_buckets
+from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import accepts, aliases, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.load import goes_by_cost, is_own, load
 from megapipe.schedule.memory import Amount, peak_weighted
 from megapipe.schedule.placement import Placement, loop, vee, wave
+from megapipe.schedule.timing.opportunistic import deviate
 from megapipe.schedule.timing.simulate import Timeline, simulate
 
 Number = Fraction | int
@@ -39,10 +41,8 @@ class Scenario:
     accounting: Literal["held", "weighted"]
     objective: Literal["makespan", "span"]
     placement: str | None
-    zero: int
-    prefetch: int
+    policy: ReplicaPolicy
     buckets: int
-    chunked_loss: bool
     planned: Callable[[Placement], Cost] | None = None
     """Costs of a model's stages on a placement."""
 
@@ -80,10 +80,8 @@ class Scenario:
             accounting=given.memory_accounting,
             objective=given.objective,
             placement=given.placement,
-            zero=given.zero,
-            prefetch=given.prefetch,
+            policy=ReplicaPolicy(given.zero, given.prefetch, given.chunked_loss),
             buckets=given.buckets,
-            chunked_loss=given.chunked_loss,
             planned=planned,
         )
 
@@ -101,10 +99,7 @@ class Scenario:
             overlap_factor=self.costs.get("overlap", 1),
             bandwidth=self.bandwidth,
             message=1,
-            zero=self.zero,
-            prefetch=self.prefetch,
             buckets=equal_buckets(self.buckets, placement.stages),
-            chunked_loss=self.chunked_loss,
         )
 
     def build(self, name: str, *, lenient: bool = False) -> tuple[Schedule, float]:
@@ -147,14 +142,18 @@ class Scenario:
         """What each rank holds at most, as the memory limit counts it."""
         return peak_weighted(schedule, self.freed if self.accounting == "weighted" else Fraction(0))
 
-    def time(self, schedule: Schedule) -> Timeline:
-        """A schedule in time.
+    def time(self, schedule: Schedule, *, window: int | None = None) -> Timeline:
+        """A schedule in time; with a `window` ranks deviate from their lists within it
+        (:func:`~megapipe.schedule.timing.opportunistic.deviate`).
 
         Raises:
             ScheduleError: costs that do not fit the schedule, or are all zero.
         """
         cost = self.cost(schedule.placement)
-        timeline = simulate(schedule, replace(cost, jitter=float(self.jitter), seed=self.seed))
+        cost = replace(cost, jitter=float(self.jitter), seed=self.seed)
+        if window is not None:
+            return deviate(schedule, cost, window, self.policy)
+        timeline = simulate(schedule, cost, self.policy)
         if not any(timeline.busy):
             raise ScheduleError(
                 f"schedule {schedule.name}: it takes no time; give at least one cost above 0"

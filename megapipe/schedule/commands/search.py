@@ -48,6 +48,7 @@ def run(given: argparse.Namespace) -> None:
         setting.ranks,
         setting.microbatches,
         cost_of=setting.cost,
+        policy=setting.policy,
         placements=placements(setting),
         memory_limit=setting.memory_limit,
         accounting=setting.accounting,

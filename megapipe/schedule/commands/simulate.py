@@ -3,20 +3,33 @@
 import argparse
 import json
 
-from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting
+from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting, count
 from megapipe.schedule.commands.measure import lines, measure
-from megapipe.schedule.commands.scenario import Scenario
+from megapipe.schedule.commands.scenario import Scenario, json_number
 
 
 def add(commands: "Commands[Parser]") -> None:
     parser = commands.add_parser("simulate", help="prove and time one schedule")
     parser.add_argument("name", metavar="NAME", help=NAME_HELP)
     add_setting(parser)
+    parser.add_argument(
+        "--deviate",
+        type=count,
+        metavar="N",
+        help="also time ranks that run one of the N next operations if the next one has to wait "
+        "(Varuna, 2111.04007)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> None:
     setting = Scenario.of(given)
-    told = measure(setting, *setting.build(given.name))
+    schedule, seconds = setting.build(given.name)
+    told = measure(setting, schedule, seconds)
+    if given.deviate:
+        told["deviating"] = {
+            "window": given.deviate,
+            "makespan": json_number(setting.time(schedule, window=given.deviate).makespan),
+        }
     print(json.dumps(told) if given.json else "\n".join(lines(told)))

@@ -27,7 +27,7 @@ from megapipe.schedule.timing.times import in_ticks
 def reorder(schedule: Schedule, cost: Cost | None = None) -> Schedule:
     """:func:`compact` and :func:`refill` at equal times, then :func:`refill` at the given cost; of
     a schedule that is known to be valid, as it is not proved again."""
-    schedule = refill_valid(_compacted(schedule), Cost())
+    schedule = refill_valid(compact(schedule), Cost())
     return refill_valid(schedule, cost) if cost else schedule
 
 
@@ -37,16 +37,12 @@ def compact(schedule: Schedule) -> Schedule:
     In the order of their starts, each operation takes the first idle slots of its rank after its
     inputs and after the one before of its kind and stage; a forward only as far ahead as the rank
     then holds no more than any rank of the given schedule did. So no operation gets later, the
-    peak does not rise, and a steady state without idle slots stays what it is.
+    peak does not rise, and a steady state without idle slots stays what it is. The schedule must be
+    valid.
 
     Raises:
-        ScheduleError: the schedule cannot be executed, or is not of the plain form.
+        ScheduleError: the schedule is not of the plain form.
     """
-    validate(schedule)
-    return _compacted(schedule)
-
-
-def _compacted(schedule: Schedule) -> Schedule:
     dependencies = _plain(schedule)
     need, make = dependencies.base
     limit = max(map(most_held, schedule.ops))

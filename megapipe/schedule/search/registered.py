@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
+from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import accepts, build, names
 from megapipe.schedule.ir import JOINED, Schedule
 from megapipe.schedule.memory import peak_weighted
@@ -19,20 +20,22 @@ class Candidate(NamedTuple):
     value: Time
 
 
-def objective_of(schedule: Schedule, cost: Cost, objective: Objective) -> Time:
+def objective_of(
+    schedule: Schedule, cost: Cost, objective: Objective, policy: ReplicaPolicy
+) -> Time:
     """The makespan, or the longest span, that the simulator gives."""
-    timeline = simulate(schedule, cost)
+    timeline = simulate(schedule, cost, policy)
     return timeline.makespan if objective == "makespan" else max(timeline.spans)
 
 
-def registered(problem: Problem) -> list[Candidate]:
+def registered(problem: Problem, policy: ReplicaPolicy) -> list[Candidate]:
     """The registered schedules on the problem's placement that keep its limits, the best first.
 
     Those that cut micro-batches or sequences, recompute or join operations are left out: a search
     orders whole operations, at costs that are given for these.
     """
     found = [
-        Candidate(schedule, objective_of(schedule, problem.cost, problem.objective))
+        Candidate(schedule, objective_of(schedule, problem.cost, problem.objective, policy))
         for schedule in _built(problem)
         if _fits(problem, schedule)
     ]

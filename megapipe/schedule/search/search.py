@@ -8,6 +8,7 @@ from typing import NamedTuple, TypedDict
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time, plain, ratio
+from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.search.instance import (
@@ -78,6 +79,7 @@ def search(
     microbatches: int,
     *,
     cost_of: Callable[[Placement], Cost],
+    policy: ReplicaPolicy = REPLICAS,
     placements: Sequence[Placement | str] = tuple(PLACEMENTS),
     memory_limit: MemoryLimit = None,
     accounting: Accounting = "held",
@@ -97,6 +99,7 @@ def search(
         microbatches: micro-batches per step.
         cost_of: what operations cost on a placement; jitter is left out. Orders are improved
             without gathers and reductions, which count when the best ones are compared.
+        policy: when replicas gather and reduce.
         placements: where to search: placements with one direction, or names of :data:`PLACEMENTS`.
         memory_limit: micro-batches of a full rank that may be alive at once, one number for all
             ranks or one for each; None: no limit.
@@ -124,7 +127,9 @@ def search(
         "objective": objective,
     }
     rng = random.Random(seed)
-    sites = [_Site(placement, microbatches, cost_of(placement), terms) for placement in where]
+    sites = [
+        _Site(placement, microbatches, cost_of(placement), policy, terms) for placement in where
+    ]
     sites = [site for site in sites if can_run(site.problem)]
     if not sites:
         smallest = min(map(least_limit, where))
@@ -160,8 +165,16 @@ class _Terms(TypedDict):
 class _Site:
     """The search on one placement. Inside, costs are whole numbers, `scale` times as large."""
 
-    def __init__(self, placement: Placement, microbatches: int, cost: Cost, terms: _Terms) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        microbatches: int,
+        cost: Cost,
+        policy: ReplicaPolicy,
+        terms: _Terms,
+    ) -> None:
         self.placement, self.microbatches, self.terms = placement, microbatches, terms
+        self.policy = policy
         self.cost, self.scale = in_ticks(placement, replace(cost, jitter=0.0))
         self.problem = instance(placement, microbatches, self.cost, **terms)
         self.spent = 0
@@ -178,7 +191,8 @@ class _Site:
     @cached_property
     def rivals(self) -> list[Candidate]:
         """The registered schedules here, the best first."""
-        return [rival._replace(value=self.time(rival.value)) for rival in registered(self.problem)]
+        found = registered(self.problem, self.policy)
+        return [rival._replace(value=self.time(rival.value)) for rival in found]
 
     def hunt(
         self, evaluations: int | None, rng: random.Random, progress: Callable[[Progress], None]
@@ -205,7 +219,7 @@ class _Site:
             portfolio.run()
             for timed in portfolio.pool[: COMPARED if replicas else 1]:
                 schedule = problem.schedule(timed.order)
-                value = objective_of(schedule, self.cost, problem.objective)
+                value = objective_of(schedule, self.cost, problem.objective, self.policy)
                 found.append(Candidate(schedule, self.time(value)))
             self.spent += -(-(effort - portfolio.left) // problem.size)
         return min(found, key=_value)
@@ -214,7 +228,7 @@ class _Site:
         """The best registered schedules, as far as they are orders of the problem."""
         rivals = self.rivals
         if problem.microbatches < self.microbatches:
-            rivals = registered(problem) if problem.size <= SMALL else []
+            rivals = registered(problem, self.policy) if problem.size <= SMALL else []
         orders = (problem.order(rival.schedule) for rival in rivals[:STARTS])
         return [order for order in orders if order is not None and problem.fits(order)]
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megapipe.schedule.cost import Time, plain
-from megapipe.schedule.data_parallel import ReplicaPolicy, for_zero, last_gradients, operations
+from megapipe.schedule.data_parallel import for_zero, last_gradients, operations
 from megapipe.schedule.ir import JOINED, Schedule
 from megapipe.schedule.program import Action, Do
 from megapipe.schedule.timing.ticks import scaled
@@ -82,7 +82,7 @@ class Lane:
         """The stage that this lane has come to reduce with others, and when."""
         self.stops = self._stops(ops, actions)
         """Those to come, the next one last."""
-        if times.cost.zero < 3:
+        if times.policy.zero < 3:
             for action in actions:
                 if action.do == Do.AWAIT:
                     self._begin_gather(action.stage, 0)
@@ -182,13 +182,13 @@ class Lane:
 
 def make_lanes(schedule: Schedule, times: Times) -> list[Lane]:
     """A lane for each rank; none where nothing takes time."""
-    placement, cost = schedule.placement, times.cost
+    placement = schedule.placement
     if not any((*times.gather, *times.reduce)):
         return []
     programs = for_zero(
         (operations(schedule, rank) for rank in range(placement.ranks)),
         schedule,
-        ReplicaPolicy(cost.zero, cost.prefetch, cost.chunked_loss),
+        times.policy,
     )
     company: dict[int, list[Lane]] = {
         stage: [] for stage in range(placement.stages) if len(placement.holders(stage)) > 1

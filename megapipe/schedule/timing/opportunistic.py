@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
+from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy
 from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
 from megapipe.schedule.ir import JOINED, STAGE_SHIFT, Schedule, packed
 from megapipe.schedule.timing.data_parallel import complete, make_lanes, replay
@@ -18,7 +19,9 @@ from megapipe.schedule.timing.simulate import Timeline
 from megapipe.schedule.timing.times import Times
 
 
-def deviate(schedule: Schedule, cost: Cost, window: int) -> Timeline:
+def deviate(
+    schedule: Schedule, cost: Cost, window: int, policy: ReplicaPolicy = REPLICAS
+) -> Timeline:
     """A valid schedule in time if a rank whose next operation waits may run one of the `window`
     next ones instead, the first whose input is there.
 
@@ -36,21 +39,21 @@ def deviate(schedule: Schedule, cost: Cost, window: int) -> Timeline:
         raise ScheduleError(
             f"schedule {schedule.name}: slices and joined operations have no other order"
         )
-    if cost.zero >= 2 and cost.has_replicas(schedule.placement.stages):
+    if policy.zero >= 2 and cost.has_replicas(schedule.placement.stages):
         raise ScheduleError(
-            f"schedule {schedule.name}: ZeRO-{cost.zero} gathers and reduces as a fixed order asks "
-            "for; deviate with zero 0 or 1"
+            f"schedule {schedule.name}: ZeRO-{policy.zero} gathers and reduces as a fixed order "
+            "asks for; deviate with zero 0 or 1"
         )
-    return _Run(schedule, cost, window).timeline()
+    return _Run(schedule, cost, window, policy).timeline()
 
 
 class _Run:
     """All ranks, and the events at which one may have something to do."""
 
-    def __init__(self, schedule: Schedule, cost: Cost, window: int) -> None:
+    def __init__(self, schedule: Schedule, cost: Cost, window: int, policy: ReplicaPolicy) -> None:
         self.schedule, self.cost, self.window = schedule, cost, window
         self.dependencies = Dependencies(schedule)
-        self.times = Times(self.dependencies, cost)
+        self.times = Times(self.dependencies, cost, policy)
         ranks = range(schedule.placement.ranks)
         codes = [self.dependencies.codes(rank) for rank in ranks]
         given = [self.times.by_operation(rank, codes[rank]) for rank in ranks]

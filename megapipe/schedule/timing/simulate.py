@@ -13,6 +13,7 @@ import numpy as np
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time, ratio
+from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy
 from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
 from megapipe.schedule.ir import JOINED, Schedule
 from megapipe.schedule.timing.data_parallel import Interval, complete, make_lanes
@@ -35,8 +36,9 @@ class Timeline:
     """When parameters are gathered, by rank and start; none where that takes no time."""
     reduction_ticks: tuple[Interval, ...] = ()
     """When gradients are reduced, by start, on each holder of a stage; likewise."""
+    policy: ReplicaPolicy = REPLICAS
     per_unit: int = 1
-    """Ticks in the piece of time of the costs. All that is not called ticks is in that piece."""
+    """Ticks in the unit of time of the costs. All that is not called ticks is in that unit."""
 
     @cached_property
     def starts(self) -> tuple[Sequence[Time], ...]:
@@ -82,7 +84,7 @@ class Timeline:
         return max(ends[-1] for ends in self.end_ticks if ends)
 
     def time(self, ticks: Time) -> Time:
-        """Ticks in the piece of the costs."""
+        """Ticks in the unit of the costs."""
         return scaled(ticks, self.per_unit)
 
     @property
@@ -150,9 +152,12 @@ class Timeline:
         return 1 - ratio(sum(self.busy), len(self.busy) * max(self.spans))
 
 
-def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule, cost: Cost | None = None, policy: ReplicaPolicy = REPLICAS
+) -> Timeline:
     """Time a valid schedule; the default cost is F = I = W = 1, B = 2, R = 1, no latency, and
-    nothing to gather or reduce (see :mod:`megapipe.schedule.timing.data_parallel`).
+    nothing to gather or reduce. `policy` says when replicas gather and reduce
+    (:mod:`megapipe.schedule.timing.data_parallel`).
 
     Raises:
         ScheduleError: a cost that does not fit the stages, or a schedule that deadlocks
@@ -161,7 +166,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     cost = cost or Cost()
     dependencies = Dependencies(schedule)
     lists = [dependencies.codes(rank) for rank in range(schedule.placement.ranks)]
-    times = Times(dependencies, cost)
+    times = Times(dependencies, cost, policy)
     beside = make_lanes(schedule, times)
     lag, hold, together = times.lag, times.hold, times.together
     need_base, make_base = dependencies.base
@@ -240,7 +245,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> Timeline:
     if waiting:
         raise ScheduleError(f"schedule {schedule.name}: it deadlocks, so it has no timeline")
     between = complete(beside)
-    return Timeline(schedule, tuple(starts), tuple(ends), cost, *between, times.per_unit)
+    return Timeline(schedule, tuple(starts), tuple(ends), cost, *between, policy, times.per_unit)
 
 
 def _abreast(

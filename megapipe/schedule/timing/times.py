@@ -10,6 +10,7 @@ from typing import Any
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time, plain
+from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy
 from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
 from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, Kind
 from megapipe.schedule.placement import Placement
@@ -19,12 +20,15 @@ from megapipe.schedule.timing.ticks import per_unit, room, whole
 class Times:
     """Times by low part (see Dependencies) and by stage.
 
-    They are floats in the piece of the costs if one of these is a float or there is jitter, and
+    They are floats in the unit of the costs if one of these is a float or there is jitter, and
     whole numbers of ticks otherwise.
     """
 
-    def __init__(self, dependencies: Dependencies, cost: Cost) -> None:
-        self.dependencies, self.cost = dependencies, cost
+    def __init__(
+        self, dependencies: Dependencies, cost: Cost, policy: ReplicaPolicy = REPLICAS
+    ) -> None:
+        policy.check()
+        self.dependencies, self.cost, self.policy = dependencies, cost, policy
         schedule = dependencies.schedule
         if cost.slices is not None and len(cost.slices) != schedule.slices:
             raise ScheduleError(
@@ -42,7 +46,7 @@ class Times:
         self.reduce = list(cost.per_stage("reduce", dependencies.stages))
         self.buckets = cost.buckets_of(dependencies.stages)
         self.per_unit = 1
-        """Ticks in a piece of time."""
+        """Ticks in a unit of time."""
         columns = (self.length, self.lag, self.hold, self.gather, self.reduce)
         given = [time for column in columns for time in column]
         factors = [*(cost.slices or ()), cost.overlap_factor]
@@ -78,7 +82,7 @@ class Times:
         cost = self.cost
         each = 2 * max(self.length) * max(1, *(cost.slices or ()), cost.overlap_factor)
         each += max(self.lag) + max(self.hold)
-        each += (2 + cost.prefetch) * max(self.gather) + max(self.reduce)
+        each += (2 + self.policy.prefetch) * max(self.gather) + max(self.reduce)
         return int(each * sum(map(len, self.dependencies.schedule.ops))) + 1
 
     def many(self, value: int, count: int) -> list[Time]:
@@ -116,7 +120,7 @@ class Times:
 
 
 def in_ticks(placement: Placement, cost: Cost) -> tuple[Cost, int]:
-    """The costs of whole micro-batches on a placement in ticks, and how many are a piece of time.
+    """The costs of whole micro-batches on a placement in ticks, and how many are a unit of time.
 
     Costs with a float among them stay as they are.
     """

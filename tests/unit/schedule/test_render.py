@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from megapipe.schedule.cost import Cost
+from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import build, forward_only, names
 from megapipe.schedule.placement import loop
 from megapipe.schedule.render import draw_rows, png, svg, text
@@ -149,7 +150,7 @@ def test_text_of_runs_and_gathers_on_demand():
     """A rank of two chunks, one of them at a time: the gather of chunk b begins when a has ended,
     and its gradients' reduction comes before the gather that a's backward waits for."""
     schedule = build("breadth_first", ranks=1, microbatches=1, chunks=2)
-    timeline = simulate(schedule, Cost(gather=2, reduce=3, zero=3, prefetch=0))
+    timeline = simulate(schedule, Cost(gather=2, reduce=3), ReplicaPolicy(3, 0))
     row, below, *_ = text(timeline, width=100).splitlines()
     assert (row, below) == (
         "rank 0 ........F0a ........F0b B0b---- ....................B0a---- ............",

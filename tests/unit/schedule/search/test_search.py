@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
+from megapipe.schedule.data_parallel import REPLICAS
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.memory import peak_held, peak_weighted
@@ -373,8 +374,12 @@ def test_a_beam_is_exact_on_some_small_instances(row):
 
 def test_registered_schedules_that_do_not_fit_are_left_out():
     problem: Problem = instance(loop(4), 8, Cost(), memory_limit=3)
-    assert {each.schedule.name for each in registered(problem)} >= {"zb_1p", "naive"}
-    assert not {each.schedule.name for each in registered(problem)} & {"zb_h1", "gpipe", "1f1b"}
+    assert {each.schedule.name for each in registered(problem, REPLICAS)} >= {"zb_1p", "naive"}
+    assert not {each.schedule.name for each in registered(problem, REPLICAS)} & {
+        "zb_h1",
+        "gpipe",
+        "1f1b",
+    }
 
 
 @pytest.mark.parametrize(

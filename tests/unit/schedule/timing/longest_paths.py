@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.data_parallel import ReplicaPolicy, for_zero
+from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy, for_zero
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.program import Action, Do, Program
@@ -65,8 +65,9 @@ class Meaning:
 class Clocks:
     """All ranks, run until all have ended."""
 
-    def __init__(self, schedule: Schedule, cost: Cost) -> None:
+    def __init__(self, schedule: Schedule, cost: Cost, policy: ReplicaPolicy = REPLICAS) -> None:
         self.schedule, self.cost, self.meaning = schedule, cost, Meaning(schedule, cost)
+        self.policy = policy
         ranks = range(schedule.placement.ranks)
         self.times = [[] for _ in ranks]
         """(start, end) of every operation, by rank."""
@@ -82,8 +83,8 @@ class Clocks:
 
     def _rank(self, rank: int) -> Iterator[None]:
         now, there, reduced, under_way = 0, {}, {}, []
-        groups = grouped(self.schedule, self.programs[rank], self.cost)
-        if self.cost.zero < 3:
+        groups = grouped(self.schedule, self.programs[rank], self.policy)
+        if self.policy.zero < 3:
             for action in (action for first, _, _ in groups for action in first):
                 if action.do == Do.AWAIT:
                     there[action.stage] = self._collective("gather", action.stage, rank, 0)
@@ -166,14 +167,14 @@ class Clocks:
 
 
 def grouped(
-    schedule: Schedule, program: Program, cost: Cost
+    schedule: Schedule, program: Program, policy: ReplicaPolicy
 ) -> list[tuple[list[Action], list[Op], list[tuple[Action, Op | None]]]]:
     """A rank's program: its operations, joined ones together, each group with what comes before it
     and the reductions after it, with the operation before each."""
     (whole,) = for_zero(
         [program],
         schedule,
-        ReplicaPolicy(cost.zero, cost.prefetch, cost.chunked_loss),
+        policy,
     )
     ops = iter(schedule.rank_ops(program.rank))
     groups: list[tuple[list[Action], list[Op], list[tuple[Action, Op | None]]]] = []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Leaving
+from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import build, forward_only
 from megapipe.schedule.holders import meetings
 from megapipe.schedule.ir import Kind
@@ -193,8 +194,8 @@ def test_validation_has_nothing_to_reduce():
 @settings(max_examples=200, deadline=None)
 @given(schedules(), st.data())
 def test_reductions_are_as_early_as_their_lane_allows(schedule, data):
-    cost = replace(data.draw(costs(schedule)), zero=data.draw(st.integers(0, 1)), buckets=())
-    timeline = simulate(schedule, cost)
+    cost = replace(data.draw(costs(schedule)), buckets=())
+    timeline = simulate(schedule, cost, ReplicaPolicy(data.draw(st.integers(0, 1))))
     stages = schedule.placement.stages
     length = cost.reduce if isinstance(cost.reduce, tuple) else (cost.reduce,) * stages
     ready = {}

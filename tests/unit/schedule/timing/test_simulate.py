@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megapipe.errors import ScheduleError
 from megapipe.schedule import wavefront
 from megapipe.schedule.cost import Cost, Leaving
+from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import loop, mirrored, vee
@@ -253,20 +254,20 @@ def costs(draw, schedule) -> Cost:
         reduce=draw(st.just(0) | per_stage),
         buckets=draw(st.just(()) | buckets),
         gather=draw(st.just(0) | per_stage),
-        zero=draw(st.integers(0, 3)),
-        prefetch=draw(st.integers(0, 3)),
-        chunked_loss=draw(st.booleans()),
     )
+
+
+POLICIES = st.builds(ReplicaPolicy, st.integers(0, 3), st.integers(0, 3), st.booleans())
 
 
 @pytest.mark.parametrize("walk", WALKS)
 @settings(max_examples=300, deadline=None)
 @given(schedules(), st.data())
 def test_every_start_is_the_longest_path_to_it(walk, schedule, data):
-    cost = data.draw(costs(schedule))
+    cost, policy = data.draw(costs(schedule)), data.draw(POLICIES)
     with mock.patch.multiple(wavefront, **WALKS[walk]):
-        timeline = simulate(schedule, cost)
-    clocks = Clocks(schedule, cost)
+        timeline = simulate(schedule, cost, policy)
+    clocks = Clocks(schedule, cost, policy)
     expected = clocks.times
     assert times_of(timeline) == expected
     assert sorted(timeline.gathers) == sorted(clocks.gathers)
@@ -332,10 +333,10 @@ def test_errors():
         simulate(schedule, Cost(reduce=(1,)))
     with pytest.raises(ScheduleError, match="cost gather: -1 is negative"):
         simulate(schedule, Cost(gather=-1))
-    with pytest.raises(ScheduleError, match="cost zero: 4 is not 0, 1, 2 or 3"):
-        simulate(schedule, Cost(zero=4))
-    with pytest.raises(ScheduleError, match="cost prefetch: -1 is negative"):
-        simulate(schedule, Cost(prefetch=-1))
+    with pytest.raises(ScheduleError, match="replicas: zero 4 is not 0, 1, 2 or 3"):
+        simulate(schedule, Cost(), ReplicaPolicy(4))
+    with pytest.raises(ScheduleError, match="replicas: prefetch -1 is negative"):
+        simulate(schedule, Cost(), ReplicaPolicy(1, -1))
     with pytest.raises(ScheduleError, match="cost latency: -1 is negative"):
         simulate(schedule, Cost(latency=-1))
     with pytest.raises(ScheduleError, match="cost latency: -1 is negative"):

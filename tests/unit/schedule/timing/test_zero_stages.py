@@ -28,8 +28,11 @@ def spans(intervals):
     return [(each.stage, each.start, each.end) for each in intervals]
 
 
-def timed(text, microbatches=1, placement=None, **cost):
-    return simulate(of(text, microbatches, placement), Cost(**{"F": 1, "B": 2} | cost))
+def timed(text, microbatches=1, placement=None, **given):
+    """`given`: costs, and fields of the policy."""
+    policy = {what: given.pop(what) for what in ReplicaPolicy._fields if what in given}
+    cost = Cost(**{"F": 1, "B": 2} | given)
+    return simulate(of(text, microbatches, placement), cost, ReplicaPolicy(**policy))
 
 
 def test_one_stage_is_gathered_and_reduced_once():
@@ -112,7 +115,7 @@ def test_a_chunked_loss_adds_gradients_within_the_input_gradient():
 
 def test_stages_with_several_holders_are_gathered_by_each_and_reduced_by_all():
     schedule = of("0F0 1F1 1B1 0B0/0F1 1F0 1B0 0B1", 2, mirrored(loop(2)), direction=(0, 1))
-    timeline = simulate(schedule, Cost(F=1, B=2, gather=1, reduce=5, zero=3, prefetch=0))
+    timeline = simulate(schedule, Cost(F=1, B=2, gather=1, reduce=5), ReplicaPolicy(3, 0))
     assert [list(starts) for starts in timeline.starts] == [[1, 3, 4, 12]] * 2
     assert spans(timeline.gathers) == [(0, 0, 1), (1, 2, 3), (0, 11, 12)] * 2
     assert spans(timeline.reductions) == [(1, 6, 11)] * 2 + [(0, 14, 19)] * 2
@@ -125,7 +128,7 @@ def test_breadth_first_reduces_and_gathers_least():
     for name in ("breadth_first", "interleaved_1f1b"):
         schedule = build(name, ranks=2, microbatches=8, chunks=2)
         cost = Cost.full_rank(schedule.placement, gather=4, reduce=4)
-        steps = [simulate(schedule, replace(cost, zero=z, prefetch=0)) for z in (1, 2, 3)]
+        steps = [simulate(schedule, cost, ReplicaPolicy(z, 0)) for z in (1, 2, 3)]
         counts[name] = [(len(each.gathers), len(each.reductions)) for each in steps]
         assert steps[0].makespan <= steps[1].makespan <= steps[2].makespan
         runs[name] = sum(
@@ -151,14 +154,14 @@ def schedules():
     return list(cases())
 
 
-def actions_of(schedule, cost):
+def actions_of(schedule, policy):
     """By (what, stage, rank), from the programs that the executor runs."""
     return Counter(
         (action.do, action.stage, program.rank)
         for program in for_zero(
             lower(schedule),
             schedule,
-            ReplicaPolicy(cost.zero, cost.prefetch, cost.chunked_loss),
+            policy,
         )
         for action in program.actions
     )
@@ -168,10 +171,11 @@ def actions_of(schedule, cost):
 def test_every_schedule(schedules, zero, prefetch):
     """There is an interval for each action; those of a rank are apart; weights are there in time;
     and what costs more takes no less."""
-    cost = Cost(F=3, I=4, W=3, latency=1, gather=5, reduce=7, zero=zero, prefetch=prefetch)
+    cost = Cost(F=3, I=4, W=3, latency=1, gather=5, reduce=7)
+    policy = ReplicaPolicy(zero, prefetch)
     for schedule in schedules:
-        timeline, placement = simulate(schedule, cost), schedule.placement
-        actions = actions_of(schedule, cost)
+        timeline, placement = simulate(schedule, cost, policy), schedule.placement
+        actions = actions_of(schedule, policy)
         begin = Do.UNSHARD if zero == 3 else Do.AWAIT
         gathers = Counter((each.stage, each.rank) for each in timeline.gathers)
         assert gathers == {k[1:]: n for k, n in actions.items() if k[0] == begin}
@@ -190,10 +194,11 @@ def test_every_schedule(schedules, zero, prefetch):
                 if each.rank == rank:
                     ends.setdefault(each.stage, []).append(each.end)
             assert all(ends[op.stage][0] <= start for op, start in ops if op.kind != Kind.W)
-        alone = simulate(schedule, cost.without_replicas())
+        alone = simulate(schedule, cost.without_replicas(), policy)
         assert alone.gathers == alone.reductions == ()
         for more in ({"gather": 6}, {"reduce": 9}, {"gather": 11, "reduce": 30}):
-            assert simulate(schedule, replace(cost, **more)).makespan >= timeline.makespan
+            dearer = simulate(schedule, replace(cost, **more), policy)
+            assert dearer.makespan >= timeline.makespan
         assert timeline.makespan >= alone.makespan + 5
         for each in idle(timeline):
             assert min(each) >= 0
@@ -202,7 +207,8 @@ def test_every_schedule(schedules, zero, prefetch):
 def test_zero_0_is_simulated_as_zero_1(schedules):
     """One all-reduce, or a reduce-scatter now and an all-gather later: what differs is the time."""
     for schedule in schedules:
-        first, second = (simulate(schedule, Cost(gather=2, reduce=3, zero=z)) for z in (0, 1))
+        cost = Cost(gather=2, reduce=3)
+        first, second = (simulate(schedule, cost, ReplicaPolicy(z)) for z in (0, 1))
         assert (first.start_ticks, first.gathers, first.reductions) == (
             *(second.start_ticks, second.gathers),
             second.reductions,
@@ -213,29 +219,29 @@ def test_a_timeline_without_costs_is_the_same_at_every_stage(schedules):
     for schedule in schedules:
         plain = simulate(schedule, Cost(F=2, latency=1))
         for zero in (2, 3):
-            other = simulate(schedule, Cost(F=2, latency=1, zero=zero))
+            other = simulate(schedule, Cost(F=2, latency=1), ReplicaPolicy(zero))
             assert other.start_ticks == plain.start_ticks
 
 
 def test_deviation_has_no_order_to_reduce_by():
     schedule = build("1f1b", ranks=2, microbatches=4)
     with pytest.raises(ScheduleError, match="ZeRO-2 gathers and reduces as a fixed order asks"):
-        deviate(schedule, Cost(reduce=1, zero=2), 2)
-    assert deviate(schedule, Cost(zero=2), 2).makespan == simulate(schedule).makespan
+        deviate(schedule, Cost(reduce=1), 2, ReplicaPolicy(2))
+    plain = deviate(schedule, Cost(), 2, ReplicaPolicy(2))
+    assert plain.makespan == simulate(schedule).makespan
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_search_compares_by_the_true_makespan(zero):
     """The best order without gathers and reductions would be no better than a registered one."""
-    registered = []
+    registered, policy = [], ReplicaPolicy(zero, 0)
 
     def cost(placement):
-        times = Cost.full_rank(placement, F=3, I=4, W=3, reduce=36, gather=18)
-        return replace(times, zero=zero, prefetch=0)
+        return Cost.full_rank(placement, F=3, I=4, W=3, reduce=36, gather=18)
 
     for name in ("breadth_first", "interleaved_1f1b"):
         schedule = build(name, ranks=2, microbatches=4, chunks=2)
-        registered.append(simulate(schedule, cost(schedule.placement)).makespan)
-    found = search(2, 4, cost_of=cost, placements=["loop"], evaluations=60)
-    assert found.value == simulate(found.schedule, cost(found.placement)).makespan
+        registered.append(simulate(schedule, cost(schedule.placement), policy).makespan)
+    found = search(2, 4, cost_of=cost, policy=policy, placements=["loop"], evaluations=60)
+    assert found.value == simulate(found.schedule, cost(found.placement), policy).makespan
     assert found.value < found.baseline_value <= min(registered)
