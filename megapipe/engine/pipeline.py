@@ -77,6 +77,7 @@ class Pipeline:
         synchroniser: Synchroniser,
         *,
         train: bool,
+        proved: bool = False,
         record: bool = False,
         name: bool = False,
         speculate: bool = False,
@@ -84,8 +85,9 @@ class Pipeline:
         """What runs `schedule` on each of the pipeline ranks here.
 
         `stages` are those of the process by number; `synchroniser` reduces their gradients and
-        gathers their weights. With `record`, :meth:`records` tells when each operation ran. With
-        `name` profilers are told what runs. With `speculate` a step can begin by a prefix.
+        gathers their weights. `proved`: the schedule was validated. With `record`, :meth:`records`
+        tells when each operation ran. With `name` profilers are told what runs. With `speculate` a
+        step can begin by a prefix.
         """
         recorders = self._recorders if record else [None] * len(self.ranks)
         executors = [
@@ -100,7 +102,7 @@ class Pipeline:
                 synchroniser=synchroniser,
             )
             for program, channels, recorder in zip(
-                self._programs(schedule), self._channels, recorders, strict=True
+                self._programs(schedule, proved=proved), self._channels, recorders, strict=True
             )
         ]
         if speculate:
@@ -119,9 +121,9 @@ class Pipeline:
         own = [recorder.record() for recorder in self._recorders]
         return [record for records in self.mesh.gather(own, "pp") for record in records]
 
-    def _programs(self, schedule: Schedule) -> Iterator[Program]:
+    def _programs(self, schedule: Schedule, *, proved: bool) -> Iterator[Program]:
         """What the pipeline ranks here do, with what their replicas do together."""
-        return for_zero(lower(schedule, self.ranks), schedule, self.policy)
+        return for_zero(lower(schedule, self.ranks, proved=proved), schedule, self.policy)
 
 
 def _set_speculation(executor: Executor, schedule: Schedule) -> None:

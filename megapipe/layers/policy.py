@@ -51,7 +51,7 @@ def padded_vocabulary(vocab_size: int, tp: int) -> int:
 
 
 def loss_chunk(tokens: int, most: int) -> int:
-    """Length of the chunks in which the loss of `tokens` is computed, `most` being that of
-    :func:`most_tokens`: at most half of them, so that their logits are never there in full, but
+    """Length of the chunks in which the loss of `tokens` is computed, `most` being
+    ``kernels.loss_chunk``: at most half of them, so that their logits are never there in full, but
     for few tokens."""
     return min(most, tokens, max(LEAST, -(-tokens // 2)))

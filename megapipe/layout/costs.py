@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megapipe.config import Config
 from megapipe.layers.policy import Unit, padded_vocabulary
 from megapipe.layout.activations import stage_units
-from megapipe.layout.chunks import most_tokens
+from megapipe.layout.devices import device_kind
 from megapipe.layout.slices import slice_shares
 from megapipe.model.gpt.flops import layer_flops
 from megapipe.model.gpt.parameters import known
@@ -70,10 +70,12 @@ def stage_work(
     stages: Sequence[StageSpec],
     units: Sequence[Sequence[Unit]],
     again: Collection[int],
+    *,
+    chunked: bool,
 ) -> tuple[Work, ...]:
     """FLOPs of each stage. The blocks' policies are `units`; the stages `again` are run again as a
-    whole, which is not in their I but in R."""
-    once, chunked = _Once.of(config), most_tokens(config) > 0
+    whole, which is not in their I but in R. `chunked`: the loss is computed in chunks."""
+    once = _Once.of(config)
     result = []
     for stage, (spec, policies) in enumerate(zip(stages, units, strict=True)):
         layers, is_again = len(spec.layers), stage in again
@@ -122,8 +124,10 @@ def placement_cost(config: Config, placement: Placement) -> Cost:
     stages = parse_layout(balanced(layers, placement, *parts), layers)
     every = range(len(stages))
     units = stage_units(config.activations, stages)
-    kept = stage_work(config, stages, units, ())
-    again = stage_work(config, stages, stage_units(config.activations, stages, every), every)
+    chunked = config.kernels.loss_tokens(cuda=device_kind(config) == "cuda") > 0
+    kept = stage_work(config, stages, units, (), chunked=chunked)
+    repeated = stage_units(config.activations, stages, every)
+    again = stage_work(config, stages, repeated, every, chunked=chunked)
     work = [own._replace(R=other.R) for own, other in zip(kept, again, strict=True)]
     return scaled(relative_cost(config, work, ()), 1 / _Once.of(config).layer)
 

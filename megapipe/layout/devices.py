@@ -12,6 +12,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from megapipe.config import Config
+from megapipe.layout.layout import DeviceKind
+
 
 class Device(NamedTuple):
     """What is known of a device."""
@@ -88,3 +91,11 @@ def local_device(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
         if found is not None:
             return found[1]
     return None
+
+
+def device_kind(config: Config) -> DeviceKind:
+    """What a run computes on, as far as can be said without torch: a GPU where ``log.device`` names
+    one or this machine has one."""
+    if config.parallel.device != "auto":
+        return config.parallel.device
+    return "cuda" if config.log.device or local_device() else "cpu"

@@ -1,11 +1,17 @@
 """What several keys of a configuration decide together, worked out once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megapipe.layers.policy import Unit
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Cost
+from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.ir import Schedule
+from megapipe.schedule.proof.validate import Report
+
+DeviceKind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -19,11 +25,21 @@ class Layout:
     microbatches: int
     """Whole micro-batches per step and data-parallel replica."""
     world: int
-    """Processes of the job; with in-process channels the pipeline ranks share one."""
+    """Processes of the job."""
+    device: DeviceKind
+    """What processes compute on, or are planned for."""
+    in_process: bool
+    """All pipeline ranks share one process."""
     stage_layers: tuple[StageSpec, ...]
     slice_lengths: tuple[int, ...]
     """Positions of each slice of a sequence; one where the schedule does not cut them."""
+    loss_chunk: int
+    """Most tokens whose logits there are at a time; 0: all of them."""
+    replicas: ReplicaPolicy
+    """The ZeRO stage in force, and when replicas communicate."""
     schedule: Schedule = field(repr=False)
+    proof: Report = field(repr=False)
+    """That the schedule can be executed."""
     units: tuple[tuple[Unit, ...], ...] = field(repr=False)
     """What the blocks of each stage keep for their backward."""
     cost: Cost = field(repr=False)
@@ -38,3 +54,16 @@ class Layout:
     def chunks(self) -> int:
         """Virtual stages per pipeline rank, rounded up."""
         return -(-self.stages // self.pp)
+
+    @property
+    def pipeline_processes(self) -> int:
+        """Processes along the pipeline axis."""
+        return 1 if self.in_process else self.pp
+
+    def process_ranks(self, rank: int) -> Sequence[int]:
+        """The pipeline ranks of the process that has `rank`."""
+        return range(self.pp) if self.in_process else [rank]
+
+    def process_stages(self, rank: int) -> Sequence[int]:
+        """The stages of the process that has pipeline rank `rank`."""
+        return range(self.stages) if self.in_process else self.schedule.placement.stages_of(rank)

@@ -11,7 +11,9 @@ from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleErr
 from megapipe.layout.activations import recomputed_stages, stage_units
 from megapipe.layout.checks import check, check_compile, choices, multiples
 from megapipe.layout.costs import part_costs, relative_cost, stage_work
-from megapipe.layout.layout import Layout
+from megapipe.layout.devices import device_kind
+from megapipe.layout.layout import DeviceKind, Layout
+from megapipe.layout.replicas import replica_policy
 from megapipe.layout.slices import balanced_slices
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
@@ -21,7 +23,7 @@ from megapipe.schedule.ir import Schedule
 from megapipe.schedule.load import goes_by_cost, is_own, load
 from megapipe.schedule.memory import peak_held
 from megapipe.schedule.placement import Placement
-from megapipe.schedule.proof.validate import validate
+from megapipe.schedule.proof.validate import Report, validate
 
 BYTE_VOCABULARY = 257
 """Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
@@ -36,6 +38,7 @@ def resolve(
     vocab_size: int | None,
     *,
     where: str = "configuration",
+    device: DeviceKind | None = None,
     before: Layout | None = None,
 ) -> tuple[Config, Layout]:
     """`config` with every dependent default filled in, and the layout that it describes.
@@ -43,23 +46,27 @@ def resolve(
     `world` is the number of processes; None, without a launcher, takes what the layout needs.
     `vocab_size` is the tokenizer's; None takes what is known without loading it. If that is
     nothing, ``model.vocab_size`` stays None, and the default partition counts the head as one
-    layer until the configuration is resolved with the tokenizer at hand.
-    `before` is the layout of `config` if that was resolved before: an order may take seconds to
-    make, so it stays what it is if the tokenizer changes nothing.
-
-    A schedule of the user's is proved executable.
+    layer until the configuration is resolved with the tokenizer at hand; an order that goes by
+    costs then has one micro-batch. `device` is what the run computes on; None takes what can be
+    said without torch (:func:`~megapipe.layout.devices.device_kind`).
+    `before` is the layout of `config` if that was resolved before: to make an order and to prove it
+    may take seconds, so it stays what it is unless the tokenizer or the device changes it.
 
     Raises :class:`ConfigError` (:class:`LaunchError` for a wrong number of processes), in one
     line that begins with `where`.
     """
     try:
-        return _resolve(config, world, vocab_size, before)
+        return _resolve(config, world, vocab_size, device, before)
     except MegapipeError as error:
         raise type(error)(f"{where}: {error}") from None
 
 
 def _resolve(
-    given: Config, world: int | None, vocab_size: int | None, before: Layout | None
+    given: Config,
+    world: int | None,
+    vocab_size: int | None,
+    device: DeviceKind | None,
+    before: Layout | None,
 ) -> tuple[Config, Layout]:
     if vocab_size is None and given.data.tokenizer == "byte":
         vocab_size = BYTE_VOCABULARY
@@ -67,22 +74,36 @@ def _resolve(
     parallel, processes = _resolved_mesh(given, world)
     dp = parallel.dp or 1
     config = given.model_copy(update={"model": model, "parallel": parallel})
-    if before is not None and config == given:
+    device = device or device_kind(config)
+    if before is not None and config == given and device == before.device:
         return config, before
     check(config, dp)
     microbatches = _microbatches(config, dp)
+    loss_chunk = config.kernels.loss_tokens(cuda=device == "cuda")
     # an order that goes by costs is made when the stages are known; a short one has its placement
     by_cost = goes_by_cost(config.pipeline.schedule)
-    short = by_cost and not is_own(config.pipeline.schedule)
-    schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
+    if before is not None and not by_cost:
+        schedule = before.schedule
+    else:
+        short = by_cost and not is_own(config.pipeline.schedule)
+        schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
     stages = _partition(config, schedule.placement)
     units = stage_units(config.activations, stages, schedule.recompute)
     slice_lengths = _slice_lengths(config, schedule.slices)
-    work = stage_work(config, stages, units, schedule.recompute)
+    work = stage_work(config, stages, units, schedule.recompute, chunked=loss_chunk > 0)
     cost = relative_cost(config, work, slice_lengths)
-    if by_cost:
-        schedule = _recomputing(config, _schedule(config, microbatches, cost))
+    if by_cost and model.vocab_size is not None:
+        known = before is not None and before.cost == cost
+        if before is not None and known and before.schedule.whole_microbatches == microbatches:
+            schedule = before.schedule
+        else:
+            schedule = _recomputing(config, _schedule(config, microbatches, cost))
+    if before is not None and schedule is before.schedule:
+        proof = before.proof
+    else:
+        final = not by_cost or model.vocab_size is not None
+        proof = _prove(config, schedule, config.pipeline.memory_limit if final else None)
     layout = Layout(
         dp=dp,
         tp=parallel.tp,
@@ -90,13 +111,29 @@ def _resolve(
         cp=parallel.cp,
         microbatches=microbatches,
         world=processes,
+        device=device,
+        in_process=config.pipeline.channels == "in_process",
         stage_layers=stages,
         slice_lengths=slice_lengths,
+        loss_chunk=loss_chunk,
+        replicas=replica_policy(config.optimizer, dp, loss_chunk=loss_chunk),
         schedule=schedule,
+        proof=proof,
         units=units,
         cost=cost,
     )
     return config, layout
+
+
+def _prove(config: Config, schedule: Schedule, limit: float | None) -> Report:
+    """That the schedule can be executed, with no more than `limit` micro-batches on a rank."""
+    try:
+        proof = validate(schedule)
+    except ScheduleError as error:
+        raise ConfigError(f"pipeline.schedule={config.pipeline.schedule}: {error}") from None
+    if limit is not None:
+        _check_memory(schedule, limit)
+    return proof
 
 
 def _resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
@@ -207,7 +244,6 @@ def _schedule(config: Config, microbatches: int, cost: Cost | None = None) -> Sc
             f"pipeline.placement={pipeline.placement} is for pipeline.schedule=auto; "
             f"{pipeline.schedule} has its own: expected null"
         )
-    final = cost is not None or not goes_by_cost(pipeline.schedule)
     try:
         if pipeline.schedule == "auto":
             schedule = _begin_auto(pipeline, pp, microbatches)
@@ -223,12 +259,8 @@ def _schedule(config: Config, microbatches: int, cost: Cost | None = None) -> Sc
                 memory_limit=pipeline.memory_limit,
                 cost=cost,
             )
-            if is_own(pipeline.schedule) and final:
-                validate(schedule)
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
-    if pipeline.memory_limit is not None and final:
-        _check_memory(schedule, pipeline.memory_limit)
     rows = config.train.microbatch
     for size in schedule.sizes or ():
         if (rows * size).denominator > 1:

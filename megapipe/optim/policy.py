@@ -24,7 +24,7 @@ import torch
 
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis, ParallelMesh
-from megapipe.plan.buckets import zero_stage
+from megapipe.layout.replicas import zero_stage
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.dtypes import DTYPE_BYTES
-from megapipe.layout.chunks import most_tokens
 from megapipe.layout.layout import Layout
 from megapipe.model.gpt.saved import Held, Sizes, cache_bytes, cache_gradients, stage_held
 from megapipe.model.gpt.workspace import Peaks, peaks
@@ -116,7 +115,7 @@ def _cache(op: Op, piece: _Piece) -> dict[_Owner, Activations]:
 
 def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -> _Piece:
     model, lengths, spec = config.model, layout.slice_lengths, layout.stage_layers[stage]
-    cuda, split = config.parallel.device != "cpu", config.parallel.sequence_parallel
+    cuda, split = layout.device == "cuda", config.parallel.sequence_parallel
     whole = sizes = Sizes(config.train.sequence_length, rows, layout.tp, split, cuda)
     cached = gradients = 0
     if layout.schedule.slices > 1:
@@ -124,7 +123,7 @@ def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -
         cached = cache_bytes(model, len(spec.layers), whole)
         gradients = cache_gradients(model, len(spec.layers), sizes)
     tokens = sizes.sequence * rows // (layout.tp if split else 1)
-    most, units = most_tokens(config), layout.units[stage]
+    most, units = layout.loss_chunk, layout.units[stage]
     again = stage in layout.schedule.recompute
     return _Piece(
         held=stage_held(model, spec, units, sizes, loss_chunk=most),

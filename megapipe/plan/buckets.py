@@ -5,12 +5,12 @@ embeddings in one of their own; see :mod:`megapipe.optim.buffers`, whose sizes t
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from megapipe.config import Config, OptimizerConfig
+from megapipe.config import Config
 from megapipe.dtypes import main_bytes
 from megapipe.layout.layout import Layout
 from megapipe.model.gpt.parameters import (
@@ -141,29 +141,16 @@ def _sized(shapes: Shapes) -> Iterator[Sized]:
         yield Sized(name, prod(shape), decays, is_split(name))
 
 
-def zero_stage(optimizer: OptimizerConfig, dp: int) -> int:
-    """The ZeRO stage in force: 1 at most where a group of one has nothing to share out."""
-    return optimizer.zero if (optimizer.shard_size or dp) > 1 else min(optimizer.zero, 1)
-
-
-def process_stages(config: Config, layout: Layout, rank: int) -> Sequence[int]:
-    """Stages of the processes at pipeline index `rank`; all where one process runs them all."""
-    if config.pipeline.channels == "in_process":
-        return range(layout.stages)
-    return layout.schedule.placement.stages_of(rank)
-
-
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
     """Buckets of a process at pipeline index `rank`: by stage, those of a stage in the order in
     which they are reduced, the tied one last."""
     model, placement = config.model, layout.schedule.placement
-    alone = config.pipeline.channels == "in_process"
     least = chunk_length(config.optimizer.reduce_chunk_mib, main_bytes(model.dtype))
 
     def buckets(
         stage: int, shapes: Shapes, ranks: Iterable[int], shared: bool
     ) -> Iterator[BucketPlan]:
-        groups = _groups(config, layout, (0,) if alone else tuple(sorted(set(ranks))))
+        groups = _groups(config, layout, (0,) if layout.in_process else tuple(sorted(set(ranks))))
         local = {name: local_shape(name, shape, layout.tp) for name, shape in shapes.items()}
         whole = shared or all(group.members == 1 for group in groups)
         for own_cut in cut(_sized(local), None if whole else least):
@@ -171,7 +158,7 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
             yield BucketPlan(stage, own, *groups, shared)
 
     tied_uses = 0
-    for stage in process_stages(config, layout, rank):
+    for stage in layout.process_stages(rank):
         spec, holders = layout.stage_layers[stage], placement.holders(stage)
         shapes = stage_shapes(model, spec)
         if model.tied_embeddings and WORD_EMBEDDING in shapes:
@@ -200,7 +187,7 @@ def _groups(config: Config, layout: Layout, holders: tuple[int, ...]) -> tuple[G
             parts.append("pp" if whole else f"pp[{','.join(map(str, pp_indices))}]")
         return Group("*".join(parts) or "dp", members * len(pp_indices))
 
-    zero, shard_size = zero_stage(config.optimizer, layout.dp), config.optimizer.shard_size
+    zero, shard_size = layout.replicas.zero, config.optimizer.shard_size
     if zero == 0:
         return group(1, 1, own), group(dp, 1, holders)
     if shard_size is None and zero < 3:

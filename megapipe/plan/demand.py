@@ -14,7 +14,7 @@ from megapipe.schedule.timing.simulate import Timeline
 def process_memory(config: Config, layout: Layout) -> list[tuple[ModelMemory, Activations]]:
     """What each pipeline rank that is a process holds at most."""
     each = [peak_activations(config, layout, rank) for rank in range(layout.pp)]
-    if config.pipeline.channels == "in_process":
+    if layout.in_process:
         whole = Activations(sum(a.device for a in each), sum(a.host for a in each))
         return [(model_memory(config, layout, 0), whole)]
     return [(model_memory(config, layout, rank), own) for rank, own in enumerate(each)]
@@ -58,7 +58,7 @@ def pace_lines(config: Config, layout: Layout, speeds: Speeds, timeline: Timelin
     """How long a step takes, and what was assumed."""
     if speeds.tflops is None:
         return ["time          not known: set log.device (as in H100) or log.peak_tflops"]
-    alone = config.pipeline.channels == "in_process"
+    alone = layout.in_process
     seconds = float(sum(timeline.busy) if alone else timeline.makespan)
     train = config.train
     tokens = train.global_batch * train.sequence_length

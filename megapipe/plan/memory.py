@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megapipe.config import Config, OptimizerConfig
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
 from megapipe.layout.layout import Layout
-from megapipe.plan.buckets import BucketPlan, process_buckets, zero_stage
+from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.replicas import replica_actions
 from megapipe.schedule.program import Action, Do
 
@@ -42,7 +42,7 @@ class ModelMemory:
 
 def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     """Memory of the model's share of a process at pipeline index `rank`."""
-    zero, size = zero_stage(config.optimizer, layout.dp), DTYPE_BYTES[config.model.dtype]
+    zero, size = layout.replicas.zero, DTYPE_BYTES[config.model.dtype]
     main = main_bytes(config.model.dtype)
     parameters = gradients = optimizer = copies = 0
     buckets = list(process_buckets(config, layout, rank))
@@ -75,13 +75,13 @@ def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[B
 
     Where one process runs all pipeline ranks, theirs are taken to be there together.
     """
-    zero, main = zero_stage(config.optimizer, layout.dp), main_bytes(config.model.dtype)
+    zero, main = layout.replicas.zero, main_bytes(config.model.dtype)
     at_the_end = sum(_slice(bucket) * main for bucket in buckets if bucket.shard.members > 1)
     if zero < 2:
         return at_the_end
     most = sum(
         max(_passing(actions, layout.stages, buckets, config.model.dtype), default=0)
-        for actions in replica_actions(config, layout, rank)
+        for actions in replica_actions(layout, rank)
     )
     return max(most, at_the_end)
 

@@ -62,8 +62,8 @@ def expected(config: Config, layout: Layout, speeds: Speeds) -> Timeline:
     stages, where 1 is the forward of a layer."""
     if speeds.tflops is None:
         unit = layer_flops(config.model, config.train.sequence_length)
-        return simulate(layout.schedule, scaled(layout.cost, 1 / unit))
-    return simulate(layout.schedule, timed_cost(config, layout, speeds))
+        return simulate(layout.schedule, scaled(layout.cost, 1 / unit), layout.replicas)
+    return simulate(layout.schedule, timed_cost(config, layout, speeds), layout.replicas)
 
 
 def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
@@ -115,7 +115,7 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
 def _message(config: Config, layout: Layout, stage: int, source: int) -> float:
     """Bytes that a process sends to its tp peers to put together one message between stages."""
     row = layout.schedule.placement.table[0]
-    alone = config.pipeline.channels == "in_process"
+    alone = layout.in_process
     if alone or not 0 <= source < len(row) or row[source] == row[stage] or not scatters(config):
         return 0.0
     return float((layout.tp - 1) * message_bytes(config, layout))

@@ -3,26 +3,18 @@ before it exists: from the very actions that :mod:`megapipe.schedule.data_parall
 
 from collections.abc import Collection, Sequence
 
-from megapipe.config import Config
-from megapipe.layout.chunks import most_tokens
 from megapipe.layout.layout import Layout
-from megapipe.plan.buckets import zero_stage
-from megapipe.schedule.data_parallel import ReplicaPolicy, for_zero, operations
+from megapipe.schedule.data_parallel import for_zero, operations
 from megapipe.schedule.program import Action, Do
 
 
-def replica_actions(config: Config, layout: Layout, rank: int) -> list[list[Action]]:
+def replica_actions(layout: Layout, rank: int) -> list[list[Action]]:
     """What a process does between its operations, for each pipeline rank that it runs."""
     schedule = layout.schedule
-    ranks = range(layout.pp) if config.pipeline.channels == "in_process" else [rank]
     programs = for_zero(
-        (operations(schedule, own) for own in ranks),
+        (operations(schedule, own) for own in layout.process_ranks(rank)),
         schedule,
-        ReplicaPolicy(
-            zero_stage(config.optimizer, layout.dp),
-            config.optimizer.prefetch,
-            chunked_loss=most_tokens(config) > 0,
-        ),
+        layout.replicas,
     )
     return [
         [action for action in program.actions if action.do != Do.COMPUTE] for program in programs

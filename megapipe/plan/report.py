@@ -14,7 +14,6 @@ from megapipe.layout.slices import slice_shares
 from megapipe.model.gpt.flops import head_flops, layer_flops, token_flops
 from megapipe.model.gpt.parameters import count, count_held, known, parameter_shapes, stage_shapes
 from megapipe.model.partition import StageSpec, format_layout, from_counts, parse_layout, rank_loads
-from megapipe.plan.buckets import zero_stage
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
 from megapipe.plan.pace import Speeds, expected
 from megapipe.plan.traffic import by_axis, message_bytes, step_traffic
@@ -23,7 +22,6 @@ from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.memory import peak_held, volume, weight_copies
-from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.timing.simulate import Timeline
 
@@ -65,7 +63,7 @@ def held_by_process(config: Config, layout: Layout, schedule: Schedule) -> list[
     ranks: Sequence[Sequence[int]] = [
         schedule.placement.stages_of(rank) for rank in range(layout.pp)
     ]
-    if config.pipeline.channels == "in_process":
+    if layout.in_process:
         ranks = [range(layout.stages)]
     return [
         count_held(config.model, [layout.stage_layers[stage] for stage in stages], layout.tp)
@@ -116,7 +114,7 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
 
 def _sharded(config: Config, layout: Layout) -> str:
     """What becomes of a process' parameters under ZeRO-3."""
-    if zero_stage(config.optimizer, layout.dp) < 3:
+    if layout.replicas.zero < 3:
         return ""
     parts = config.optimizer.shard_size or layout.dp
     return f", of which it keeps 1/{parts} of each stage between uses"
@@ -124,7 +122,7 @@ def _sharded(config: Config, layout: Layout) -> str:
 
 def _message_lines(config: Config, layout: Layout) -> list[str]:
     schedule, lines = layout.schedule, [_traffic_line(config, layout)]
-    if config.pipeline.channels == "in_process":
+    if layout.in_process:
         return [*lines, "messages      within the process: no communicators"]
     used = pairs(schedule.placement)
     ends = [sum(rank in pair for pair in used) for rank in range(schedule.placement.ranks)]
@@ -152,7 +150,7 @@ def _slices_line(config: Config, layout: Layout) -> str:
 def _traffic_line(config: Config, layout: Layout) -> str:
     """Bytes that a process sends in a step, by axis."""
     most: dict[str, Fraction] = {}
-    for rank in range(1 if config.pipeline.channels == "in_process" else layout.pp):
+    for rank in range(layout.pipeline_processes):
         for axis, size in by_axis(step_traffic(config, layout, rank)).items():
             most[axis] = max(most.get(axis, Fraction(0)), size)
     text = ", ".join(f"{axis} {size_text(size)}" for axis, size in most.items())
@@ -210,7 +208,8 @@ def _balance_line(config: Config, layout: Layout) -> str:
     counts = [layers * (i + 1) // stages - layers * i // stages for i in range(stages)]
     specs = parse_layout(from_counts(counts), layers)
     again = layout.schedule.recompute
-    work = stage_work(config, specs, stage_units(config.activations, specs, again), again)
+    units = stage_units(config.activations, specs, again)
+    work = stage_work(config, specs, units, again, chunked=layout.loss_chunk > 0)
     even = _excess(layout, [sum(each) for each in work])
     return f"balance       {chosen} above the mean; with layers split evenly {even}"
 
@@ -226,13 +225,12 @@ def _schedule_lines(
     config: Config, layout: Layout, speeds: Speeds, timeline: Timeline
 ) -> list[str]:
     schedule = layout.schedule
-    proof = validate(schedule)
     begins = ", with which auto begins" if config.pipeline.schedule == "auto" else ""
-    name = f"schedule {schedule.name}{begins}: {proof.ops:,} operations, proved executable"
+    name = f"schedule {schedule.name}{begins}: {layout.proof.ops:,} operations, proved executable"
     unit = "in seconds, as assumed above"
     if speeds.tflops is None:
         unit = "with the FLOPs of each stage, 1 being a layer's forward"
-    elif config.pipeline.channels == "in_process":
+    elif layout.in_process:
         unit += ", as if each rank had a process of its own"
     held = ", ".join(map(str, peak_held(schedule)))
     lines = [
@@ -240,7 +238,7 @@ def _schedule_lines(
         f"activations held at most, in micro-batches of a full rank, per rank: {held}",
     ]
     copies = max(weight_copies(schedule))
-    if copies > 1 and config.pipeline.channels != "in_process":
+    if copies > 1 and not layout.in_process:
         lines.append(f"weights held {copies} times")
     return [*lines, draw(timeline)]
 

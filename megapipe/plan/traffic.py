@@ -30,10 +30,9 @@ from megapipe.config import Config
 from megapipe.distributed.shares import share
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
 from megapipe.layers.policy import loss_chunk
-from megapipe.layout.chunks import most_tokens
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import scatters
-from megapipe.plan.buckets import BucketPlan, Group, process_buckets, process_stages, zero_stage
+from megapipe.plan.buckets import BucketPlan, Group, process_buckets
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 from megapipe.schedule.ir import Kind
 
@@ -126,7 +125,7 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
     """Per piece of a micro-batch and layer: 2 or 4 collectives in F and in I, and with sequence
     parallelism 4 gathers in W, or 2 in the W of a B."""
     whole = hidden_bytes(config) // (config.train.sequence_length * config.train.microbatch)
-    for stage in process_stages(config, layout, rank):
+    for stage in layout.process_stages(rank):
         split, fused = (
             list(_pieces(config, layout, stage, rank, fused=fused)) for fused in (False, True)
         )
@@ -144,7 +143,7 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
         pieces = split + fused
         if layout.stage_layers[stage].head:
             forwards = 1 + (stage in layout.schedule.recompute)
-            most = most_tokens(config)
+            most = layout.loss_chunk
             chunks = sum(-(-n // loss_chunk(n, most)) if most else 1 for n in pieces)
             size = layout.tp * _LOSS_NUMBERS * main_bytes(config.model.dtype)
             yield Exchange(
@@ -161,14 +160,12 @@ def _pieces(config: Config, layout: Layout, stage: int, rank: int, *, fused: boo
     """Tokens of each piece of a micro-batch that `stage` computes on pipeline rank `rank`, of those
     whose backward is one operation, or of the others."""
     schedule = layout.schedule
-    alone = config.pipeline.channels == "in_process"
-    lengths = layout.slice_lengths if schedule.slices > 1 else (config.train.sequence_length,)
     kind = Kind.B if fused else Kind.I
-    for own in range(layout.pp) if alone else [rank]:
+    for own in layout.process_ranks(rank):
         for op in schedule.rank_ops(own):
             if op.stage == stage and op.kind == kind:
                 rows = int(schedule.size_of(op.microbatch) * config.train.microbatch)
-                yield rows * lengths[op.slice]
+                yield rows * layout.slice_lengths[op.slice]
 
 
 def _stage_traffic(
@@ -191,7 +188,7 @@ def _stage_traffic(
     columns = linears + rerun
     rows = linears + rerun - left_out + spec.embedding * (1 + again)
     head_forwards = spec.head * (1 + again)
-    kept_logits = spec.head * (most_tokens(config) == 0)
+    kept_logits = spec.head * (layout.loss_chunk == 0)
     gathered = linears * (1 if fused and not config.kernels.compile else 2)
     if not config.parallel.sequence_parallel:
         return {("all_reduce", "F"): rows, ("all_reduce", "I"): linears + spec.head}
@@ -205,8 +202,8 @@ def _stage_traffic(
 
 
 def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    zero, main = zero_stage(config.optimizer, layout.dp), main_bytes(config.model.dtype)
-    actions = replica_actions(config, layout, rank) if zero >= 2 else []
+    zero, main = layout.replicas.zero, main_bytes(config.model.dtype)
+    actions = replica_actions(layout, rank) if zero >= 2 else []
     ends = (0, layout.stages - 1)
     for bucket in process_buckets(config, layout, rank):
         users = ends if bucket.stage == layout.stages else (bucket.stage,)
@@ -252,10 +249,9 @@ def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchan
 def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
     """A message forward and one back, per piece, at each border between two ranks; where shares
     are sent, those that arrive are gathered over tp."""
-    if config.pipeline.channels == "in_process":
+    if layout.in_process:
         return
     schedule = layout.schedule
-    lengths = layout.slice_lengths if schedule.slices > 1 else (config.train.sequence_length,)
     alike = Counter(
         (schedule.direction_of(microbatch), schedule.size_of(microbatch))
         for microbatch in range(schedule.microbatches)
@@ -264,7 +260,7 @@ def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
     amounts: Counter[int] = Counter()
     for (replica, size), count in alike.items():
         rows = int(size * config.train.microbatch)
-        each = sum(message_bytes(config, layout, rows * length) for length in lengths)
+        each = sum(message_bytes(config, layout, rows * length) for length in layout.slice_lengths)
         for border in pairwise(schedule.placement.table[replica]):
             if rank not in border or border[0] == border[1]:
                 continue
@@ -281,8 +277,7 @@ def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
 def _scalars(config: Config, layout: Layout) -> Iterator[Exchange]:
     """Sums in a fixed order are all-gathers: the unmasked tokens before the first backward, and at
     the end the totals of the step, with the squared norms of each stage and of the tied matrix."""
-    pp = 1 if config.pipeline.channels == "in_process" else layout.pp
-    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": pp}
+    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pipeline_processes}
     ends = {homes[-1] for homes in layout.schedule.placement.table}
     for what, axes, length in (
         ("tokens", ("dp", "pp") if len(ends) > 1 else ("dp",), 1),

@@ -11,6 +11,7 @@ from megapipe.launch import devices, rendezvous
 from megapipe.launch.rendezvous import LaunchInfo
 from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
+from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import package_hash
@@ -40,7 +41,9 @@ def _run(command: Command, info: LaunchInfo, stop: StopRequest) -> int:
         if info.rank == 0:
             if config.model.vocab_size is None:
                 vocabulary = load_tokenizer(name).vocab_size
-                config, layout = resolve(config, world, vocabulary, where=command.where)
+                config, layout = resolve(
+                    config, world, vocabulary, where=command.where, before=layout
+                )
             show(plan_report(config, layout))
         return 0
     set_environment(deterministic=config.run.deterministic)
@@ -67,13 +70,16 @@ def _run(command: Command, info: LaunchInfo, stop: StopRequest) -> int:
         values = {**flatten(config), "megapipe's files": package_hash(), "torch": torch_version()}
         rendezvous.compare_ranks(store, info, values, timeout)
         device, backend = devices.choose(config.parallel, info, store)
+        kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+        config, layout = resolve(
+            config, world, tokenizer.vocab_size, where=command.where, device=kind, before=layout
+        )
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if config.log.memory_history:
             remember_allocations(device)
         rendezvous.start_process_group(store, info, backend, timeout)
-        in_process = config.pipeline.channels == "in_process"
-        grid = Grid(pp=1 if in_process else layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
+        grid = Grid(layout.pipeline_processes, layout.dp, layout.cp, layout.tp)
         mesh = ParallelMesh(grid, device=device, timeout_s=timeout)
         try:
             trainer = Trainer(

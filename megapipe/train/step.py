@@ -43,7 +43,6 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.scaler import LossScaler
 from megapipe.optim.state_store import StatePolicy
-from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
 from megapipe.train import checkpoint_io
@@ -108,10 +107,10 @@ class TrainStep:
         self.pipeline = Pipeline(
             mesh,
             self.placement,
-            ReplicaPolicy(self.policy.stage, self.policy.prefetch, self.kernels.loss_chunk > 0),
+            layout.replicas,
             shape_of=self._message_shape,
             dtype=TORCH_DTYPES[config.model.dtype],
-            in_process=config.pipeline.channels == "in_process",
+            in_process=layout.in_process,
             scatter=scatters(config),
             debug=config.pipeline.debug,
         )
@@ -199,6 +198,7 @@ class TrainStep:
             self.stages,
             self.optimizer,
             train=train,
+            proved=schedule is self.layout.schedule,
             record=record,
             name=name,
             speculate=train and self.config.optimizer.post_validation,

@@ -77,7 +77,7 @@ def test_counted(kind: str, policy: str, chunk: int) -> None:
     units = stage_units(config.activations, specs, again)
     params = reference.init_random(model, seed=3)
     hidden = torch.randn(LENGTH, ROWS, model.hidden, dtype=torch.float64)
-    for index, work in enumerate(stage_work(config, specs, units, again)):
+    for index, work in enumerate(stage_work(config, specs, units, again, chunked=chunk > 0)):
         spec = specs[index]
         stage, _ = new_stage(model, params, spec, units=units[index], recompute=index in again)
         sharding = stage.module.sharding

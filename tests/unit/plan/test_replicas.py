@@ -48,8 +48,8 @@ def test_they_are_those_of_the_ranks_that_a_process_runs(
     channels: str, zero: int, programs: int
 ) -> None:
     keys = (f"pipeline.channels={channels}", f"optimizer.zero={zero}", "parallel.pp=2")
-    config, layout = resolve(parse([*SMALL, *keys]).config, None, None)
-    found = replica_actions(config, layout, 1)
+    _, layout = resolve(parse([*SMALL, *keys]).config, None, None)
+    found = replica_actions(layout, 1)
     assert len(found) == programs
     gathered = zero == 3
     for rank, own in zip(range(2) if programs == 2 else [1], found, strict=True):
@@ -69,6 +69,6 @@ def test_a_tied_bucket_stays_while_either_stage_needs_it(
         "optimizer.zero=3",
         f"optimizer.prefetch={prefetch}",
     )
-    found = replica_actions(*resolve(parse([*SMALL, *keys]).config, None, None), 0)
+    found = replica_actions(resolve(parse([*SMALL, *keys]).config, None, None)[1], 0)
     assert [gathers_of(found, (stage,)) for stage in (0, 1)] == own
     assert gathers_of(found, (0, 1)) == tied
