@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megapipe.testing import run_world
-from tests.dist.test_numerics import assert_bitwise
+from tests.parity.bitwise import assert_bitwise
 from tests.parity.faults import FAULTS, OUTRIGHT, outcomes_of_faults, run_faults, run_with_dropout
 from tests.parity.ranks import Case, check_case, run_cases
 

@@ -24,8 +24,8 @@ from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.weight_grad import main_grad
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
-from tests.dist.test_tensor_parallel import by_sequence, give_values, part
 from tests.parity.faults import Patch, scaled
+from tests.parity.split_layers import by_sequence, give_values, part
 
 S, B, IN, OUT, VOCAB = 8, 3, 16, 12, 300
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

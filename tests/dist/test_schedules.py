@@ -9,8 +9,8 @@ import pytest
 from megapipe.schedule.generators import names
 from megapipe.schedule.proof.validate import validate
 from megapipe.testing import run_world
-from tests.dist.test_numerics import assert_bitwise, outcomes_of
 from tests.parity import registry_cases
+from tests.parity.bitwise import assert_bitwise, outcomes_of
 from tests.parity.ranks import Case, check_case, run_cases
 
 pytestmark = pytest.mark.full

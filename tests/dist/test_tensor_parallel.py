@@ -33,10 +33,10 @@ from megapipe.layers.policy import padded_vocabulary
 from megapipe.layers.weight_grad import main_grad
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
 from tests.parity.collective_recorder import Call, recording
 from tests.parity.ranks import take_region
+from tests.parity.split_layers import by_sequence, give_values, part
 
 S, B, VOCAB, HIDDEN = 8, 3, 300, 12
 TPS = (1, 2, 4)
@@ -53,22 +53,6 @@ def make_shardings(world: World) -> list[Sharding]:
 def randn(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def give_values(module: nn.Module, full: dict[str, Tensor]) -> None:
-    """Storage for the parameters, filled with this rank's regions of the full tensors."""
-    Bucket(0, list(owned_parameters(module)), Axis.alone(), torch.device("cpu"))
-    for parameter in module.parameters():
-        take_region(full[spec_of(parameter).name], spec_of(parameter), parameter.data)
-
-
-def part(full: Tensor, axis: Axis, dim: int) -> Tensor:
-    return full.chunk(axis.size, dim)[axis.index]
-
-
-def by_sequence(full: Tensor, sharding: Sharding) -> Tensor:
-    """The rank's share of activations between the tensor-parallel regions."""
-    return part(full, sharding.tp, 0) if sharding.sequence_split else full
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:

@@ -259,6 +259,18 @@ def test_everything_imports_without_the_optional_packages() -> None:
     assert run_python(code) == "done\n"
 
 
+def test_no_test_file_imports_from_another() -> None:
+    """What several of them use is in a helper beside them, or in tests/parity."""
+    tests = PACKAGE.parent / "tests"
+    seen = 0
+    for path in tests.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                seen += node.module.startswith("tests.")
+                assert not node.module.rpartition(".")[2].startswith("test_"), path
+    assert seen
+
+
 def test_files_are_short_enough_to_read_in_one_sitting() -> None:
     lengths = {
         name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()

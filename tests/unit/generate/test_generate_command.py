@@ -11,7 +11,7 @@ import torch
 
 from megapipe.generate import Generator, Piece, Sampling, find_checkpoint
 from megapipe.generate.command import in_order, main, read_prompts
-from tests.unit.generate.test_generator import make_config, write
+from tests.unit.generate.checkpoints import make_config, write
 
 
 @pytest.fixture(scope="module")

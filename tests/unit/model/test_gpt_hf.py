@@ -14,14 +14,14 @@ from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, owned_parameters
 from tests.parity.reference import assert_grads_close, init_random, random_batch
-from tests.unit.model.test_reference_hf import CASES, _Fp64Torch, hf_logits_and_grads
+from tests.unit.model.transformers_models import CASES, Fp64Torch, hf_logits_and_grads
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_equal_transformers(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modeling_llama, "torch", _Fp64Torch("torch"))
+    monkeypatch.setattr(modeling_llama, "torch", Fp64Torch("torch"))
     base, changes = CASES[case]
     config = base.model_copy(update=changes).resolved(vocab_size=0, sequence_length=0)
     params = init_random(config, seed=7)

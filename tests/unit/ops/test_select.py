@@ -11,7 +11,8 @@ from megapipe.layout.resolve import resolve
 from megapipe.ops.norm import torch_norm
 from megapipe.train.kernels import select_kernels
 from tests.unit.ops.fakes import apex_adam, apex_norms, liger, on_any_device
-from tests.unit.ops.test_kernels import CPU
+
+CPU = torch.device("cpu")
 
 
 def config(**sections: dict[str, object]) -> Config:

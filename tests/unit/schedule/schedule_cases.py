@@ -16,6 +16,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import accepts, build, forward_only, gpipe_on, names
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
+from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.wavefront import Round, Wavefront
 from tests.unit.schedule.token_game import deal
 
@@ -230,3 +231,12 @@ def alter(schedule: Schedule, rng: random.Random) -> Schedule:
         ops=tuple(packed(pack(*op) for op in ops) for ops in lists),
         held_limit=schedule.held_limit if rng.random() < 0.5 else None,
     )
+
+
+def accepted(schedule: Schedule) -> bool:
+    """Whether the validator proves it."""
+    try:
+        validate(schedule)
+    except ScheduleError:
+        return False
+    return True

@@ -13,8 +13,7 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import channel_rounds, lower
 from megapipe.schedule.placement import Placement, loop, mirrored, vee
 from megapipe.schedule.program import Action, Do
-from tests.unit.schedule.proof.test_validate import accepted
-from tests.unit.schedule.schedule_cases import all_small, alter, of, schedules
+from tests.unit.schedule.schedule_cases import accepted, all_small, alter, of, schedules
 from tests.unit.schedule.token_game import run_programs
 
 F, B, I, R = Kind.F, Kind.B, Kind.I, Kind.R  # noqa: E741

@@ -19,18 +19,18 @@ from megapipe.schedule.placement import Placement, loop, mirrored, vee
 from megapipe.schedule.proof import lists
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import to_csv
-from tests.unit.schedule.schedule_cases import WALKS, alter, counted_rounds, dealt, of, schedules
+from tests.unit.schedule.schedule_cases import (
+    WALKS,
+    accepted,
+    alter,
+    counted_rounds,
+    dealt,
+    of,
+    schedules,
+)
 from tests.unit.schedule.token_game import gradients_in_order, peaks, play
 
 BOTH = mirrored(loop(2))
-
-
-def accepted(schedule):
-    try:
-        validate(schedule)
-    except ScheduleError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(

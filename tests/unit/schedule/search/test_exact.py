@@ -11,7 +11,7 @@ from megapipe.schedule.placement import Placement, loop
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.search import PLACEMENTS
 from megapipe.schedule.timing.simulate import simulate
-from tests.unit.schedule.search.test_search import OPTIMA, accounting
+from tests.unit.schedule.search.optima import OPTIMA, accounting
 
 pytest.importorskip("ortools")
 from megapipe.schedule.search.exact import solve

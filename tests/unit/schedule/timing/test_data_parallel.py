@@ -21,7 +21,7 @@ from megapipe.schedule.timing.idle import idle
 from megapipe.schedule.timing.opportunistic import deviate
 from megapipe.schedule.timing.simulate import simulate
 from tests.unit.schedule.schedule_cases import of, schedules
-from tests.unit.schedule.timing.test_simulate import costs
+from tests.unit.schedule.timing.cost_strategies import costs
 
 times = st.fractions(min_value=Fraction(1, 7), max_value=5, max_denominator=7)
 
