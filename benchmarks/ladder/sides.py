@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ladder.sizes import Settings, Size
 from megapipe.distributed.mesh import Grid, ParallelMesh
-from megapipe.layers.parameter import ParameterSpec
+from megapipe.layers.parameter import LocalParameter
 from megapipe.layers.policy import padded_vocabulary
 from megapipe.model.gpt.hf_config import config_to_hf
 from megapipe.train.step import TrainStep
@@ -83,7 +83,7 @@ class QuickWeights:
         self.pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
         self.next = 0
 
-    def __call__(self, spec: ParameterSpec, out: Tensor) -> None:
+    def __call__(self, spec: LocalParameter, out: Tensor) -> None:
         if spec.std is None:
             out.fill_(spec.fill)
             return

@@ -21,7 +21,7 @@ from megapipe.layers.parameter import (
     new_parameter,
     spec_of,
 )
-from megapipe.layers.policy import padded_vocabulary
+from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.weight_grad import main_grad
 
 
@@ -96,20 +96,10 @@ class WordEmbedding(nn.Module):
     checked where batches are made; an id outside the vocabulary never gets here.
     """
 
-    def __init__(
-        self, sharding: Sharding, name: str, vocab_size: int, hidden: int, std: float
-    ) -> None:
+    def __init__(self, sharding: Sharding, weight: ParameterSpec) -> None:
         super().__init__()
         self.sharding = sharding
-        self.weight = new_parameter(
-            sharding,
-            name,
-            (vocab_size, hidden),
-            split_dim=0,
-            decay=True,
-            std=std,
-            padded=padded_vocabulary(vocab_size, sharding.tp.size),
-        )
+        self.weight = new_parameter(sharding, weight)
 
     def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Row in this rank's range (0 where it is elsewhere) and whether it is elsewhere."""
@@ -162,19 +152,10 @@ class _PositionFunction(Function):
 class PositionEmbedding(nn.Module):
     """Adds a learned vector per position to [s(/tp), b, h]; every tp rank holds the table."""
 
-    def __init__(
-        self, sharding: Sharding, name: str, positions: int, hidden: int, std: float
-    ) -> None:
+    def __init__(self, sharding: Sharding, weight: ParameterSpec) -> None:
         super().__init__()
         self.sharding = sharding
-        self.weight = new_parameter(
-            sharding,
-            name,
-            (positions, hidden),
-            decay=True,
-            std=std,
-            sequence_partial=True,
-        )
+        self.weight = new_parameter(sharding, weight)
 
     def rows(self, start: int, length: int) -> tuple[int, int]:
         """Positions of this rank's part, `length` of them, of a slice that begins at `start`."""

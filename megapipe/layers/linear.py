@@ -13,7 +13,6 @@ while its input gradient is summed, a row layer's waits for the next gradient to
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +31,7 @@ from megapipe.distributed.collectives import (
     start_reduce_scatter,
 )
 from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.weight_grad import add_product, main_grad
 
 
@@ -91,41 +91,14 @@ class ParallelLinear(nn.Module):
     """Whether tp splits the rows of the weight (the outputs) or its columns (the inputs)."""
 
     def __init__(
-        self,
-        sharding: Sharding,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        bias: bool,
-        std: float,
-        padded: int | None = None,
-        use: int = 0,
-        weight_name: str | None = None,
+        self, sharding: Sharding, weight: ParameterSpec, bias: ParameterSpec | None = None
     ) -> None:
         super().__init__()
+        dim = len(weight.shape) - (2 if self.rows_split else 1)
+        assert weight.split_dim == dim, f"{weight.name} is split over dimension {weight.split_dim}"
         self.sharding = sharding
-        split_dim = len(shape) - (2 if self.rows_split else 1)
-        self.weight = new_parameter(
-            sharding,
-            weight_name or f"{name}.weight",
-            shape,
-            split_dim=split_dim,
-            decay=True,
-            std=std,
-            padded=padded,
-            use=use,
-        )
-        self.bias = (
-            new_parameter(
-                sharding,
-                f"{name}.bias",
-                shape[:-1],
-                split_dim=split_dim if self.rows_split else None,
-                sequence_partial=not self.rows_split,
-            )
-            if bias
-            else None
-        )
+        self.weight = new_parameter(sharding, weight)
+        self.bias = None if bias is None else new_parameter(sharding, bias)
 
     def matrix(self) -> Tensor:
         """The local weight as one matrix [k * out, in]."""
@@ -268,8 +241,3 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
         return _RowFunction.apply(x, self.weight, self, graph_only)
-
-
-def residual_std(std: float, layers: int) -> float:
-    """GPT-2's smaller initial weights of what is added to the residual stream, 2 per layer."""
-    return std / math.sqrt(2 * layers)

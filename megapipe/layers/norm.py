@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.layers.specs import ParameterSpec
 
 
 class Norm(nn.Module):
@@ -20,30 +20,18 @@ class Norm(nn.Module):
     def __init__(
         self,
         sharding: Sharding,
-        name: str,
-        hidden: int,
+        weight: ParameterSpec,
+        bias: ParameterSpec | None = None,
         *,
         kind: Literal["layernorm", "rmsnorm"],
-        bias: bool,
         eps: float,
     ) -> None:
         super().__init__()
         self.centred = kind == "layernorm"
         self.eps = eps
         self.kernel = sharding.kernels.norm
-        self.weight = new_parameter(
-            sharding,
-            f"{name}.weight",
-            (hidden,),
-            fill=1.0,
-            sequence_partial=True,
-            by_autograd=True,
-        )
-        self.bias: Parameter | None = None
-        if bias and kind == "layernorm":
-            self.bias = new_parameter(
-                sharding, f"{name}.bias", (hidden,), sequence_partial=True, by_autograd=True
-            )
+        self.weight = new_parameter(sharding, weight)
+        self.bias = None if bias is None else new_parameter(sharding, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernel(x, self.weight, self.bias, self.eps, self.centred)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from megapipe.distributed.mesh import Axis
 from megapipe.layers.rng import draw_normal
+from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.weight_grad import WeightGradQueue
 from megapipe.ops.kernels import Kernels
 
@@ -40,29 +41,16 @@ class Sharding:
         return self.sequence_parallel and self.tp.size > 1
 
 
-@dataclass(frozen=True)
-class ParameterSpec:
-    """A global tensor by name, and the region of it that this rank holds.
+@dataclass(frozen=True, kw_only=True)
+class LocalParameter(ParameterSpec):
+    """A parameter, and the region of it that this rank holds.
 
-    `shape` is the true global shape; a rank's region may reach beyond it where the vocabulary is
-    padded. `split_dim` is the dimension split over tp, None where every tp rank holds it all.
+    The region may reach beyond `shape` where the vocabulary is padded. `sequence_partial` is as it
+    is here: false where activations are not split by sequence.
     """
 
-    name: str
-    shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    split_dim: int | None
-    decay: bool
-    std: float | None
-    """Standard deviation of the initial values; None: constant `fill`."""
-    fill: float = 0.0
-    sequence_partial: bool = False
-    """The gradient covers this rank's share of the sequence only: it is summed over tp."""
-    by_autograd: bool = False
-    """Autograd itself computes the gradient, within ``I``; the others' are queued for ``W``."""
-    use: int = 0
-    """Which use of a shared tensor this is: 0 the input embedding, 1 the head."""
 
     @property
     def numel(self) -> int:
@@ -76,47 +64,23 @@ class ParameterSpec:
             draw_normal(out, seed, self.name, self.shape, self.offsets, self.std)
 
 
-def new_parameter(
-    sharding: Sharding,
-    name: str,
-    shape: tuple[int, ...],
-    *,
-    split_dim: int | None = None,
-    decay: bool = False,
-    std: float | None = None,
-    fill: float = 0.0,
-    sequence_partial: bool = False,
-    by_autograd: bool = False,
-    padded: int | None = None,
-    use: int = 0,
-) -> Parameter:
-    """A parameter without storage yet: :mod:`megapipe.optim.buffers` gives it its place.
+def local_parameter(sharding: Sharding, spec: ParameterSpec) -> LocalParameter:
+    """The part of a parameter that this tp rank holds."""
+    sizes, offsets = spec.local_shape(sharding.tp.size), [0] * len(spec.shape)
+    if spec.split_dim is not None:
+        offsets[spec.split_dim] = sizes[spec.split_dim] * sharding.tp.index
+    given = {field.name: getattr(spec, field.name) for field in fields(ParameterSpec)}
+    given["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
+    return LocalParameter(**given, offsets=tuple(offsets), sizes=sizes)
 
-    `padded` is the padded global length of `split_dim` (the vocabulary).
-    """
-    sizes, offsets = list(shape), [0] * len(shape)
-    if split_dim is not None:
-        length = padded or shape[split_dim]
-        assert length % sharding.tp.size == 0, f"{name}: {length} over tp {sharding.tp.size}"
-        sizes[split_dim] = length // sharding.tp.size
-        offsets[split_dim] = sizes[split_dim] * sharding.tp.index
-    spec = ParameterSpec(
-        name=name,
-        shape=shape,
-        offsets=tuple(offsets),
-        sizes=tuple(sizes),
-        split_dim=split_dim,
-        decay=decay,
-        std=std,
-        fill=fill,
-        sequence_partial=sequence_partial and sharding.sequence_split,
-        by_autograd=by_autograd,
-        use=use,
-    )
-    parameter = Parameter(torch.empty(spec.sizes, dtype=sharding.dtype, device="meta"))
-    cast(Any, parameter).spec = spec
+
+def new_parameter(sharding: Sharding, spec: ParameterSpec) -> Parameter:
+    """A parameter without storage yet: :mod:`megapipe.optim.buffers` gives it its place."""
+    local = local_parameter(sharding, spec)
+    parameter = Parameter(torch.empty(local.sizes, dtype=sharding.dtype, device="meta"))
+    cast(Any, parameter).spec = local
     return parameter
 
 
-def spec_of(parameter: Parameter) -> ParameterSpec:
+def spec_of(parameter: Parameter) -> LocalParameter:
     return cast(Any, parameter).spec

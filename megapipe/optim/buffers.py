@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megapipe.distributed.mesh import Axis, ParallelMesh
-from megapipe.layers.parameter import ParameterSpec, spec_of
-from megapipe.model.gpt.parameters import WORD_EMBEDDING
+from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.optim.policy import BucketGroups, ZeroPolicy
 from megapipe.plan.buckets import Sized, aligned, chunk_length, cut
@@ -54,7 +53,7 @@ def owned_parameters(module: nn.Module) -> Iterator[Owned]:
 class Entry(NamedTuple):
     """A parameter's place [start, stop) in its bucket."""
 
-    spec: ParameterSpec
+    spec: LocalParameter
     start: int
     stop: int
 
@@ -214,7 +213,7 @@ def _restore(flat: Tensor) -> None:
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
-def _region_key(spec: ParameterSpec) -> tuple[bool, bool]:
+def _region_key(spec: LocalParameter) -> tuple[bool, bool]:
     return not spec.decay, spec.split_dim is None
 
 
@@ -223,15 +222,14 @@ def make_buckets(
     mesh: ParallelMesh,
     policy: ZeroPolicy,
     *,
-    tied: bool,
     holders: Sequence[Sequence[int]],
     in_process: bool = False,
 ) -> list[Bucket]:
     """Give the parameters of this process' stages their storage.
 
     holders[stage] are the pipeline ranks that hold a stage. A stage with several holders, and
-    `tied` embeddings, which the first and the last stage hold, are reduced over them too, unless
-    the pipeline is `in_process` and they are one. Buckets come in stage order, those of a stage as
+    tied parameters, which the first and the last stage hold, are reduced over them too, unless the
+    pipeline is `in_process` and they are one. Buckets come in stage order, those of a stage as
     they are reduced, the tied last.
     """
     groups = BucketGroups(mesh, policy)
@@ -263,16 +261,15 @@ def make_buckets(
             )
 
     buckets: list[Bucket] = []
-    word: list[Owned] = []
+    tied: list[Owned] = []
     for stage, module in sorted(modules.items()):
         own: list[Owned] = []
         for owned in owned_parameters(module):
-            is_shared = tied and spec_of(owned.parameter).name == WORD_EMBEDDING
-            (word if is_shared else own).append(owned)
+            (tied if spec_of(owned.parameter).tied else own).append(owned)
         if own:
             shared = len(set(holders[stage])) > 1
             buckets.extend(bucketed(stage, own, holders[stage], shared=shared))
-    if word:
+    if tied:
         both = [*holders[0], *holders[-1]]
-        buckets.extend(bucketed(len(holders), word, both, shared=True))
+        buckets.extend(bucketed(len(holders), tied, both, shared=True))
     return buckets

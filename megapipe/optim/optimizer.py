@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.layers.parameter import ParameterSpec
+from megapipe.layers.parameter import LocalParameter
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.buffers import Bucket, Entry
 from megapipe.optim.departure import Departure
@@ -31,7 +31,7 @@ from megapipe.optim.state_store import StatePolicy
 class OwnSlice(NamedTuple):
     """This rank's share of one parameter: flat range [start, stop) of its local region."""
 
-    spec: ParameterSpec
+    spec: LocalParameter
     start: int
     stop: int
     values: dict[str, Tensor]
@@ -207,7 +207,7 @@ class Optimizer:
             shard.await_weights()
 
     @torch.no_grad()
-    def set_weights(self, fill: Callable[[ParameterSpec, Tensor], None]) -> None:
+    def set_weights(self, fill: Callable[[LocalParameter, Tensor], None]) -> None:
         """Set every local weight: `fill(spec, out)` writes a region of a global tensor.
 
         Masters get the values in full precision, weights in the model dtype.
@@ -216,7 +216,7 @@ class Optimizer:
             fill(entry.spec, values)
             shard.set_weights(entry, values)
 
-    def set_states(self, steps: int, fill: Callable[[str, ParameterSpec, Tensor], None]) -> None:
+    def set_states(self, steps: int, fill: Callable[[str, LocalParameter, Tensor], None]) -> None:
         """Set the states after `steps`: `fill(name, spec, out)` writes one region."""
         self.count = steps
         for name in self.rule.states:

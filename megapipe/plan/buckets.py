@@ -5,22 +5,15 @@ embeddings in one of their own; see :mod:`megapipe.optim.buffers`, whose sizes t
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.dtypes import main_bytes
+from megapipe.layers.specs import ParameterSpec
 from megapipe.layout.layout import Layout
-from megapipe.model.gpt.parameters import (
-    WORD_EMBEDDING,
-    Shapes,
-    is_split,
-    known,
-    local_shape,
-    stage_shapes,
-)
+from megapipe.model.gpt.parameters import by_name, stage_parameters
 
 ALIGNMENT = 16
 """Ranges that an update touches begin at multiples of this many values. Vector instructions then
@@ -97,8 +90,9 @@ class BucketPlan:
 
     stage: int
     """Its number; the tied bucket's is the number of stages."""
-    shapes: Shapes
-    """Local shapes."""
+    parameters: tuple[ParameterSpec, ...]
+    """One use of each."""
+    tp: int
     shard: Group
     """Its members own equal slices."""
     replicate: Group
@@ -112,7 +106,7 @@ class BucketPlan:
     def numel(self) -> int:
         """Length of the buffer, with what :func:`aligned` adds between its regions and slices."""
         sizes: dict[tuple[bool, bool], int] = defaultdict(int)
-        for each in _sized(self.shapes):
+        for each in _sized(self.parameters, self.tp):
             sizes[each.decays, each.split] += each.numel
         owners = self.shard.members * self.replicate.members
         return aligned(sum(map(aligned, sizes.values())), owners)
@@ -120,25 +114,27 @@ class BucketPlan:
     @property
     def whole(self) -> int:
         """Parameters that every tp rank holds whole."""
-        return sum(prod(shape) for name, shape in self.shapes.items() if not is_split(name))
+        return self._values(spec for spec in self.parameters if spec.split_dim is None)
 
     @property
     def multiplied(self) -> int:
         """Values of matrices whose gradients are products: not of an embedding, whose rows are
         added up."""
-        matrices = (each for each in _sized(self.shapes) if each.decays and each.split)
-        return sum(each.numel for each in matrices if each.name != WORD_EMBEDDING)
+        return self._values(spec for spec in self.parameters if spec.multiplied)
 
     @property
     def norms(self) -> int:
-        """Parameters of norms, whose gradients are computed within I."""
-        return sum(prod(shape) for name, shape in self.shapes.items() if "norm." in name)
+        """Parameters whose gradients are computed within I."""
+        return self._values(spec for spec in self.parameters if spec.by_autograd)
+
+    def _values(self, parameters: Iterable[ParameterSpec]) -> int:
+        """Of one tp rank."""
+        return sum(spec.local_numel(self.tp) for spec in parameters)
 
 
-def _sized(shapes: Shapes) -> Iterator[Sized]:
-    for name, shape in shapes.items():
-        decays = name.endswith(".weight") and len(shape) > 1
-        yield Sized(name, prod(shape), decays, is_split(name))
+def _sized(parameters: Iterable[ParameterSpec], tp: int) -> Iterator[Sized]:
+    for spec in parameters:
+        yield Sized(spec.name, spec.local_numel(tp), spec.decay, spec.split_dim is not None)
 
 
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
@@ -148,29 +144,26 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
     least = chunk_length(config.optimizer.reduce_chunk_mib, main_bytes(model.dtype))
 
     def buckets(
-        stage: int, shapes: Shapes, ranks: Iterable[int], shared: bool
+        stage: int, parameters: Sequence[ParameterSpec], ranks: Iterable[int], shared: bool
     ) -> Iterator[BucketPlan]:
         groups = _groups(config, layout, (0,) if layout.in_process else tuple(sorted(set(ranks))))
-        local = {name: local_shape(name, shape, layout.tp) for name, shape in shapes.items()}
         whole = shared or all(group.members == 1 for group in groups)
-        for own_cut in cut(_sized(local), None if whole else least):
-            own = {name: shape for name, shape in local.items() if name in own_cut.names}
-            yield BucketPlan(stage, own, *groups, shared)
+        for own_cut in cut(_sized(parameters, layout.tp), None if whole else least):
+            own = tuple(spec for spec in parameters if spec.name in own_cut.names)
+            yield BucketPlan(stage, own, layout.tp, *groups, shared)
 
-    tied_uses = 0
+    tied: list[ParameterSpec] = []
     for stage in layout.process_stages(rank):
-        spec, holders = layout.stage_layers[stage], placement.holders(stage)
-        shapes = stage_shapes(model, spec)
-        if model.tied_embeddings and WORD_EMBEDDING in shapes:
-            del shapes[WORD_EMBEDDING]
-            tied_uses += spec.embedding + spec.head
-        if shapes:
-            yield from buckets(stage, shapes, holders, len(holders) > 1)
-    if tied_uses:
-        shapes = {WORD_EMBEDDING: (known(model.vocab_size), model.hidden)}
+        parameters = list(stage_parameters(model, layout.stage_layers[stage]))
+        tied += (spec for spec in parameters if spec.tied)
+        own = [spec for spec in parameters if not spec.tied]
+        holders = placement.holders(stage)
+        if own:
+            yield from buckets(stage, own, holders, len(holders) > 1)
+    if tied:
         ends = (*placement.holders(0), *placement.holders(layout.stages - 1))
-        (tied,) = buckets(layout.stages, shapes, ends, True)
-        yield replace(tied, uses=tied_uses)
+        (bucket,) = buckets(layout.stages, list(by_name(tied).values()), ends, True)
+        yield replace(bucket, uses=len(tied))
 
 
 def _groups(config: Config, layout: Layout, holders: tuple[int, ...]) -> tuple[Group, Group]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
 from megapipe.checkpoint.writer import Piece
-from megapipe.layers.parameter import ParameterSpec
+from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.optimizer import Optimizer
 
 
@@ -39,7 +39,7 @@ def pieces(optimizer: Optimizer) -> Iterator[Piece]:
                 )
 
 
-def read_region(checkpoint: Checkpoint, kind: str, spec: ParameterSpec, out: Tensor) -> None:
+def read_region(checkpoint: Checkpoint, kind: str, spec: LocalParameter, out: Tensor) -> None:
     """Fill `out`, this rank's region of ``kind/name``, from a checkpoint of any layout; padding
     beyond the true shape is left alone."""
     placed = Region(spec.offsets, spec.sizes)

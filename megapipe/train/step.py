@@ -32,7 +32,7 @@ from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Key, Stage
 from megapipe.errors import CheckpointError, ScheduleError
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.parameter import TORCH_DTYPES, ParameterSpec
+from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import scatters
 from megapipe.model.gpt.stage import GPTStage
@@ -94,7 +94,7 @@ class TrainStep:
         schedule: Schedule | None = None,
         kernels: Kernels | None = None,
         document_end: int | None = None,
-        initial: Callable[[ParameterSpec, Tensor], None] | None = None,
+        initial: Callable[[LocalParameter, Tensor], None] | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -163,7 +163,6 @@ class TrainStep:
             self.modules,
             self.mesh,
             self.policy,
-            tied=self.config.model.tied_embeddings,
             holders=[placement.holders(stage) for stage in range(placement.stages)],
             in_process=self.pipeline.in_process,
         )

@@ -22,6 +22,7 @@ from megapipe.layers import linear
 from megapipe.layers.embedding import WordEmbedding
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.layers.parameter import Sharding, spec_of
+from megapipe.layers.specs import column_linear, row_linear, vocabulary
 from megapipe.layers.weight_grad import main_grad
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
 from tests.parity.faults import Patch, scaled
@@ -66,7 +67,8 @@ def check_linear(sharding: Sharding, *, column: bool) -> None:
     grad_weight = torch.einsum("sbo,sbi->oi", grad, x)
 
     kind = ColumnParallelLinear if column else RowParallelLinear
-    layer = kind(sharding, "a", (OUT, IN), bias=True, std=0.1)
+    specs = column_linear if column else row_linear
+    layer = kind(sharding, *specs("a", (OUT, IN), bias=True, std=0.1))
     give_values(layer, {"a.weight": weight, "a.bias": bias})
 
     def inner(full: Tensor) -> Tensor:
@@ -96,7 +98,9 @@ def check_embedding(sharding: Sharding) -> None:
     grad = numbers(S, B, OUT, largest=20, seed=6)
     wanted = torch.zeros_like(table).index_add_(0, tokens.T.flatten(), grad.flatten(0, 1))
 
-    layer = WordEmbedding(sharding, "embedding.word.weight", VOCAB, OUT, 0.1)
+    layer = WordEmbedding(
+        sharding, vocabulary("embedding.word.weight", VOCAB, OUT, role="embedding", std=0.1)
+    )
     give_values(layer, {"embedding.word.weight": table})
     out = layer(tokens)
     assert_same("embedded tokens", out, by_sequence(table[tokens].transpose(0, 1), sharding))

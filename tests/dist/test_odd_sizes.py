@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from megapipe.distributed.mesh import Grid
-from megapipe.layers.parameter import ParameterSpec
+from megapipe.layers.parameter import LocalParameter
 from megapipe.schedule.generators import gpipe_on, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement
@@ -24,7 +24,7 @@ ELSEWHERE = (2, 4)
 """Pipeline ranks of every schedule in test_schedules."""
 
 
-def fill(params: reference.Params, spec: ParameterSpec, out: Tensor) -> None:
+def fill(params: reference.Params, spec: LocalParameter, out: Tensor) -> None:
     take_region(params[spec.name], spec, out)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.regions import whole
 from megapipe.distributed.mesh import Axis, Grid
-from megapipe.layers.parameter import ParameterSpec
+from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.buffers import Entry
 from megapipe.optim.rules import Rule, layerwise, muon
 from megapipe.optim.rules.whole import gather_local, on_whole
@@ -65,12 +65,18 @@ SHAPES = [(4, 6), (2, 8, 3), (12, 4)]
 SPLIT = [0, 1, 1]
 
 
-def spec_of_part(i: int, tp: Axis) -> ParameterSpec:
+def spec_of_part(i: int, tp: Axis) -> LocalParameter:
     sizes, offsets = list(SHAPES[i]), [0] * len(SHAPES[i])
     sizes[SPLIT[i]] //= tp.size
     offsets[SPLIT[i]] = sizes[SPLIT[i]] * tp.index
-    return ParameterSpec(
-        str(i), SHAPES[i], tuple(offsets), tuple(sizes), SPLIT[i], decay=True, std=None
+    return LocalParameter(
+        name=str(i),
+        shape=SHAPES[i],
+        offsets=tuple(offsets),
+        sizes=tuple(sizes),
+        role="matrix",
+        split_dim=SPLIT[i],
+        decay=True,
     )
 
 

@@ -30,9 +30,11 @@ from megapipe.layers.linear_cross_entropy import linear_cross_entropy
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.policy import padded_vocabulary
+from megapipe.layers.specs import column_linear, positions, row_linear, vocabulary
 from megapipe.layers.weight_grad import main_grad
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.parameters import block_parameters, by_name
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
 from tests.parity.collective_recorder import Call, recording
 from tests.parity.ranks import take_region
@@ -118,7 +120,7 @@ def check_column(sharding: Sharding, shape: tuple[int, ...], bias: bool) -> None
         return y if bias is None else y + bias
 
     x, y, full, grad = plain_linear(shape, bias, apply)
-    layer = ColumnParallelLinear(sharding, "a", shape, bias=bias, std=0.1)
+    layer = ColumnParallelLinear(sharding, *column_linear("a", shape, bias=bias, std=0.1))
     give_values(layer, {name: tensor.detach() for name, tensor in full.items()})
     here = by_sequence(x.detach(), sharding).clone().requires_grad_()
     out = layer(here)
@@ -133,7 +135,7 @@ def check_column(sharding: Sharding, shape: tuple[int, ...], bias: bool) -> None
 def check_row(sharding: Sharding, bias: bool) -> None:
     """Inputs are split over tp; the output is whole, or split by sequence."""
     x, y, full, grad = plain_linear((HIDDEN, 16), bias, functional.linear)
-    layer = RowParallelLinear(sharding, "a", (HIDDEN, 16), bias=bias, std=0.1)
+    layer = RowParallelLinear(sharding, *row_linear("a", (HIDDEN, 16), bias=bias, std=0.1))
     give_values(layer, {name: tensor.detach() for name, tensor in full.items()})
     here = part(x.detach(), sharding.tp, -1).clone().requires_grad_()
     out = layer(here)
@@ -162,8 +164,13 @@ def check_embedding(shardings: list[Sharding]) -> int:
     only_padding = 0
     for sharding in shardings:
         layer = nn.Sequential(
-            WordEmbedding(sharding, "embedding.word.weight", VOCAB, HIDDEN, 0.1),
-            PositionEmbedding(sharding, "embedding.position.weight", S + 2, HIDDEN, 0.1),
+            WordEmbedding(
+                sharding,
+                vocabulary("embedding.word.weight", VOCAB, HIDDEN, role="embedding", std=0.1),
+            ),
+            PositionEmbedding(
+                sharding, positions("embedding.position.weight", S + 2, HIDDEN, std=0.1)
+            ),
         )
         give_values(layer, {name: tensor.detach() for name, tensor in full.items()})
         out = layer(tokens)
@@ -236,9 +243,8 @@ def check_linear_cross_entropy(shardings: list[Sharding]) -> list[Tensor]:
     seen = []
     for sharding, chunk in itertools.product(shardings, CHUNKS):
         tp = sharding.tp
-        padded = padded_vocabulary(VOCAB, tp.size)
         head = ColumnParallelLinear(
-            sharding, "head", (VOCAB, HIDDEN), bias=False, std=0.1, padded=padded
+            sharding, vocabulary("head.weight", VOCAB, HIDDEN, role="head", std=0.1)
         )
         give_values(head, {name: tensor.detach() for name, tensor in full.items()})
         here = by_sequence(hidden.detach(), sharding).clone().requires_grad_()
@@ -337,7 +343,7 @@ def check_attention(shardings: list[Sharding]) -> list[tuple[int, ...]]:
         y.backward(grad)
         assert x.grad is not None
         for sharding in shardings:
-            layer = Attention(sharding, model, 0)
+            layer = Attention(sharding, model, 0, by_name(block_parameters(model, 0)))
             give_values(layer, full)
             here = by_sequence(x.detach(), sharding).clone().requires_grad_()
             out = layer(layer.qkv(here), MicroBatch(index=0, step=0, seed=0), None)

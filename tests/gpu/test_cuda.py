@@ -15,8 +15,9 @@ import torch
 from megapipe.distributed.mesh import Axis, Grid
 from megapipe.engine.recorder import Recorder
 from megapipe.layers.linear import ColumnParallelLinear
-from megapipe.layers.parameter import ParameterSpec, Sharding
+from megapipe.layers.parameter import LocalParameter, Sharding
 from megapipe.layers.rng import draw_normal, seeded
+from megapipe.layers.specs import column_linear
 from megapipe.layers.weight_grad import add_product, main_grad
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.schedule.ir import Kind, Op
@@ -139,10 +140,10 @@ def resume(world: World) -> tuple[Any, Any]:
     assert set(state) == {"model", "optimizer.exp_avg", "optimizer.exp_avg_sq"}
     again = TrainStep(config, layout, step.mesh)
 
-    def weights(spec: ParameterSpec, out: torch.Tensor) -> None:
+    def weights(spec: LocalParameter, out: torch.Tensor) -> None:
         take_region(state["model"][spec.name][: spec.shape[0]], spec, out)
 
-    def moments(moment: str, spec: ParameterSpec, out: torch.Tensor) -> None:
+    def moments(moment: str, spec: LocalParameter, out: torch.Tensor) -> None:
         take_region(state[f"optimizer.{moment}"][spec.name][: spec.shape[0]], spec, out)
 
     again.optimizer.set_weights(weights)
@@ -159,7 +160,7 @@ def test_resuming_continues() -> None:
 def test_bf16_products_are_kept_in_fp32() -> None:
     """The product itself is not rounded to bf16 on the way."""
     sharding = Sharding(Axis.alone(), False, torch.bfloat16)
-    layer = ColumnParallelLinear(sharding, "a", (64, 32), bias=False, std=0.1)
+    layer = ColumnParallelLinear(sharding, *column_linear("a", (64, 32), bias=False, std=0.1))
     Bucket(0, list(owned_parameters(layer)), Axis.alone(), torch.device(DEVICE))
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(512, n, generator=generator).bfloat16() for n in (64, 32))

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis
-from megapipe.layers.parameter import TORCH_DTYPES, ParameterSpec, Sharding
+from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter, Sharding
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import parameter_shapes
 from megapipe.model.gpt.stage import GPTStage
@@ -140,7 +140,7 @@ def expected(name: str, dtype: torch.dtype = torch.float64) -> Tensors:
 # Shards of the real thing.
 
 
-def take_region(whole: Tensor, spec: ParameterSpec) -> Tensor:
+def take_region(whole: Tensor, spec: LocalParameter) -> Tensor:
     """This rank's region of a global tensor, with zeros where that ends before the region does."""
     region = whole.new_zeros(spec.sizes)
     cut = whole[tuple(slice(o, o + n) for o, n in zip(spec.offsets, spec.sizes, strict=True))]
@@ -181,7 +181,7 @@ class Part(NamedTuple):
 
     start: int
     master: np.ndarray[Any, Any]
-    entries: list[tuple[ParameterSpec, int, int]]
+    entries: list[tuple[LocalParameter, int, int]]
 
 
 def run_rule(
@@ -211,7 +211,7 @@ def assemble(parts: Sequence[Part]) -> Tensors:
     """Whole tensors from the slices of all ranks; NaN where no rank had anything."""
     shapes = parameter_shapes(model())
     whole = {n: torch.full(s, float("nan"), dtype=torch.float64) for n, s in shapes.items()}
-    by_region: dict[tuple[str, tuple[int, ...]], tuple[ParameterSpec, Tensor]] = {}
+    by_region: dict[tuple[str, tuple[int, ...]], tuple[LocalParameter, Tensor]] = {}
     for part in parts:
         for spec, start, stop in part.entries:
             key = (spec.name, spec.offsets)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
-from megapipe.layers.parameter import ParameterSpec, spec_of
+from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.optim.optimizer import Optimizer
 from megapipe.train.step import TrainStep
 
@@ -36,7 +36,7 @@ class Outcome:
     validation: float = 0.0
 
 
-def take_region(full: Tensor, spec: ParameterSpec, out: Tensor) -> None:
+def take_region(full: Tensor, spec: LocalParameter, out: Tensor) -> None:
     """Copy this rank's region of a full tensor, leaving padding alone."""
     placed = Region(spec.offsets, spec.sizes)
     region = intersect(placed, whole(spec.shape))
@@ -45,7 +45,7 @@ def take_region(full: Tensor, spec: ParameterSpec, out: Tensor) -> None:
 
 
 def _global(
-    spec: ParameterSpec, local: Region, values: Tensor
+    spec: LocalParameter, local: Region, values: Tensor
 ) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
     offsets = tuple(a + b for a, b in zip(local.offsets, spec.offsets, strict=True))
     placed = Region(offsets, local.sizes)

@@ -11,11 +11,12 @@ from torch.autograd import Function
 
 from megapipe.layers.dropout import dropout_seed
 from megapipe.layers.kv_cache import KVCache
-from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.rng import seeded
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.parameters import Named, layer_of
 
 
 def rotary_tables(
@@ -82,7 +83,9 @@ class Attention(nn.Module):
     a contiguous range of rows is a whole number of groups, for any tp that divides kv_heads.
     """
 
-    def __init__(self, sharding: Sharding, config: ModelConfig, layer: int) -> None:
+    def __init__(
+        self, sharding: Sharding, config: ModelConfig, layer: int, parameters: Named
+    ) -> None:
         super().__init__()
         assert config.kv_heads is not None
         assert config.head_dim is not None
@@ -93,17 +96,8 @@ class Attention(nn.Module):
         self.queries = config.heads // config.kv_heads
         self.head_dim = config.head_dim
         name = f"layers.{layer}.attention"
-        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = ColumnParallelLinear(
-            sharding, f"{name}.qkv", (rows, config.hidden), bias=config.bias, std=config.init_std
-        )
-        self.out = RowParallelLinear(
-            sharding,
-            f"{name}.out",
-            (config.hidden, config.heads * config.head_dim),
-            bias=config.bias,
-            std=residual_std(config.init_std, config.layers),
-        )
+        self.qkv = ColumnParallelLinear(sharding, *layer_of(parameters, f"{name}.qkv"))
+        self.out = RowParallelLinear(sharding, *layer_of(parameters, f"{name}.out"))
 
     def project(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, graph_only: bool = False

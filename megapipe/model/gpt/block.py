@@ -19,6 +19,7 @@ from megapipe.layers.recompute import Keeping, Part, keep
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.mlp import MLP
+from megapipe.model.gpt.parameters import Named, block_parameters, by_name, layer_of
 
 Rotary = tuple[Tensor, Tensor] | None
 
@@ -46,10 +47,11 @@ class Block(nn.Module):
         self.layer = layer
         self.compiled = compiled
         self.dropout = config.dropout
-        self.attention_norm = new_norm(sharding, config, f"layers.{layer}.attention_norm")
-        self.attention = Attention(sharding, config, layer)
-        self.mlp_norm = new_norm(sharding, config, f"layers.{layer}.mlp_norm")
-        self.mlp = MLP(sharding, config, layer)
+        named, name = by_name(block_parameters(config, layer)), f"layers.{layer}"
+        self.attention_norm = new_norm(sharding, config, named, f"{name}.attention_norm")
+        self.attention = Attention(sharding, config, layer, named)
+        self.mlp_norm = new_norm(sharding, config, named, f"{name}.mlp_norm")
+        self.mlp = MLP(sharding, config, layer, named)
         self.use(BlockPolicy(), HostMemory())
 
     def use(self, policy: BlockPolicy, host: HostMemory) -> None:
@@ -141,7 +143,5 @@ def _through(
     return x
 
 
-def new_norm(sharding: Sharding, config: ModelConfig, name: str) -> Norm:
-    return Norm(
-        sharding, name, config.hidden, kind=config.norm, bias=config.bias, eps=config.norm_eps
-    )
+def new_norm(sharding: Sharding, config: ModelConfig, parameters: Named, name: str) -> Norm:
+    return Norm(sharding, *layer_of(parameters, name), kind=config.norm, eps=config.norm_eps)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.layers.parameter import Sharding
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.parameters import Named, layer_of
 
 
 class MLP(nn.Module):
@@ -17,27 +18,15 @@ class MLP(nn.Module):
     along f.
     """
 
-    def __init__(self, sharding: Sharding, config: ModelConfig, layer: int) -> None:
+    def __init__(
+        self, sharding: Sharding, config: ModelConfig, layer: int, parameters: Named
+    ) -> None:
         super().__init__()
-        assert config.ffn_hidden is not None
         self.activation = config.activation
         self.swiglu = sharding.kernels.swiglu
-        f, h = config.ffn_hidden, config.hidden
         name = f"layers.{layer}.mlp"
-        self.up = ColumnParallelLinear(
-            sharding,
-            f"{name}.up",
-            (2, f, h) if config.activation == "swiglu" else (f, h),
-            bias=config.bias,
-            std=config.init_std,
-        )
-        self.down = RowParallelLinear(
-            sharding,
-            f"{name}.down",
-            (h, f),
-            bias=config.bias,
-            std=residual_std(config.init_std, config.layers),
-        )
+        self.up = ColumnParallelLinear(sharding, *layer_of(parameters, f"{name}.up"))
+        self.down = RowParallelLinear(sharding, *layer_of(parameters, f"{name}.down"))
 
     def forward(self, y: Tensor, graph_only: bool = False) -> Tensor:
         """The output of `up`, [s, b, f/tp] (swiglu: [s, b, 2 f/tp]), -> [s(/tp), b, h].

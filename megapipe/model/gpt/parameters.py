@@ -1,24 +1,104 @@
-"""Exact parameter counts: of the model, of a stage, and of one tensor-parallel rank.
+"""The parameters of a GPT: of the model, of a stage, and how many of them a tp rank keeps.
 
-Names and global shapes are those of the checkpoints: they are free of any layout, and linear
-weights are [out, in].
+Names and global shapes are those of the checkpoints. No torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from megapipe.layers.policy import padded_vocabulary
+from megapipe.layers.specs import (
+    ParameterSpec,
+    column_linear,
+    norm,
+    positions,
+    row_linear,
+    vocabulary,
+)
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.partition import StageSpec
 
 Shapes = dict[str, tuple[int, ...]]
+Named = Mapping[str, ParameterSpec]
 
 WORD_EMBEDDING = "embedding.word.weight"
 POSITION_EMBEDDING = "embedding.position.weight"
 
-_VOCABULARY = (WORD_EMBEDDING, "head.weight")
-_SPLIT_FIRST = (".attention.qkv.weight", ".attention.qkv.bias")
-_SPLIT_LAST = (".attention.out.weight", ".mlp.up.bias", ".mlp.down.weight")
+
+def stage_parameters(model: ModelConfig, stage: StageSpec) -> Iterator[ParameterSpec]:
+    """The parameters of a stage of a resolved model, in the order of the forward.
+
+    A head tied to the embedding is a second use of that matrix, also where both are in one stage.
+    """
+    if stage.embedding:
+        yield word_embedding(model)
+        if model.positions == "learned":
+            rows = known(model.max_positions)
+            yield positions(POSITION_EMBEDDING, rows, model.hidden, std=model.init_std)
+    for layer in stage.layers:
+        yield from block_parameters(model, layer)
+    if stage.head:
+        yield from norm_parameters(model, "final_norm")
+        yield head(model)
+
+
+def word_embedding(model: ModelConfig) -> ParameterSpec:
+    """The input embedding, [vocabulary, h]."""
+    return vocabulary(
+        WORD_EMBEDDING,
+        known(model.vocab_size),
+        model.hidden,
+        role="embedding",
+        std=model.init_std,
+        tied=model.tied_embeddings,
+    )
+
+
+def head(model: ModelConfig) -> ParameterSpec:
+    """The last matrix, [vocabulary, h]."""
+    return vocabulary(
+        WORD_EMBEDDING if model.tied_embeddings else "head.weight",
+        known(model.vocab_size),
+        model.hidden,
+        role="head",
+        std=model.init_std,
+        tied=model.tied_embeddings,
+    )
+
+
+def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
+    """The parameters of one layer. What is added to the residual stream begins smaller by
+    sqrt(2 layers), as in GPT-2."""
+    name, h, std = f"layers.{layer}", model.hidden, model.init_std
+    heads = model.heads * known(model.head_dim)
+    qkv = heads + 2 * known(model.kv_heads) * known(model.head_dim)
+    ffn = known(model.ffn_hidden)
+    up = (2, ffn, h) if model.activation == "swiglu" else (ffn, h)
+    residual_std, bias = std / math.sqrt(2 * model.layers), model.bias
+    yield from norm_parameters(model, f"{name}.attention_norm")
+    yield from column_linear(f"{name}.attention.qkv", (qkv, h), bias=bias, std=std)
+    yield from row_linear(f"{name}.attention.out", (h, heads), bias=bias, std=residual_std)
+    yield from norm_parameters(model, f"{name}.mlp_norm")
+    yield from column_linear(f"{name}.mlp.up", up, bias=bias, std=std)
+    yield from row_linear(f"{name}.mlp.down", (h, ffn), bias=bias, std=residual_std)
+
+
+def norm_parameters(model: ModelConfig, name: str) -> Iterator[ParameterSpec]:
+    """The parameters of a norm; a root mean square needs no bias."""
+    return norm(name, model.hidden, bias=model.bias and model.norm == "layernorm")
+
+
+def by_name(parameters: Iterable[ParameterSpec]) -> dict[str, ParameterSpec]:
+    """The parameters by name, the first use of each."""
+    named: dict[str, ParameterSpec] = {}
+    for spec in parameters:
+        named.setdefault(spec.name, spec)
+    return named
+
+
+def layer_of(named: Named, name: str) -> tuple[ParameterSpec, ParameterSpec | None]:
+    """Weight and bias of a linear layer or a norm."""
+    return named[f"{name}.weight"], named.get(f"{name}.bias")
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
@@ -32,20 +112,8 @@ def stage_shapes(model: ModelConfig, stage: StageSpec) -> Shapes:
 
     A head tied to an embedding on another stage holds a copy of the embedding matrix.
     """
-    vocabulary = (known(model.vocab_size), model.hidden)
-    shapes: Shapes = {}
-    if stage.embedding:
-        shapes[WORD_EMBEDDING] = vocabulary
-        if model.positions == "learned":
-            shapes[POSITION_EMBEDDING] = (known(model.max_positions), model.hidden)
-    for layer in stage.layers:
-        shapes.update(
-            (f"layers.{layer}.{name}", shape) for name, shape in _layer_shapes(model).items()
-        )
-    if stage.head:
-        shapes.update(_norm_shapes(model, "final_norm"))
-        shapes[WORD_EMBEDDING if model.tied_embeddings else "head.weight"] = vocabulary
-    return shapes
+    named = by_name(stage_parameters(model, stage))
+    return {name: spec.shape for name, spec in named.items()}
 
 
 def count(shapes: Mapping[str, Sequence[int]]) -> int:
@@ -56,34 +124,10 @@ def count(shapes: Mapping[str, Sequence[int]]) -> int:
 def count_held(model: ModelConfig, stages: Iterable[StageSpec], tp: int) -> int:
     """Parameters that one tensor-parallel rank keeps for `stages`, padding included.
 
-    Heads and MLP columns are split over tp; rows of the vocabulary are too, padded so that all
-    ranks have equally many. Norms, positions and the biases of row-parallel linears are kept
-    whole. A tied matrix is held once even where embedding and head are on the same rank.
+    A tied matrix is held once even where embedding and head are on the same rank.
     """
-    shapes: Shapes = {}
-    for stage in stages:
-        shapes.update(stage_shapes(model, stage))
-    return sum(prod(local_shape(name, shape, tp)) for name, shape in shapes.items())
-
-
-def local_shape(name: str, shape: Sequence[int], tp: int) -> tuple[int, ...]:
-    """Shape of one tp rank's part of the parameter `name`."""
-    local = list(shape)
-    if name in _VOCABULARY:
-        local[0] = padded_vocabulary(shape[0], tp) // tp
-    elif name.endswith(_SPLIT_FIRST):
-        local[0] //= tp
-    elif name.endswith(_SPLIT_LAST):
-        local[-1] //= tp
-    elif name.endswith(".mlp.up.weight"):
-        local[-2] //= tp
-    return tuple(local)
-
-
-def is_split(name: str) -> bool:
-    """Whether tp splits the parameter; otherwise every tp rank holds all of it."""
-    split = (*_SPLIT_FIRST, *_SPLIT_LAST, ".mlp.up.weight")
-    return name in _VOCABULARY or name.endswith(split)
+    specs = by_name(spec for stage in stages for spec in stage_parameters(model, stage))
+    return sum(spec.local_numel(tp) for spec in specs.values())
 
 
 def known(size: int | None) -> int:
@@ -91,32 +135,3 @@ def known(size: int | None) -> int:
     if size is None:
         raise ValueError("the model is not resolved: a size is still None")
     return size
-
-
-def _layer_shapes(model: ModelConfig) -> Shapes:
-    hidden, head_dim = model.hidden, known(model.head_dim)
-    qkv = (model.heads + 2 * known(model.kv_heads)) * head_dim
-    ffn = known(model.ffn_hidden)
-    up = (2, ffn) if model.activation == "swiglu" else (ffn,)
-    shapes = _norm_shapes(model, "attention_norm")
-    shapes["attention.qkv.weight"] = (qkv, hidden)
-    if model.bias:
-        shapes["attention.qkv.bias"] = (qkv,)
-    shapes["attention.out.weight"] = (hidden, model.heads * head_dim)
-    if model.bias:
-        shapes["attention.out.bias"] = (hidden,)
-    shapes.update(_norm_shapes(model, "mlp_norm"))
-    shapes["mlp.up.weight"] = (*up, hidden)
-    if model.bias:
-        shapes["mlp.up.bias"] = up
-    shapes["mlp.down.weight"] = (hidden, ffn)
-    if model.bias:
-        shapes["mlp.down.bias"] = (hidden,)
-    return shapes
-
-
-def _norm_shapes(model: ModelConfig, name: str) -> Shapes:
-    shapes: Shapes = {f"{name}.weight": (model.hidden,)}
-    if model.norm == "layernorm" and model.bias:
-        shapes[f"{name}.bias"] = (model.hidden,)
-    return shapes

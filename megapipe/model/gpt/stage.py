@@ -16,12 +16,17 @@ from megapipe.layers.linear import ColumnParallelLinear
 from megapipe.layers.linear_cross_entropy import linear_cross_entropy
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
-from megapipe.layers.policy import padded_vocabulary
 from megapipe.model.gpt.attention import rotary_tables
 from megapipe.model.gpt.block import Block, Blocks, new_norm
 from megapipe.model.gpt.compiled import CompiledBlock
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.parameters import POSITION_EMBEDDING, WORD_EMBEDDING
+from megapipe.model.gpt.parameters import (
+    POSITION_EMBEDDING,
+    WORD_EMBEDDING,
+    by_name,
+    head,
+    stage_parameters,
+)
 from megapipe.model.partition import StageSpec
 
 
@@ -39,37 +44,23 @@ class GPTStage(nn.Module):
 
     def __init__(self, config: ModelConfig, spec: StageSpec, sharding: Sharding) -> None:
         super().__init__()
-        assert config.vocab_size is not None
         self.config = config
         self.spec = spec
         self.sharding = sharding
-        hidden, vocab = config.hidden, config.vocab_size
         self.embedding: WordEmbedding | None = None
         self.position: PositionEmbedding | None = None
+        named = by_name(stage_parameters(config, spec))
         if spec.embedding:
-            self.embedding = WordEmbedding(sharding, WORD_EMBEDDING, vocab, hidden, config.init_std)
-            if config.positions == "learned":
-                assert config.max_positions is not None
-                self.position = PositionEmbedding(
-                    sharding, POSITION_EMBEDDING, config.max_positions, hidden, config.init_std
-                )
+            self.embedding = WordEmbedding(sharding, named[WORD_EMBEDDING])
+            if POSITION_EMBEDDING in named:
+                self.position = PositionEmbedding(sharding, named[POSITION_EMBEDDING])
         compiler = sharding.kernels.compiler
         compiled = None if compiler is None else CompiledBlock(compiler)
         self.layers = Blocks(Block(sharding, config, i, compiled) for i in spec.layers)
         self.head: ColumnParallelLinear | None = None
         if spec.head:
-            self.final_norm = new_norm(sharding, config, "final_norm")
-            tied = config.tied_embeddings
-            self.head = ColumnParallelLinear(
-                sharding,
-                "head",
-                (vocab, hidden),
-                bias=False,
-                std=config.init_std,
-                padded=padded_vocabulary(vocab, sharding.tp.size),
-                use=1 if tied else 0,
-                weight_name=WORD_EMBEDDING if tied else None,
-            )
+            self.final_norm = new_norm(sharding, config, named, "final_norm")
+            self.head = ColumnParallelLinear(sharding, head(config))
         self._rotary: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def forward(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis
-from megapipe.layers.parameter import ParameterSpec
+from megapipe.layers.parameter import LocalParameter
 from megapipe.ops.adam import AdamKernel
 from megapipe.optim.buffers import Entry
 from megapipe.optim.rules.elementwise import adam_step
@@ -88,9 +88,9 @@ class Muon(Rule):
         return math.sqrt(max(1.0, rows / columns))
 
 
-def is_hidden_matrix(spec: ParameterSpec) -> bool:
+def is_hidden_matrix(spec: LocalParameter) -> bool:
     """Whether Muon takes the parameter: a weight matrix of a layer."""
-    return spec.decay and spec.name.startswith("layers.")
+    return spec.role == "matrix"
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from megapipe.config import OptimizerConfig
-from megapipe.layers.parameter import ParameterSpec
+from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.buffers import Entry
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def overlap(shard: Shard, entry: Entry) -> Range:
     return Range(start, stop, entry.spec.decay)
 
 
-def ranges(shard: Shard, wanted: Callable[[ParameterSpec], bool] | None = None) -> list[Range]:
+def ranges(shard: Shard, wanted: Callable[[LocalParameter], bool] | None = None) -> list[Range]:
     """Where the parameters lie in the shard, in the order of its segments; or the `wanted` ones, of
     which neighbours that decay alike are one range."""
     if wanted is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megapipe.distributed.collectives import all_to_all
 from megapipe.distributed.mesh import Axis
-from megapipe.layers.parameter import ParameterSpec
+from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.buffers import Entry
 
 
@@ -55,7 +55,7 @@ def gather_local(
 
 def on_whole(
     regions: Sequence[Tensor],
-    specs: Sequence[ParameterSpec],
+    specs: Sequence[LocalParameter],
     tp: Axis,
     function: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
@@ -83,7 +83,7 @@ def on_whole(
     return [by_index[i].view(spec.sizes) for i, spec in enumerate(specs)]
 
 
-def _on_parts(parts: Tensor, spec: ParameterSpec, function: Callable[[Tensor], Tensor]) -> Tensor:
+def _on_parts(parts: Tensor, spec: LocalParameter, function: Callable[[Tensor], Tensor]) -> Tensor:
     """`function` of a matrix from the flat regions of all tp ranks, cut as these: [tp, numel]."""
     assert spec.split_dim is not None, f"{spec.name} is not split over tp"
     whole = torch.cat([part.view(spec.sizes) for part in parts], dim=spec.split_dim)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -22,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.engine.channels import ProcessGroupChannels
 from megapipe.layers.parameter import Sharding, new_parameter
-from megapipe.model.gpt.parameters import WORD_EMBEDDING
+from megapipe.layers.specs import ParameterSpec
 from megapipe.optim.buffers import make_buckets
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.schedule.lower import pairs
@@ -80,12 +81,15 @@ def module_of(job: Job, stage: int, mesh: ParallelMesh) -> nn.Module:
     """One parameter, and the word embedding at both ends."""
     sharding = Sharding(mesh.tp, False, torch.float32)
     module = nn.Module()
+    word = ParameterSpec(name="word", shape=(2, 2), tied=job.tied)
     if stage not in job.empty:
-        module.own = new_parameter(sharding, f"layers.{stage}.weight", (2, 2))
+        module.own = new_parameter(
+            sharding, ParameterSpec(name=f"layers.{stage}.weight", shape=(2, 2))
+        )
     if stage == 0:
-        module.word = new_parameter(sharding, WORD_EMBEDDING, (2, 2))
+        module.word = new_parameter(sharding, word)
     if stage == job.placement.stages - 1:
-        module.head = new_parameter(sharding, WORD_EMBEDDING, (2, 2), use=1)
+        module.head = new_parameter(sharding, replace(word, use=1))
     return module
 
 
@@ -99,7 +103,6 @@ def made_by(job: Job, rank: int) -> list[Made]:
             cast(Any, modules),
             mesh,
             job.policy,
-            tied=job.tied,
             holders=[placement.holders(stage) for stage in range(placement.stages)],
         )
         default, *groups = dist.distributed_c10d._world.pg_group_ranks.items()

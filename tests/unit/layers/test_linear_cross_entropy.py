@@ -16,6 +16,7 @@ from megapipe.layers.linear import ColumnParallelLinear
 from megapipe.layers.linear_cross_entropy import linear_cross_entropy
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.policy import LEAST
+from megapipe.layers.specs import column_linear
 from megapipe.layers.weight_grad import main_grad
 from megapipe.optim.buffers import Bucket, owned_parameters
 from tests.parity import reference
@@ -25,7 +26,9 @@ TOKENS, HIDDEN, VOCAB = 2 * LEAST, 24, 200
 
 def new_head(weight: Tensor) -> ColumnParallelLinear:
     sharding = Sharding(Axis.alone(), False, weight.dtype)
-    head = ColumnParallelLinear(sharding, "head", tuple(weight.shape), bias=False, std=0.1)
+    head = ColumnParallelLinear(
+        sharding, *column_linear("head", tuple(weight.shape), bias=False, std=0.1)
+    )
     Bucket(0, list(owned_parameters(head)), Axis.alone(), torch.device("cpu"))
     with torch.no_grad():
         head.weight.copy_(weight)

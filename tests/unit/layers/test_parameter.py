@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megapipe.distributed.mesh import Axis
-from megapipe.layers.parameter import ParameterSpec, Sharding, new_parameter, spec_of
+from megapipe.layers.parameter import Sharding, new_parameter, spec_of
+from megapipe.layers.specs import ParameterSpec
 
 
 def sharding(size: int, index: int, sequence_parallel: bool = False) -> Sharding:
@@ -16,12 +17,11 @@ def sharding(size: int, index: int, sequence_parallel: bool = False) -> Sharding
 
 @pytest.mark.parametrize("split_dim", [0, 1])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_boxes_of_all_ranks_make_up_the_tensor(size: int, split_dim: int) -> None:
+def test_regions_of_all_ranks_make_up_the_tensor(size: int, split_dim: int) -> None:
     full = torch.zeros(8, 12)
     for index in range(size):
-        parameter = new_parameter(
-            sharding(size, index), "w", (8, 12), split_dim=split_dim, std=0.1, decay=True
-        )
+        whole = ParameterSpec(name="w", shape=(8, 12), split_dim=split_dim, std=0.1)
+        parameter = new_parameter(sharding(size, index), whole)
         spec = spec_of(parameter)
         assert parameter.device.type == "meta", "storage comes later"
         assert tuple(parameter.shape) == spec.sizes
@@ -32,13 +32,16 @@ def test_boxes_of_all_ranks_make_up_the_tensor(size: int, split_dim: int) -> Non
 
 
 def test_padding_reaches_beyond_the_shape() -> None:
-    spec = spec_of(new_parameter(sharding(4, 3), "w", (11, 6), split_dim=0, std=1.0, padded=32))
+    whole = ParameterSpec(name="w", shape=(11, 6), split_dim=0, multiple=8)
+    spec = spec_of(new_parameter(sharding(4, 3), whole))
     assert (spec.shape, spec.offsets, spec.sizes) == ((11, 6), (24, 0), (8, 6))
 
 
 def test_initial_values_are_the_same_in_every_layout() -> None:
     def values(size: int, index: int) -> torch.Tensor:
-        parameter = new_parameter(sharding(size, index), "w", (8, 12), split_dim=0, std=0.1)
+        parameter = new_parameter(
+            sharding(size, index), ParameterSpec(name="w", shape=(8, 12), split_dim=0, std=0.1)
+        )
         out = torch.empty(spec_of(parameter).sizes)
         spec_of(parameter).initialise(out, seed=3)
         return out
@@ -50,7 +53,8 @@ def test_initial_values_are_the_same_in_every_layout() -> None:
 
 def test_constant_initial_values() -> None:
     out = torch.empty(5)
-    spec_of(new_parameter(sharding(2, 1), "norm", (5,), fill=1.0)).initialise(out, seed=3)
+    whole = ParameterSpec(name="norm", shape=(5,), fill=1.0)
+    spec_of(new_parameter(sharding(2, 1), whole)).initialise(out, seed=3)
     assert out.eq(1).all()
 
 
@@ -60,7 +64,6 @@ def test_constant_initial_values() -> None:
 def test_sums_over_the_sequence_are_partial_only_where_it_is_split(
     size: int, sequence_parallel: bool, partial: bool
 ) -> None:
-    spec: ParameterSpec = spec_of(
-        new_parameter(sharding(size, 0, sequence_parallel), "norm", (4,), sequence_partial=True)
-    )
+    whole = ParameterSpec(name="norm", shape=(4,), sequence_partial=True)
+    spec = spec_of(new_parameter(sharding(size, 0, sequence_parallel), whole))
     assert spec.sequence_partial is partial

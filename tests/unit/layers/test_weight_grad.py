@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megapipe.distributed.mesh import Axis
 from megapipe.layers.linear import ColumnParallelLinear
 from megapipe.layers.parameter import Sharding
+from megapipe.layers.specs import column_linear
 from megapipe.layers.weight_grad import (
     WeightGradQueue,
     accumulate_in_main_grad,
@@ -135,7 +136,7 @@ def test_tensors_are_let_go_task_by_task() -> None:
 
 def new_layer(dtype: torch.dtype = torch.float64) -> tuple[ColumnParallelLinear, Bucket]:
     layer = ColumnParallelLinear(
-        Sharding(Axis.alone(), False, dtype), "a", (6, 4), bias=True, std=0.1
+        Sharding(Axis.alone(), False, dtype), *column_linear("a", (6, 4), bias=True, std=0.1)
     )
     bucket = Bucket(0, list(owned_parameters(layer)), Axis.alone(), torch.device("cpu"))
     bucket.weights.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(0)))
@@ -191,7 +192,7 @@ def test_products_add_up_in_the_main_gradients_type() -> None:
 
 def test_a_stack_of_matrices_gets_one_product() -> None:
     sharding = Sharding(Axis.alone(), False, torch.float64)
-    layer = ColumnParallelLinear(sharding, "a", (2, 3, 4), bias=False, std=0.1)
+    layer = ColumnParallelLinear(sharding, *column_linear("a", (2, 3, 4), bias=False, std=0.1))
     Bucket(0, list(owned_parameters(layer)), Axis.alone(), torch.device("cpu"))
     left, right = torch.randn(5, 6).double(), torch.randn(5, 4).double()
     add_product(layer.weight, left, right)

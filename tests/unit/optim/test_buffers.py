@@ -65,13 +65,12 @@ def buckets_of(
     modules: dict[int, GPTStage],
     *,
     dp: int = 4,
-    tied: bool = True,
     holders: Sequence[Sequence[int]] = ONE_HOLDER,
     mesh: FakeMesh | None = None,
     policy: ZeroPolicy | None = None,
 ) -> list[Bucket]:
     fake: Any = mesh or FakeMesh(dp)
-    return make_buckets(modules, fake, policy or ZeroPolicy(), tied=tied, holders=holders)
+    return make_buckets(modules, fake, policy or ZeroPolicy(), holders=holders)
 
 
 FIRST = StageSpec(embedding=True, layers=range(1), head=False)
@@ -170,7 +169,7 @@ def test_a_holder_of_one_use_has_one_gradient(spec: StageSpec) -> None:
 
 def test_untied_embedding_and_head_stay_with_their_stages() -> None:
     modules = {0: stage(FIRST, tied=False), 2: stage(LAST, tied=False)}
-    buckets = buckets_of(modules, tied=False)
+    buckets = buckets_of(modules)
     assert [bucket.index for bucket in buckets] == [0, 2]
     assert [len(bucket.grads) for bucket in buckets] == [1, 1]
     assert WORD in {entry.spec.name for entry in buckets[0].entries}
@@ -203,9 +202,7 @@ def test_a_replicated_stage_shares_its_bucket_with_all_its_holders() -> None:
 def test_stages_with_other_holders_have_a_group_of_their_own() -> None:
     mesh = FakeMesh(dp=1)
     modules = {0: stage(FIRST), 1: stage(MIDDLE), 2: stage(LAST)}
-    first, middle, last, tied = buckets_of(
-        modules, mesh=mesh, holders=((0, 3), (0,), (0, 2)), tied=True
-    )
+    first, middle, last, tied = buckets_of(modules, mesh=mesh, holders=((0, 3), (0,), (0, 2)))
     assert mesh.made == [(0, 3), (0, 2), (0, 2, 3)]
     assert (first.shard.ranks, last.shard.ranks) == ((0, 3), (0, 2))
     assert middle.shard.size == 1

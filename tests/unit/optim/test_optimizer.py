@@ -13,7 +13,7 @@ from torch import Tensor
 from megapipe.checkpoint.regions import flat_regions
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis, Grid
-from megapipe.layers.parameter import ParameterSpec, Sharding
+from megapipe.layers.parameter import LocalParameter, Sharding
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
@@ -91,7 +91,7 @@ def resume(world: World, case: Case) -> dict[str, Any]:
     again = TrainStep(config, layout, step.mesh)
     again.optimizer.set_weights(lambda spec, out: take_region(full["model"][spec.name], spec, out))
 
-    def moment(name: str, spec: ParameterSpec, out: Tensor) -> None:
+    def moment(name: str, spec: LocalParameter, out: Tensor) -> None:
         take_region(full[f"optimizer.{name}"][spec.name], spec, out)
 
     again.optimizer.set_states(2, moment)
@@ -151,7 +151,7 @@ def alone(**settings: Any) -> tuple[Optimizer, Bucket]:
     optimizer = Optimizer([bucket], config, mesh, stages=1)
     generator = torch.Generator().manual_seed(1)
 
-    def draw(spec: ParameterSpec, out: Tensor) -> None:
+    def draw(spec: LocalParameter, out: Tensor) -> None:
         out.copy_(torch.randn(out.shape, generator=generator))
 
     optimizer.set_weights(draw)

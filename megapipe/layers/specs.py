@@ -1,0 +1,137 @@
+"""What a parameter is, whatever layout holds it; layers are made of specs, and the plan reads them.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from megapipe.layers.policy import VOCAB_MULTIPLE
+
+Role = Literal["matrix", "embedding", "head", "vector"]
+"""A matrix of a hidden layer, a table of vectors, the last matrix, or a vector."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """A global tensor: the only place that says how it is split, initialised and updated."""
+
+    name: str
+    """As checkpoints have it, free of any layout."""
+    shape: tuple[int, ...]
+    """Linear weights are [out, in], or [k, out, in]: k matrices applied as one."""
+    role: Role = "vector"
+    split_dim: int | None = None
+    """The dimension split over tp; None: every tp rank holds all of it."""
+    multiple: int = 1
+    """The parts of `split_dim` are padded to a multiple of this; by 1 to nothing, as tp divides."""
+    decay: bool = False
+    """Weight decay applies to it."""
+    std: float | None = None
+    """Standard deviation of the initial values; None: all are `fill`."""
+    fill: float = 0.0
+    sequence_partial: bool = False
+    """Where activations are split by sequence, a rank's gradient covers its positions only: it is
+    summed over tp."""
+    by_autograd: bool = False
+    """Autograd itself computes the gradient, within ``I``; the others' are queued for ``W``."""
+    tied: bool = False
+    """Another stage may use the same tensor: gradients of all uses are added."""
+    use: int = 0
+    """Which use of a tied tensor this is: 0 the input embedding, 1 the head."""
+
+    @property
+    def multiplied(self) -> bool:
+        """Whether the gradient is a product of matrices; that of an embedding adds up rows."""
+        return self.role in ("matrix", "head")
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """The shape of one tp rank's part, padding included."""
+        local = list(self.shape)
+        if self.split_dim is not None:
+            length = self.shape[self.split_dim]
+            assert self.multiple > 1 or length % tp == 0, f"{self.name}: {length} over tp {tp}"
+            share = -(-length // tp)
+            local[self.split_dim] = -(-share // self.multiple) * self.multiple
+        return tuple(local)
+
+    def local_numel(self, tp: int) -> int:
+        """Values of one tp rank's part."""
+        return prod(self.local_shape(tp))
+
+
+def column_linear(
+    name: str, shape: tuple[int, ...], *, bias: bool, std: float
+) -> Iterator[ParameterSpec]:
+    """Weight and bias of a linear layer whose outputs are split over tp."""
+    split = len(shape) - 2
+    yield _matrix(f"{name}.weight", shape, split, std)
+    if bias:
+        yield ParameterSpec(name=f"{name}.bias", shape=shape[:-1], split_dim=split)
+
+
+def row_linear(
+    name: str, shape: tuple[int, ...], *, bias: bool, std: float
+) -> Iterator[ParameterSpec]:
+    """Weight and bias of a linear layer whose inputs are split over tp."""
+    yield _matrix(f"{name}.weight", shape, len(shape) - 1, std)
+    if bias:
+        yield ParameterSpec(name=f"{name}.bias", shape=shape[:-1], sequence_partial=True)
+
+
+def norm(name: str, hidden: int, *, bias: bool) -> Iterator[ParameterSpec]:
+    """Weight and bias of a norm, which every tp rank holds."""
+    for own, fill in (("weight", 1.0), *([("bias", 0.0)] if bias else [])):
+        yield ParameterSpec(
+            name=f"{name}.{own}",
+            shape=(hidden,),
+            fill=fill,
+            sequence_partial=True,
+            by_autograd=True,
+        )
+
+
+def vocabulary(
+    name: str,
+    size: int,
+    hidden: int,
+    *,
+    role: Literal["embedding", "head"],
+    std: float,
+    tied: bool = False,
+) -> ParameterSpec:
+    """A matrix of one row for each word of a vocabulary, split over tp: the head is the second use
+    of a `tied` one."""
+    return ParameterSpec(
+        name=name,
+        shape=(size, hidden),
+        role=role,
+        split_dim=0,
+        multiple=VOCAB_MULTIPLE,
+        decay=True,
+        std=std,
+        tied=tied,
+        use=int(tied and role == "head"),
+    )
+
+
+def positions(name: str, length: int, hidden: int, *, std: float) -> ParameterSpec:
+    """A table of one vector for each position, which every tp rank holds."""
+    return ParameterSpec(
+        name=name,
+        shape=(length, hidden),
+        role="embedding",
+        decay=True,
+        std=std,
+        sequence_partial=True,
+    )
+
+
+def _matrix(name: str, shape: tuple[int, ...], split_dim: int, std: float) -> ParameterSpec:
+    return ParameterSpec(
+        name=name, shape=shape, role="matrix", split_dim=split_dim, decay=True, std=std
+    )
