@@ -1,1 +1,1 @@
-"""Layers whose weights are split over the tensor-parallel axis (Shoeybi et al., 1909.08053)."""
+"""Layers that split their own backward, cut over tensor-parallel ranks (Shoeybi, 1909.08053)."""

@@ -3,18 +3,14 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import megapipe.layout.devices
-import megapipe.layout.resolve
 from megapipe.cli import dump, parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError, LaunchError, MegapipeError
 from megapipe.layout.checks import shortened
-from megapipe.layout.layout import Layout
-from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
+from megapipe.layout.resolve import resolve
 from megapipe.layout.slices import balanced_slices
 from megapipe.model.partition import format_layout
 from megapipe.schedule.generators import build
@@ -200,55 +196,6 @@ def test_a_schedule_of_one_s_own_is_proved_before_anything_starts(
     assert str(raised.value).startswith(f"configuration: pipeline.schedule={spec}: ")
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("schedule", ["zb_2p", "interleaved_1f1b"])
-def test_an_order_is_made_and_proved_once(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the tokenizer is there, an order that goes by costs has one micro-batch."""
-    made, proved = [], []
-    module = megapipe.layout.resolve
-    load, prove = module.load, module.validate
-    monkeypatch.setattr(
-        module,
-        "load",
-        lambda *args, **more: made.append(more["microbatches"]) or load(*args, **more),
-    )
-    monkeypatch.setattr(
-        module,
-        "validate",
-        lambda order: proved.append(order.whole_microbatches) or prove(order),
-    )
-    keys = ("parallel.pp=2", f"pipeline.schedule={schedule}")
-    config, layout = resolve(configure(*keys), None, None)
-    assert (made.count(layout.microbatches), proved) == (1, [layout.microbatches])
-    made.clear(), proved.clear()
-    assert resolve(config, None, BYTE_VOCABULARY, before=layout) == (config, layout)
-    assert (made, proved) == ([], [])
-
-    config, layout = resolve(configure(*keys, "data.tokenizer=some/where"), None, None)
-    again, other = resolve(config, None, BYTE_VOCABULARY, before=layout)
-    assert (made.count(other.microbatches), proved.count(other.microbatches)) == (1, 1)
-    assert again.model.vocab_size == BYTE_VOCABULARY
-    assert other.schedule.whole_microbatches == other.microbatches
-    assert other is not layout
-
-
-def test_the_device_is_known_before_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what is named, or by this machine's driver; and a run says what it found."""
-
-    def layout_of(*keys: str, **more: Any) -> Layout:
-        return resolve(configure(*keys), None, None, **more)[1]
-
-    devices = megapipe.layout.devices
-    monkeypatch.setattr(devices, "local_device", lambda: None)
-    assert (layout_of().device, layout_of().loss_chunk) == ("cpu", 256)
-    assert layout_of("parallel.device=cuda").device == "cuda"
-    assert layout_of("log.device=H100").loss_chunk == 4096
-    found = layout_of("log.device=H100", device="cpu", before=layout_of("log.device=H100"))
-    assert (found.device, found.loss_chunk) == ("cpu", 256)
-    monkeypatch.setattr(devices, "local_device", lambda: "NVIDIA H100 PCIe")
-    assert layout_of().device == "cuda"
-    assert layout_of("parallel.device=cpu").device == "cpu"
 
 
 @pytest.mark.parametrize(
