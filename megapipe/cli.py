@@ -26,12 +26,12 @@ USAGE = "train.py [CONFIG] [section.key=value ...] [--dry-run] [--help [SECTION]
 
 @dataclass(frozen=True)
 class Command:
-    """What the user asked for."""
+    """The user's request."""
 
     config: Config = field(default_factory=Config)
     dry_run: bool = False
     help: str | None = None
-    """What to explain: a section, a key, or all of them (""); None: nothing."""
+    """The keys to explain: a section, a key, or all of them (""); None: nothing."""
     where: str = "defaults"
     """Where the values come from, for messages about several keys: a file, the command line."""
 

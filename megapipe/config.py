@@ -118,7 +118,7 @@ class PipelineConfig(Section):
 
 
 class ActivationsConfig(Section):
-    """What the layers keep of a forward until its backward; the rest is computed again, or fetched
+    """Activations that layers keep until the backward; the rest is computed again, or fetched
     from host memory. Results are the same (bitwise, unless a norm that is run again hands its input
     more than one gradient, as the CPU's rmsnorm does)."""
 
@@ -216,7 +216,7 @@ class OptimizerConfig(Section):
     clip: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; null: no clipping."""
     zero: Literal[0, 1, 2, 3] = 1
-    """What is sharded over dp (ZeRO): 0 nothing, 1 master weights and optimizer state, 2 also
+    """State that is sharded over dp (ZeRO): 0 nothing, 1 master weights and optimizer state, 2 also
     gradients, 3 also the weights of stages that are not being computed. 2 and 3 save memory where a
     process has several stages (`pipeline.chunks`; `parallel.pp` may be 1). Gradients of a tied
     embedding and of stages with several holders stay whole."""

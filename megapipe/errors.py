@@ -1,4 +1,4 @@
-"""What can go wrong for a user, each kind with its process exit code.
+"""Errors that a user can mend, each kind with its process exit code.
 
 A message is one line: what is wrong, where, and what would be right. ``train.py`` prints it
 once per job and exits with the code; anything else that escapes is a bug and shows a traceback.

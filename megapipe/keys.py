@@ -34,7 +34,7 @@ KEYS: dict[str, FieldInfo] = {
 
 
 def expected(info: FieldInfo) -> str:
-    """What a field takes, in words: its own, or those of its type and bounds."""
+    """Values that a field takes, in words: its own, or those of its type and bounds."""
     for rule in info.metadata:
         if isinstance(rule, Expected):
             return rule.words
@@ -52,7 +52,7 @@ def expected(info: FieldInfo) -> str:
 
 
 def unknown(key: str) -> str:
-    """What to say of a key that does not exist: the nearest that does, or which there are."""
+    """The words on a key that does not exist: the nearest that does, or which there are."""
     name, _, leaf = key.partition(".") if "." in key else ("", "", key)
     section = _close(name, SECTIONS)
     same = [other for other in KEYS if other.partition(".")[2] == leaf]

@@ -11,7 +11,7 @@ FOLDERS = (
 
 
 def names() -> list[str]:
-    """What :func:`find` takes: the file names without their ending."""
+    """Names that :func:`find` takes: those of the files without their ending."""
     return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.yaml")})
 
 

@@ -37,7 +37,7 @@ _RESOLVERS: tuple[tuple[str, str, str], ...] = (
 
 
 class YamlError(Exception):
-    """What is wrong with a document, and in which line (from 1; None if it has none)."""
+    """A mistake in a document, and its line (from 1; None if it has none)."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(problem)

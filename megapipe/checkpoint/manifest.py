@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the content of `manifest.json`, checked before anything uses it.
+"""The manifest of a checkpoint: the content of `manifest.json`, checked before use.
 
 The file is one line of canonical JSON, `{"body":BODY,"sha256":"HEX"}`, where HEX is the SHA-256
 of BODY's bytes. The digest is compared before BODY is parsed, so a damaged manifest is never
@@ -86,7 +86,7 @@ class FileRecord(Record):
 
 
 class Receipt(Record):
-    """What one rank wrote: rank 0 merges the receipts of all into the manifest."""
+    """Files that one rank wrote: rank 0 merges the receipts of all into the manifest."""
 
     run_id: RunId
     step: Count

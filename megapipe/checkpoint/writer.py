@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a global tensor `name` of `shape`: the elements of `region`.
+    """One rank's part of a global tensor `name` of `shape`: the elements of `region`.
 
     `tensor` has the shape `region.sizes` and any device; its dtype is fp32, bf16, fp64 or int64. An
     element belongs to exactly one piece of one rank: of replicas, one rank hands in its copy.
@@ -62,7 +62,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Meta:
-    """What else a checkpoint says about its run; rank 0's is written.
+    """Facts about the run that a checkpoint carries; rank 0's are written.
 
     `digests` are SHA-256 of what the run read (corpus, tokenizer), in hexadecimal.
     """

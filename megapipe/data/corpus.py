@@ -40,7 +40,7 @@ def documents(config: DataConfig) -> Iterator[str]:
 
 
 def identity(config: DataConfig) -> list[Any]:
-    """What changes when the corpus changes, as JSON values, without reading the texts.
+    """A key that changes when the corpus changes, as JSON values, without reading the texts.
 
     A local corpus is known by the paths, sizes and modification times of its files, the standard
     library by the version of Python and the names and sizes of its files, a hub data set by its

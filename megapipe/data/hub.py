@@ -1,4 +1,4 @@
-"""What corpora and tokenizers share: telling a path from a hub name, and short error texts."""
+"""Paths and names on a hub told apart, and short error texts, for corpora and tokenizers."""
 
 import re
 from pathlib import Path

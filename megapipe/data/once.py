@@ -91,7 +91,7 @@ class _Maker:
 
     host: str
     machine: str
-    """What tells machines, and containers that count processes by themselves, apart."""
+    """A name that tells machines, and containers that count processes by themselves, apart."""
     process: int
     began: float
     """Start of the process, in the machine's own measure."""
@@ -163,7 +163,7 @@ def _beating(path: Path) -> Iterator[None]:
 
 
 class _Watch:
-    """What a waiting process has seen of makers."""
+    """Makers that a waiting process has seen."""
 
     def __init__(self, note: Callable[[str], None], folder: Path) -> None:
         self.note = note

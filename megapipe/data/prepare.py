@@ -47,7 +47,7 @@ class Split(Section):
 
 
 class Meta(Section):
-    """What meta.json in the cache folder says."""
+    """The content of meta.json in the cache folder."""
 
     source: str
     """`data.source`."""
@@ -62,9 +62,9 @@ class Meta(Section):
     entropy: float
     """Unigram entropy of the corpus, both sides and end marks included, in nats per token."""
     train: Split
-    """What is trained on."""
+    """The tokens that are trained on."""
     validation: Split
-    """What is held out."""
+    """The tokens that are held out."""
     files: dict[str, int]
     """Size in bytes of each token file."""
 

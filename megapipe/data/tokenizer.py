@@ -21,7 +21,7 @@ for, first one wins."""
 
 
 class Tokenizer(Protocol):
-    """What the package needs of a tokenizer."""
+    """The interface of a tokenizer, as far as the package uses it."""
 
     @property
     def vocab_size(self) -> int:

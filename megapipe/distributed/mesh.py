@@ -159,7 +159,7 @@ class ParallelMesh:
         return axis
 
     def _new_group(self, ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
-        """What ``dist.new_group`` makes, under a name on which the members agree.
+        """A group as of ``dist.new_group``, under a name on which the members agree.
 
         They find each other by the name, and torch's says how many groups a process has made, of
         any ranks: members need not have made equally many.

@@ -36,7 +36,7 @@ Expected = Sequence[tuple[Op, Shape]]
 
 
 def message_of(action: Action) -> Op:
-    """What a message is: the op that produced it."""
+    """A message is named by the op that produced it."""
     return Op(action.kind, action.stage, action.microbatch, action.slice)
 
 

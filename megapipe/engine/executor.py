@@ -29,7 +29,7 @@ Call = Callable[[], None]
 
 
 class Synchroniser(Protocol):
-    """What data-parallel replicas do together for one stage, each without holding up the rest."""
+    """Collectives of data-parallel replicas for one stage, none of which holds up the rest."""
 
     def reduce(self, stage: int) -> None:
         """REDUCE: the gradients in the stage's buffers are complete for now; send them off."""

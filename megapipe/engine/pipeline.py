@@ -1,4 +1,4 @@
-"""What runs schedules on this process: programs, executors and the channels between them."""
+"""The pipeline on this process: programs, executors and the channels between them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Pipeline:
         name: bool = False,
         speculate: bool = False,
     ) -> list[Executor]:
-        """What runs `schedule` on each of the pipeline ranks here.
+        """Executors that run `schedule` on each of the pipeline ranks here.
 
         `stages` are those of the process by number; `synchroniser` reduces their gradients and
         gathers their weights. `proved`: the schedule was validated. With `record`, :meth:`records`
@@ -122,7 +122,7 @@ class Pipeline:
         return [record for records in self.mesh.gather(own, "pp") for record in records]
 
     def _programs(self, schedule: Schedule, *, proved: bool) -> Iterator[Program]:
-        """What the pipeline ranks here do, with what their replicas do together."""
+        """Programs of the pipeline ranks here, with the collectives of their replicas."""
         return for_zero(lower(schedule, self.ranks, proved=proved), schedule, self.policy)
 
 

@@ -30,7 +30,7 @@ from megapipe.schedule.timing.simulate import Timeline
 
 
 class Computed(Protocol):
-    """What a recorder needs to know of an operation."""
+    """Properties of an operation that a recorder needs."""
 
     @property
     def kind(self) -> Kind: ...

@@ -51,7 +51,7 @@ End = Literal["document", "stop", "tokens"]
 
 
 class Piece(NamedTuple):
-    """What one more token adds to a text."""
+    """One more token, and the text that it adds."""
 
     prompt: int
     """Number of the prompt, from 0."""

@@ -35,7 +35,7 @@ def window_start(length: int, context: int) -> int:
 
 
 class Reading:
-    """What a whole `model` has read of some texts, and what it expects next.
+    """Texts that a whole `model` has read so far, and its logits for the next tokens.
 
     Args:
         model: all layers, on `device`, in evaluation mode.
@@ -117,7 +117,7 @@ class Reading:
         return 0, stop
 
     def _documents(self, stop: int) -> Documents | None:
-        """What hides the padding, and the documents before a token's own from it."""
+        """Documents that hide the padding, and other documents, from a token."""
         if self.document_end is None and not self._padding.any():
             return None
         numbers = (torch.arange(stop) >= self._padding.unsqueeze(1)).long()

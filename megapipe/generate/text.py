@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megapipe.data.tokenizer import Tokenizer
 
 UNKNOWN = "\ufffd"
-"""What a tokenizer makes of bytes that are no character, or not yet."""
+"""The character that a tokenizer makes of bytes that are none, or not yet."""
 MOST_UNKNOWN = 3
 """Of these at the end of a text, so many may become a character (of four bytes) with the next."""
 
@@ -50,7 +50,7 @@ class TextStream:
         return self._up_to_stop(certain)
 
     def end(self) -> str:
-        """What was held back, when no more tokens come."""
+        """Text that was held back, when no more tokens come."""
         rest = self._up_to_stop(self.tokenizer.decode(self._ids)[len(self._given) :])
         held, self._held = self._held, ""
         return rest + held

@@ -27,7 +27,7 @@ CPU = "cpu"
 
 
 class Wanted(Protocol):
-    """What a configuration says of devices (``parallel.*``)."""
+    """Keys of a configuration on devices (``parallel.*``)."""
 
     @property
     def device(self) -> str:
@@ -43,7 +43,7 @@ class Wanted(Protocol):
 
 
 class Query(Protocol):
-    """What a process may ask of its devices."""
+    """Questions of a process to its devices."""
 
     def count(self) -> int:
         """Devices that it sees."""

@@ -146,7 +146,7 @@ class _Relay:
 
 
 def _say_killed(rank: int, number: signal.Signals) -> None:
-    """What a rank that was killed could not say."""
+    """The line for a rank that was killed and could not say it."""
     hint = "; the system does so when memory runs out" if number == signal.SIGKILL else ""
     say(LaunchError(f"rank {rank} was killed by {number.name}{hint}"))
 

@@ -244,7 +244,7 @@ T = TypeVar("T")
 
 
 def first_on_host(store: Store, name: str, act: Callable[[], T], timeout_s: float) -> T:
-    """What `act` returns; one process of each host calls it before the others do.
+    """The result of `act`; one process of each host calls it before the others do.
 
     They find what it has fetched. Raises what `act` does, and its DataError on all of the host.
     """

@@ -40,7 +40,7 @@ class StopRequest:
     def __init__(self, *, speaks: bool = False) -> None:
         self.signal: signal.Signals | None = None
         self.phase: Literal["setup", "training", "leaving"] = "setup"
-        """What there is to save: nothing yet, a step, nothing more."""
+        """State to save: nothing yet, a step, nothing more."""
         self._speaks = speaks
         self._last: float | None = None
         """When the last SIGINT or SIGTERM came that counts, monotonic seconds."""

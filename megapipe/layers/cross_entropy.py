@@ -18,7 +18,7 @@ from megapipe.distributed.mesh import Axis
 
 
 class Exponentials(NamedTuple):
-    """What logits [..., V/tp] were replaced by, and what leads from there to their gradient."""
+    """The exponentials that replace logits [..., V/tp], and factors that make gradients of them."""
 
     values: Tensor  # [..., V/tp], each exp(logit - this rank's maximum)
     factor: Tensor  # [...], values x factor are the probabilities

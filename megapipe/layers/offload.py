@@ -101,7 +101,7 @@ class _View(NamedTuple):
 
 
 class _Parcel:
-    """What one part saved in one forward. Alive as long as the graph that saved it."""
+    """Tensors that one part saved in one forward. Alive as long as the graph that saved them."""
 
     def __init__(
         self, previous: weakref.ref[_Parcel] | None, stream: torch.cuda.Stream | None

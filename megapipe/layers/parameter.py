@@ -1,4 +1,4 @@
-"""What a parameter is: its global tensor, and which part of it a rank holds."""
+"""The parameters of a rank: its parts of global tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers are told, and the plan reads too: activations kept, chunks of the loss, padding.
+"""Choices of the layers that the plan reads too: activations kept, chunks of the loss, padding.
 
 Nothing here needs torch.
 """
@@ -20,16 +20,16 @@ and rows of logits then begin at multiples of a cache line."""
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """What becomes of what a block saves; by default autograd keeps it.
+    """How a block keeps its activations; by default autograd does.
 
     The names are those of modules, `norm`, `attention` and `mlp_activation`, or `block`, which
     stands for whole blocks.
     """
 
     recompute: frozenset[str] = frozenset()
-    """What is run again in the backward, from its input."""
+    """Modules that are run again in the backward, from their input."""
     offload: frozenset[str] = frozenset()
-    """What has its activations, its input among them, in host memory."""
+    """Modules whose activations, the input among them, wait in host memory."""
 
     @property
     def offloads_input(self) -> bool:

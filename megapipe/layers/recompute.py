@@ -1,4 +1,4 @@
-"""What a part of a model keeps of its forward until its backward.
+"""How a part of a model keeps what its backward needs.
 
 A part is a function from one tensor to one tensor. It can :func:`keep` what autograd saves,
 :func:`recompute` it in the backward from its input (Chen et al., 1604.06174; of parts of a layer:
@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-"""What torch.autograd.backward ends in, without its fifty calls of preparation."""
+"""The core of torch.autograd.backward, without its fifty calls of preparation."""
 
 
 Part = Callable[..., Tensor]

@@ -1,4 +1,4 @@
-"""What a parameter is, whatever layout holds it; layers are made of specs, and the plan reads them.
+"""Specs of parameters, free of any layout: layers are made of them, and the plan reads them.
 
 Nothing here needs torch.
 """

@@ -38,7 +38,7 @@ class WeightGradTask(Protocol):
         """Add the gradient into the parameter's main gradient."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the task keeps alive."""
+        """The tensors that the task keeps alive."""
 
 
 Watch = Callable[[Parameter, Iterable[Parameter]], None]
@@ -79,7 +79,7 @@ class WeightGradQueue:
         self._run_in_turn(self._tasks.pop(key))
 
     def pending(self) -> dict[Hashable, list[WeightGradTask]]:
-        """What is queued now, for inspection."""
+        """The tasks that are queued now, for inspection."""
         return self._tasks
 
     def clear(self) -> None:

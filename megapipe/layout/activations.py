@@ -45,7 +45,7 @@ def recomputed_stages(config: ActivationsConfig, stages: int) -> frozenset[int]:
 
 
 def _modules(config: ActivationsConfig, policy: str) -> tuple[frozenset[str], frozenset[str]]:
-    """What `policy` runs again, and what is offloaded then."""
+    """Modules that `policy` runs again, and modules that are offloaded then."""
     if policy == "full":
         return frozenset({"block"}), frozenset({"block"} if "norm" in config.offload else ())
     again = config.modules if policy == "selective" else ()

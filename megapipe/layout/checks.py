@@ -1,4 +1,4 @@
-"""What does not go together in a configuration: each case is one line that says what would."""
+"""Keys that do not go together: each case is one line that says what would be right."""
 
 from collections.abc import Sequence
 
@@ -161,7 +161,7 @@ def _check_device(log: LogConfig) -> None:
 
 
 def shortened(config: Config) -> list[str]:
-    """What a short run leaves out of longer defaults and wishes, in one line each."""
+    """Defaults and wishes that a short run cuts, in one line each."""
     optimizer, train = config.optimizer, config.train
     notes = []
     warmup = optimizer.warmup(train.steps)

@@ -1,4 +1,4 @@
-"""What the operations of each stage cost, from the matrix products that they compute.
+"""Costs of each stage's operations, from the matrix products that they compute.
 
 These are the costs by which layers are shared out (:func:`~megapipe.model.partition.balanced`),
 orders are made for stages that differ, and the plan is drawn and timed. They count what a run
@@ -46,7 +46,7 @@ class Parts(NamedTuple):
 
 
 def part_costs(config: Config) -> Parts:
-    """What a layer, the embedding and the head add to a stage.
+    """Costs that a layer, the embedding and the head add to a stage.
 
     With them what a policy has run again, if it is the same for all layers; otherwise the stages
     are not known yet to which it applies, and nothing is.

@@ -17,7 +17,7 @@ from megapipe.layout.layout import DeviceKind
 
 
 class Device(NamedTuple):
-    """What is known of a device."""
+    """Known figures of a device."""
 
     tflops: float
     memory_gb: float | None
@@ -59,7 +59,7 @@ _DEVICES = (
 
 
 def device(name: str) -> Device | None:
-    """What is known of the device that torch calls `name`, as in ``NVIDIA A100-SXM4-80GB``.
+    """Known figures of the device that torch calls `name`, as in ``NVIDIA A100-SXM4-80GB``.
 
     A part of the name that tells devices apart will do. Where it says how much memory there is,
     that is what there is; but for GH200, where it is that of the CPU.
@@ -94,8 +94,8 @@ def local_device(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
 
 
 def device_kind(config: Config) -> DeviceKind:
-    """What a run computes on, as far as can be said without torch: a GPU where ``log.device`` names
-    one or this machine has one."""
+    """The kind of device of a run, as far as can be said without torch: a GPU where ``log.device``
+    names one or this machine has one."""
     if config.parallel.device != "auto":
         return config.parallel.device
     return "cuda" if config.log.device or local_device() else "cpu"

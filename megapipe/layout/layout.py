@@ -1,4 +1,4 @@
-"""What several keys of a configuration decide together, worked out once."""
+"""Decisions that follow from several keys of a configuration, worked out once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Layout:
     world: int
     """Processes of the job."""
     device: DeviceKind
-    """What processes compute on, or are planned for."""
+    """The kind of device that processes compute on, or are planned for."""
     in_process: bool
     """All pipeline ranks share one process."""
     stage_layers: tuple[StageSpec, ...]
@@ -41,9 +41,9 @@ class Layout:
     proof: Report = field(repr=False)
     """That the schedule can be executed."""
     units: tuple[tuple[Unit, ...], ...] = field(repr=False)
-    """What the blocks of each stage keep for their backward."""
+    """How the blocks of each stage keep their activations."""
     cost: Cost = field(repr=False)
-    """What the operations of each stage cost, in FLOPs per token; messages cost nothing."""
+    """Costs of each stage's operations, in FLOPs per token; messages cost nothing."""
 
     @property
     def stages(self) -> int:

@@ -21,7 +21,7 @@ _ITEM = re.compile(r"\s*(?:(?P<name>[EH])|L(?:\s*\*\s*(?P<count>[1-9][0-9]{0,5}(
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What one virtual stage holds: global layer numbers, and which ends of the model."""
+    """The contents of one virtual stage: global layer numbers, and which ends of the model."""
 
     embedding: bool
     layers: range
@@ -90,7 +90,7 @@ def balanced(layers: int, placement: Placement, layer: Time, embedding: Time, he
 
 
 def stage_costs(counts: Sequence[int], layer: Time, embedding: Time, head: Time) -> list[Time]:
-    """What stages of so many layers cost, the first with the embedding, the last with the head."""
+    """Costs of stages of so many layers, the first with the embedding, the last with the head."""
     costs: list[Time] = [count * layer for count in counts]
     costs[0] += embedding
     costs[-1] += head

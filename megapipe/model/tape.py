@@ -29,6 +29,6 @@ class Tape:
         assert self.now >= 0, "more is freed than was held"
 
     def pass_by(self, *sizes: int) -> None:
-        """What is there for a moment."""
+        """Bytes that exist for a moment."""
         self.take(*sizes)
         self.drop(*sizes)

@@ -1,4 +1,4 @@
-"""What a run reports: console, log.jsonl, tensorboard, Weights & Biases; and what it ran on.
+"""Reports of a run: console, log.jsonl, tensorboard, Weights & Biases, provenance.
 
 :func:`build_sinks` makes the :class:`Observer` of a run. The package calls no collective: the
 trainer builds one observer, on one rank, and hands it numbers of the whole job.

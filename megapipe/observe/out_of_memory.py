@@ -1,4 +1,4 @@
-"""What is left behind when a device's memory is used up: what was planned, and what was there."""
+"""The report on a device whose memory is used up: planned bytes beside those that were there."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class GitState(TypedDict):
 
 
 class Provenance(TypedDict):
-    """What :func:`provenance` returns; serialises to JSON."""
+    """The result of :func:`provenance`; serialises to JSON."""
 
     versions: dict[str, str | None]
     git: GitState | None
@@ -51,7 +51,7 @@ def provenance(root: Path) -> Provenance:
 
 
 def start_mark(run_folder: Path, step: int) -> str:
-    """What names the record of a start that goes on at `step`, beside that of the first start:
+    """The suffix of the record of a start that goes on at `step`, beside that of the first start:
     ``-step-00000018``, with a number where the run has gone on from there before."""
     mark = f"-step-{step:08d}"
     before = len(list(run_folder.glob(f"config{mark}*.yaml")))

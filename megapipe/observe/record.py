@@ -1,4 +1,4 @@
-"""What a run reports, and the interface of the places that it is reported to."""
+"""Records of a run, and the interface of the sinks that they are reported to."""
 
 import math
 from dataclasses import asdict, dataclass

@@ -15,7 +15,7 @@ from megapipe.observe.console import duration
 
 
 class Summary(BaseModel):
-    """What the trainer leaves in ``summary.json`` of the run folder. Losses in nats per token."""
+    """The content of ``summary.json`` in the run folder. Losses in nats per token."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -56,7 +56,7 @@ def torch_adam(
 
 
 def apex_adam(extension: Any) -> AdamKernel:
-    """What apex's FusedAdam calls, `extension` being amp_C."""
+    """The update that apex's FusedAdam calls, `extension` being amp_C."""
 
     def update(
         master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, now: AdamStep

@@ -28,7 +28,7 @@ from megapipe.ops.probe import (
 
 @dataclass(frozen=True)
 class Attended:
-    """What attention is given in a run: sizes are those of one process."""
+    """The inputs of attention in a run: sizes are those of one process."""
 
     device: torch.device
     dtype: torch.dtype

@@ -25,7 +25,7 @@ class Kernels:
     accumulate: AccumulateKernel = torch_accumulate
     adam: AdamKernel = torch_adam
     compiler: Compiler | None = None
-    """What compiles the blocks, if something does."""
+    """The compiler of the blocks, if there is one."""
     loss_chunk: int = 0
     """Tokens whose logits there are at a time; 0: all of a micro-batch's."""
     overlap: bool = True

@@ -46,7 +46,7 @@ class Candidate(Generic[K]):
 
 @dataclass(frozen=True)
 class Choice(Generic[K]):
-    """What is used for one purpose, and why."""
+    """The kernel that is used for one purpose, and why."""
 
     purpose: str
     name: str

@@ -107,7 +107,7 @@ class _Copies:
             self._computing = torch.cuda.current_stream(device)
 
     def begin(self) -> AbstractContextManager[object]:
-        """What runs within is done beside the computation."""
+        """A context: copies within it run beside the computation."""
         return nullcontext() if self._copying is None else torch.cuda.stream(self._copying)
 
     def mark(self) -> torch.cuda.Event | None:

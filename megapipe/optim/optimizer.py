@@ -233,7 +233,7 @@ class Optimizer:
                 yield shard, entry, torch.zeros(entry.spec.sizes, dtype=dtype)
 
     def own_slices(self) -> Iterator[OwnSlice]:
-        """What this rank alone answers for in a checkpoint: together, every value exactly once."""
+        """The part of the shard that this rank counts in the norm and writes to checkpoints."""
         for shard in self.shards:
             for entry in shard.bucket.entries:
                 if entry.spec.split_dim is None and self.mesh.tp.index > 0:

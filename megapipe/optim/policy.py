@@ -1,4 +1,4 @@
-"""What of a model's state is sharded, over which processes (ZeRO, Rajbhandari et al., 1910.02054).
+"""Which state of a model is sharded, over which processes (ZeRO, Rajbhandari et al., 1910.02054).
 
 =====  =====================================  ================================================
 stage  each process keeps a slice of          communicated per step, for each bucket

@@ -65,7 +65,7 @@ class LossScaler:
             self.good_steps = 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint needs of it, as JSON takes it."""
+        """Its state for a checkpoint, as JSON takes it."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load(self, state: Mapping[str, float]) -> None:

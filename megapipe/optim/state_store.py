@@ -109,7 +109,7 @@ class Store:
         self._origin = start
         self._step: int | None = None
         self.kept: list[Tensor] = []
-        """What :meth:`keep` saw last: master and states."""
+        """Master and states as of the last :meth:`keep`."""
         self._own_master = weights.dtype != self._main and self.policy.master == "fp32"
         master = self._array(MASTER, self._main, given=None if self._own_master else weights)
         narrow = self.policy.state_dtype == "bf16"
@@ -238,7 +238,7 @@ class Store:
             torch.cuda.current_stream(self.weights.device).synchronize()
 
     def nbytes(self) -> StateBytes:
-        """What is kept, and the most that an update adds."""
+        """Bytes that are kept, and the most that an update adds."""
         places = dict.fromkeys(("device", "host", "disk"), 0)
         for array in self._arrays:
             if array.values is not self.weights:

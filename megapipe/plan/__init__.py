@@ -1,1 +1,1 @@
-"""What a run will cost, worked out before it starts: parameters, FLOPs, and the printed plan."""
+"""The cost of a run, worked out before it starts: memory, traffic, time, and the printed plan."""

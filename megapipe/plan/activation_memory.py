@@ -35,7 +35,7 @@ class _Piece(NamedTuple):
     cached: int
     """Keys and values of the whole micro-batch; 0 unless this is a slice of it."""
     cached_gradients: int
-    """What its I leaves to the slice before it."""
+    """Gradients that its I leaves to the slice before it."""
     within: Peaks
     """The most that it takes while an operation runs."""
     within_built: Peaks
@@ -69,7 +69,7 @@ def peak_activations(
 def _moments(
     config: Config, layout: Layout, rank: int, inside: bool
 ) -> Iterator[dict[_Owner, Activations]]:
-    """What changes: at the end of each operation, and in one when a graph is built again.
+    """Changes of what is held: after each operation, and in one when a graph is built again.
 
     With `inside` also at the fullest moment of each.
     """
@@ -106,7 +106,7 @@ def _moments(
 
 
 def _cache(op: Op, piece: _Piece) -> dict[_Owner, Activations]:
-    """What the micro-batch's cache holds after an F, I or B."""
+    """Bytes of the micro-batch's cache after an F, I or B."""
     size = piece.cached
     if op.kind != Kind.F:
         size = size + piece.cached_gradients if op.slice else 0

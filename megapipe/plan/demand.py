@@ -12,7 +12,7 @@ from megapipe.schedule.timing.simulate import Timeline
 
 
 def process_memory(config: Config, layout: Layout) -> list[tuple[ModelMemory, Activations]]:
-    """What each pipeline rank that is a process holds at most."""
+    """The most that each pipeline rank that is a process holds."""
     each = [peak_activations(config, layout, rank) for rank in range(layout.pp)]
     if layout.in_process:
         whole = Activations(sum(a.device for a in each), sum(a.host for a in each))

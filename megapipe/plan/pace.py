@@ -33,7 +33,7 @@ from megapipe.schedule.timing.simulate import Timeline, simulate
 
 @dataclass(frozen=True)
 class Speeds:
-    """What is assumed of devices and links; None where nothing is known."""
+    """Assumptions on devices and links; None where nothing is known."""
 
     name: str | None
     """Of the device."""

@@ -9,7 +9,7 @@ from megapipe.schedule.program import Action, Do
 
 
 def replica_actions(layout: Layout, rank: int) -> list[list[Action]]:
-    """What a process does between its operations, for each pipeline rank that it runs."""
+    """Actions of a process between its operations, for each pipeline rank that it runs."""
     schedule = layout.schedule
     programs = for_zero(
         (operations(schedule, own) for own in layout.process_ranks(rank)),

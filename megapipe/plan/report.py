@@ -113,7 +113,7 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
 
 
 def _sharded(config: Config, layout: Layout) -> str:
-    """What becomes of a process' parameters under ZeRO-3."""
+    """The share of a process' parameters that it keeps under ZeRO-3."""
     if layout.replicas.zero < 3:
         return ""
     parts = config.optimizer.shard_size or layout.dp

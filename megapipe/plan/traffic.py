@@ -71,7 +71,7 @@ class Exchange:
 
 
 def step_traffic(config: Config, layout: Layout, rank: int) -> list[Exchange]:
-    """What each process at pipeline index `rank` exchanges in a training step.
+    """Collectives and messages of each process at pipeline index `rank` in a training step.
 
     All dp, cp and tp indices exchange alike. Groups of one exchange nothing and are left out.
     """

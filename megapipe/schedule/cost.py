@@ -1,4 +1,4 @@
-"""What operations and messages cost, in any unit of time."""
+"""Costs of operations and messages, in any unit of time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -26,7 +26,7 @@ _ADDS_GRADIENTS = frozenset((Kind.B, Kind.W))
 
 
 class ReplicaPolicy(NamedTuple):
-    """What decides when replicas reduce gradients and gather weights."""
+    """How often replicas reduce gradients and gather weights, and when."""
 
     zero: int = 1
     """The ZeRO stage (Rajbhandari et al., 1910.02054): 2 and 3 share out gradients and weights."""
@@ -45,7 +45,7 @@ class ReplicaPolicy(NamedTuple):
 
 
 REPLICAS = ReplicaPolicy()
-"""What a timing takes where nobody says."""
+"""The policy of a timing that is given none."""
 
 
 def synchronise(

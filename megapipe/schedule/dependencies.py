@@ -1,4 +1,4 @@
-"""What operations wait for and what they make, as tables that a loop over millions can use.
+"""Inputs and outputs of operations, as tables that a loop over millions can use.
 
 Micro-batches of equal direction and size share a *flow*; a *node* is one stage in one flow. A
 *piece* is a slice of a micro-batch. A *code* is an operation with its node for its stage and its

@@ -35,7 +35,7 @@ SLICE_MASK = 0xFFFF
 
 
 class Kind(IntEnum):
-    """What an operation computes."""
+    """Kinds of operations."""
 
     F = 0
     """Forward."""
@@ -110,7 +110,7 @@ def span(kind: Kind, stage: int, start: int, stop: int) -> range:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every pipeline rank computes, in order.
+    """One list of operations for every pipeline rank, in order.
 
     Nothing but the sizes is checked here; :func:`megapipe.schedule.proof.validate.validate` proves
     that a schedule is complete and can be executed.

@@ -1,4 +1,4 @@
-"""What a schedule keeps in memory and sends, counted from its lists.
+"""Activations that a schedule keeps, and messages that it sends, counted from its lists.
 
 Activations are counted in micro-batches of a full rank: what one stage keeps of one whole
 micro-batch is ranks / stages of that. There are two accountings, and published tables mix them:
@@ -28,11 +28,11 @@ Amount = int | Fraction
 
 
 _HELD_BY_KIND = np.array([{Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(kind, 0) for kind in Kind])
-"""What an operation adds to the activations that its rank holds."""
+"""Activations that an operation adds to those that its rank holds."""
 
 
 class _Change(NamedTuple):
-    """What an operation adds to what is alive, when it starts and when it ends, in grains."""
+    """Grains that an operation adds to those alive, when it starts and when it ends."""
 
     start: int
     end: int
@@ -88,7 +88,7 @@ def traffic(schedule: Schedule) -> dict[tuple[int, int], Fraction | int]:
 
 
 def volume(schedule: Schedule) -> dict[tuple[int, int], Fraction | int]:
-    """What a step sends by (source, destination), in messages of a whole micro-batch."""
+    """Messages of a step by (source, destination), in those of a whole micro-batch."""
     return _per_link(schedule, lambda size: size / schedule.slices)
 
 
@@ -136,9 +136,9 @@ class _Grains:
         self._per_rank = per_unit((*units, *(unit * freed for unit in units)))
         """Grains in a micro-batch of a full rank."""
         self._units = [whole(unit, self._per_rank) for unit in units]
-        """What one stage keeps of a slice of each micro-batch, or of every one."""
+        """Grains that one stage keeps of a slice of each micro-batch, or of every one."""
         self._freed = [whole(unit * freed, self._per_rank) for unit in units]
-        """What of that is free after I."""
+        """Those of them that I frees."""
 
     def amount(self, grains: int) -> Amount:
         """In micro-batches of a full rank."""

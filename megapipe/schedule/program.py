@@ -1,4 +1,4 @@
-"""What one rank does in a step: operations, messages, and what it does with its replicas.
+"""Programs: operations of a rank, its messages, and its collectives with replicas, in order.
 
 :mod:`megapipe.schedule.lower` makes programs of schedules, the engine runs them, and the simulator
 and the plan read them.
@@ -12,7 +12,7 @@ from megapipe.schedule.ir import Kind
 
 
 class Do(IntEnum):
-    """What an action does."""
+    """Kinds of actions."""
 
     COMPUTE = 0
     SEND = 1
@@ -52,7 +52,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does in a step, in order."""
+    """Actions of one rank in a step, in order."""
 
     rank: int
     actions: tuple[Action, ...]

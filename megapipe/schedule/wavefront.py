@@ -25,7 +25,7 @@ FILL = 64
 
 
 class Round(NamedTuple):
-    """What runs now, an element for each rank that runs something."""
+    """Operations that run now, an element for each rank that runs something."""
 
     ranks: Ints
     places: Ints

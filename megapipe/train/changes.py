@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint and the run that goes on from it.
+"""Keys that may differ between a checkpoint and the run that goes on from it.
 
 =========  ======================================================================================
 harmless   how and where it is computed, saved and told: layout, kernels, ZeRO, logging
@@ -37,7 +37,7 @@ HARMLESS = (
 )
 """Keys, and sections of which all other keys are."""
 ORDER = ("run.seed", "train.sequence_length")
-"""What decides, with the corpus, which tokens a sample number stands for."""
+"""Keys that decide, with the corpus, which tokens a sample number stands for."""
 REFUSED = (*ORDER, "data.mask_document_ends", "data.document_mask")
 LISTED_OF_MODEL = ("model.dtype", "model.dropout")
 """All other keys of the model are refused."""
@@ -79,14 +79,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """What is to be told, and whether samples are to be counted from 0 again."""
+    """Lines to print, and whether samples are to be counted from 0 again."""
 
     told: tuple[Change, ...] = ()
     data_anew: bool = False
 
 
 def check(checkpoint: Checkpoint, config: Config, *, own: bool, corpus: Change | None) -> Changes:
-    """What has changed since a checkpoint, of this run (`own`) or another.
+    """Changes since a checkpoint, of this run (`own`) or another.
 
     `corpus` is the change of the corpus if it is known and another. Raises
     :class:`CheckpointError` for what cannot go on.

@@ -18,7 +18,7 @@ from megapipe.optim.optimizer import Optimizer
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:
-    """What this rank contributes to a checkpoint: master weights and states, named by what they
+    """This rank's part of a checkpoint: master weights and states, named by what they
     are ("model/<name>", "optimizer.exp_avg/<name>")."""
     for owned in optimizer.own_slices():
         spec = owned.spec

@@ -27,7 +27,7 @@ Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
 
 
 class Piece(NamedTuple):
-    """What one (micro-batch, slice) of a schedule holds of a whole micro-batch."""
+    """The part of a whole micro-batch that one (micro-batch, slice) of a schedule takes."""
 
     key: Key
     whole: int

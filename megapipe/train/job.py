@@ -105,7 +105,7 @@ def _run(command: Command, info: LaunchInfo, stop: StopRequest) -> int:
 
 
 def set_environment(*, deterministic: bool) -> None:
-    """What torch, CUDA and NCCL read when they are loaded; what is set already stays."""
+    """Set variables that torch, CUDA and NCCL read when they are loaded; those set already stay."""
     if os.environ.setdefault(CONNECTIONS, "32") == "1":
         raise LaunchError(
             f"{CONNECTIONS}=1 makes pipeline messages wait for each other; unset it, or use 32"

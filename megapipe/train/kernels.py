@@ -119,8 +119,8 @@ def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Shard
 
 
 def _selected(config: Config, mesh: ParallelMesh, *, cut: bool) -> Kernels:
-    """What is usable here, if all ranks agree; on CPUs there is no choice. `cut`: sequences come
-    in slices."""
+    """Kernels that are usable here, if all ranks agree; on CPUs there is no choice. `cut`:
+    sequences come in slices."""
     dtype = TORCH_DTYPES[config.model.dtype]
     if mesh.device.type == "cpu":
         return select_kernels(config, mesh.device, dtype, cut=cut)

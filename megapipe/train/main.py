@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """What `argv` asks for; returns the exit code."""
+    """Do as `argv` asks; returns the exit code."""
     info = rendezvous.LaunchInfo()
     try:
         info = rendezvous.find_launch_info(os.environ)

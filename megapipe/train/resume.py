@@ -20,7 +20,7 @@ class Finished(Exception):
 
 @dataclass
 class Source:
-    """What a run starts from."""
+    """The start of a run: a checkpoint, of its own or another's, or nothing."""
 
     checkpoint: Checkpoint | None = None
     """None: initial weights."""

@@ -57,7 +57,7 @@ VALIDATION_MICROBATCHES = 64
 
 
 class Evaluation(NamedTuple):
-    """What held-out samples say."""
+    """The result of validation."""
 
     loss: float
     """Mean over the unmasked tokens, in nats."""
@@ -269,13 +269,13 @@ class TrainStep:
         return self.position.samples + since * self.config.train.global_batch
 
     def own_totals(self, tokens: int, wishes: Callable[[], Wishes]) -> Totals:
-        """What this rank adds to the totals of a step whose backward passes are done."""
+        """This rank's part of the totals of a step whose backward passes are done."""
         squares = self.optimizer.finish_reduce(self.scaler.scale)
         memory = memory_gib(self.mesh.device) or 0.0
         return Totals(tuple(squares.tolist()), *self._own_loss(tokens), wishes(), memory)
 
     def coordinates(self) -> dict[str, Any]:
-        """What a checkpoint says of the optimizer besides tensors, as JSON takes it."""
+        """The optimizer's state besides tensors, for a checkpoint, as JSON takes it."""
         return {"updates": self.optimizer.count, "loss_scale": self.scaler.state()}
 
     def load(self, checkpoint: Checkpoint) -> None:

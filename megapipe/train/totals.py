@@ -1,4 +1,4 @@
-"""What all ranks learn of a step: one vector that is combined over the mesh, once."""
+"""Totals of a step: one vector that is combined over the mesh, once, and that all ranks learn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Wishes(NamedTuple):
-    """What some rank wants of all of them at the end of a step."""
+    """Requests of a rank to all of them at the end of a step."""
 
     stop: bool = False
     """To save and end."""

@@ -132,7 +132,7 @@ class Trainer:
         return prepared
 
     def _changes(self, corpus: Change | None) -> Changes:
-        """What has changed since the checkpoint; raises for what cannot go on."""
+        """Changes since the checkpoint; raises for what cannot go on."""
         checkpoint = self.source.checkpoint
         if checkpoint is None:
             return Changes()
@@ -250,7 +250,7 @@ class Trainer:
             self._summarise(losses, time.perf_counter() - began)
 
     def _banner(self) -> str:
-        """What runs, where, and whether it could run again bit for bit."""
+        """The banner: what runs, where, and whether it could run again bit for bit."""
         config, layout, mesh = self.config, self.layout, self.mesh
         tokens = config.train.global_batch * config.train.sequence_length
         exact = mesh.device.type == "cpu" or config.run.deterministic
@@ -350,7 +350,7 @@ class Trainer:
             self._note(f"no timeline of step {step}: {error}")
 
     def _wishes(self) -> Wishes:
-        """What this rank asks of all at the end of a step; one clock decides when to save."""
+        """This rank's requests to all at the end of a step; one clock decides when to save."""
         return Wishes(bool(self.stop), save=self.mesh.rank == 0 and self.clock.due)
 
     def _validate(self, step: int) -> bool:

@@ -15,7 +15,7 @@ from megapipe.train.totals import Totals, Wishes
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, the same on every rank."""
+    """The result of a step, the same on every rank."""
 
     step: int
     """Counted from 0."""
@@ -29,7 +29,7 @@ class StepResult:
     loss_scale: float = 1.0
     """Factor of the loss in the backward pass (fp16)."""
     wishes: Wishes = field(default_factory=Wishes)
-    """What ranks wanted by then."""
+    """Requests of ranks by then."""
     memory_gib: float | None = field(default=None, compare=False)
     """Memory of the fullest rank; see :mod:`megapipe.observe.memory`."""
 
@@ -72,7 +72,7 @@ class Update:
         return totals.finite and self.clipping(totals) == 1.0
 
     def clipping(self, totals: Totals) -> float:
-        """What gradients are multiplied by to keep to the largest norm; 1 if they do."""
+        """The factor that brings gradients down to the largest norm; 1 if they are below."""
         clip = self.config.clip
         return 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
 

@@ -132,7 +132,7 @@ class Attention(nn.Module):
         return q.reshape(*q.shape[:2], -1, self.head_dim), k.squeeze(3), v.squeeze(3)
 
     def turning(self, qkv: Tensor) -> Tensor:
-        """What of [s, b, (heads + 2 kv_heads) d / tp] is rotated, [s, b, groups, n, d]: a view."""
+        """The rotated part of [s, b, (heads + 2 kv_heads) d / tp], [s, b, groups, n, d]: a view."""
         return self._grouped(qkv)[..., :-1, :]
 
     def _grouped(self, qkv: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class CompiledBlock:
 
 
 class _Harvest:
-    """What the weight gradients of one block and micro-batch need."""
+    """Inputs and gradients that the weight gradients of one block and micro-batch need."""
 
     def __init__(self, layers: Sequence[ParallelLinear]) -> None:
         self.layers = layers
@@ -159,7 +159,7 @@ def run_block(
     linears: Sequence[_Linear],
     graph_only: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What is compiled: the output [s(/tp), b, h], and the inputs of the linear layers."""
+    """The function that is compiled: the output [s(/tp), b, h], and the linear layers' inputs."""
     sharding, attention, mlp = block.sharding, block.attention, block.mlp
     qkv, out, up, down = linears
     documents = None if mask is None else cast(Documents, _Masked(mask))

@@ -102,7 +102,7 @@ def _results(
     *,
     graph_only: bool,
 ) -> dict[str, Tensor]:
-    """What two micro-batches give, the backward of the first after the forward of the last."""
+    """Results of two micro-batches, the backward of the first after the forward of the last."""
     queue = block.sharding.queue
     found: dict[str, Tensor] = {}
     if not graph_only:
@@ -134,7 +134,7 @@ def _norm(x: Tensor) -> float:
 
 
 def _reason(error: BaseException) -> str:
-    """What failed first, in one line; torch wraps it, and puts headings before it."""
+    """The first cause of a failure, in one line; torch wraps it, and puts headings before it."""
     while error.__cause__ is not None:
         error = error.__cause__
     said = [line for line in str(error).splitlines() if line.strip() and not line.endswith(":")]

@@ -1,4 +1,4 @@
-"""What a model is: its sizes and its variants, free of any layout."""
+"""The configuration of a model: its sizes and variants, free of any layout."""
 
 from typing import Literal
 

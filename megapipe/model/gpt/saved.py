@@ -74,7 +74,7 @@ def saved_tensors(model: ModelConfig, sizes: Sizes) -> tuple[Saved, ...]:
 def held_tensors(
     model: ModelConfig, units: Sequence[Unit], sizes: Sizes
 ) -> Iterator[tuple[Saved, bool]]:
-    """What a stage's blocks hold from F to I, each with whether it is in host memory.
+    """Storages that a stage's blocks hold from F to I, each with whether it is in host memory.
 
     The first block's input is the stage's, and among them. The embedding, the final norm, the
     head and the loss hold more.
@@ -128,7 +128,7 @@ def stage_held(
 
 
 def queued_bytes(model: ModelConfig, sizes: Sizes) -> int:
-    """What the weight gradients of one block wait with, under any policy: the input and the output
+    """Bytes that wait for one block's weight gradients, under any policy: the input and the output
     gradient of each of the four linear layers."""
     w = Widths.of(model, sizes)
     whole = (w.queries + 2 * w.keys) + w.queries + w.up + w.ffn

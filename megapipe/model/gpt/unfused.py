@@ -1,4 +1,4 @@
-"""What attention takes while it runs, where no kernel does it in one go.
+"""Memory of attention while it runs, where no kernel does it in one go.
 
 That is torch's on the CPU with dropout: it makes all scores, as several arrays, at least in fp32,
 and keeps three of them for the backward.

@@ -98,13 +98,13 @@ class _Way:
             for t in self.saved["attention"]
             if not t.is_input and t.name not in ("output", "residual mask")
         )
-        """What attention saves of its own: the logsumexp, copies, a mask."""
+        """Bytes that attention itself saves: the logsumexp, copies, a mask."""
         self.copies = sum(
             t.bytes
             for t in self.saved["attention"]
             if t.has_grad and not t.is_input and t.name not in ("output", "residual mask")
         )
-        """What of that is put away with the attention."""
+        """The part of these bytes that is offloaded with the attention."""
         self.unfused = Unfused.of(model, sizes, self.attended)
         self.keeps_qkv = self.saved["attention"][0].is_saved
         hidden, tp = model.hidden, sizes.tp

@@ -1,4 +1,4 @@
-"""What update rules have in common: the ranges of a shard that they walk."""
+"""The base of update rules: the ranges of a shard that they walk."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Rule(ABC):
     """Updates the master weights of shards from their gradients, in place."""
 
     states: tuple[str, ...]
-    """What is kept for each weight from step to step; torch's names where torch has the rule."""
+    """States kept for each weight from step to step; torch's names where torch has the rule."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config

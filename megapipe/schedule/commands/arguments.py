@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_setting(parser: Parser) -> None:
-    """What says at which setting a schedule is built and timed."""
+    """Add the arguments of the setting at which a schedule is built and timed."""
     add_size(parser)
     parser.add_argument("--chunks", type=count, metavar="V", help="virtual stages per rank")
     parser.add_argument("--slices", type=count, metavar="K", help="parts of each sequence")
@@ -150,7 +150,7 @@ def add_costs(parser: Parser) -> None:
 
 
 def options_of(given: argparse.Namespace) -> dict[str, int | None]:
-    """What was given of a generator's options."""
+    """Options of a generator that were given."""
     return {what: getattr(given, what, None) for what in OPTIONS}
 
 

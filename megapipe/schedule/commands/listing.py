@@ -39,7 +39,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def entry(name: str) -> dict[str, Any]:
-    """What `list --json` tells of a schedule."""
+    """The object that `list --json` prints for a schedule."""
     generator, taken = generator_of(name), accepts(name)
     schedule = build(name, **SAMPLE)
     said = inspect.getdoc(generator) or ""

@@ -1,4 +1,4 @@
-"""What is told of a schedule at a setting."""
+"""Figures of a schedule in a scenario, for readers and as JSON."""
 
 import time
 from fractions import Fraction
@@ -20,7 +20,7 @@ from megapipe.schedule.timing.simulate import simulate
 
 
 def describe(schedule: Schedule) -> dict[str, Any]:
-    """What is true of a schedule at all costs.
+    """Properties of a schedule that hold at all costs.
 
     Raises:
         ScheduleError: it cannot be executed.

@@ -26,7 +26,7 @@ Number = Fraction | int
 
 @dataclass(frozen=True)
 class Scenario:
-    """What all schedules of a command have in common."""
+    """The setting that all schedules of a command share."""
 
     ranks: int
     microbatches: int
@@ -131,7 +131,7 @@ class Scenario:
         return schedule, seconds
 
     def _memory(self, name: str) -> dict[str, Number | None]:
-        """What a schedule is told of the memory: nothing if it cannot count as the limit does."""
+        """Memory options of a schedule: none if it cannot count as the limit does."""
         if self.accounting == "held":
             return {"memory_limit": self.memory_limit}
         if is_own(name) or "freed" in accepts(name):
@@ -139,7 +139,7 @@ class Scenario:
         return {}
 
     def counted(self, schedule: Schedule) -> tuple[Amount, ...]:
-        """What each rank holds at most, as the memory limit counts it."""
+        """The most that each rank holds, as the memory limit counts it."""
         return peak_weighted(schedule, self.freed if self.accounting == "weighted" else Fraction(0))
 
     def time(self, schedule: Schedule, *, window: int | None = None) -> Timeline:
@@ -162,7 +162,7 @@ class Scenario:
 
 
 def placement_names(placement: Placement) -> tuple[str, ...]:
-    """What a placement may be called, the usual name first."""
+    """Names of a placement, the usual one first."""
     if len(placement.table) > 1:
         return ("bidirectional",)
     ranks, chunks = placement.ranks, placement.stages // placement.ranks

@@ -13,9 +13,9 @@ _GENERATORS: dict[str, Generator] = {}
 _ALIASES: dict[str, str] = {}
 
 OPTIONS = ("chunks", "group", "slices", "pairs")
-"""What a generator may take besides ranks and microbatches, each refused where it is not taken."""
+"""Options that a generator may take besides ranks and microbatches; others are refused."""
 HINTS = ("cost", "memory_limit", "freed")
-"""What a generator may go by; those that do not, ignore it."""
+"""Hints that a generator may go by; those that do not, ignore them."""
 
 
 def register(name: str, *aliases: str) -> Callable[[Generator], Generator]:

@@ -250,7 +250,7 @@ class _Rank:
         codes = np.array(ops, np.int64)
         kinds = codes & KIND_MASK
         self.order = array("q", codes[kinds != Kind.W].tobytes())
-        """What there is to run besides weight gradients."""
+        """Operations that are left besides weight gradients."""
         self.weights = array("q", (codes[kinds == Kind.I] - Kind.I + Kind.W).tobytes())
         """In the order of their inputs."""
         self.now: Time = 0

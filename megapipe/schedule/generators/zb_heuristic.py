@@ -77,7 +77,7 @@ def zb_2p(
 
 @dataclass(frozen=True)
 class Flags:
-    """What the heuristic tries both ways."""
+    """Choices that the heuristic tries both ways."""
 
     fill: bool
     """In the warm-up, one forward more, though it delays the first I."""
@@ -129,9 +129,9 @@ class _Memory(NamedTuple):
 
     limit: int
     whole: int
-    """What F takes for one micro-batch."""
+    """Grains that F takes for one micro-batch."""
     rest: int
-    """What of that W frees, and not I already."""
+    """Those of them that W frees, and not I already."""
 
     @classmethod
     def of(cls, limit: Fraction, freed: Fraction) -> "_Memory":
@@ -167,7 +167,7 @@ class _Pipeline:
         self.weights = [0] * ranks
         """How many W have run."""
         self.alive = [0] * ranks
-        """What is alive, in grains."""
+        """Activations alive, in grains."""
         self.adds = {
             Kind.F: memory.whole,
             Kind.I: memory.rest - memory.whole,
@@ -260,7 +260,7 @@ class _Pipeline:
         return self.memory.limit // self.memory.whole
 
     def excess(self, rank: int) -> int:
-        """What the next F would be above the limit, in grains."""
+        """Grains by which the next F would exceed the limit."""
         return self.alive[rank] + self.memory.whole - self.memory.limit
 
     def input(self, rank: int) -> None:

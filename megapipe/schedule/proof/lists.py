@@ -44,7 +44,7 @@ _NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True)
 class Reading:
-    """What the lists of all ranks are, each by itself."""
+    """Properties of the lists of all ranks, each by itself."""
 
     seen: NDArray[np.uint8]
     """By node and piece (see Dependencies), the bits of the kinds that there are of it."""
@@ -95,7 +95,7 @@ class _Batch:
 
     def __init__(self, dependencies: Dependencies, ranks: range, first: Ints) -> None:
         schedule = dependencies.schedule
-        self._edges, self._ranks, self._first = dependencies, ranks, first
+        self._dependencies, self._ranks, self._first = dependencies, ranks, first
         lists = [np.array(schedule.ops[rank], np.int64) for rank in ranks]
         self._codes = codes = np.concatenate(lists)
         self._bounds = np.cumsum([0, *map(len, lists)])
@@ -120,9 +120,9 @@ class _Batch:
         self._adds, self._held = self._count()
 
     def _find_misplaced(self) -> Bools:
-        """What no order could make right. Numbers that are out of range become 0, so that all can
-        select from tables."""
-        schedule = self._edges.schedule
+        """Operations that no order could make right. Numbers that are out of range become 0, so
+        that all can select from tables."""
+        schedule = self._dependencies.schedule
         wrong = (self._codes < 0) | (self._codes >= 2 * JOINED) | (self._kind > Kind.R)
         for numbers, count in (
             (self._stage, schedule.placement.stages),
@@ -141,8 +141,8 @@ class _Batch:
 
     def _recomputes(self) -> Bools:
         """Whether the stage keeps the input of an F alone."""
-        recompute = np.zeros(self._edges.stages, np.bool_)
-        recompute[list(self._edges.schedule.recompute)] = True
+        recompute = np.zeros(self._dependencies.stages, np.bool_)
+        recompute[list(self._dependencies.schedule.recompute)] = True
         return recompute[self._stage]
 
     def _is(self, *kinds: Kind) -> Bools:
@@ -152,8 +152,8 @@ class _Batch:
         return found
 
     def _count(self) -> tuple[Bools, Ints]:
-        """What makes an activation, and how many its rank holds while it runs."""
-        if self._edges.schedule.forward_only:
+        """Operations that make an activation, and how many the rank holds while they run."""
+        if self._dependencies.schedule.forward_only:
             return self._is(), np.zeros_like(self._place)
         begins_late = self._is(Kind.I, Kind.B) & self._late & ~self._earlier[Kind.R]
         adds = self._is(Kind.R) | self._is(Kind.F) & ~self._late | begins_late
@@ -164,7 +164,7 @@ class _Batch:
 
     def check(self) -> None:
         """Raise the first error of these lists."""
-        schedule = self._edges.schedule
+        schedule = self._dependencies.schedule
         limits = np.array(schedule.held_limit or [_NEVER] * len(schedule.ops))
         wrong = (
             self._misplaced,
@@ -179,7 +179,7 @@ class _Batch:
             raise self._error(places.index(at), at)
 
     def _error(self, which: int, at: int) -> ScheduleError:
-        schedule, rank = self._edges.schedule, int(self._rank[at])
+        schedule, rank = self._dependencies.schedule, int(self._rank[at])
         index = at - int(self._bounds[rank - self._ranks.start])
         if which == 0:
             return misplaced(schedule, rank, index)
@@ -189,7 +189,7 @@ class _Batch:
             seen = sum(BIT[kind] for kind in Kind if self._earlier[kind][at])
             return out_of_order(schedule, rank, index, seen)
         if which == 3:
-            return slice_out_of_order(self._edges, rank, index)
+            return slice_out_of_order(self._dependencies, rank, index)
         assert schedule.held_limit is not None
         return over(schedule, rank, index, int(self._held[at]), schedule.held_limit[rank])
 
@@ -206,7 +206,7 @@ class _Batch:
 
     def _slice_out_of_order(self) -> Bools:
         """An F before that of the slice before, or an I or B before that of the slice after."""
-        slices = self._edges.schedule.slices
+        slices = self._dependencies.schedule.slices
         if slices == 1:
             return self._is()
         forward = self._is(Kind.F) & (self._slice > 0)
@@ -231,9 +231,9 @@ class _Batch:
 
     def ascending(self) -> bool:
         """Whether both kinds of gradients are summed in the usual order at each stage."""
-        slices = self._edges.schedule.slices
+        slices = self._dependencies.schedule.slices
         order = self._microbatch * slices + slices - 1 - self._slice
-        stage = self._rank * self._edges.stages + self._stage
+        stage = self._rank * self._dependencies.stages + self._stage
         for mask in (self._is(Kind.I, Kind.B), self._is(Kind.W, Kind.B)):
             by_stage = np.argsort(stage[mask], kind="stable")
             places, stages = order[mask][by_stage], stage[mask][by_stage]

@@ -37,7 +37,7 @@ _R = BIT[Kind.R]
 
 @dataclass(frozen=True)
 class Report:
-    """What was proved of a schedule, besides that it can be executed."""
+    """Properties of a schedule that was proved executable."""
 
     ops: int
     """Operations over all ranks."""

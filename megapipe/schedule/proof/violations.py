@@ -1,11 +1,11 @@
-"""What is wrong with a schedule, in words: rank, place in its list, operation, and why."""
+"""Violations in words: rank, place in its list, operation, and why."""
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.ir import KIND_MASK, Kind, Op, Schedule, unpack
 
 BIT = {Kind.F: 1, Kind.I: 2, Kind.W: 4, Kind.B: 8, Kind.R: 16}
-"""What has been seen of one (stage, micro-batch, slice), as a sum of these."""
+"""Kinds seen of one (stage, micro-batch, slice), as a sum of these."""
 
 
 def deadlock(

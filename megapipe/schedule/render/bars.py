@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Box(NamedTuple):
-    """What a rank computes at one time: one operation, or a joined pair."""
+    """One bar of a rank: one operation, or a joined pair."""
 
     start: Time
     end: Time

@@ -105,7 +105,7 @@ class _Placed(NamedTuple):
     start: int
     cells: list[_Cell]
     short: list[_Cell]
-    """What is shown where a window cuts the box: no label."""
+    """A box that a window cuts is shown without a label."""
 
 
 def _place(box: Box, origin: Time, scale: float, gap: int, chunked: bool) -> _Placed:
@@ -125,7 +125,7 @@ def _place(box: Box, origin: Time, scale: float, gap: int, chunked: bool) -> _Pl
 
 
 def _place_collectives(timeline: Timeline, rank: int, scale: float) -> Iterator[_Placed]:
-    """What a rank gathers and reduces; at least one column each."""
+    """Gathers and reductions of a rank; at least one column each."""
     for mark, intervals in ((GATHERED, timeline.gathers), (REDUCED, timeline.reductions)):
         for each in intervals:
             if each.rank == rank:

@@ -25,7 +25,7 @@ from megapipe.schedule.timing.times import in_ticks
 
 @dataclass(frozen=True)
 class Exact:
-    """What the solver found. Times are those of the simulator."""
+    """The result of the solver. Times are those of the simulator."""
 
     schedule: Schedule
     value: Time

@@ -20,7 +20,7 @@ MANY = 1 << 30
 
 @dataclass(frozen=True)
 class Rule:
-    """What a rank prefers."""
+    """Preferences of a rank."""
 
     ahead: tuple[int, ...]
     """Per rank, the most chunk activations between their F and their I; one for each stage of the

@@ -89,7 +89,7 @@ class Problem:
         self.lag = self._each(lags)
         """Of the message that an operation waits for."""
         self.amount = self._each(amounts)
-        """What an operation adds to the activations alive on its rank."""
+        """Activations that an operation adds to those alive on its rank."""
         self.needs = [self.size] * self.size
         """The operation whose message an operation waits for; size if there is none. (A W needs
         its I, which is earlier in the list of the same rank.)"""

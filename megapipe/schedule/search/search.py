@@ -45,7 +45,7 @@ timings come on top of the effort."""
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found. Times are those of the simulator."""
+    """The result of a search. Times are those of the simulator."""
 
     schedule: Schedule
     """Its name is "searched", or that of a registered one that could not be beaten."""

@@ -1,4 +1,4 @@
-"""What a rank would gain by not waiting: Varuna's opportunistic deviation (2111.04007), simulated.
+"""Varuna's opportunistic deviation (2111.04007), simulated: ranks that do not wait in order.
 
 A static list is made for expected times. Where operations take longer or shorter than that, its
 head may still wait for a message when an operation behind it could run. The executor keeps to the

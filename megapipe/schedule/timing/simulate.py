@@ -99,12 +99,12 @@ class Timeline:
 
     @property
     def exposed_gather(self) -> Time:
-        """What of the makespan is before the first operation of all: gathers alone."""
+        """The part of the makespan before the first operation of all: gathers alone."""
         return self.time(self._first - self.begin_ticks)
 
     @property
     def exposed_reduce(self) -> Time:
-        """What of the makespan is after the last operation of all: reductions alone."""
+        """The part of the makespan after the last operation of all: reductions alone."""
         return self.time(self.finish_ticks - self._last)
 
     @cached_property

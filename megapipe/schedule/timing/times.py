@@ -1,4 +1,4 @@
-"""What the operations and messages of one schedule take, in whole ticks."""
+"""Times of one schedule's operations and messages, in whole ticks."""
 
 import random
 from array import array
@@ -36,7 +36,7 @@ class Times:
                 "give one per slice"
             )
         self.length: list[Time] = []
-        """What an operation takes; with shares of slices, that of a whole sequence."""
+        """The time of an operation; with shares of slices, that of a whole sequence."""
         self.lag: list[Time] = []
         """From where its input is sent to its arrival."""
         self.hold: list[Time] = []
@@ -90,7 +90,7 @@ class Times:
         return room(value, count, self._longest)
 
     def together(self, first: Time, second: Time) -> Time:
-        """What two joined operations take that take these times alone."""
+        """The time of two joined operations that take these times alone."""
         return plain((first + second) * self.cost.overlap_factor)
 
     def by_operation(self, rank: int, codes: "array[int]") -> list[Time] | None:

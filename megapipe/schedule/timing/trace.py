@@ -118,5 +118,5 @@ def _arrows(timeline: Timeline, process: int, unit: float) -> Iterator[Event]:
 
 
 def _key(op: Op) -> tuple[bool, int, int, int]:
-    """What an operation makes: a backward or a forward result."""
+    """The result of an operation: of a forward or a backward."""
     return op.kind != Kind.F, op.stage, op.microbatch, op.slice
