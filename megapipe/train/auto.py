@@ -98,7 +98,7 @@ class AutoSchedule:
         text = self.path.read_text(encoding="utf-8")
         schedule, ours = from_csv(text, name="auto"), self.train_step.schedule
         validate(schedule)
-        same = ("placement", "microbatches", "replica", "slices", "sizes", "recompute")
+        same = ("placement", "microbatches", "direction", "slices", "sizes", "recompute")
         for what in same:
             if getattr(schedule, what) != getattr(ours, what):
                 raise ScheduleError(f"its {what} is not that of this run")
