@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -69,10 +70,10 @@ def loss_at(
 ) -> Loss:
     """The loss at these weights.
 
-    In a narrower type than fp64 the mean over tokens may be wrong by twice as much as a plain one's
-    tokens are (root of the mean square, which no mean exceeds). On top come the roundings of the
-    sums, which are in fp32: of n tokens of a micro-batch, one after the other, the k-th addition
-    rounds a sum of k tokens.
+    In a narrower type than fp64 the mean over tokens may be wrong by twice what is to be expected:
+    as much as a plain one's tokens are (root of the mean square, which no mean exceeds), and by the
+    roundings of the sum, which is in fp32: of n tokens of a micro-batch, one after the other, the
+    k-th addition rounds a sum of k tokens.
     """
     model, end = configure(case)[0].model, document_end(case)
     tokens, labels, mask = batch
@@ -81,8 +82,10 @@ def loss_at(
     if case.dtype == "fp64":
         return Loss(mean, 1e-12 * abs(mean))
     rounded = of_tokens(params, model, case.dtype, tokens, labels, end, noise)[mask]
-    summed = ROUNDING["fp32"] * abs(mean) * (case.batch * case.sequence + 1) / 2
-    return Loss(mean, summed + 2 * (rounded - exact).square().mean().sqrt().item())
+    of_tokens_alone = (rounded - exact).square().mean().sqrt().item()
+    n = case.batch * case.sequence
+    roundings = math.sqrt(sum(k * k for k in range(2, n + 1)) / 3) / n  # each uniform
+    return Loss(mean, 2 * math.hypot(of_tokens_alone, roundings * ROUNDING["fp32"] * mean))
 
 
 def of_tokens(
