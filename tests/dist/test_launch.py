@@ -21,6 +21,7 @@ from megapipe.launch import rendezvous, shutdown
 from megapipe.launch.rendezvous import LaunchInfo, RendezvousError, find_launch_info, first_host
 from megapipe.launch.shutdown import Shutdown
 from tests.parity import threads
+from tests.parity.jobs import free_port
 
 TORCHRUN = {
     "RANK": "9",
@@ -295,9 +296,7 @@ def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: bool) -> No
 
 
 def test_the_host_of_the_store_leaves_last() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     left: list[int] = []
 
     def rank_main(rank: int) -> None:

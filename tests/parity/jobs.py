@@ -65,9 +65,16 @@ def arguments(settings: Mapping[str, str]) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on, below those that the system hands to connections.
+
+    One of those may be taken by any program before the job listens there; a client that tries it
+    in vain may even be connected to itself.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass

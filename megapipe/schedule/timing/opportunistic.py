@@ -108,7 +108,8 @@ class _Run:
             tuple(self.ends),
             self.cost,
             *between,
-            per_unit=self.times.per_unit,
+            self.times.policy,
+            self.times.per_unit,
         )
 
     def _choose(self, rank: int, now: Time) -> tuple[int | None, Time | None]:

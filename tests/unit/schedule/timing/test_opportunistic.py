@@ -6,6 +6,7 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
+from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import build
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.timing.opportunistic import deviate
@@ -41,6 +42,14 @@ def test_with_jitter_of_30_percent_opportunity_is_never_longer(name, latency):
     for seed in range(20):
         cost = Cost(latency=latency, jitter=0.3, seed=seed)
         assert deviate(schedule, cost, window=4).makespan <= simulate(schedule, cost).makespan
+
+
+def test_a_timeline_knows_what_its_replicas_did():
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    policy = ReplicaPolicy(chunked_loss=True)
+    cost = Cost(gather=1, reduce=1)
+    timeline = deviate(schedule, cost, 2, policy)
+    assert timeline.policy == simulate(schedule, cost, policy).policy == policy
 
 
 def test_what_has_no_other_order():
