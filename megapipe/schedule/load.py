@@ -1,21 +1,15 @@
 """A schedule from where a user says it is: the registry, a function, or a file."""
 
-import contextlib
-import importlib
-import inspect
-import os
-import sys
-import traceback
 from array import array
-from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from megapipe.errors import MegapipeError, ScheduleError
+from megapipe.errors import ScheduleError
 from megapipe.schedule.generators.registry import HINTS, OPTIONS, accepts, aliases, build, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.text import from_csv
+from megapipe.user_code import UserCode
 
 
 def load(spec: str, *, ranks: int, microbatches: int, **options: Any) -> Schedule:
@@ -83,54 +77,11 @@ def _read(path: str) -> Schedule:
 
 
 def _call(spec: str, given: dict[str, Any]) -> Schedule:
-    with _current_directory_on_path():
-        function = _function(spec)
-        arguments = _arguments(spec, function, given)
-        try:
-            return function(**arguments)
-        except Exception as error:
-            raise _failed(spec, error) from error
-
-
-def _function(spec: str) -> Callable[..., Any]:
-    module, _, name = spec.partition(":")
-    if not module or not name:
-        raise ScheduleError(f"schedule {spec}: write module:function, as in my_schedules:build")
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except Exception as error:
-        absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent is not None and f"{module}.".startswith(f"{absent}."):
-            raise ScheduleError(
-                f"schedule {spec}: there is no module {absent!r} in {os.getcwd()} or among the "
-                "installed packages"
-            ) from None
-        raise _failed(spec, error) from error
-    if not callable(function):
-        raise ScheduleError(f"schedule {spec}: module {module!r} has no function {name!r}")
-    return function
-
-
-def _arguments(spec: str, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        raise ScheduleError(f"schedule {spec}: what it takes cannot be read") from None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return given
-    _refuse(spec, given, taken=tuple(parameters))
-    able = ("ranks", "microbatches", *OPTIONS, *HINTS)
-    for name, parameter in parameters.items():
-        optional = parameter.default is not parameter.empty
-        if name in given or optional or parameter.kind is parameter.VAR_POSITIONAL:
-            continue
-        if name in able:
-            raise ScheduleError(f"schedule {spec}: {name} must be given")
-        raise ScheduleError(
-            f"schedule {spec}: its parameter {name} needs a default; it can be given "
-            f"{', '.join(able)}"
-        )
-    return {name: value for name, value in given.items() if name in parameters}
+    code = UserCode(spec, what="schedule", error=ScheduleError)
+    if not code.takes_all:
+        _refuse(spec, given, taken=tuple(code.parameters()))
+    schedule: Schedule = code.call(given, ("ranks", "microbatches", *OPTIONS, *HINTS))
+    return schedule
 
 
 def _refuse(spec: str, given: dict[str, Any], taken: tuple[str, ...]) -> None:
@@ -183,25 +134,3 @@ def _check_parts(spec: str, schedule: Schedule) -> None:
                 "the parts of a whole are consecutive and add up to 1"
             )
         filled %= 1
-
-
-@contextlib.contextmanager
-def _current_directory_on_path() -> Iterator[None]:
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # the user's code may have taken it away
-            sys.path.remove(here)
-
-
-def _failed(spec: str, error: Exception) -> ScheduleError:
-    """An exception of the user's code in one line, with the place where it was raised."""
-    if isinstance(error, MegapipeError):
-        return ScheduleError(f"schedule {spec}: {error}")
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    if not isinstance(error, SyntaxError):  # whose text has the place
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text += f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return ScheduleError(f"schedule {spec}: {text}")

@@ -43,6 +43,7 @@ FLOORS = (
     "presets",
     "strict_yaml",
     "section",
+    "user_code",
     "dtypes",
     "words",
     "errors",

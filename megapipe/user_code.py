@@ -1,0 +1,119 @@
+"""Code of the user's that a configuration names as ``module:name``.
+
+It is imported with the current directory on the path. Whatever is wrong with it becomes one line
+that says which code that was.
+"""
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megapipe.errors import MegapipeError
+
+
+class UserCode:
+    """A function or class of the user's.
+
+    Args:
+        spec: ``module:name``.
+        what: begins the line of an error, such as ``schedule`` or ``optimizer.rule=``.
+        error: the class of the errors that are raised here and by :meth:`call`.
+
+    Raises:
+        MegapipeError: no such module or name, not callable, or an exception at its import.
+    """
+
+    def __init__(self, spec: str, *, what: str, error: type[MegapipeError]) -> None:
+        self.spec = spec
+        self._error = error
+        self._where = f"{what}{spec}" if what.endswith("=") else f"{what} {spec}"
+        with _current_directory_on_path():
+            self.function = self._find()
+
+    def _find(self) -> Callable[..., Any]:
+        module, _, name = self.spec.partition(":")
+        if not module or not name:
+            raise self.problem("write module:name, as in my_module:build")
+        try:
+            function = getattr(importlib.import_module(module), name, None)
+        except Exception as error:
+            absent = error.name if isinstance(error, ModuleNotFoundError) else None
+            if absent is not None and f"{module}.".startswith(f"{absent}."):
+                raise self.problem(
+                    f"there is no module {absent!r} in {os.getcwd()} or among the "
+                    "installed packages"
+                ) from None
+            raise self.failed(error) from error
+        if not callable(function):
+            raise self.problem(f"module {module!r} has no function {name!r}")
+        return function
+
+    def call(self, given: Mapping[str, Any], able: Sequence[str]) -> Any:
+        """What it returns for those of the `given` arguments that its signature takes.
+
+        `able` are all arguments that could be given; one that it asks for must be `given`.
+        """
+        with _current_directory_on_path():
+            arguments = self._arguments(given, able)
+            try:
+                return self.function(**arguments)
+            except Exception as error:
+                raise self.failed(error) from error
+
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Its signature."""
+        try:
+            return inspect.signature(self.function).parameters
+        except (TypeError, ValueError):
+            raise self.problem("what it takes cannot be read") from None
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether it takes keyword arguments of any name."""
+        return any(p.kind is p.VAR_KEYWORD for p in self.parameters().values())
+
+    def _arguments(self, given: Mapping[str, Any], able: Sequence[str]) -> dict[str, Any]:
+        if self.takes_all:
+            return dict(given)
+        parameters = self.parameters()
+        for name, parameter in parameters.items():
+            optional = parameter.default is not parameter.empty
+            if name in given or optional or parameter.kind is parameter.VAR_POSITIONAL:
+                continue
+            if name in able:
+                raise self.problem(f"{name} must be given")
+            raise self.problem(
+                f"its parameter {name} needs a default; it can be given {', '.join(able)}"
+            )
+        return {name: value for name, value in given.items() if name in parameters}
+
+    def problem(self, text: str) -> MegapipeError:
+        """An error that says which code it is about."""
+        return self._error(f"{self._where}: {text}")
+
+    def failed(self, error: Exception) -> MegapipeError:
+        """An exception of its own in one line, with the place where it was raised."""
+        if isinstance(error, MegapipeError):
+            return self.problem(str(error))
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        if not isinstance(error, SyntaxError):  # whose text has the place
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text += f" ({Path(frame.filename).name}, line {frame.lineno})"
+        return self.problem(text)
+
+
+@contextlib.contextmanager
+def _current_directory_on_path() -> Iterator[None]:
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the user's code may have taken it away
+            sys.path.remove(here)
