@@ -28,7 +28,7 @@ from megapipe.engine.stage import Key, Stage
 from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
-from megapipe.layers.policy import Unit
+from megapipe.layers.policy import Span
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
@@ -99,8 +99,8 @@ class Measured(Stage):
     it does not.
     """
 
-    def __init__(self, rank: Rank, module: GPTStage, units: Sequence[Unit], *, again: bool) -> None:
-        super().__init__(module, units, recompute=again)
+    def __init__(self, rank: Rank, module: GPTStage, spans: Sequence[Span], *, again: bool) -> None:
+        super().__init__(module, spans, recompute=again)
         self.rank = rank
         self.live: dict[Key, LiveStorages] = {}
         self.graphs: set[Key] = set()
@@ -205,7 +205,7 @@ def measure(config: Config, layout: Layout) -> list[Alive]:
         rank = ranks[program.rank]
         for s in schedule.placement.stages_of(program.rank):
             again = s in schedule.recompute
-            rank.stages[s] = Measured(rank, modules[s], layout.units[s], again=again)
+            rank.stages[s] = Measured(rank, modules[s], layout.spans[s], again=again)
             if s not in owned:
                 rank.stages[s].own_autograd_parameters()
                 owned.add(s)

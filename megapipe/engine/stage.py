@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import spec_of
-from megapipe.layers.policy import Unit
+from megapipe.layers.policy import Span
 from megapipe.layers.recompute import Entrance, run_backward
 from megapipe.layers.weight_grad import WeightGradQueue, accumulate_in_main_grad
 from megapipe.model.gpt.stage import GPTStage
@@ -37,21 +37,21 @@ class _InFlight(NamedTuple):
 class Stage:
     """Runs the ops of one virtual stage; `loss_sums` collects the last stage's losses.
 
-    The blocks keep what `units` say, by default all that autograd saves; with `recompute` the
+    The blocks keep what `spans` say, by default all that autograd saves; with `recompute` the
     forward leaves no graph, and they should keep all of the one that is built later. Random numbers
     are functions of coordinates, so that has the same values bitwise.
     """
 
     def __init__(
-        self, module: GPTStage, units: Sequence[Unit] = (), *, recompute: bool = False
+        self, module: GPTStage, spans: Sequence[Span] = (), *, recompute: bool = False
     ) -> None:
         self.module = module
         self.is_first = module.spec.embedding
         self.is_last = module.spec.head
         self.recompute = recompute
-        self._offloads_input = bool(units) and units[0].policy.offloads_input
-        if units:
-            module.layers.use(units)
+        self._offloads_input = bool(spans) and spans[0].policy.offloads_input
+        if spans:
+            module.layers.use(spans)
         self.queue: WeightGradQueue = module.sharding.queue
         self._in_flight: dict[Key, _InFlight] = {}
         self._inputs: dict[Key, tuple[Tensor | None, MicroBatch]] = {}

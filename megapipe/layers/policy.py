@@ -37,7 +37,7 @@ class BlockPolicy:
         return bool(self.offload & {"norm", "block"})
 
 
-class Unit(NamedTuple):
+class Span(NamedTuple):
     """Consecutive blocks with one policy; if they are run again, they are so together."""
 
     blocks: int

@@ -7,14 +7,14 @@ from typing import Any
 
 from megapipe.config import ActivationsConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.policy import BlockPolicy, Unit
+from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.model.partition import StageSpec
 
 
-def stage_units(
+def stage_spans(
     config: ActivationsConfig, stages: Sequence[StageSpec], again: Collection[int] = ()
-) -> tuple[tuple[Unit, ...], ...]:
-    """The units of each stage's blocks, in order.
+) -> tuple[tuple[Span, ...], ...]:
+    """The spans of each stage's blocks, in order.
 
     The stages that run `again` as a whole, because of their policy or of the schedule, have blocks
     that keep all: no block is run a third time. Raises :class:`ConfigError` for a list of another
@@ -22,7 +22,7 @@ def stage_units(
     """
     policies = _for_each("policy", config.policy, len(stages))
     blocks = _for_each("blocks", config.blocks, len(stages))
-    units = []
+    spans = []
     for i, (policy, most, stage) in enumerate(zip(policies, blocks, stages, strict=True)):
         layers = len(stage.layers)
         if most is not None and most < 0:
@@ -33,9 +33,9 @@ def stage_units(
         whole = config.unit if policy == "full" else max(affected, 1)
         treated = BlockPolicy(*_modules(config, policy))
         counts = [min(whole, affected - start) for start in range(0, affected, whole)]
-        rest = [Unit(layers - affected, BlockPolicy())] if affected < layers else []
-        units.append((*(Unit(count, treated) for count in counts), *rest))
-    return tuple(units)
+        rest = [Span(layers - affected, BlockPolicy())] if affected < layers else []
+        spans.append((*(Span(count, treated) for count in counts), *rest))
+    return tuple(spans)
 
 
 def recomputed_stages(config: ActivationsConfig, stages: int) -> frozenset[int]:

@@ -16,8 +16,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megapipe.config import Config
-from megapipe.layers.policy import Unit, padded_vocabulary
-from megapipe.layout.activations import stage_units
+from megapipe.layers.policy import Span, padded_vocabulary
+from megapipe.layout.activations import stage_spans
 from megapipe.layout.devices import device_kind
 from megapipe.layout.slices import slice_shares
 from megapipe.model.gpt.flops import layer_flops
@@ -68,16 +68,16 @@ def part_costs(config: Config) -> Parts:
 def stage_work(
     config: Config,
     stages: Sequence[StageSpec],
-    units: Sequence[Sequence[Unit]],
+    spans: Sequence[Sequence[Span]],
     again: Collection[int],
     *,
     chunked: bool,
 ) -> tuple[Work, ...]:
-    """FLOPs of each stage. The blocks' policies are `units`; the stages `again` are run again as a
+    """FLOPs of each stage. The blocks' policies are `spans`; the stages `again` are run again as a
     whole, which is not in their I but in R. `chunked`: the loss is computed in chunks."""
     once = _Once.of(config)
     result = []
-    for stage, (spec, policies) in enumerate(zip(stages, units, strict=True)):
+    for stage, (spec, policies) in enumerate(zip(stages, spans, strict=True)):
         layers, is_again = len(spec.layers), stage in again
         repeated = 0
         for blocks, policy in policies:
@@ -123,10 +123,10 @@ def placement_cost(config: Config, placement: Placement) -> Cost:
     layers, parts = config.model.layers, part_costs(config)
     stages = parse_layout(balanced(layers, placement, *parts), layers)
     every = range(len(stages))
-    units = stage_units(config.activations, stages)
+    spans = stage_spans(config.activations, stages)
     chunked = config.kernels.loss_tokens(cuda=device_kind(config) == "cuda") > 0
-    kept = stage_work(config, stages, units, (), chunked=chunked)
-    repeated = stage_units(config.activations, stages, every)
+    kept = stage_work(config, stages, spans, (), chunked=chunked)
+    repeated = stage_spans(config.activations, stages, every)
     again = stage_work(config, stages, repeated, every, chunked=chunked)
     work = [own._replace(R=other.R) for own, other in zip(kept, again, strict=True)]
     return scaled(relative_cost(config, work, ()), 1 / _Once.of(config).layer)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megapipe.layers.policy import Unit
+from megapipe.layers.policy import Span
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.data_parallel import ReplicaPolicy
@@ -40,7 +40,7 @@ class Layout:
     schedule: Schedule = field(repr=False)
     proof: Report = field(repr=False)
     """That the schedule can be executed."""
-    units: tuple[tuple[Unit, ...], ...] = field(repr=False)
+    spans: tuple[tuple[Span, ...], ...] = field(repr=False)
     """How the blocks of each stage keep their activations."""
     cost: Cost = field(repr=False)
     """Costs of each stage's operations, in FLOPs per token; messages cost nothing."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megapipe.config import Config, ParallelConfig, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
-from megapipe.layout.activations import recomputed_stages, stage_units
+from megapipe.layout.activations import recomputed_stages, stage_spans
 from megapipe.layout.checks import check, check_compile, choices, multiples
 from megapipe.layout.costs import part_costs, relative_cost, stage_work
 from megapipe.layout.devices import device_kind
@@ -89,9 +89,9 @@ def _resolve(
         schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
     stages = _partition(config, schedule.placement)
-    units = stage_units(config.activations, stages, schedule.recompute)
+    spans = stage_spans(config.activations, stages, schedule.recompute)
     slice_lengths = _slice_lengths(config, schedule.slices)
-    work = stage_work(config, stages, units, schedule.recompute, chunked=loss_chunk > 0)
+    work = stage_work(config, stages, spans, schedule.recompute, chunked=loss_chunk > 0)
     cost = relative_cost(config, work, slice_lengths)
     if by_cost and model.vocab_size is not None:
         known = before is not None and before.cost == cost
@@ -119,7 +119,7 @@ def _resolve(
         replicas=replica_policy(config.optimizer, dp, loss_chunk=loss_chunk),
         schedule=schedule,
         proof=proof,
-        units=units,
+        spans=spans,
         cost=cost,
     )
     return config, layout

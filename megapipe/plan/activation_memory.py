@@ -123,13 +123,13 @@ def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -
         cached = cache_bytes(model, len(spec.layers), whole)
         gradients = cache_gradients(model, len(spec.layers), sizes)
     tokens = sizes.sequence * rows // (layout.tp if split else 1)
-    most, units = layout.loss_chunk, layout.units[stage]
+    most, spans = layout.loss_chunk, layout.spans[stage]
     again = stage in layout.schedule.recompute
     return _Piece(
-        held=stage_held(model, spec, units, sizes, loss_chunk=most),
+        held=stage_held(model, spec, spans, sizes, loss_chunk=most),
         message=tokens * model.hidden * DTYPE_BYTES[model.dtype],
         cached=cached,
         cached_gradients=gradients,
-        within=peaks(model, spec, units, sizes, most_tokens=most, again=again),
-        within_built=peaks(model, spec, units, sizes, most_tokens=most),
+        within=peaks(model, spec, spans, sizes, most_tokens=most, again=again),
+        within_built=peaks(model, spec, spans, sizes, most_tokens=most),
     )

@@ -6,7 +6,7 @@ from fractions import Fraction
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import padded_vocabulary
-from megapipe.layout.activations import stage_units
+from megapipe.layout.activations import stage_spans
 from megapipe.layout.checks import shortened
 from megapipe.layout.costs import stage_work
 from megapipe.layout.layout import Layout
@@ -208,8 +208,8 @@ def _balance_line(config: Config, layout: Layout) -> str:
     counts = [layers * (i + 1) // stages - layers * i // stages for i in range(stages)]
     specs = parse_layout(from_counts(counts), layers)
     again = layout.schedule.recompute
-    units = stage_units(config.activations, specs, again)
-    work = stage_work(config, specs, units, again, chunked=layout.loss_chunk > 0)
+    spans = stage_spans(config.activations, specs, again)
+    work = stage_work(config, specs, spans, again, chunked=layout.loss_chunk > 0)
     even = _excess(layout, [sum(each) for each in work])
     return f"balance       {chosen} above the mean; with layers split evenly {even}"
 

@@ -183,8 +183,8 @@ def _stage_traffic(
     if again:
         rerun, left_out = linears, int(linears > 0 and not spec.head)
     else:
-        units = [u.blocks for u in layout.units[stage] if "block" in u.policy.recompute]
-        rerun, left_out = _PAIRS * sum(units), len(units)
+        spans = [span.blocks for span in layout.spans[stage] if "block" in span.policy.recompute]
+        rerun, left_out = _PAIRS * sum(spans), len(spans)
     columns = linears + rerun
     rows = linears + rerun - left_out + spec.embedding * (1 + again)
     head_forwards = spec.head * (1 + again)

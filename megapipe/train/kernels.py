@@ -43,7 +43,7 @@ def agreed_kernels(
             length=config.train.sequence_length,
             rows={rows, *(int(size * rows) for size in sizes)},  # whole ones: validation
             again=bool(schedule.recompute)
-            or any(unit.policy.recompute for unit in chain(*layout.units)),
+            or any(span.policy.recompute for span in chain(*layout.spans)),
             documents=config.data.document_mask,
             device=mesh.device,
         )

@@ -123,7 +123,7 @@ class TrainStep:
         }
         self.optimizer = self._make_optimizer()
         self.stages = {
-            s: Stage(module, layout.units[s], recompute=s in self.schedule.recompute)
+            s: Stage(module, layout.spans[s], recompute=s in self.schedule.recompute)
             for s, module in self.modules.items()
         }
         for stage in self.stages.values():

@@ -106,11 +106,11 @@ def test_bytes_on_a_tensor_parallel_rank() -> None:
         for case, alive in zip(given, results, strict=True):
             config, layout = configure(case)
             sizes = Sizes(case.sequence, case.batch, case.tp, case.sequence_parallel)
-            promised = list(held_tensors(config.model, layout.units[1], sizes))
+            promised = list(held_tensors(config.model, layout.spans[1], sizes))
             on_device = sorted(tensor.bytes for tensor, in_host in promised if not in_host)
             assert alive.device == on_device, case.name
             assert alive.host == sorted(tensor.bytes for tensor, in_host in promised if in_host)
-            queued = held(config.model, layout.units[1], sizes).queued
+            queued = held(config.model, layout.spans[1], sizes).queued
             assert sum(alive.queued) == queued, case.name
             assert not alive.after, case.name
 
@@ -135,8 +135,8 @@ def test_peaks_within_operations_on_a_tensor_parallel_rank() -> None:
         for case, within in zip(given, results, strict=True):
             config, layout = configure(case)
             sizes = Sizes(case.sequence, case.batch, case.tp, case.sequence_parallel)
-            spec, units = layout.stage_layers[1], layout.units[1]
-            formula = peaks(config.model, spec, units, sizes, most_tokens=0)
+            spec, spans = layout.stage_layers[1], layout.spans[1]
+            formula = peaks(config.model, spec, spans, sizes, most_tokens=0)
             for kind, measured in within.items():
                 error = getattr(formula, kind) / measured - 1
                 assert abs(error) < 0.02, f"{case.name}: {kind} is {error:+.1%} off"

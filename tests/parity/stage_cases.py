@@ -10,7 +10,7 @@ from torch import Tensor
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Stage
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
-from megapipe.layers.policy import Unit
+from megapipe.layers.policy import Span
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
@@ -25,7 +25,7 @@ def new_stage(
     params: dict[str, Tensor],
     spec: StageSpec | None = None,
     *,
-    units: Sequence[Unit] = (),
+    spans: Sequence[Span] = (),
     recompute: bool = False,
     compiler: Compiler | None = None,
 ) -> tuple[Stage, Bucket]:
@@ -38,7 +38,7 @@ def new_stage(
     bucket = Bucket(0, list(owned_parameters(module)), Axis.alone(), torch.device("cpu"))
     for entry in bucket.entries:
         take_region(params[entry.spec.name], entry.spec, bucket.view(bucket.weights, entry))
-    stage = Stage(module, units, recompute=recompute)
+    stage = Stage(module, spans, recompute=recompute)
     stage.own_autograd_parameters()
     return stage, bucket
 

@@ -14,7 +14,7 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
 from megapipe.layers.offload import HostMemory, keeping
 from megapipe.layers.parameter import Sharding
-from megapipe.layers.policy import BlockPolicy, Unit
+from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.recompute import Keeping, Part, keep
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
@@ -103,28 +103,28 @@ class Blocks(nn.ModuleList):
         blocks = list(blocks)
         super().__init__(blocks)
         self._host = HostMemory()
-        self._units: list[tuple[Part, Keeping]] = [(partial(_through, blocks), keep)]
+        self._spans: list[tuple[Part, Keeping]] = [(partial(_through, blocks), keep)]
 
-    def use(self, units: Sequence[Unit]) -> None:
-        """Keep what the blocks save as `units`, which cover all of them in order, say."""
-        assert sum(unit.blocks for unit in units) == len(self)
-        self._units.clear()
+    def use(self, spans: Sequence[Span]) -> None:
+        """Keep what the blocks save as `spans`, which cover all of them in order, say."""
+        assert sum(span.blocks for span in spans) == len(self)
+        self._spans.clear()
         stop = 0
-        for unit in units:
-            start, stop = stop, stop + unit.blocks
+        for span in spans:
+            start, stop = stop, stop + span.blocks
             blocks = cast("list[Block]", list(self)[start:stop])
-            how = keeping(unit.policy, "block", self._host)
-            self._units.append((partial(_through, blocks), how))
+            how = keeping(span.policy, "block", self._host)
+            self._spans.append((partial(_through, blocks), how))
             for block in blocks:
-                block.use(unit.policy, self._host)
+                block.use(span.policy, self._host)
 
     def forward(
         self, x: Tensor, mb: MicroBatch, rotary: Rotary, cache: KVCache | None, graph_only: bool
     ) -> Tensor:
         """With `graph_only` the output has no value."""
         self._host.begin()
-        last = len(self._units) - 1
-        for i, (part, how) in enumerate(self._units):
+        last = len(self._spans) - 1
+        for i, (part, how) in enumerate(self._spans):
             x = how(part, x, mb, rotary, cache, graph_only=graph_only and i == last)
         return x
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megapipe.dtypes import DTYPE_BYTES
-from megapipe.layers.policy import Unit, padded_vocabulary
+from megapipe.layers.policy import Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import known
 from megapipe.model.partition import StageSpec
@@ -72,7 +72,7 @@ def saved_tensors(model: ModelConfig, sizes: Sizes) -> tuple[Saved, ...]:
 
 
 def held_tensors(
-    model: ModelConfig, units: Sequence[Unit], sizes: Sizes
+    model: ModelConfig, spans: Sequence[Span], sizes: Sizes
 ) -> Iterator[tuple[Saved, bool]]:
     """Storages that a stage's blocks hold from F to I, each with whether it is in host memory.
 
@@ -80,8 +80,8 @@ def held_tensors(
     head and the loss hold more.
     """
     saved = saved_tensors(model, sizes)
-    is_held = not units[0].policy.offloads_input if units else False  # by the stage
-    for blocks, policy in units:
+    is_held = not spans[0].policy.offloads_input if spans else False  # by the stage
+    for blocks, policy in spans:
         if "block" in policy.recompute:
             yield saved[0], "block" in policy.offload
             is_held = False
@@ -93,24 +93,24 @@ def held_tensors(
             is_held = False
 
 
-def held(model: ModelConfig, units: Sequence[Unit], sizes: Sizes) -> Held:
+def held(model: ModelConfig, spans: Sequence[Span], sizes: Sizes) -> Held:
     """Bytes of :func:`held_tensors`, and of what waits for W."""
     bytes_in = {False: 0, True: 0}
-    for tensor, in_host in held_tensors(model, units, sizes):
+    for tensor, in_host in held_tensors(model, spans, sizes):
         bytes_in[in_host] += tensor.bytes
-    blocks = sum(unit.blocks for unit in units)
+    blocks = sum(span.blocks for span in spans)
     return Held(bytes_in[False], bytes_in[True], blocks * queued_bytes(model, sizes))
 
 
 def stage_held(
-    model: ModelConfig, stage: StageSpec, units: Sequence[Unit], sizes: Sizes, *, loss_chunk: int
+    model: ModelConfig, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, loss_chunk: int
 ) -> Held:
     """Bytes that a whole stage holds for one piece: its blocks, embedding, head and loss.
 
     `loss_chunk` is ``kernels.loss_chunk``. Left out: a few numbers per piece, and the tokens,
     labels and masks themselves.
     """
-    device, host, queued = held(model, units, sizes)
+    device, host, queued = held(model, spans, sizes)
     w = Widths.of(model, sizes)
     size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
     residual = w.local_tokens * model.hidden * size

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megapipe.dtypes import DTYPE_BYTES
-from megapipe.layers.policy import BlockPolicy, Unit, loss_chunk, padded_vocabulary
+from megapipe.layers.policy import BlockPolicy, Span, loss_chunk, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import known
 from megapipe.model.gpt.saved import Sizes, Widths, saved_tensors, stage_held
@@ -42,7 +42,7 @@ class Peaks(NamedTuple):
 def peaks(
     model: ModelConfig,
     stage: StageSpec,
-    units: Sequence[Unit],
+    spans: Sequence[Span],
     sizes: Sizes,
     *,
     most_tokens: int,
@@ -52,7 +52,7 @@ def peaks(
 
     `most_tokens` is ``kernels.loss_chunk``.
     """
-    way = _Way(model, stage, units, sizes, most_tokens)
+    way = _Way(model, stage, spans, sizes, most_tokens)
     return Peaks(
         F=way.forward(keep=not again),
         R=way.forward(keep=True),
@@ -69,11 +69,11 @@ class _Way:
         self,
         model: ModelConfig,
         stage: StageSpec,
-        units: Sequence[Unit],
+        spans: Sequence[Span],
         sizes: Sizes,
         most_tokens: int,
     ) -> None:
-        self.model, self.stage, self.units, self.sizes = model, stage, units, sizes
+        self.model, self.stage, self.spans, self.sizes = model, stage, spans, sizes
         w, size = Widths.of(model, sizes), DTYPE_BYTES[model.dtype]
         self.size, self.high = size, max(size, 4)
         self.tokens = w.tokens
@@ -117,7 +117,7 @@ class _Way:
         }
         self.logits = padded_vocabulary(known(model.vocab_size), tp) // tp  # columns
         self.most_tokens = most_tokens
-        self.held = stage_held(model, stage, units, sizes, loss_chunk=most_tokens)
+        self.held = stage_held(model, stage, spans, sizes, loss_chunk=most_tokens)
 
     # forward
 
@@ -129,7 +129,7 @@ class _Way:
         else:
             self._embed(tape, keep)
         is_held = True  # what the first block is given, until all have run
-        for blocks, policy in self.units:
+        for blocks, policy in self.spans:
             for i in range(blocks):
                 in_graph = keep and "block" not in policy.recompute
                 self._block_forward(tape, policy, keep=in_graph)
@@ -266,9 +266,9 @@ class _Way:
         if self.stage.head:
             self._loss_backward(tape, at_once)
         is_first_held = not self.stage.embedding
-        for index, (blocks, policy) in reversed(list(enumerate(self.units))):
+        for index, (blocks, policy) in reversed(list(enumerate(self.spans))):
             entrance = is_first_held and index == 0
-            message = not self.stage.head and index == len(self.units) - 1  # held by the caller
+            message = not self.stage.head and index == len(self.spans) - 1  # held by the caller
             if "block" in policy.recompute:
                 self._unit_again(tape, blocks, policy, entrance, at_once, message)
                 continue
@@ -472,7 +472,7 @@ class _Way:
         if self.stage.head and not self.most_tokens:
             tape.pass_by(gathered, self._product("head"))
             tape.drop(self.local, self.tokens * self.logits * self.size)
-        for _ in range(sum(unit.blocks for unit in self.units)):
+        for _ in range(sum(span.blocks for span in self.spans)):
             for matrix, x, grad in (
                 ("down", self.inner, self.local),
                 ("up", self.local, self.up),

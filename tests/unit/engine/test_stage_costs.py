@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layout.activations import stage_units
+from megapipe.layout.activations import stage_spans
 from megapipe.layout.costs import part_costs, stage_work
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.flops import token_flops
@@ -74,12 +74,12 @@ def test_counted(kind: str, policy: str, chunk: int) -> None:
     mb = MicroBatch(0, 0, 1, tokens, labels, mask, scale=1 / 16)
     specs = parse_layout("E L*2 | L*2 | L*2 H", 6)
     again = frozenset(range(3) if policy == "stage" else ())
-    units = stage_units(config.activations, specs, again)
+    spans = stage_spans(config.activations, specs, again)
     params = reference.init_random(model, seed=3)
     hidden = torch.randn(LENGTH, ROWS, model.hidden, dtype=torch.float64)
-    for index, work in enumerate(stage_work(config, specs, units, again, chunked=chunk > 0)):
+    for index, work in enumerate(stage_work(config, specs, spans, again, chunked=chunk > 0)):
         spec = specs[index]
-        stage, _ = new_stage(model, params, spec, units=units[index], recompute=index in again)
+        stage, _ = new_stage(model, params, spec, spans=spans[index], recompute=index in again)
         sharding = stage.module.sharding
         stage.module.sharding = replace(
             sharding, kernels=replace(sharding.kernels, loss_chunk=chunk)

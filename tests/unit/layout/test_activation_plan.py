@@ -9,7 +9,7 @@ import pytest
 from megapipe.config import ActivationsConfig, Config
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import BlockPolicy
-from megapipe.layout.activations import recomputed_stages, stage_units
+from megapipe.layout.activations import recomputed_stages, stage_spans
 from megapipe.layout.resolve import resolve
 from megapipe.model.partition import parse_layout
 
@@ -19,43 +19,43 @@ KEEP, FULL = BlockPolicy(), BlockPolicy(recompute=frozenset({"block"}))
 SELECTIVE = BlockPolicy(recompute=frozenset(ALL))
 
 
-def units(**keys: Any) -> tuple[tuple[tuple[int, BlockPolicy], ...], ...]:
-    return stage_units(ActivationsConfig(**keys), STAGES)
+def spans(**keys: Any) -> tuple[tuple[tuple[int, BlockPolicy], ...], ...]:
+    return stage_spans(ActivationsConfig(**keys), STAGES)
 
 
-def test_units() -> None:
-    assert units() == (((3, KEEP),), ((4, KEEP),), ((1, KEEP),))
-    assert units(policy="full") == (((1, FULL),) * 3, ((1, FULL),) * 4, ((1, FULL),))
-    assert units(policy="full", unit=3) == (((3, FULL),), ((3, FULL), (1, FULL)), ((1, FULL),))
-    assert units(policy="full", unit=3, blocks=2)[1] == ((2, FULL), (2, KEEP))
-    assert units(policy="selective", blocks=[3, 2, 0]) == (
+def test_spans() -> None:
+    assert spans() == (((3, KEEP),), ((4, KEEP),), ((1, KEEP),))
+    assert spans(policy="full") == (((1, FULL),) * 3, ((1, FULL),) * 4, ((1, FULL),))
+    assert spans(policy="full", unit=3) == (((3, FULL),), ((3, FULL), (1, FULL)), ((1, FULL),))
+    assert spans(policy="full", unit=3, blocks=2)[1] == ((2, FULL), (2, KEEP))
+    assert spans(policy="selective", blocks=[3, 2, 0]) == (
         ((3, SELECTIVE),),
         ((2, SELECTIVE), (2, KEEP)),
         ((1, KEEP),),
     )
-    assert units(policy=["full", "selective", "stage"], modules=["norm"]) == (
+    assert spans(policy=["full", "selective", "stage"], modules=["norm"]) == (
         ((1, FULL),) * 3,
         ((4, BlockPolicy(recompute=frozenset({"norm"}))),),
         ((1, KEEP),),
     )
     config = ActivationsConfig(policy="full", offload=["norm"])
-    assert stage_units(config, STAGES, {0, 2})[::2] == (((3, KEEP),), ((1, KEEP),))
+    assert stage_spans(config, STAGES, {0, 2})[::2] == (((3, KEEP),), ((1, KEEP),))
 
 
-def test_a_stage_of_embedding_or_head_alone_has_no_units() -> None:
+def test_a_stage_of_embedding_or_head_alone_has_no_spans() -> None:
     config = ActivationsConfig(policy="full")
-    assert stage_units(config, parse_layout("E | L*2 | H", 2)) == ((), ((1, FULL),) * 2, ())
+    assert stage_spans(config, parse_layout("E | L*2 | H", 2)) == ((), ((1, FULL),) * 2, ())
 
 
 def test_offloading() -> None:
     away = frozenset({"attention"})
-    assert units(offload=["attention"])[2] == ((1, BlockPolicy(offload=away)),)
-    assert units(policy="full", offload=["attention"])[2] == ((1, FULL),)
-    ((_, full),) = units(policy="full", offload=["norm"])[2]
+    assert spans(offload=["attention"])[2] == ((1, BlockPolicy(offload=away)),)
+    assert spans(policy="full", offload=["attention"])[2] == ((1, FULL),)
+    ((_, full),) = spans(policy="full", offload=["norm"])[2]
     assert full == BlockPolicy(recompute=frozenset({"block"}), offload=frozenset({"block"}))
     assert full.offloads_input
-    assert units(offload=["norm"])[2][0][1].offloads_input
-    assert not units(offload=["attention", "mlp_activation"])[2][0][1].offloads_input
+    assert spans(offload=["norm"])[2][0][1].offloads_input
+    assert not spans(offload=["attention", "mlp_activation"])[2][0][1].offloads_input
 
 
 def test_stages_run_again_as_a_whole() -> None:
@@ -75,7 +75,7 @@ def test_stages_run_again_as_a_whole() -> None:
 )
 def test_what_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        units(**keys)
+        spans(**keys)
 
 
 def config_of(activations: dict[str, Any], pipeline: dict[str, Any]) -> Config:
@@ -93,11 +93,11 @@ def test_the_layout_has_the_units_and_the_schedule_the_stages_run_again() -> Non
     config = config_of({"policy": ["stage", "full"]}, {"schedule": "zb_h1"})
     _, layout = resolve(config, 2, None)
     assert layout.schedule.recompute == {0}
-    assert layout.units == (((2, KEEP),), ((1, FULL),) * 2)
+    assert layout.spans == (((2, KEEP),), ((1, FULL),) * 2)
     merak = config_of({"policy": ["full", "stage"]}, {"schedule": "merak"})
     _, layout = resolve(merak, 2, None)
     assert layout.schedule.recompute == {0, 1}
-    assert layout.units == (((2, KEEP),),) * 2, "no block is run a third time"
+    assert layout.spans == (((2, KEEP),),) * 2, "no block is run a third time"
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
 from megapipe.layers.offload import HostMemory
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.layers.policy import Unit
+from megapipe.layers.policy import Span
 from megapipe.layers.recompute import keep, recompute
 from megapipe.layers.weight_grad import WeightGradQueue, WeightGradTask
-from megapipe.layout.activations import stage_units
+from megapipe.layout.activations import stage_spans
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.block import Block
 from megapipe.model.gpt.config import ModelConfig
@@ -45,9 +45,9 @@ def model_of(kind: str, **fields: Any) -> ModelConfig:
     return configure(Case(model=kind, tied=False, layers=LAYERS, **fields))[0].model
 
 
-def units_of(name: str, spec: StageSpec = MIDDLE) -> tuple[Unit, ...]:
+def spans_of(name: str, spec: StageSpec = MIDDLE) -> tuple[Span, ...]:
     config, _ = configure(Case(activations=name))
-    return stage_units(config.activations, [spec])[0]
+    return stage_spans(config.activations, [spec])[0]
 
 
 def microbatch(model: ModelConfig, index: int) -> MicroBatch:
@@ -56,7 +56,7 @@ def microbatch(model: ModelConfig, index: int) -> MicroBatch:
 
 
 def middle(model: ModelConfig, name: str) -> Stage:
-    stage, _ = new_stage(model, reference.init_random(model, seed=3), MIDDLE, units=units_of(name))
+    stage, _ = new_stage(model, reference.init_random(model, seed=3), MIDDLE, spans=spans_of(name))
     return stage
 
 
@@ -72,7 +72,7 @@ def run(model: ModelConfig, name: str) -> tuple[list[Tensor], dict[str, Tensor]]
     stages, buckets = new_pipeline(model, reference.init_random(model, seed=3), (1, 2))
     for stage, layers in zip(stages, (1, 2), strict=True):
         spec = StageSpec(embedding=False, layers=range(layers), head=False)
-        stage.module.layers.use(units_of(name, spec))
+        stage.module.layers.use(spans_of(name, spec))
     x: Tensor | None
     for i in range(2):
         x = None
@@ -99,7 +99,7 @@ def test_losses_and_gradients_are_the_same_bitwise(name: str, kind: str, norm: s
     sums, grads = run(model, name)
     assert all(map(torch.equal, sums, plain_sums))
     assert grads.keys() == plain.keys()
-    if norm == "rmsnorm" and any("norm" in unit.policy.recompute for unit in units_of(name)):
+    if norm == "rmsnorm" and any("norm" in span.policy.recompute for span in spans_of(name)):
         reference.assert_grads_close(grads, plain, 1e-13)
     else:
         assert all(grads[key].equal(plain[key]) for key in plain)
@@ -118,7 +118,7 @@ def test_a_backward_in_one_is_the_same_bitwise_and_lets_nothing_wait(name: str) 
             waiting.append(len(queue.pending()[0, 0]))
 
         params = reference.init_random(model, seed=3)
-        stage, bucket = new_stage(model, params, MIDDLE, units=units_of(name))
+        stage, bucket = new_stage(model, params, MIDDLE, spans=spans_of(name))
         stage.forward((0, 0), hidden(model), microbatch(model, 0))
         with mock.patch.object(WeightGradQueue, "put", spy):
             if in_one:
@@ -172,7 +172,7 @@ def test_what_is_run_again_is_so_once_and_in_the_input_gradient(name: str) -> No
     with counted() as again:
         stage.input_grad(key, hidden(model))
     expected: Counter[str] = Counter()
-    for blocks, policy in units_of(name):
+    for blocks, policy in spans_of(name):
         for what, count in once.items():
             if "block" in policy.recompute or what in policy.recompute:
                 expected[what] += count * blocks
@@ -199,11 +199,11 @@ MODELS = [
 def test_bytes_are_those_of_the_formula(kind: str, fields: dict[str, Any], name: str) -> None:
     model = model_of(kind, **fields)
     alive = measure(middle(model, name), hidden(model), microbatch(model, 0))
-    units, sizes = units_of(name), Sizes(LENGTH, ROWS)
-    promised = list(held_tensors(model, units, sizes))
+    spans, sizes = spans_of(name), Sizes(LENGTH, ROWS)
+    promised = list(held_tensors(model, spans, sizes))
     assert alive.device == sorted(tensor.bytes for tensor, in_host in promised if not in_host)
     assert alive.host == sorted(tensor.bytes for tensor, in_host in promised if in_host)
-    total = held(model, units, sizes)
+    total = held(model, spans, sizes)
     assert (sum(alive.device), sum(alive.host)) == total[:2]
     assert sum(alive.queued) == total.queued
     assert not alive.after
@@ -232,7 +232,7 @@ def test_the_peak_within_an_operation_is_that_of_the_formula(
     model = model_of(kind, **fields).model_copy(update=LARGER)
     x = torch.ones(64, 4, model.hidden, dtype=TORCH_DTYPES[model.dtype])
     alive = measure(middle(model, name), x, microbatch(model, 0))
-    formula = peaks(model, MIDDLE, units_of(name), Sizes(64, 4), most_tokens=0)
+    formula = peaks(model, MIDDLE, spans_of(name), Sizes(64, 4), most_tokens=0)
     tolerance = 0.016 if model.dropout else 0.005  # a gradient more where blocks are run again
     for kind, measured in alive.within.items():
         assert getattr(formula, kind) == pytest.approx(measured, rel=tolerance), kind
@@ -252,8 +252,8 @@ def test_a_stage_that_is_run_again_as_a_whole_runs_no_block_a_third_time() -> No
     model = model_of("gpt2")
     params = reference.init_random(model, seed=3)
     config, _ = configure(Case(activations="full"))
-    (units,) = stage_units(config.activations, [MIDDLE], again={0})
-    stage, _ = new_stage(model, params, MIDDLE, units=units, recompute=True)
+    (spans,) = stage_spans(config.activations, [MIDDLE], again={0})
+    stage, _ = new_stage(model, params, MIDDLE, spans=spans, recompute=True)
     with counted() as counts:
         stage.forward((0, 0), hidden(model), microbatch(model, 0))
         stage.input_grad((0, 0), hidden(model))

@@ -20,7 +20,7 @@ from megapipe.errors import ConfigError
 from megapipe.layers.linear import LinearTask
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
-from megapipe.layers.policy import BlockPolicy, Unit
+from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt import compiled
 from megapipe.model.gpt.block import Block
@@ -194,8 +194,8 @@ def test_a_product_that_nobody_needs_is_left_out(policy: str) -> None:
         made, bucket = stage_of(model, compiler)
         if policy == "stage":
             return Stage(made.module, recompute=True), bucket
-        unit = Unit(1, BlockPolicy(recompute=frozenset({"block"})))
-        return Stage(made.module, [unit, unit]), bucket
+        span = Span(1, BlockPolicy(recompute=frozenset({"block"})))
+        return Stage(made.module, [span, span]), bucket
 
     assert_close(run(*stage(Traced()), SPLIT), run(*stage(None), SPLIT), 1e-12)
     assert products(*stage(plain)) == products(*stage(None))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.layers.policy import BlockPolicy, Unit
+from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.saved import (
     Sizes,
@@ -69,17 +69,17 @@ def test_a_layer_of_llama_70b_keeps_33_and_a_half_bytes_per_value(tp: int) -> No
 
 def test_full_recomputation_keeps_inputs() -> None:
     sizes = Sizes(2048, 1, tp=8, sequence_parallel=True, cuda=True)
-    full = [Unit(1, FULL)] * 3
+    full = [Span(1, FULL)] * 3
     assert held(GPT3, full, sizes)[:2] == (3 * 2 * SBH / 8, 0)
-    assert held(GPT3, [Unit(3, FULL)], sizes)[:2] == (2 * SBH / 8, 0)
+    assert held(GPT3, [Span(3, FULL)], sizes)[:2] == (2 * SBH / 8, 0)
     away = BlockPolicy(recompute=FULL.recompute, offload=FULL.recompute)
-    assert held(GPT3, [Unit(1, away)] * 3, sizes)[:2] == (0, 3 * 2 * SBH / 8)
+    assert held(GPT3, [Span(1, away)] * 3, sizes)[:2] == (0, 3 * 2 * SBH / 8)
 
 
 def test_selective_recomputation_keeps_what_the_linear_layers_make() -> None:
     """Two residuals, q, k and v, and the wide values: 2 + 3 + 4 of h per token."""
-    assert held(GPT3, [Unit(2, SELECTIVE)], Sizes(2048, 1, cuda=True))[:2] == (2 * 9 * 2 * SBH, 0)
-    names = [tensor.name for tensor, _ in held_tensors(GPT3, [Unit(1, SELECTIVE)], Sizes(8, 1))]
+    assert held(GPT3, [Span(2, SELECTIVE)], Sizes(2048, 1, cuda=True))[:2] == (2 * 9 * 2 * SBH, 0)
+    names = [tensor.name for tensor, _ in held_tensors(GPT3, [Span(1, SELECTIVE)], Sizes(8, 1))]
     assert names == ["input", "qkv", "input", "up"]
 
 
@@ -91,7 +91,7 @@ def test_what_waits_for_the_weight_gradients() -> None:
     replicated = Sizes(2048, 1, tp=8)
     assert queued_bytes(GPT3, replicated) == (12 / 8 + 4) * 2 * SBH
     for policy in (KEEP, FULL, SELECTIVE):
-        assert held(GPT3, [Unit(2, policy)], split).queued == 2 * queued_bytes(GPT3, split)
+        assert held(GPT3, [Span(2, policy)], split).queued == 2 * queued_bytes(GPT3, split)
 
 
 def test_the_slices_of_a_sequence_and_their_carry() -> None:
@@ -99,9 +99,9 @@ def test_the_slices_of_a_sequence_and_their_carry() -> None:
     2 + 2 bytes of h, whose gradients take 4 + 4."""
     cached = cache_bytes(GPT3, 3, Sizes(2048, 1, tp=8, cuda=True))
     assert cached == 3 * 4 * SBH / 8
-    whole = held(GPT3, [Unit(3, KEEP)], Sizes(2048, 1, tp=8, cuda=True))
+    whole = held(GPT3, [Span(3, KEEP)], Sizes(2048, 1, tp=8, cuda=True))
     parts = [
-        held(GPT3, [Unit(3, KEEP)], Sizes(n, 1, tp=8, cuda=True, before=before))
+        held(GPT3, [Span(3, KEEP)], Sizes(n, 1, tp=8, cuda=True, before=before))
         for n, before in ((1000, 0), (600, 1000), (448, 1600))
     ]
     assert [sum(each) for each in zip(*parts, strict=True)] == list(whole)

@@ -11,7 +11,7 @@ import torch
 
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.layers.policy import BlockPolicy, Unit
+from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.model.gpt.saved import Sizes, cache_bytes, cache_gradients, held, held_tensors
 from megapipe.model.partition import StageSpec
 from tests.parity import reference
@@ -23,12 +23,12 @@ LAYERS, ROWS = 2, 2
 MIDDLE = StageSpec(embedding=False, layers=range(LAYERS), head=False)
 WHOLE_BLOCKS = BlockPolicy(recompute=frozenset({"block"}))
 POLICIES = {
-    "keep": [Unit(LAYERS, BlockPolicy())],
-    "full": [Unit(1, WHOLE_BLOCKS)] * LAYERS,
-    "full, together": [Unit(LAYERS, WHOLE_BLOCKS)],
-    "attention": [Unit(LAYERS, BlockPolicy(recompute=frozenset({"attention"})))],
-    "the rest": [Unit(LAYERS, BlockPolicy(recompute=frozenset({"norm", "mlp_activation"})))],
-    "one of two": [Unit(1, BlockPolicy(recompute=frozenset({"norm"}))), Unit(1, BlockPolicy())],
+    "keep": [Span(LAYERS, BlockPolicy())],
+    "full": [Span(1, WHOLE_BLOCKS)] * LAYERS,
+    "full, together": [Span(LAYERS, WHOLE_BLOCKS)],
+    "attention": [Span(LAYERS, BlockPolicy(recompute=frozenset({"attention"})))],
+    "the rest": [Span(LAYERS, BlockPolicy(recompute=frozenset({"norm", "mlp_activation"})))],
+    "one of two": [Span(1, BlockPolicy(recompute=frozenset({"norm"}))), Span(1, BlockPolicy())],
 }
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {}),
@@ -49,8 +49,8 @@ def test_storages_are_those_of_the_formula(
     kind: str, fields: dict[str, Any], policy: str, lengths: tuple[int, ...]
 ) -> None:
     model = configure(Case(model=kind, tied=False, layers=LAYERS, **fields))[0].model
-    units, length = POLICIES[policy], sum(lengths)
-    stage, _ = new_stage(model, reference.init_random(model, seed=3), MIDDLE, units=units)
+    spans, length = POLICIES[policy], sum(lengths)
+    stage, _ = new_stage(model, reference.init_random(model, seed=3), MIDDLE, spans=spans)
     starts = [sum(lengths[:j]) for j in range(len(lengths))]
     whole = MicroBatch(0, 0, 1, None, None, None, scale=1.0, sequence_length=length)
     inputs = [torch.randn(n, ROWS, model.hidden).to(TORCH_DTYPES[model.dtype]) for n in lengths]
@@ -58,7 +58,7 @@ def test_storages_are_those_of_the_formula(
     moments = iter(measure_slices(stage, inputs, slices))
 
     sizes = [Sizes(n, ROWS, before=start) for n, start in zip(lengths, starts, strict=True)]
-    own = [[t.bytes for t, _ in held_tensors(model, units, each)] for each in sizes]
+    own = [[t.bytes for t, _ in held_tensors(model, spans, each)] for each in sizes]
     buffers = 2 * LAYERS  # of keys and of values
     cache = [cache_bytes(model, LAYERS, Sizes(length, ROWS)) // buffers] * buffers
     alive = cache
@@ -70,6 +70,6 @@ def test_storages_are_those_of_the_formula(
         if j:
             left = cache_gradients(model, LAYERS, sizes[j])
             alive = [*cache, *[left // buffers] * buffers, *itertools.chain(*own[:j])]
-        assert sum(next(moments)) == sum(alive) + held(model, units, sizes[j]).queued
+        assert sum(next(moments)) == sum(alive) + held(model, spans, sizes[j]).queued
         assert next(moments) == sorted(alive)
     assert next(moments, None) is None

@@ -28,8 +28,8 @@ def configure(*keys: str) -> tuple[Config, Layout]:
 
 
 def of_stage(config: Config, layout: Layout, stage: int, sizes: Sizes) -> Held:
-    spec, units = layout.stage_layers[stage], layout.units[stage]
-    return stage_held(config.model, spec, units, sizes, loss_chunk=256)
+    spec, spans = layout.stage_layers[stage], layout.spans[stage]
+    return stage_held(config.model, spec, spans, sizes, loss_chunk=256)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_the_peak_is_within_an_operation_while_others_wait(policy: str) -> None:
     """On the first of two ranks one micro-batch waits while another is in F or B."""
     keys = ("parallel.pp=2", "pipeline.layout=E L*2 | L*2 H", f"activations.policy={policy}")
     config, layout = configure(*keys)
-    spec, units, again = layout.stage_layers[0], layout.units[0], policy == "stage"
-    within = peaks(config.model, spec, units, Sizes(256, 4), most_tokens=256, again=again)
+    spec, spans, again = layout.stage_layers[0], layout.spans[0], policy == "stage"
+    within = peaks(config.model, spec, spans, Sizes(256, 4), most_tokens=256, again=again)
     waiting = 0 if again else of_stage(config, layout, 0, Sizes(256, 4)).device
     found = peak_activations(config, layout, 0)
     assert found.device == waiting + max(within.F, within.B)
@@ -114,7 +114,7 @@ def test_the_peak_while_weight_gradients_wait() -> None:
     keys = ("activations.policy=full", "pipeline.layout=E L*4 H", "pipeline.schedule=zb_h1")
     config, layout = configure(*keys)
     within = peaks(
-        config.model, layout.stage_layers[0], layout.units[0], Sizes(256, 4), most_tokens=256
+        config.model, layout.stage_layers[0], layout.spans[0], Sizes(256, 4), most_tokens=256
     )
     assert peak_activations(config, layout, 0).device == within.I
     assert of_stage(config, layout, 0, Sizes(256, 4)).queued < within.I
