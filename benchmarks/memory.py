@@ -38,6 +38,7 @@ from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.schedule.generators import names
+from megapipe.schedule.ir import Op
 from megapipe.schedule.lower import lower
 from megapipe.schedule.proof.validate import validate
 from megapipe.train.feed import pieces
@@ -210,9 +211,9 @@ def measure(config: Config, layout: Layout) -> list[Alive]:
                 rank.stages[s].own_autograd_parameters()
                 owned.add(s)
 
-        def shape(microbatch: int, part: int) -> tuple[int, int, int]:
-            rows = int(schedule.size_of(microbatch) * ROWS)
-            return layout.slice_lengths[part], rows, model.hidden
+        def shape(message: Op) -> tuple[int, int, int]:
+            rows = int(schedule.size_of(message.microbatch) * ROWS)
+            return layout.slice_lengths[message.slice], rows, model.hidden
 
         executors.append(Executor(program, rank.stages, channels, shape=shape, train=True))
     run_together(executors, microbatches(layout))

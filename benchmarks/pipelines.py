@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -33,8 +32,8 @@ from megapipe.engine.stage import Key, Stage
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.weight_grad import WeightGradQueue
-from megapipe.model.gpt.stage import GPTStage
-from megapipe.schedule.ir import Kind, Schedule
+from megapipe.model.interface import StageModule
+from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.lower import lower, pairs
 from megapipe.schedule.placement import Placement
 from megapipe.train.feed import pieces
@@ -105,8 +104,8 @@ class _Idle(nn.Module):
     def __init__(self, *, first: bool, last: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.spec = SimpleNamespace(embedding=first, head=last)
-        self.sharding = SimpleNamespace(queue=WeightGradQueue())
+        self.is_first, self.is_last = first, last
+        self.queue = WeightGradQueue()
 
     def forward(
         self,
@@ -117,8 +116,8 @@ class _Idle(nn.Module):
         graph_only: bool = False,
     ) -> Tensor:
         x = mb.tokens if x is None else x
-        y = cast(Tensor, _Pass.apply(x, self.weight, self.sharding.queue))
-        if not self.spec.head:
+        y = cast(Tensor, _Pass.apply(x, self.weight, self.queue))
+        if not self.is_last:
             return y
         assert mb.mask is not None
         return (y.squeeze(2) * mb.mask.t()).sum()
@@ -129,7 +128,7 @@ class _SleepingStage(Stage):
 
     def __init__(
         self,
-        module: GPTStage,
+        module: StageModule,
         sleep: Sleeper,
         share_of: Callable[[Key], float],
         *,
@@ -188,12 +187,12 @@ class Ours:
         def share_of(key: Key) -> float:
             return float(schedule.size_of(key[0]) / slices)
 
-        def shape(microbatch: int, part: int) -> Shape:
-            return length // slices, int(schedule.size_of(microbatch) * ROWS), 1
+        def shape(message: Op) -> Shape:
+            return length // slices, int(schedule.size_of(message.microbatch) * ROWS), 1
 
         self.stages: dict[int, Stage] = {}
         for stage in schedule.placement.stages_of(mesh.pp.index):
-            module = cast(GPTStage, _Idle(first=stage == 0, last=stage == last))
+            module = cast(StageModule, _Idle(first=stage == 0, last=stage == last))
             again = stage in schedule.recompute
             self.stages[stage] = (
                 _SleepingStage(module, sleepers[stage], share_of, recompute=again)

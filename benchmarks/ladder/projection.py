@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from ladder.sizes import Size
 from megapipe.errors import MegapipeError
-from megapipe.model.gpt.flops import token_flops
+from megapipe.model.gpt.family import GPT
+from megapipe.model.interface import Conditions
 from megapipe.model.partition import balanced, parse_layout
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import accepts, build
@@ -92,13 +93,12 @@ def cost_on(measured: Measured, placement: Placement, links: Links) -> Cost:
     """What operations and messages cost on a placement with as many layers per rank."""
     layers = measured.layers * placement.ranks
     whole, backward = measured.parts["F"], measured.backward
-    text = balanced(
-        layers,
-        placement,
-        layer=whole.layer + backward.layer,
-        embedding=whole.embedding + backward.embedding,
-        head=whole.head + backward.head,
-    )
+    costs = [
+        whole.embedding + backward.embedding,
+        *[whole.layer + backward.layer] * layers,
+        whole.head + backward.head,
+    ]
+    text = balanced(costs, placement)
     stages = parse_layout(text, layers)
     times = {
         kind: tuple(
@@ -147,7 +147,7 @@ def project(
     size = measured.size
     model = size.model.model_copy(update={"layers": measured.layers * ranks})
     tokens = microbatches * measured.rows * size.sequence
-    flops = tokens * token_flops(model, size.sequence)
+    flops = tokens * GPT(model, Conditions(size.sequence, microbatch=1)).token_flops()
     makespan = float(line.makespan)
     return Projection(
         schedule=name,

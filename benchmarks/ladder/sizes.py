@@ -14,12 +14,14 @@ from megapipe.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.flops import head_flops, layer_flops, token_flops
+from megapipe.model.gpt.family import GPT
+from megapipe.model.gpt.flops import head_flops, layer_flops
+from megapipe.model.interface import Conditions
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Configuration keys that differ from the base, by section."""
 
-GPT = {"vocab_size": 50257}
+GPT_2 = {"vocab_size": 50257}
 LLAMA = {
     "vocab_size": 32000,
     "norm": "rmsnorm",
@@ -98,7 +100,7 @@ class Size:
     @property
     def flops(self) -> int:
         """Model FLOPs of training on one token: 6N + 12 L H Q T."""
-        return token_flops(self.model, self.sequence)
+        return GPT(self.model, Conditions(self.sequence, microbatch=1)).token_flops()
 
     def batch(self, rows: int) -> tuple[Tensor, Tensor]:
         """Random tokens and labels, each [rows, s], in host memory."""
@@ -109,9 +111,9 @@ class Size:
 
 
 LADDER = [
-    Size("124M", 12, 768, 12, 1024, GPT, 256, 1024, 1, goal=40, floor=35, weight=0.8),
-    Size("350M", 24, 1024, 16, 1024, GPT, 96, 512, 1, goal=45, floor=40, weight=0.9),
-    Size("1.3B", 24, 2048, 16, 2048, GPT, 24, 128, 1, goal=50, floor=45, weight=1.1),
+    Size("124M", 12, 768, 12, 1024, GPT_2, 256, 1024, 1, goal=40, floor=35, weight=0.8),
+    Size("350M", 24, 1024, 16, 1024, GPT_2, 96, 512, 1, goal=45, floor=40, weight=0.9),
+    Size("1.3B", 24, 2048, 16, 2048, GPT_2, 24, 128, 1, goal=50, floor=45, weight=1.1),
     Size(
         "7B", 32, 4096, 32, 4096, {**LLAMA, "ffn_hidden": 11008}, 1, 16, 4, goal=53, floor=48,
         weight=2.2,

@@ -29,8 +29,8 @@ from megapipe.schedule.lower import channel_rounds
 from megapipe.schedule.program import Action
 
 Shape = tuple[int, ...]
-MessageShape = Callable[[int, int], Shape]
-"""Shape of the messages of a (micro-batch, slice)."""
+MessageShape = Callable[[Op], Shape]
+"""Shape of a message."""
 Expected = Sequence[tuple[Op, Shape]]
 """The messages of a channel in a step, in order: what each is, and its shape."""
 

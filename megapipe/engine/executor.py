@@ -92,7 +92,7 @@ class Executor:
         for action in program.actions:
             if action.do == Do.RECV:
                 message = message_of(action)
-                expected = message, shape(action.microbatch, action.slice)
+                expected = message, shape(message)
                 self._expected[action.peer].append(expected)
         self._calls = [self._bind(action) for action in program.actions]
         for place in last_gradients(program.actions).values():

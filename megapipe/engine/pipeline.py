@@ -28,7 +28,7 @@ from megapipe.schedule.program import Program
 from megapipe.schedule.speculation import arriving, cut, speculation
 
 ShapeOf = Callable[[Schedule], MessageShape]
-"""The shapes of a schedule's messages, by (micro-batch, slice)."""
+"""The shapes of a schedule's messages."""
 
 
 class Pipeline:

@@ -22,7 +22,7 @@ from megapipe.layers.parameter import spec_of
 from megapipe.layers.policy import Span
 from megapipe.layers.recompute import Entrance, run_backward
 from megapipe.layers.weight_grad import WeightGradQueue, accumulate_in_main_grad
-from megapipe.model.gpt.stage import GPTStage
+from megapipe.model.interface import StageModule
 
 Key = tuple[int, int]
 """(micro-batch, slice) as the schedule numbers them."""
@@ -43,16 +43,16 @@ class Stage:
     """
 
     def __init__(
-        self, module: GPTStage, spans: Sequence[Span] = (), *, recompute: bool = False
+        self, module: StageModule, spans: Sequence[Span] = (), *, recompute: bool = False
     ) -> None:
         self.module = module
-        self.is_first = module.spec.embedding
-        self.is_last = module.spec.head
+        self.is_first = module.is_first
+        self.is_last = module.is_last
         self.recompute = recompute
         self._offloads_input = bool(spans) and spans[0].policy.offloads_input
         if spans:
-            module.layers.use(spans)
-        self.queue: WeightGradQueue = module.sharding.queue
+            module.use(spans)
+        self.queue: WeightGradQueue = module.queue
         self._in_flight: dict[Key, _InFlight] = {}
         self._inputs: dict[Key, tuple[Tensor | None, MicroBatch]] = {}
         self._caches: dict[int, KVCache] = {}

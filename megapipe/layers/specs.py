@@ -5,7 +5,7 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -135,3 +135,16 @@ def _matrix(name: str, shape: tuple[int, ...], split_dim: int, std: float) -> Pa
     return ParameterSpec(
         name=name, shape=shape, role="matrix", split_dim=split_dim, decay=True, std=std
     )
+
+
+def by_name(parameters: Iterable[ParameterSpec]) -> dict[str, ParameterSpec]:
+    """The parameters by name, the first use of each."""
+    named: dict[str, ParameterSpec] = {}
+    for spec in parameters:
+        named.setdefault(spec.name, spec)
+    return named
+
+
+def held_numel(parameters: Iterable[ParameterSpec], tp: int) -> int:
+    """Values that one tensor-parallel rank keeps, padding included; a tied matrix once."""
+    return sum(spec.local_numel(tp) for spec in by_name(parameters).values())

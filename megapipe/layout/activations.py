@@ -8,6 +8,7 @@ from typing import Any
 from megapipe.config import ActivationsConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import BlockPolicy, Span
+from megapipe.model.interface import Repeated
 from megapipe.model.partition import StageSpec
 
 
@@ -36,6 +37,14 @@ def stage_spans(
         rest = [Span(layers - affected, BlockPolicy())] if affected < layers else []
         spans.append((*(Span(count, treated) for count in counts), *rest))
     return tuple(spans)
+
+
+def repeated(config: ActivationsConfig) -> Repeated | None:
+    """The policy of all layers, if it is one; otherwise it depends on their stages."""
+    if config.blocks is not None or not isinstance(config.policy, str):
+        return None
+    policy = BlockPolicy(*_modules(config, config.policy))
+    return Repeated(policy, config.unit, config.policy == "stage")
 
 
 def recomputed_stages(config: ActivationsConfig, stages: int) -> frozenset[int]:

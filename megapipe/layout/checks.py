@@ -1,66 +1,38 @@
 """Keys that do not go together: each case is one line that says what would be right."""
 
-from collections.abc import Sequence
-
 from megapipe.config import (
     USUAL_WARMUP,
     ActivationsConfig,
     Config,
     LogConfig,
     OptimizerConfig,
-    ParallelConfig,
     TrainConfig,
 )
 from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import device
 from megapipe.layout.links import can_scatter
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.words import counted, plural
+from megapipe.model.interface import Family
+from megapipe.words import choices, counted, multiples, plural
 
 
-def check(config: Config, dp: int) -> None:
+def check(config: Config, family: Family, dp: int) -> None:
     """Raise :class:`ConfigError` for the first thing in a resolved configuration that is wrong."""
-    _check_model(config.model, config.parallel)
+    family.check()
     _check_sequence(config)
     _check_optimizer(config.optimizer, config.train.steps, dp)
     _check_post_validation(config)
     _check_scatter(config)
     _check_precision(config.optimizer, config.model.dtype)
-    _check_kernels(config)
+    _check_kernels(config, family)
     _check_activations(config.activations)
     _check_watched_steps(config.log)
     _check_device(config.log)
     _check_stop(config.train)
 
 
-def _check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
-    heads, kv_heads, tp = model.heads, model.kv_heads or model.heads, parallel.tp
-    if heads % kv_heads:
-        raise ConfigError(
-            f"model.heads={heads} is not divisible by model.kv_heads={kv_heads}: "
-            f"{choices('kv_heads', heads, kv_heads)}"
-        )
-    for key, size in (("heads", heads), ("kv_heads", kv_heads), ("ffn_hidden", model.ffn_hidden)):
-        if size is not None and size % tp:
-            raise ConfigError(
-                f"model.{key}={size} is not divisible by parallel.tp={tp}: "
-                f"{choices('tp', size, tp)}"
-            )
-    if model.positions == "rotary" and (model.head_dim or 0) % 2:
-        raise ConfigError(
-            f"model.head_dim={model.head_dim} (hidden / heads by default) is odd: "
-            "model.positions=rotary turns pairs of coordinates and needs an even one"
-        )
-
-
 def _check_sequence(config: Config) -> None:
-    length, model, tp = config.train.sequence_length, config.model, config.parallel.tp
-    if model.positions == "learned" and model.max_positions and length > model.max_positions:
-        raise ConfigError(
-            f"train.sequence_length={length} is longer than the position table, "
-            f"model.max_positions={model.max_positions}: expected at most that"
-        )
+    length, tp = config.train.sequence_length, config.parallel.tp
     if config.parallel.sequence_parallel and length % tp:
         raise ConfigError(
             f"train.sequence_length={length} is not divisible by parallel.tp={tp}, which "
@@ -188,13 +160,12 @@ def _check_stop(train: TrainConfig) -> None:
         )
 
 
-def _check_kernels(config: Config) -> None:
+def _check_kernels(config: Config, family: Family) -> None:
     """Refuse a kernel asked for by name where there is nothing for it to do."""
     kernels, rule = config.kernels, config.optimizer.rule
-    if kernels.swiglu not in ("auto", "torch") and config.model.activation != "swiglu":
+    if kernels.swiglu not in ("auto", "torch") and not family.kernels.gate:
         raise ConfigError(
-            f"kernels.swiglu={kernels.swiglu} is for model.activation=swiglu, not "
-            f"{config.model.activation}: expected auto"
+            f"kernels.swiglu={kernels.swiglu} is for model.activation=swiglu: expected auto"
         )
     if kernels.optimizer not in ("auto", "torch") and rule not in ("adamw", "adam", "muon"):
         raise ConfigError(
@@ -232,31 +203,13 @@ def check_compile(config: Config, slices: int) -> None:
     """Refuse what compiled blocks cannot do; the schedule cuts sequences into `slices`."""
     if not config.kernels.compile:
         return
-    dropout, activations = config.model.dropout, config.activations
+    activations = config.activations
     policies = activations.policy
     policies = [policies] if isinstance(policies, str) else policies
     for wrong, expected in (
-        (dropout > 0, f"model.dropout=0, not {dropout:g}"),
         (slices > 1, f"whole sequences, and pipeline.schedule cuts them into {slices} slices"),
         ("selective" in policies, "activations.policy=keep, full or stage, not selective"),
         (activations.offload, "activations.offload=[]"),
     ):
         if wrong:
             raise ConfigError(f"kernels.compile=true needs {expected}")
-
-
-def choices(name: str, size: int, near: int) -> str:
-    """The values of `name` that divide `size`, the eight nearest to `near`."""
-    divisors = [d for d in range(1, min(size, 4096) + 1) if size % d == 0]
-    return f"{name} could be {either(sorted(sorted(divisors, key=lambda d: abs(d - near))[:8]))}"
-
-
-def multiples(value: int, factor: int) -> str:
-    """The multiples of `factor` next to `value`."""
-    below = value // factor * factor
-    return f"expected a multiple, such as {either([m for m in (below, below + factor) if m])}"
-
-
-def either(values: Sequence[int]) -> str:
-    *head, last = map(str, values)
-    return f"{', '.join(head)} or {last}" if head else last

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megapipe.layers.policy import Span
+from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.data_parallel import ReplicaPolicy
@@ -30,6 +31,7 @@ class Layout:
     """The kind of device that processes compute on, or are planned for."""
     in_process: bool
     """All pipeline ranks share one process."""
+    model: Family = field(repr=False)
     stage_layers: tuple[StageSpec, ...]
     slice_lengths: tuple[int, ...]
     """Positions of each slice of a sequence; one where the schedule does not cut them."""

@@ -8,14 +8,17 @@ from dataclasses import replace
 
 from megapipe.config import Config, ParallelConfig, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
-from megapipe.layout.activations import recomputed_stages, stage_spans
-from megapipe.layout.checks import check, check_compile, choices, multiples
-from megapipe.layout.costs import part_costs, relative_cost, stage_work
+from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
+from megapipe.layout.checks import check, check_compile
+from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.devices import device_kind
+from megapipe.layout.family import family_of
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.replicas import replica_policy
 from megapipe.layout.slices import balanced_slices
+from megapipe.model.gpt.checks import resolved
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators.lists import split_backwards
@@ -24,6 +27,7 @@ from megapipe.schedule.load import goes_by_cost, is_own, load
 from megapipe.schedule.memory import peak_held
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.proof.validate import Report, validate
+from megapipe.words import multiples
 
 BYTE_VOCABULARY = 257
 """Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
@@ -77,9 +81,9 @@ def _resolve(
     device = device or device_kind(config)
     if before is not None and config == given and device == before.device:
         return config, before
-    check(config, dp)
+    family = family_of(config, device)
+    check(config, family, dp)
     microbatches = _microbatches(config, dp)
-    loss_chunk = config.kernels.loss_tokens(cuda=device == "cuda")
     # an order that goes by costs is made when the stages are known; a short one has its placement
     by_cost = goes_by_cost(config.pipeline.schedule)
     if before is not None and not by_cost:
@@ -88,11 +92,11 @@ def _resolve(
         short = by_cost and not is_own(config.pipeline.schedule)
         schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
-    stages = _partition(config, schedule.placement)
+    stages = _partition(config, family, schedule.placement)
     spans = stage_spans(config.activations, stages, schedule.recompute)
-    slice_lengths = _slice_lengths(config, schedule.slices)
-    work = stage_work(config, stages, spans, schedule.recompute, chunked=loss_chunk > 0)
-    cost = relative_cost(config, work, slice_lengths)
+    slice_lengths = _slice_lengths(config, family, schedule.slices)
+    work = stage_work(family, stages, spans, schedule.recompute)
+    cost = relative_cost(family, work, slice_lengths)
     if by_cost and model.vocab_size is not None:
         known = before is not None and before.cost == cost
         if before is not None and known and before.schedule.whole_microbatches == microbatches:
@@ -113,10 +117,11 @@ def _resolve(
         world=processes,
         device=device,
         in_process=config.pipeline.channels == "in_process",
+        model=family,
         stage_layers=stages,
         slice_lengths=slice_lengths,
-        loss_chunk=loss_chunk,
-        replicas=replica_policy(config.optimizer, dp, loss_chunk=loss_chunk),
+        loss_chunk=family.conditions.loss_chunk,
+        replicas=replica_policy(config.optimizer, dp, loss_chunk=family.conditions.loss_chunk),
         schedule=schedule,
         proof=proof,
         spans=spans,
@@ -143,16 +148,7 @@ def _resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
             f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of "
             f"data.tokenizer={config.data.tokenizer}: expected at least {tokenizer_size}"
         )
-    if model.head_dim is None and model.hidden % model.heads:
-        raise ConfigError(
-            f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "
-            f"set model.head_dim, or {choices('heads', model.hidden, model.heads)}"
-        )
-    size = model.vocab_size or tokenizer_size
-    resolved = model.resolved(
-        vocab_size=size or BYTE_VOCABULARY, sequence_length=config.train.sequence_length
-    )
-    return resolved if size else resolved.model_copy(update={"vocab_size": None})
+    return resolved(model, tokenizer_size, config.train.sequence_length)
 
 
 def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, int]:
@@ -205,13 +201,13 @@ def _microbatches(config: Config, dp: int) -> int:
     return train.global_batch // per_round
 
 
-def _partition(config: Config, placement: Placement) -> tuple[StageSpec, ...]:
-    model, chosen, stages = config.model, config.pipeline.layout, placement.stages
+def _partition(config: Config, family: Family, placement: Placement) -> tuple[StageSpec, ...]:
+    chosen, stages, ends = config.pipeline.layout, placement.stages, family.ends
     if chosen is None:
-        text = balanced(model.layers, placement, *part_costs(config))
+        text = balanced(family.unit_costs(repeated(config.activations)), placement, ends=ends)
     else:
-        text = chosen if isinstance(chosen, str) else from_counts(chosen)
-    specs = parse_layout(text, model.layers)
+        text = chosen if isinstance(chosen, str) else from_counts(chosen, ends=ends)
+    specs = parse_layout(text, family.layers, ends=ends)
     if len(specs) != stages:
         raise ConfigError(
             f"pipeline.layout={text!r} has {len(specs)} stages: expected {stages}, as "
@@ -221,10 +217,10 @@ def _partition(config: Config, placement: Placement) -> tuple[StageSpec, ...]:
     return specs
 
 
-def _slice_lengths(config: Config, slices: int) -> tuple[int, ...]:
+def _slice_lengths(config: Config, family: Family, slices: int) -> tuple[int, ...]:
     split = config.parallel.tp if config.parallel.sequence_parallel else 1
     try:
-        return balanced_slices(config.model, config.train.sequence_length, slices, split)
+        return balanced_slices(family.causal_flops, config.train.sequence_length, slices, split)
     except ConfigError as error:
         raise ConfigError(f"pipeline.{error}; see train.sequence_length") from None
 

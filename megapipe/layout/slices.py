@@ -10,13 +10,14 @@ from fractions import Fraction
 from itertools import pairwise
 
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.flops import layer_flops
 from megapipe.schedule.cost import Time
+
+CausalFlops = Callable[[int], int]
+"""FLOPs of one layer's forward on the first so many tokens of a sequence."""
 
 
 def balanced_slices(
-    model: ModelConfig, length: int, count: int, multiple: int = 1
+    flops: CausalFlops, length: int, count: int, multiple: int = 1
 ) -> tuple[int, ...]:
     """Lengths of `count` slices of equal FLOPs in a layer: linear parts and causal attention.
 
@@ -24,7 +25,7 @@ def balanced_slices(
     no slice is off its share by more than one token's FLOPs (Seq1F1B, 2406.03488).
 
     Args:
-        model: its sizes, resolved.
+        flops: those of a layer's forward on the first tokens of a sequence.
         length: tokens of the whole sequence.
         count: number of slices.
         multiple: each length is a multiple of this (tp, under sequence parallelism).
@@ -33,10 +34,10 @@ def balanced_slices(
         ConfigError: more slices than multiples, or a length that is not a multiple.
     """
     points = _points(length, count, multiple)
-    total = causal_flops(model, length)
+    total = flops(length)
 
     def scaled(point: int) -> int:
-        return count * causal_flops(model, point * multiple)
+        return count * flops(point * multiple)
 
     cuts = [0]
     for index in range(1, count):
@@ -47,23 +48,12 @@ def balanced_slices(
     return tuple((b - a) * multiple for a, b in pairwise([*cuts, points]))
 
 
-def causal_flops(model: ModelConfig, length: int) -> int:
-    """FLOPs of one layer's forward on the first `length` tokens of a sequence.
-
-    Unlike :func:`~megapipe.model.gpt.flops.layer_flops`, which counts whole score matrices, this
-    counts the positions that each token attends to, itself and all before it.
-    """
-    linear = layer_flops(model, 0)
-    per_position = layer_flops(model, 1) - linear
-    return length * linear + per_position * (length * (length + 1) // 2)
-
-
-def slice_shares(model: ModelConfig, lengths: Sequence[int]) -> tuple[Fraction, ...]:
+def slice_shares(flops: CausalFlops, lengths: Sequence[int]) -> tuple[Fraction, ...]:
     """Share of a layer's FLOPs that each slice of the given length takes (for `Cost.slices`)."""
-    total = causal_flops(model, sum(lengths))
+    total = flops(sum(lengths))
     ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
     return tuple(
-        Fraction(causal_flops(model, end) - causal_flops(model, end - length), total)
+        Fraction(flops(end) - flops(end - length), total)
         for length, end in zip(lengths, ends, strict=True)
     )
 

@@ -1,16 +1,20 @@
 """Partition of a model into pipeline stages.
 
-A layout is a string such as ``"E L*3 | L*4 | L*4 | L*3 H"``: stages in order, each made of ``E``
-(embedding), ``L`` or ``L*n`` (layers) and ``H`` (final norm and head). It is the only way a
-partition is described: layer counts and the default by cost are written as such a string too,
-and whatever the origin, :func:`parse_layout` proves that every layer is placed exactly once.
+A model is a chain of units: its layers, and where it has them (`ends`) an embedding before and a
+head after these. A layout is a string such as ``"E L*3 | L*4 | L*4 | L*3 H"``: stages in order,
+each made of ``E`` (embedding), ``L`` or ``L*n`` (layers) and ``H`` (final norm and head); that of
+a model without ends has layers only. It is the only way a partition is described: layer counts and
+the default by cost are written as such a string too, and whatever the origin, :func:`parse_layout`
+proves that every unit is placed exactly once.
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate, combinations, pairwise
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.cost import Time
@@ -21,23 +25,27 @@ _ITEM = re.compile(r"\s*(?:(?P<name>[EH])|L(?:\s*\*\s*(?P<count>[1-9][0-9]{0,5}(
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The contents of one virtual stage: global layer numbers, and which ends of the model."""
+    """The units of one virtual stage: which layers of the model, and whether the embedding before
+    the first layer and the head after the last one."""
 
     embedding: bool
     layers: range
     head: bool
 
 
-def parse_layout(text: str, layers: int) -> tuple[StageSpec, ...]:
-    """The stages that `text` describes, for a model of `layers` layers.
+def parse_layout(text: str, layers: int, *, ends: bool = True) -> tuple[StageSpec, ...]:
+    """The stages that `text` describes, for a model of `layers` layers, with `ends` or without.
 
     Raises :class:`ConfigError` unless the embedding comes first, the head last, each once, no
     stage is empty, and the layers add up.
     """
     stages = [_items(part, stage, text) for stage, part in enumerate(text.split("|"))]
     order = [item for stage in stages for item in stage]
-    _check_once(order, "E", 0, "embedding", "first", text)
-    _check_once(order, "H", len(order) - 1, "head", "last", text)
+    if ends:
+        _check_once(order, "E", 0, "embedding", "first", text)
+        _check_once(order, "H", len(order) - 1, "head", "last", text)
+    elif not all(isinstance(item, int) for item in order):
+        raise _error(text, "has E or H, and this model is made of layers (L, L*n) only")
     specs = []
     placed = 0
     for items in stages:
@@ -45,7 +53,8 @@ def parse_layout(text: str, layers: int) -> tuple[StageSpec, ...]:
         specs.append(StageSpec("E" in items, range(placed, placed + count), "H" in items))
         placed += count
     if placed != layers:
-        raise _error(text, f"places {placed} layers, but model.layers is {layers}")
+        has = "model.layers is" if ends else "the model has"
+        raise _error(text, f"places {placed} layers, but {has} {layers}")
     return tuple(specs)
 
 
@@ -54,39 +63,50 @@ def format_layout(specs: Sequence[StageSpec]) -> str:
     return " | ".join(_stage_text(spec.embedding, len(spec.layers), spec.head) for spec in specs)
 
 
-def from_counts(counts: Sequence[int]) -> str:
-    """The layout with `counts` layers per stage, embedding in the first and head in the last."""
+def from_counts(counts: Sequence[int], *, ends: bool = True) -> str:
+    """The layout with `counts` layers per stage, with `ends` the embedding in the first and the
+    head in the last."""
     if not counts or min(counts) < 0:
         raise ConfigError(
             f"pipeline.layout={list(counts)}: expected one layer count per stage, none negative"
         )
-    return _join(counts)
+    return _join(counts, ends=ends)
 
 
-def balanced(layers: int, placement: Placement, layer: Time, embedding: Time, head: Time) -> str:
+def balanced(costs: Sequence[Time], placement: Placement, *, ends: bool = True) -> str:
     """The layout with the least work for the busiest rank, and then for the slowest stage.
 
-    `layer`, `embedding` and `head` are costs. In a long step every rank runs all of its stages for
-    each micro-batch, so the rank with the largest sum of them sets the pace; the slowest stage
-    sets how long the pipeline takes to fill and to drain. With one stage per rank they are the
-    same. Among equals, the smallest sum of squared stage costs counts, and of stages that cost
-    the same the later one is given the next layer: fewer micro-batches wait there for their
-    backward. Optimal where no rank holds a stage together with more than one other holder of it:
-    for pipelines in one direction, and in two.
+    `costs` are those of the chain's units; with `ends` the first is the embedding and the last the
+    head. In a long step every rank runs all of its stages for each micro-batch, so the rank with
+    the largest sum of them sets the pace; the slowest stage sets how long the pipeline takes to
+    fill and to drain. With one stage per rank they are the same. Among equals, the smallest sum of
+    squared stage costs counts, and of stages that cost the same the later one is given the next
+    layer: fewer micro-batches wait there for their backward.
 
-    Raises :class:`ConfigError` for more stages than there are layers, embedding and head.
+    Where all layers cost the same it is optimal if no rank holds a stage together with more than
+    one other holder of it: for pipelines in one direction, and in two. Where they differ the
+    slowest stage comes first: it is the least there can be, and borders are then moved layer by
+    layer as long as that helps.
+
+    Raises :class:`ConfigError` for more stages than there are units.
     """
-    stages = placement.stages
-    if stages > layers + 2:
+    units = [Fraction(cost) for cost in costs]
+    layers, stages = len(units) - 2 * ends, placement.stages
+    if stages > len(units):
+        what = "embedding and head" if ends else "and nothing else"
         raise ConfigError(
             f"{stages} pipeline stages (parallel.pp x pipeline.chunks) for {layers} layers, "
-            f"embedding and head: at most {layers + 2} stages can hold something"
+            f"{what}: at most {len(units)} stages can hold something"
         )
-    parts = (Fraction(layer), Fraction(embedding), Fraction(head))
-    quickest = _deal(layers, placement, parts, None)
+    inner = units[1:-1] if ends else units
+    if len(set(inner)) > 1:
+        borders = _moved(units, placement, _evened(units, stages))
+        return _join(_layer_counts(borders, layers, ends=ends), ends=ends)
+    parts = (inner[0], units[0], units[-1]) if ends else (inner[0], Fraction(0), Fraction(0))
+    quickest = _deal(layers, placement, parts, None, ends=ends)
     assert quickest is not None
     most = max(rank_loads(placement, stage_costs(quickest, *parts)))
-    return _join(_deal(layers, placement, parts, most) or quickest)
+    return _join(_deal(layers, placement, parts, most, ends=ends) or quickest, ends=ends)
 
 
 def stage_costs(counts: Sequence[int], layer: Time, embedding: Time, head: Time) -> list[Time]:
@@ -95,6 +115,57 @@ def stage_costs(counts: Sequence[int], layer: Time, embedding: Time, head: Time)
     costs[0] += embedding
     costs[-1] += head
     return costs
+
+
+def _evened(units: Sequence[Fraction], stages: int) -> list[int]:
+    """The first unit of each stage, and their number: the slowest stage is the least there is.
+
+    Every limit on a stage's cost is a sum of neighbours, so it is found among those by bisection.
+    """
+    ends = [Fraction(0), *accumulate(units)]
+    limits = sorted({b - a for a, b in combinations(ends, 2)})
+
+    def fill(limit: Fraction) -> list[int] | None:
+        borders = [0]
+        for stage in range(stages):
+            first, left = borders[-1], stages - stage - 1
+            stop = bisect_right(ends, ends[first] + limit) - 1
+            stop = min(stop, len(units) - left)  # a unit for each stage that follows
+            if stop <= first:
+                return None
+            borders.append(stop)
+        return borders if borders[-1] == len(units) else None
+
+    place = bisect_left(range(len(limits)), True, key=lambda i: fill(limits[i]) is not None)
+    found = fill(limits[place])
+    assert found is not None
+    return found
+
+
+def _moved(units: Sequence[Fraction], placement: Placement, borders: list[int]) -> list[int]:
+    """Move borders by one unit while the busiest rank, the slowest stage or the squares shrink."""
+    ends = [Fraction(0), *accumulate(units)]
+
+    def worth(borders: Sequence[int]) -> tuple[Time, Time, Time]:
+        costs = [ends[b] - ends[a] for a, b in pairwise(borders)]
+        return max(rank_loads(placement, costs)), max(costs), sum(cost * cost for cost in costs)
+
+    best = worth(borders)
+    improved = True
+    while improved:
+        improved = False
+        for i in range(1, len(borders) - 1):
+            for by in (1, -1):
+                other = [*borders[:i], borders[i] + by, *borders[i + 1 :]]
+                if other[i - 1] < other[i] < other[i + 1] and worth(other) < best:
+                    borders, best, improved = other, worth(other), True
+    return borders
+
+
+def _layer_counts(borders: Sequence[int], layers: int, *, ends: bool) -> list[int]:
+    """Layers of each stage, of those that begin at the given units."""
+    at = [min(max(border - ends, 0), layers) for border in borders]
+    return [b - a for a, b in pairwise(at)]
 
 
 def rank_loads(placement: Placement, costs: Sequence[Time]) -> list[Time]:
@@ -108,12 +179,17 @@ def rank_loads(placement: Placement, costs: Sequence[Time]) -> list[Time]:
 
 
 def _deal(
-    layers: int, placement: Placement, parts: tuple[Time, Time, Time], most: Time | None
+    layers: int,
+    placement: Placement,
+    parts: tuple[Time, Time, Time],
+    most: Time | None,
+    *,
+    ends: bool,
 ) -> list[int] | None:
     """Layers of each stage, dealt one at a time: to the cheapest stage of the least loaded rank,
     or, with `most`, to the cheapest stage whose ranks stay within it (None if there is none)."""
     layer, stages = parts[0], placement.stages
-    counts = [int(0 < stage < stages - 1) for stage in range(stages)]
+    counts = [int(not ends or 0 < stage < stages - 1) for stage in range(stages)]
     costs = stage_costs(counts, *parts)
     loads = rank_loads(placement, costs)
     times = [Counter(row[stage] for row in placement.table) for stage in range(stages)]
@@ -137,9 +213,11 @@ def _deal(
     return counts
 
 
-def _join(counts: Sequence[int]) -> str:
-    end = len(counts) - 1
-    return " | ".join(_stage_text(i == 0, count, i == end) for i, count in enumerate(counts))
+def _join(counts: Sequence[int], *, ends: bool) -> str:
+    last = len(counts) - 1
+    return " | ".join(
+        _stage_text(ends and i == 0, count, ends and i == last) for i, count in enumerate(counts)
+    )
 
 
 def _stage_text(embedding: bool, layers: int, head: bool) -> str:

@@ -16,7 +16,7 @@ uses accumulate into gradients of their own and are added once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,14 @@ from torch.nn import Parameter
 
 from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layers.parameter import LocalParameter, spec_of
-from megapipe.model.gpt.stage import GPTStage
 from megapipe.optim.policy import BucketGroups, ZeroPolicy
 from megapipe.plan.buckets import Sized, aligned, chunk_length, cut
+
+
+class Modules(Protocol):
+    """What has parameters: a model, or a stage of one."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
 
 
 class Owned(NamedTuple):
@@ -42,7 +47,7 @@ class Owned(NamedTuple):
         self.module._parameters[self.name] = new
 
 
-def owned_parameters(module: nn.Module) -> Iterator[Owned]:
+def owned_parameters(module: Modules) -> Iterator[Owned]:
     """All parameters of a module, one by one also where two share a name."""
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
@@ -218,7 +223,7 @@ def _region_key(spec: LocalParameter) -> tuple[bool, bool]:
 
 
 def make_buckets(
-    modules: Mapping[int, GPTStage],
+    modules: Mapping[int, Modules],
     mesh: ParallelMesh,
     policy: ZeroPolicy,
     *,

@@ -6,10 +6,8 @@ from functools import partial
 from typing import NamedTuple
 
 from megapipe.config import Config
-from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layout.layout import Layout
-from megapipe.model.gpt.saved import Held, Sizes, cache_bytes, cache_gradients, stage_held
-from megapipe.model.gpt.workspace import Peaks, peaks
+from megapipe.model.interface import Held, Peaks, Sizes, bytes_of
 from megapipe.schedule.ir import Kind, Op
 
 _Owner = tuple[int, int, int | None]
@@ -30,15 +28,17 @@ class _Piece(NamedTuple):
     """Bytes of a micro-batch, a part or a slice of one, at one stage."""
 
     held: Held
-    message: int
-    """Of its hidden states, or their gradient."""
+    received: int
+    """Of the stage's input, or its gradient; 0 at the first stage."""
+    sent: int
+    """Of the stage's output, or its gradient; 0 at the last stage."""
     cached: int
     """Keys and values of the whole micro-batch; 0 unless this is a slice of it."""
     cached_gradients: int
     """Gradients that its I leaves to the slice before it."""
-    within: Peaks
-    """The most that it takes while an operation runs."""
-    within_built: Peaks
+    within: Peaks | None
+    """The most that it takes while an operation runs, where the family knows."""
+    within_built: Peaks | None
     """The same, where the graph of a stage that is run again is there already."""
 
 
@@ -49,7 +49,7 @@ def peak_activations(
 
     Pieces hold from F to I or B what their stage saves, from I to W what weight gradients wait
     with. A stage that is run again holds its input, until the backward builds the graph. While an
-    operation runs its piece takes more (:mod:`megapipe.model.gpt.workspace`); without `inside` that
+    operation runs its piece takes more , as far as its family knows; without `inside` that
     is left out, and the peak is that between operations. Messages on their way come on top.
     """
     held: dict[_Owner, Activations] = {}
@@ -79,26 +79,24 @@ def _moments(
     built: set[_Owner] = set()
     """Graphs of stages that are run again, ahead of the backward."""
     for op in schedule.rank_ops(rank):
-        stage = layout.stage_layers[op.stage]
         piece = piece_of(op.stage, rows[op.microbatch], op.slice)
         owner = op.stage, op.microbatch, op.slice
         full = Activations(piece.held.device, piece.held.host)
         again = op.stage in schedule.recompute and owner not in built
-        if inside:
-            within = piece.within_built if owner in built else piece.within
+        within = piece.within_built if owner in built else piece.within
+        if inside and within is not None:
             host = full.host if op.kind in (Kind.F, Kind.B, Kind.I) else 0
             after = _cache(op, piece) if op.kind == Kind.F else {}
             yield {owner: Activations(getattr(within, op.kind.name), host), **after}
         if op.kind == Kind.F:
-            kept = Activations(0 if stage.embedding else piece.message, 0) if again else full
+            kept = Activations(piece.received, 0) if again else full
             yield {owner: kept, **_cache(op, piece)}
         elif op.kind == Kind.R:
             built.add(owner)
             yield {owner: full}
         elif op.kind in (Kind.B, Kind.I):
             if again:
-                grad = 0 if stage.head else piece.message
-                yield {owner: full._replace(device=full.device + grad)}
+                yield {owner: full._replace(device=full.device + piece.sent)}
             left = Activations(piece.held.queued, 0) if op.kind == Kind.I else _NOTHING
             yield {owner: left, **_cache(op, piece)}
         else:
@@ -114,22 +112,27 @@ def _cache(op: Op, piece: _Piece) -> dict[_Owner, Activations]:
 
 
 def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -> _Piece:
-    model, lengths, spec = config.model, layout.slice_lengths, layout.stage_layers[stage]
+    model, lengths, spec = layout.model, layout.slice_lengths, layout.stage_layers[stage]
     cuda, split = layout.device == "cuda", config.parallel.sequence_parallel
-    whole = sizes = Sizes(config.train.sequence_length, rows, layout.tp, split, cuda)
+    sizes = Sizes(config.train.sequence_length, rows, layout.tp, split, cuda)
     cached = gradients = 0
     if layout.schedule.slices > 1:
-        sizes = whole._replace(sequence=lengths[slice_], before=sum(lengths[:slice_]))
-        cached = cache_bytes(model, len(spec.layers), whole)
-        gradients = cache_gradients(model, len(spec.layers), sizes)
-    tokens = sizes.sequence * rows // (layout.tp if split else 1)
-    most, spans = layout.loss_chunk, layout.spans[stage]
-    again = stage in layout.schedule.recompute
+        sizes = sizes._replace(sequence=lengths[slice_], before=sum(lengths[:slice_]))
+        cached, gradients = model.cached(spec, sizes)
+
+    def message(stage: int) -> int:
+        """Bytes between a stage and the one that follows."""
+        if not 0 <= stage < layout.stages - 1:
+            return 0
+        return bytes_of(model.message(layout.stage_layers[stage], rows, sizes.sequence))
+
+    spans, again = layout.spans[stage], stage in layout.schedule.recompute
     return _Piece(
-        held=stage_held(model, spec, spans, sizes, loss_chunk=most),
-        message=tokens * model.hidden * DTYPE_BYTES[model.dtype],
+        held=model.held(spec, spans, sizes),
+        received=message(stage - 1),
+        sent=message(stage),
         cached=cached,
         cached_gradients=gradients,
-        within=peaks(model, spec, spans, sizes, most_tokens=most, again=again),
-        within_built=peaks(model, spec, spans, sizes, most_tokens=most),
+        within=model.peaks(spec, spans, sizes, again=again),
+        within_built=model.peaks(spec, spans, sizes, again=False),
     )

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.dtypes import main_bytes
-from megapipe.layers.specs import ParameterSpec
+from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.layout.layout import Layout
-from megapipe.model.gpt.parameters import by_name, stage_parameters
 
 ALIGNMENT = 16
 """Ranges that an update touches begin at multiples of this many values. Vector instructions then
@@ -140,8 +139,8 @@ def _sized(parameters: Iterable[ParameterSpec], tp: int) -> Iterator[Sized]:
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
     """Buckets of a process at pipeline index `rank`: by stage, those of a stage in the order in
     which they are reduced, the tied one last."""
-    model, placement = config.model, layout.schedule.placement
-    least = chunk_length(config.optimizer.reduce_chunk_mib, main_bytes(model.dtype))
+    placement = layout.schedule.placement
+    least = chunk_length(config.optimizer.reduce_chunk_mib, main_bytes(layout.model.dtype))
 
     def buckets(
         stage: int, parameters: Sequence[ParameterSpec], ranks: Iterable[int], shared: bool
@@ -154,7 +153,7 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
 
     tied: list[ParameterSpec] = []
     for stage in layout.process_stages(rank):
-        parameters = list(stage_parameters(model, layout.stage_layers[stage]))
+        parameters = list(layout.model.parameters(layout.stage_layers[stage]))
         tied += (spec for spec in parameters if spec.tied)
         own = [spec for spec in parameters if not spec.tied]
         holders = placement.holders(stage)

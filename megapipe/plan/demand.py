@@ -4,7 +4,6 @@ from fractions import Fraction
 
 from megapipe.config import Config
 from megapipe.layout.layout import Layout
-from megapipe.model.gpt.flops import token_flops
 from megapipe.plan.activation_memory import Activations, peak_activations
 from megapipe.plan.memory import ModelMemory, model_memory
 from megapipe.plan.pace import Speeds
@@ -62,7 +61,7 @@ def pace_lines(config: Config, layout: Layout, speeds: Speeds, timeline: Timelin
     seconds = float(sum(timeline.busy) if alone else timeline.makespan)
     train = config.train
     tokens = train.global_batch * train.sequence_length
-    rate = tokens * token_flops(config.model, train.sequence_length) / seconds / layout.world
+    rate = tokens * layout.model.token_flops() / seconds / layout.world
     parallel = config.parallel
     links = [f"{speeds.efficiency:.0%} of {speeds.tflops:g} TFLOP/s (log.efficiency)"]
     if layout.world > 1:

@@ -17,10 +17,10 @@ from megapipe.layout.costs import scaled
 from megapipe.layout.devices import device, local_device
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import scatters, speed
-from megapipe.model.gpt.flops import layer_flops
 from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.traffic import (
     Exchange,
+    largest_message,
     message_bytes,
     operation_traffic,
     reduction,
@@ -61,8 +61,8 @@ def expected(config: Config, layout: Layout, speeds: Speeds) -> Timeline:
     """A step as far as it is known: in seconds, or if a speed is missing at the FLOPs of the
     stages, where 1 is the forward of a layer."""
     if speeds.tflops is None:
-        unit = layer_flops(config.model, config.train.sequence_length)
-        return simulate(layout.schedule, scaled(layout.cost, 1 / unit), layout.replicas)
+        cost = scaled(layout.cost, 1 / layout.model.unit_of_work())
+        return simulate(layout.schedule, cost, layout.replicas)
     return simulate(layout.schedule, timed_cost(config, layout, speeds), layout.replicas)
 
 
@@ -105,7 +105,7 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
             (a, b): _between(config, a * stride, b * stride)
             for a, b in pairs(layout.schedule.placement)
         },
-        message=message_bytes(config, layout),
+        message=largest_message(config, layout),
         reduce=tuple(reduce),
         gather=tuple(gather),
         buckets=buckets,
@@ -118,7 +118,10 @@ def _message(config: Config, layout: Layout, stage: int, source: int) -> float:
     alone = layout.in_process
     if alone or not 0 <= source < len(row) or row[source] == row[stage] or not scatters(config):
         return 0.0
-    return float((layout.tp - 1) * message_bytes(config, layout))
+    train = config.train
+    before = min(stage, source)
+    size = message_bytes(config, layout, before, train.microbatch, train.sequence_length)
+    return float((layout.tp - 1) * size)
 
 
 def _between(config: Config, first: int, second: int) -> float:

@@ -2,26 +2,26 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import chain
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import padded_vocabulary
+from megapipe.layers.specs import held_numel
 from megapipe.layout.activations import stage_spans
 from megapipe.layout.checks import shortened
 from megapipe.layout.costs import stage_work
 from megapipe.layout.layout import Layout
 from megapipe.layout.slices import slice_shares
-from megapipe.model.gpt.flops import head_flops, layer_flops, token_flops
-from megapipe.model.gpt.parameters import count, count_held, known, parameter_shapes, stage_shapes
-from megapipe.model.partition import StageSpec, format_layout, from_counts, parse_layout, rank_loads
+from megapipe.model.partition import format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
 from megapipe.plan.pace import Speeds, expected
-from megapipe.plan.traffic import by_axis, message_bytes, step_traffic
+from megapipe.plan.traffic import by_axis, pipeline_messages, step_traffic
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.lower import pairs
-from megapipe.schedule.memory import peak_held, volume, weight_copies
+from megapipe.schedule.memory import peak_held, weight_copies
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.timing.simulate import Timeline
 
@@ -42,7 +42,7 @@ def report(config: Config, layout: Layout) -> str:
     timeline = expected(config, layout, speeds)
     parts = [
         [f"plan of {config.run.name}"],
-        _model_lines(config, layout),
+        _model_lines(layout),
         [
             *_run_lines(config, layout),
             *memory_lines(config, layout, speeds),
@@ -60,30 +60,34 @@ def held_by_process(config: Config, layout: Layout, schedule: Schedule) -> list[
 
     Processes that differ only in dp, cp or tp keep equally many.
     """
-    ranks: Sequence[Sequence[int]] = [
-        schedule.placement.stages_of(rank) for rank in range(layout.pp)
-    ]
+    numbers: list[Sequence[int]] = [schedule.placement.stages_of(rank) for rank in range(layout.pp)]
     if layout.in_process:
-        ranks = [range(layout.stages)]
+        numbers = [range(layout.stages)]
+
+    def held(stages: Sequence[int]) -> int:
+        own = (layout.model.parameters(layout.stage_layers[stage]) for stage in stages)
+        return held_numel(chain.from_iterable(own), layout.tp)
+
+    return [held(stages) for stages in numbers]
+
+
+def _model_lines(layout: Layout) -> list[str]:
+    model = layout.model
     return [
-        count_held(config.model, [layout.stage_layers[stage] for stage in stages], layout.tp)
-        for stages in ranks
+        f"model         {model.describe()}",
+        f"vocabulary    {model.vocab_size:,}{_padded(layout)}",
+        f"parameters    {model.count():,}",
     ]
 
 
-def _model_lines(config: Config, layout: Layout) -> list[str]:
-    model = config.model
-    vocabulary = known(model.vocab_size)
-    padded = padded_vocabulary(vocabulary, layout.tp)
-    return [
-        (
-            f"model         {model.layers} layers, hidden {model.hidden}, "
-            f"{model.heads} heads of {model.head_dim} ({model.kv_heads} for keys and values), "
-            f"MLP {model.ffn_hidden} {model.activation}, {model.dtype}"
-        ),
-        f"vocabulary    {vocabulary:,}, padded to {padded:,}",
-        f"parameters    {count(parameter_shapes(model)):,}",
-    ]
+def _padded(layout: Layout) -> str:
+    """To how many rows the matrices of a vocabulary are padded, where some are."""
+    vocabulary = layout.model.vocab_size
+    assert vocabulary is not None
+    rows = (spec for spec in layout.model.parameters(layout.model.whole) if spec.multiple > 1)
+    if not any(spec.shape[0] == vocabulary for spec in rows):
+        return ""
+    return f", padded to {padded_vocabulary(vocabulary, layout.tp):,}"
 
 
 def _run_lines(config: Config, layout: Layout) -> list[str]:
@@ -91,7 +95,7 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
     held = held_by_process(config, layout, schedule)
     length = train.sequence_length
     tokens = train.global_batch * length
-    per_token = token_flops(config.model, length)
+    per_token = layout.model.token_flops()
     return [
         (
             f"mesh          pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}: "
@@ -133,14 +137,14 @@ def _message_lines(config: Config, layout: Layout) -> list[str]:
             f"messages      {_range(ends)} point-to-point communicators per process, "
             f"at most {depth} received ahead in one"
         ),
-        f"sent          {_sent(config, layout, schedule):,} bytes between all pipeline ranks",
+        f"sent          {_sent(config, layout):,} bytes between all pipeline ranks",
     ]
 
 
 def _slices_line(config: Config, layout: Layout) -> str:
     """Where sequences are cut, and how even that is."""
     lengths = layout.slice_lengths
-    shares = [f"{float(share):.1%}" for share in slice_shares(config.model, lengths)]
+    shares = [f"{float(share):.1%}" for share in slice_shares(layout.model.causal_flops, lengths)]
     return (
         f"slices        of {', '.join(map(str, lengths))} tokens, with {', '.join(shares)} of a "
         "layer's FLOPs"
@@ -157,25 +161,24 @@ def _traffic_line(config: Config, layout: Layout) -> str:
     return f"wire          sent at most, per process and step: {text or 'nothing'}"
 
 
-def _sent(config: Config, layout: Layout, schedule: Schedule) -> int:
+def _sent(config: Config, layout: Layout) -> int:
     """Bytes of hidden states and their gradients in a step of the whole job."""
-    whole = message_bytes(config, layout) * layout.tp
-    return int(sum(volume(schedule).values()) * whole) * layout.dp
+    sent = (pipeline_messages(config, layout, rank) for rank in range(layout.pp))
+    return sum(each.bytes for own in sent for each in own) * layout.tp * layout.dp
 
 
 def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str]:
-    model, length = config.model, config.train.sequence_length
+    model = layout.model
     rows = [("stage", "rank", "holds", "parameters", "FLOPs")]
-    total = token_flops(model, length) / 3
+    total = model.forward_flops(model.whole)
     for stage, spec in enumerate(layout.stage_layers):
-        flops = len(spec.layers) * layer_flops(model, length) + spec.head * head_flops(model)
         rows.append(
             (
                 str(stage),
                 "+".join(map(str, schedule.placement.holders(stage))),
-                _contents(spec),
-                f"{count(stage_shapes(model, spec)):,}",
-                f"{flops / total:.1%}",
+                model.contents(spec),
+                f"{model.count(spec):,}",
+                f"{model.forward_flops(spec) / total:.1%}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -202,14 +205,15 @@ def _balance_line(config: Config, layout: Layout) -> str:
     """How even the ranks' work is, and how even it would be with equally many layers per stage."""
     F, B, _, _, R = layout.cost.table(layout.stages)
     chosen = _excess(layout, [sum(each) for each in zip(F, B, R, strict=True)])
-    layers, stages = config.model.layers, layout.stages
+    model, stages = layout.model, layout.stages
+    layers = model.layers
     if layers < stages:
         return f"balance       {chosen} above the mean"
     counts = [layers * (i + 1) // stages - layers * i // stages for i in range(stages)]
-    specs = parse_layout(from_counts(counts), layers)
+    specs = parse_layout(from_counts(counts, ends=model.ends), layers, ends=model.ends)
     again = layout.schedule.recompute
     spans = stage_spans(config.activations, specs, again)
-    work = stage_work(config, specs, spans, again, chunked=layout.loss_chunk > 0)
+    work = stage_work(model, specs, spans, again)
     even = _excess(layout, [sum(each) for each in work])
     return f"balance       {chosen} above the mean; with layers split evenly {even}"
 
@@ -241,18 +245,6 @@ def _schedule_lines(
     if copies > 1 and not layout.in_process:
         lines.append(f"weights held {copies} times")
     return [*lines, draw(timeline)]
-
-
-def _contents(spec: StageSpec) -> str:
-    layers = spec.layers
-    parts = ["embedding"] if spec.embedding else []
-    if len(layers) == 1:
-        parts.append(f"layer {layers[0]}")
-    elif layers:
-        parts.append(f"layers {layers[0]}-{layers[-1]}")
-    if spec.head:
-        parts.append("head")
-    return ", ".join(parts)
 
 
 def _range(values: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby, pairwise
-from typing import Literal
+from math import prod
 
 from megapipe.config import Config
 from megapipe.distributed.shares import share
@@ -32,19 +32,14 @@ from megapipe.dtypes import DTYPE_BYTES, main_bytes
 from megapipe.layers.policy import loss_chunk
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import scatters
+from megapipe.model.interface import Collective, TensorTraffic, bytes_of
 from megapipe.plan.buckets import BucketPlan, Group, process_buckets
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 from megapipe.schedule.ir import Kind
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-
 SCALAR = 8
 """Counts, losses and norms are summed in fp64."""
 
-_PAIRS = 2
-"""A layer's pairs of a column- and a row-parallel linear: attention and MLP."""
-_LOSS_NUMBERS = 3
-"""Numbers per token that the cross-entropy gathers over tp: maximum, sum, label's logit."""
 _OTHER_TOTALS = 5
 """Numbers that ranks add up beside squared norms: loss, tokens, two wishes, memory."""
 
@@ -93,45 +88,57 @@ def by_axis(exchanges: Iterable[Exchange]) -> dict[str, Fraction]:
     }
 
 
-def hidden_bytes(config: Config) -> int:
-    """Hidden states [s, b, h] of a whole micro-batch."""
-    train, model = config.train, config.model
-    values = train.sequence_length * train.microbatch * model.hidden
-    return values * DTYPE_BYTES[model.dtype]
+def message_bytes(config: Config, layout: Layout, stage: int, rows: int, length: int) -> int:
+    """The output of `stage` for so many rows and positions, as one tensor-parallel rank sends it to
+    the next pipeline rank."""
+    tensors = layout.model.message(layout.stage_layers[stage], rows, length)
+    if not scatters(config):
+        return bytes_of(tensors)
+    return sum(
+        each.bytes // prod(each.shape) * share(prod(each.shape), layout.tp) for each in tensors
+    )
 
 
-def message_bytes(config: Config, layout: Layout, tokens: int | None = None) -> int:
-    """Hidden states of `tokens`, by default those of a whole micro-batch, as one tensor-parallel
-    rank sends them to the next pipeline rank."""
-    if tokens is None:
-        tokens = config.train.sequence_length * config.train.microbatch
-    ranks = layout.tp if config.parallel.sequence_parallel or scatters(config) else 1
-    return share(tokens * config.model.hidden, ranks) * DTYPE_BYTES[config.model.dtype]
+def largest_message(config: Config, layout: Layout) -> int:
+    """Bytes of the largest message of a whole micro-batch between two stages; 0 for one stage."""
+    train = config.train
+    return max(
+        (
+            message_bytes(config, layout, stage, train.microbatch, train.sequence_length)
+            for stage in range(layout.stages - 1)
+        ),
+        default=0,
+    )
 
 
 def operation_traffic(config: Config, layout: Layout, stage: int, kind: str) -> Fraction:
     """Bytes of hidden states that a process sends to its tp peers in one F, I, W or B of a whole
     micro-batch; those of a forward that is run again are with the F."""
-    per_pass = _stage_traffic(config, layout, stage, fused=kind == "B")
+    if layout.tp == 1:
+        return Fraction(0)
+    traffic = _stage_traffic(layout, stage, fused=kind == "B")
+    tokens = config.train.sequence_length * config.train.microbatch
+    whole = tokens * traffic.width * DTYPE_BYTES[layout.model.dtype]
     sent = [
-        Exchange("tp", collective, what, count, count * hidden_bytes(config), layout.tp).wire
-        for (collective, what), count in per_pass.items()
+        Exchange("tp", collective, what, count, count * whole, layout.tp).wire
+        for (collective, what), count in traffic.hidden.items()
         if what in ("IW" if kind == "B" else kind)
     ]
     return sum(sent, Fraction(0))
 
 
 def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    """Per piece of a micro-batch and layer: 2 or 4 collectives in F and in I, and with sequence
-    parallelism 4 gathers in W, or 2 in the W of a B."""
-    whole = hidden_bytes(config) // (config.train.sequence_length * config.train.microbatch)
+    """Per piece of a micro-batch, the collectives of its stages' layers and of the loss."""
+    if layout.tp == 1:
+        return
     for stage in layout.process_stages(rank):
         split, fused = (
             list(_pieces(config, layout, stage, rank, fused=fused)) for fused in (False, True)
         )
-        per_pass = [_stage_traffic(config, layout, stage, fused=fused) for fused in (False, True)]
-        for collective, what in per_pass[0]:
-            counts = [of[collective, what] for of in per_pass]
+        per_pass = [_stage_traffic(layout, stage, fused=fused) for fused in (False, True)]
+        whole = per_pass[0].width * DTYPE_BYTES[layout.model.dtype]
+        for collective, what in per_pass[0].hidden:
+            counts = [of.hidden[collective, what] for of in per_pass]
             yield Exchange(
                 axis="tp",
                 collective=collective,
@@ -141,11 +148,11 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
                 members=layout.tp,
             )
         pieces = split + fused
-        if layout.stage_layers[stage].head:
+        if per_pass[0].loss_numbers:
             forwards = 1 + (stage in layout.schedule.recompute)
             most = layout.loss_chunk
             chunks = sum(-(-n // loss_chunk(n, most)) if most else 1 for n in pieces)
-            size = layout.tp * _LOSS_NUMBERS * main_bytes(config.model.dtype)
+            size = layout.tp * per_pass[0].loss_numbers * main_bytes(layout.model.dtype)
             yield Exchange(
                 axis="tp",
                 collective="all_gather",
@@ -168,37 +175,11 @@ def _pieces(config: Config, layout: Layout, stage: int, rank: int, *, fused: boo
                 yield rows * layout.slice_lengths[op.slice]
 
 
-def _stage_traffic(
-    config: Config, layout: Layout, stage: int, *, fused: bool
-) -> dict[tuple[Collective, str], int]:
-    """Collectives of hidden states in one pass through a stage, by kind and operation.
-
-    What is run again in the backward ends in a linear layer without its product, and so without
-    the last reduction. A `fused` backward gathers the gradients of row layers once, a compiled one
-    twice all the same.
-    """
-    spec = layout.stage_layers[stage]
-    linears = _PAIRS * len(spec.layers)
+def _stage_traffic(layout: Layout, stage: int, *, fused: bool) -> TensorTraffic:
+    """Tensor-parallel collectives of one pass of a piece through a stage."""
     again = stage in layout.schedule.recompute
-    if again:
-        rerun, left_out = linears, int(linears > 0 and not spec.head)
-    else:
-        spans = [span.blocks for span in layout.spans[stage] if "block" in span.policy.recompute]
-        rerun, left_out = _PAIRS * sum(spans), len(spans)
-    columns = linears + rerun
-    rows = linears + rerun - left_out + spec.embedding * (1 + again)
-    head_forwards = spec.head * (1 + again)
-    kept_logits = spec.head * (layout.loss_chunk == 0)
-    gathered = linears * (1 if fused and not config.kernels.compile else 2)
-    if not config.parallel.sequence_parallel:
-        return {("all_reduce", "F"): rows, ("all_reduce", "I"): linears + spec.head}
-    return {
-        ("all_gather", "F"): columns + head_forwards,
-        ("reduce_scatter", "F"): rows,
-        ("all_gather", "I"): linears,
-        ("reduce_scatter", "I"): linears + spec.head,
-        ("all_gather", "W"): gathered + spec.embedding + kept_logits,
-    }
+    spec, spans = layout.stage_layers[stage], layout.spans[stage]
+    return layout.model.tensor_traffic(spec, spans, again=again, fused=fused)
 
 
 def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
@@ -247,10 +228,18 @@ def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchan
 
 
 def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    """A message forward and one back, per piece, at each border between two ranks; where shares
-    are sent, those that arrive are gathered over tp."""
+    """The messages of a rank; where shares are sent, those that arrive are gathered over tp."""
     if layout.in_process:
         return
+    sent = list(pipeline_messages(config, layout, rank))
+    yield from sent
+    if scatters(config):
+        count, amount = sum(each.count for each in sent), sum(each.bytes for each in sent)
+        yield Exchange("tp", "all_gather", "messages", count, layout.tp * amount, layout.tp)
+
+
+def pipeline_messages(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
+    """A message forward and one back, per piece, at each border between two ranks, by peer."""
     schedule = layout.schedule
     alike = Counter(
         (schedule.direction_of(microbatch), schedule.size_of(microbatch))
@@ -260,18 +249,17 @@ def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
     amounts: Counter[int] = Counter()
     for (replica, size), count in alike.items():
         rows = int(size * config.train.microbatch)
-        each = sum(message_bytes(config, layout, rows * length) for length in layout.slice_lengths)
-        for border in pairwise(schedule.placement.table[replica]):
+        for stage, border in enumerate(pairwise(schedule.placement.table[replica])):
             if rank not in border or border[0] == border[1]:
                 continue
             peer = sum(border) - rank
             messages[peer] += count * schedule.slices
-            amounts[peer] += count * each
+            amounts[peer] += count * sum(
+                message_bytes(config, layout, stage, rows, length)
+                for length in layout.slice_lengths
+            )
     for peer, count in sorted(messages.items()):
         yield Exchange("pp", "send", f"to {peer}", count, amounts[peer], layout.pp)
-    if scatters(config):
-        gathered = layout.tp * amounts.total()
-        yield Exchange("tp", "all_gather", "messages", messages.total(), gathered, layout.tp)
 
 
 def _scalars(config: Config, layout: Layout) -> Iterator[Exchange]:

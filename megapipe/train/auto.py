@@ -198,14 +198,14 @@ class AutoSchedule:
 
     def _others(self, cost: Cost) -> Iterator[tuple[str, Placement, Cost]]:
         """Other placements, and what their stages would cost with an even partition."""
-        ranks, layers = self.layout.pp, self.config.model.layers
+        ranks, layers, ends = self.layout.pp, self.layout.model.layers, self.layout.model.ends
         for name, placement in (
             ("pipeline.placement=loop pipeline.chunks=1", loop(ranks)),
             ("pipeline.placement=loop pipeline.chunks=2", loop(ranks, 2)),
             ("pipeline.placement=v", vee(ranks)),
             ("pipeline.placement=wave", wave(ranks, 2)),
         ):
-            if placement != self.train_step.placement and placement.stages <= layers + 2:
+            if placement != self.train_step.placement and placement.stages <= layers + 2 * ends:
                 yield name, placement, self._repartitioned(cost, placement)
 
     def _repartitioned(self, cost: Cost, placement: Placement) -> Cost:
@@ -213,8 +213,10 @@ class AutoSchedule:
         table = dict(zip("FBIW", cost.table(self.layout.stages), strict=False))
         parts = {kind: self._by_part([float(time) for time in table[kind]]) for kind in table}
         layer, embedding, head = (sum(parts[kind][i] for kind in "FIW") for i in range(3))
-        text = balanced(self.config.model.layers, placement, layer, embedding, head)
-        specs = parse_layout(text, self.config.model.layers)
+        layers, ends = self.layout.model.layers, self.layout.model.ends
+        inner = [layer] * layers
+        text = balanced([embedding, *inner, head] if ends else inner, placement, ends=ends)
+        specs = parse_layout(text, layers, ends=ends)
 
         def times(kind: str) -> tuple[float, ...]:
             layer, embedding, head = parts[kind]

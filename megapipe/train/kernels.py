@@ -14,7 +14,7 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import LaunchError, MegapipeError
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.layout.layout import Layout
-from megapipe.model.gpt.compiled_check import check_compiled
+from megapipe.model.interface import KernelNeeds
 from megapipe.ops import adam, attention_choice, norm, swiglu, weight_grad
 from megapipe.ops.attention import AttentionKernel
 from megapipe.ops.attention_choice import Attended, torch_choice
@@ -33,14 +33,12 @@ def agreed_kernels(
     it would use others than rank 0: a package may be missing on a node. A rank whose compiler
     fails raises alone, as its tp peers may be within a collective of the compiled block.
     """
-    kernels = _selected(config, mesh, cut=schedule.slices > 1)
+    kernels = _selected(config, layout.model.kernels, mesh, cut=schedule.slices > 1)
     if kernels.compiler is not None:
         rows = config.train.microbatch
         sizes = map(schedule.size_of, range(schedule.microbatches))
-        check_compiled(
-            config.model,
+        layout.model.check_compiled(
             make_sharding(config, mesh, kernels),
-            length=config.train.sequence_length,
             rows={rows, *(int(size * rows) for size in sizes)},  # whole ones: validation
             again=bool(schedule.recompute)
             or any(span.policy.recompute for span in chain(*layout.spans)),
@@ -51,60 +49,52 @@ def agreed_kernels(
 
 
 def select_kernels(
-    config: Config, device: torch.device, dtype: torch.dtype, *, cut: bool = False
+    config: Config,
+    needs: KernelNeeds,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    cut: bool = False,
 ) -> Kernels:
-    """The kernels of a resolved configuration; `dtype` is the model's.
+    """The kernels of a resolved configuration, those that its model `needs`; `dtype` is its type.
 
     Each one that is not torch's own is compared with torch's on small data first. `cut`: the
     schedule cuts sequences into slices. Raises :class:`ConfigError` where a kernel is asked for by
     name and cannot be used.
     """
-    model, wanted = config.model, config.kernels
+    wanted = config.kernels
     main = torch.float64 if dtype == torch.float64 else torch.float32
-    assert model.kv_heads is not None
-    assert model.head_dim is not None
-    given = Attended(
-        device=device,
-        dtype=dtype,
-        heads=model.heads // config.parallel.tp,
-        groups=model.kv_heads // config.parallel.tp,
-        head_dim=model.head_dim,
-        length=config.train.sequence_length,
-        dropout=model.dropout,
-        documents=config.data.document_mask,
-        cut=cut,
-        compiled=wanted.compile,
-    )
-    norms = norm.candidates(
-        device=device,
-        dtype=dtype,
-        hidden=model.hidden,
-        eps=model.norm_eps,
-        centred=model.norm == "layernorm",
-        bias=model.bias,
-        compiled=wanted.compile,
-    )
-    gates = swiglu.candidates(device=device, dtype=dtype, compiled=wanted.compile)
+    found: dict[str, Choice[Any]] = {}
+    if needs.attention is not None:
+        attended = Attended(
+            device=device,
+            dtype=dtype,
+            **needs.attention._asdict(),
+            length=config.train.sequence_length,
+            documents=config.data.document_mask,
+            cut=cut,
+            compiled=wanted.compile,
+        )
+        found["attention"] = _attention(wanted.attention, attended)
+    if needs.norm is not None:
+        norms = norm.candidates(
+            device=device, dtype=dtype, **needs.norm._asdict(), compiled=wanted.compile
+        )
+        found["norm"] = choose("norm", wanted.norm, norms)
     products = weight_grad.candidates(device=device, dtype=dtype)
-    updates = adam.candidates(device=device, dtype=main)
-    attention = _attention(wanted.attention, given)
-    normed = choose("norm", wanted.norm, norms)
-    gated = choose("swiglu", wanted.swiglu, gates)
-    accumulated = choose("weight_grad", wanted.weight_grad, products)
-    updated = choose("optimizer", wanted.optimizer, updates)
-    used: list[Choice[Any]] = [attention, normed, accumulated]
-    if model.activation == "swiglu":
-        used.append(gated)
+    found["accumulate"] = choose("weight_grad", wanted.weight_grad, products)
+    if needs.gate:
+        gates = swiglu.candidates(device=device, dtype=dtype, compiled=wanted.compile)
+        found["swiglu"] = choose("swiglu", wanted.swiglu, gates)
+    used = list(found.values())
     if wanted.compile:
         used.append(Choice("blocks", "compiled", "torch.compile", torch_compile))
+    updates = adam.candidates(device=device, dtype=main)
+    updated = found["adam"] = choose("optimizer", wanted.optimizer, updates)
     if config.optimizer.rule in ("adamw", "adam", "muon"):
         used.append(updated)
     return Kernels(
-        attention=attention.kernel,
-        norm=normed.kernel,
-        swiglu=gated.kernel,
-        accumulate=accumulated.kernel,
-        adam=updated.kernel,
+        **{purpose: choice.kernel for purpose, choice in found.items()},
         choices=used,
         compiler=torch_compile if wanted.compile else None,
         loss_chunk=wanted.loss_tokens(cuda=device.type == "cuda"),
@@ -118,15 +108,15 @@ def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Shard
     return Sharding(mesh.tp, config.parallel.sequence_parallel, dtype, kernels=kernels)
 
 
-def _selected(config: Config, mesh: ParallelMesh, *, cut: bool) -> Kernels:
+def _selected(config: Config, needs: KernelNeeds, mesh: ParallelMesh, *, cut: bool) -> Kernels:
     """Kernels that are usable here, if all ranks agree; on CPUs there is no choice. `cut`:
     sequences come in slices."""
     dtype = TORCH_DTYPES[config.model.dtype]
     if mesh.device.type == "cpu":
-        return select_kernels(config, mesh.device, dtype, cut=cut)
+        return select_kernels(config, needs, mesh.device, dtype, cut=cut)
     kernels, error = Kernels(), None
     try:
-        kernels = select_kernels(config, mesh.device, dtype, cut=cut)
+        kernels = select_kernels(config, needs, mesh.device, dtype, cut=cut)
     except MegapipeError as problem:
         error = problem
     own = ", ".join(f"{choice.purpose} {choice.name}" for choice in kernels.choices)

@@ -10,7 +10,6 @@ from megapipe.config import Config
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
-from megapipe.model.gpt.parameters import parameter_shapes
 from megapipe.train.step import TrainStep
 
 
@@ -88,7 +87,7 @@ def load(checkpoint: Checkpoint, config: Config, step: TrainStep, mesh: Parallel
     error = None
     try:
         kinds = ("model", *(f"optimizer.{name}" for name in step.optimizer.rule.states))
-        shapes = parameter_shapes(config.model)
+        shapes = step.layout.model.shapes()
         checkpoint.match(
             {f"{kind}/{name}": shape for kind in kinds for name, shape in shapes.items()}
         )

@@ -35,7 +35,6 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import scatters
-from megapipe.model.gpt.stage import GPTStage
 from megapipe.observe.memory import memory_gib
 from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import make_buckets
@@ -44,7 +43,7 @@ from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.scaler import LossScaler
 from megapipe.optim.state_store import StatePolicy
 from megapipe.schedule.generators import forward_only
-from megapipe.schedule.ir import Schedule
+from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.train import checkpoint_io
 from megapipe.train.feed import Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
@@ -115,9 +114,7 @@ class TrainStep:
             debug=config.pipeline.debug,
         )
         self.modules = {
-            s: GPTStage(
-                config.model, layout.stage_layers[s], make_sharding(config, mesh, self.kernels)
-            )
+            s: layout.model.build(layout.stage_layers[s], make_sharding(config, mesh, self.kernels))
             for rank in self.pipeline.ranks
             for s in self.placement.stages_of(rank)
         }
@@ -204,14 +201,17 @@ class TrainStep:
         )
 
     def _message_shape(self, schedule: Schedule) -> MessageShape:
-        """[slice length (/tp), rows, hidden] of what is sent for a (micro-batch, slice)."""
-        split = self.layout.tp if self.config.parallel.sequence_parallel else 1
-        train, hidden = self.config.train, self.config.model.hidden
-        lengths = self.layout.slice_lengths if schedule.slices > 1 else (train.sequence_length,)
+        """The tensors of a message, by what produced it: the output of a stage, or the gradient of
+        its input, which is the output of the stage before."""
+        train, layout = self.config.train, self.layout
+        lengths = layout.slice_lengths if schedule.slices > 1 else (train.sequence_length,)
 
-        def shape(microbatch: int, part: int) -> tuple[int, int, int]:
-            rows = int(schedule.size_of(microbatch) * train.microbatch)
-            return lengths[part] // split, rows, hidden
+        def shape(message: Op) -> tuple[int, ...]:
+            rows = int(schedule.size_of(message.microbatch) * train.microbatch)
+            before = message.stage - (message.kind != Kind.F)
+            spec = layout.stage_layers[before]
+            (tensor,) = layout.model.message(spec, rows, lengths[message.slice])
+            return tensor.shape
 
         return shape
 

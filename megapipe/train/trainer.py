@@ -27,8 +27,6 @@ from megapipe.launch.signals import StopRequest
 from megapipe.layout.checks import shortened
 from megapipe.layout.devices import peak
 from megapipe.layout.layout import Layout
-from megapipe.model.gpt.flops import token_flops
-from megapipe.model.gpt.parameters import count, parameter_shapes
 from megapipe.observe.observer import Observer, build_sinks
 from megapipe.observe.profile import StepProfile
 from megapipe.observe.provenance import provenance, start_mark
@@ -256,7 +254,7 @@ class Trainer:
         exact = mesh.device.type == "cpu" or config.run.deterministic
         grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
         parts = (
-            f"{count(parameter_shapes(config.model)):,} parameters, {config.model.dtype}",
+            f"{layout.model.count():,} parameters, {config.model.dtype}",
             f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
             f"{config.optimizer.rule}, ZeRO-{self.train_step.optimizer.policy.stage}",
             f"{self.train_step.schedule.name} of {counted(layout.microbatches, 'micro-batch')}",
@@ -275,7 +273,7 @@ class Trainer:
         step = result.step + 1
         train, device = self.config.train, self.mesh.device
         tokens = train.global_batch * train.sequence_length
-        flops = tokens * token_flops(self.config.model, train.sequence_length)
+        flops = tokens * self.layout.model.token_flops()
         tflops = flops / seconds / self.mesh.world / 1e12
         limit = self.config.log.peak_tflops
         if limit is None and device.type == "cuda":

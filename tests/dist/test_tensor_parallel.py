@@ -30,11 +30,11 @@ from megapipe.layers.linear_cross_entropy import linear_cross_entropy
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.policy import padded_vocabulary
-from megapipe.layers.specs import column_linear, positions, row_linear, vocabulary
+from megapipe.layers.specs import by_name, column_linear, positions, row_linear, vocabulary
 from megapipe.layers.weight_grad import main_grad
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.parameters import block_parameters, by_name
+from megapipe.model.gpt.parameters import block_parameters
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
 from tests.parity.collective_recorder import Call, recording
 from tests.parity.ranks import take_region

@@ -14,13 +14,13 @@ from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter, Sharding
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.parameters import parameter_shapes
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.optim.rules import Rule, build_rule
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import StatePolicy
+from tests.parity.families import shapes_of
 from tests.parity.plain_rules import is_hidden as is_hidden
 from tests.parity.plain_rules import is_matrix, step
 
@@ -48,7 +48,7 @@ def model(dtype: str = "fp64") -> ModelConfig:
 def draw(config: ModelConfig, what: str, seed: int, dtype: torch.dtype) -> Tensors:
     """A random tensor for each parameter; scales differ from one to the next."""
     drawn: Tensors = {}
-    for i, (name, shape) in enumerate(parameter_shapes(config).items()):
+    for i, (name, shape) in enumerate(shapes_of(config).items()):
         generator = torch.Generator().manual_seed(1000 * seed + i + (500 if what == "grad" else 0))
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         drawn[name] = (values * (0.2 + i % 7)).to(dtype)
@@ -209,7 +209,7 @@ def run_rule(
 
 def assemble(parts: Sequence[Part]) -> Tensors:
     """Whole tensors from the slices of all ranks; NaN where no rank had anything."""
-    shapes = parameter_shapes(model())
+    shapes = shapes_of(model())
     whole = {n: torch.full(s, float("nan"), dtype=torch.float64) for n, s in shapes.items()}
     by_region: dict[tuple[str, tuple[int, ...]], tuple[LocalParameter, Tensor]] = {}
     for part in parts:

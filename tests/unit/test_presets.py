@@ -7,10 +7,10 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.parameters import count, parameter_shapes
 from megapipe.plan.demand import memory_lines
 from megapipe.plan.pace import Speeds, expected
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.families import count
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -50,7 +50,7 @@ def test_preset(path: Path, replicas: int) -> None:
     assert layout.dp == replicas
     assert config.run.name == path.stem
     if path.stem in PARAMETERS:
-        assert count(parameter_shapes(config.model)) == PARAMETERS[path.stem]
+        assert count(config.model) == PARAMETERS[path.stem]
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name.startswith("gpt3")])

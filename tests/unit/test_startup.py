@@ -43,8 +43,9 @@ def test_choosing_kernels_loads_nothing_heavy() -> None:
         "from megapipe.config import Config",
         "from megapipe.layout.resolve import resolve",
         "from megapipe.train.kernels import select_kernels",
-        "config, _ = resolve(Config(), 1, None)",
-        "kernels = select_kernels(config, torch.device('cpu'), torch.float32)",
+        "config, layout = resolve(Config(), 1, None)",
+        "needs = layout.model.kernels",
+        "kernels = select_kernels(config, needs, torch.device('cpu'), torch.float32)",
         "q = torch.randn(1, 4, 8, 16, requires_grad=True)",
         "kernels.attention(q, q, q, 0.0, None).sum().backward()",
     )

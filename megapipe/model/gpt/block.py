@@ -16,10 +16,11 @@ from megapipe.layers.offload import HostMemory, keeping
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.recompute import Keeping, Part, keep
+from megapipe.layers.specs import by_name
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.mlp import MLP
-from megapipe.model.gpt.parameters import Named, block_parameters, by_name, layer_of
+from megapipe.model.gpt.parameters import Named, block_parameters, layer_of
 
 Rotary = tuple[Tensor, Tensor] | None
 

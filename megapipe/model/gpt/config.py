@@ -49,8 +49,8 @@ class ModelConfig(Section):
     """Type of weights and activations; main gradients and optimizer state: fp32 (fp64). fp16
     needs a scaled loss, see `optimizer.loss_scale`."""
 
-    def resolved(self, *, vocab_size: int, sequence_length: int) -> "ModelConfig":
-        """The same model with every default filled in."""
+    def resolved(self, *, vocab_size: int | None, sequence_length: int) -> "ModelConfig":
+        """The same model with every default filled in; an unknown vocabulary stays None."""
         head_dim = self.head_dim or self.hidden // self.heads
         if self.activation == "swiglu":
             ffn = -(-8 * self.hidden // (3 * 64)) * 64

@@ -22,11 +22,17 @@ def layer_flops(model: ModelConfig, sequence_length: int) -> int:
     return 2 * (weights + scores)
 
 
+def causal_flops(model: ModelConfig, length: int) -> int:
+    """FLOPs of one layer's forward on the first `length` tokens of a sequence.
+
+    Unlike :func:`layer_flops`, which counts whole score matrices, this
+    counts the positions that each token attends to, itself and all before it.
+    """
+    linear = layer_flops(model, 0)
+    per_position = layer_flops(model, 1) - linear
+    return length * linear + per_position * (length * (length + 1) // 2)
+
+
 def head_flops(model: ModelConfig) -> int:
     """FLOPs of the head's forward, per token."""
     return 2 * model.hidden * known(model.vocab_size)
-
-
-def token_flops(model: ModelConfig, sequence_length: int) -> int:
-    """FLOPs of training on one token: forward and backward."""
-    return 3 * (model.layers * layer_flops(model, sequence_length) + head_flops(model))

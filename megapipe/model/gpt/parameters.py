@@ -4,8 +4,7 @@ Names and global shapes are those of the checkpoints. No torch.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Iterator, Mapping
 
 from megapipe.layers.specs import (
     ParameterSpec,
@@ -18,7 +17,6 @@ from megapipe.layers.specs import (
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.partition import StageSpec
 
-Shapes = dict[str, tuple[int, ...]]
 Named = Mapping[str, ParameterSpec]
 
 WORD_EMBEDDING = "embedding.word.weight"
@@ -88,46 +86,9 @@ def norm_parameters(model: ModelConfig, name: str) -> Iterator[ParameterSpec]:
     return norm(name, model.hidden, bias=model.bias and model.norm == "layernorm")
 
 
-def by_name(parameters: Iterable[ParameterSpec]) -> dict[str, ParameterSpec]:
-    """The parameters by name, the first use of each."""
-    named: dict[str, ParameterSpec] = {}
-    for spec in parameters:
-        named.setdefault(spec.name, spec)
-    return named
-
-
 def layer_of(named: Named, name: str) -> tuple[ParameterSpec, ParameterSpec | None]:
     """Weight and bias of a linear layer or a norm."""
     return named[f"{name}.weight"], named.get(f"{name}.bias")
-
-
-def parameter_shapes(model: ModelConfig) -> Shapes:
-    """Global shape of every parameter of a resolved model, in the order of the forward."""
-    everything = StageSpec(embedding=True, layers=range(model.layers), head=True)
-    return stage_shapes(model, everything)
-
-
-def stage_shapes(model: ModelConfig, stage: StageSpec) -> Shapes:
-    """Global shapes of the parameters that a stage holds.
-
-    A head tied to an embedding on another stage holds a copy of the embedding matrix.
-    """
-    named = by_name(stage_parameters(model, stage))
-    return {name: spec.shape for name, spec in named.items()}
-
-
-def count(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Number of parameters in `shapes`."""
-    return sum(prod(shape) for shape in shapes.values())
-
-
-def count_held(model: ModelConfig, stages: Iterable[StageSpec], tp: int) -> int:
-    """Parameters that one tensor-parallel rank keeps for `stages`, padding included.
-
-    A tied matrix is held once even where embedding and head are on the same rank.
-    """
-    specs = by_name(spec for stage in stages for spec in stage_parameters(model, stage))
-    return sum(spec.local_numel(tp) for spec in specs.values())
 
 
 def known(size: int | None) -> int:

@@ -19,25 +19,8 @@ from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layers.policy import Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import known
+from megapipe.model.interface import Held, Sizes
 from megapipe.model.partition import StageSpec
-
-
-class Sizes(NamedTuple):
-    """A piece on one tensor-parallel rank."""
-
-    sequence: int
-    """Positions of its sequences, or of its slice of them."""
-    rows: int
-    tp: int = 1
-    sequence_parallel: bool = False
-    cuda: bool = False
-    before: int | None = None
-    """Positions of the slices before it; None for whole sequences."""
-
-    @property
-    def attended(self) -> int:
-        """Positions whose keys and values the last token attends to, from the first one on."""
-        return self.sequence + (self.before or 0)
 
 
 class Saved(NamedTuple):
@@ -52,17 +35,6 @@ class Saved(NamedTuple):
     """It is saved where the module is not run again."""
     has_grad: bool = True
     """It is offloaded where its module is; masks and statistics are not."""
-
-
-class Held(NamedTuple):
-    """Bytes that the blocks of a stage, or all of it, hold for one piece."""
-
-    device: int
-    """From F to I, on the device."""
-    host: int
-    """From F to I, in host memory."""
-    queued: int
-    """From I to W, on the device, with the weight gradients that wait."""
 
 
 def saved_tensors(model: ModelConfig, sizes: Sizes) -> tuple[Saved, ...]:

@@ -6,6 +6,8 @@ some layers, the final norm and the head if it is the last. A whole model is one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from megapipe.layers.cross_entropy import masked_sum, vocab_parallel_cross_entropy
@@ -16,6 +18,8 @@ from megapipe.layers.linear import ColumnParallelLinear
 from megapipe.layers.linear_cross_entropy import linear_cross_entropy
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
+from megapipe.layers.policy import Span
+from megapipe.layers.specs import by_name
 from megapipe.model.gpt.attention import rotary_tables
 from megapipe.model.gpt.block import Block, Blocks, new_norm
 from megapipe.model.gpt.compiled import CompiledBlock
@@ -23,7 +27,6 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import (
     POSITION_EMBEDDING,
     WORD_EMBEDDING,
-    by_name,
     head,
     stage_parameters,
 )
@@ -47,6 +50,8 @@ class GPTStage(nn.Module):
         self.config = config
         self.spec = spec
         self.sharding = sharding
+        self.is_first, self.is_last = spec.embedding, spec.head
+        self.queue = sharding.queue
         self.embedding: WordEmbedding | None = None
         self.position: PositionEmbedding | None = None
         named = by_name(stage_parameters(config, spec))
@@ -62,6 +67,10 @@ class GPTStage(nn.Module):
             self.final_norm = new_norm(sharding, config, named, "final_norm")
             self.head = ColumnParallelLinear(sharding, head(config))
         self._rotary: tuple[int, tuple[Tensor, Tensor]] | None = None
+
+    def use(self, spans: Sequence[Span]) -> None:
+        """Keep what the blocks save as `spans`, which cover all of them in order, say."""
+        self.layers.use(spans)
 
     def forward(
         self,

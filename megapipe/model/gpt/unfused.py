@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from megapipe.dtypes import DTYPE_BYTES
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.saved import Sizes, Widths
+from megapipe.model.gpt.saved import Widths
+from megapipe.model.interface import Sizes
 
 
 class Unfused(NamedTuple):

@@ -14,29 +14,16 @@ Carries of slices are counted between operations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layers.policy import BlockPolicy, Span, loss_chunk, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import known
-from megapipe.model.gpt.saved import Sizes, Widths, saved_tensors, stage_held
+from megapipe.model.gpt.saved import Widths, saved_tensors, stage_held
 from megapipe.model.gpt.unfused import Unfused
+from megapipe.model.interface import Peaks, Sizes
 from megapipe.model.partition import StageSpec
 from megapipe.model.tape import PutOff, Tape
-
-
-class Peaks(NamedTuple):
-    """The most bytes of one piece at a stage, on the device, within each of its operations.
-
-    Messages that come in and go out are among them. B is a backward that lets nothing wait.
-    """
-
-    F: int
-    R: int
-    I: int  # noqa: E741
-    B: int
-    W: int
 
 
 def peaks(

@@ -111,7 +111,7 @@ def fake_executors(
     return executors, logs
 
 
-def scalar(microbatch: int, part: int) -> tuple[int, ...]:
+def scalar(message: Op) -> tuple[int, ...]:
     """The shape of the messages of fake stages."""
     return ()
 

@@ -173,8 +173,8 @@ def test_each_channel_is_told_what_to_expect_and_of_what_shape() -> None:
     ]
     channels: Any = FakeChannels(log, 1, 2, 3)
 
-    def shape(microbatch: int, part: int) -> tuple[int, ...]:
-        return 5 + part, 2 - microbatch, 4
+    def shape(message: Op) -> tuple[int, ...]:
+        return 5 + message.slice, 2 - message.microbatch, 4
 
     executor = Executor(Program(0, tuple(actions)), {}, channels, shape=shape, train=True)
     wanted = [

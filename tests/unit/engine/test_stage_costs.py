@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layout.activations import stage_spans
-from megapipe.layout.costs import part_costs, stage_work
+from megapipe.layout.activations import repeated, stage_spans
+from megapipe.layout.costs import stage_work
+from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.flops import token_flops
 from megapipe.model.partition import parse_layout
 from tests.parity import reference
+from tests.parity.families import token_flops
 from tests.parity.ranks import Case, configure
 from tests.parity.stage_cases import new_stage
 
@@ -77,7 +78,7 @@ def test_counted(kind: str, policy: str, chunk: int) -> None:
     spans = stage_spans(config.activations, specs, again)
     params = reference.init_random(model, seed=3)
     hidden = torch.randn(LENGTH, ROWS, model.hidden, dtype=torch.float64)
-    for index, work in enumerate(stage_work(config, specs, spans, again, chunked=chunk > 0)):
+    for index, work in enumerate(stage_work(family_of(config), specs, spans, again)):
         spec = specs[index]
         stage, _ = new_stage(model, params, spec, spans=spans[index], recompute=index in again)
         sharding = stage.module.sharding
@@ -133,11 +134,13 @@ def test_parts_make_stages(policy: str, loss_chunk: int) -> None:
         f"activations.policy={policy}",
         f"kernels.loss_chunk={loss_chunk}",
     )
-    layer, embedding, head = part_costs(config)
+    costs = family_of(config).unit_costs(repeated(config.activations))
+    embedding, layer, head = costs[0], costs[1], costs[-1]
     assert embedding == 0
+    assert set(costs[1:-1]) == {layer}
     if policy.startswith("["):
         config, kept = settle("model.layers=9", "model.vocab_size=512")
-        assert part_costs(config)[0] * 9 + part_costs(config)[2] == sum(kept)
+        assert sum(family_of(config).unit_costs(repeated(config.activations))) == sum(kept)
         assert sum(work) > sum(kept)
         return
     last = 2 * config.model.hidden * known(config.model.ffn_hidden) * (policy == "stage")

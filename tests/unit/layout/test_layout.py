@@ -117,13 +117,13 @@ def test_chunks_are_those_of_the_fullest_rank() -> None:
 
 def test_slices_take_equal_flops() -> None:
     overrides = ["parallel.pp=2", "train.global_batch=8", "pipeline.schedule=seq1f1b"]
-    config, layout = resolve(configure(*overrides, "pipeline.slices=3"), None, None)
-    assert layout.slice_lengths == balanced_slices(config.model, 256, 3)
+    _, layout = resolve(configure(*overrides, "pipeline.slices=3"), None, None)
+    assert layout.slice_lengths == balanced_slices(layout.model.causal_flops, 256, 3)
     assert sum(layout.slice_lengths) == 256
     assert (layout.microbatches, layout.schedule.slices) == (2, 3)
     overrides += ["pipeline.slices=3", "parallel.tp=4", "parallel.sequence_parallel=true"]
-    config, layout = resolve(configure(*overrides), None, None)
-    assert layout.slice_lengths == balanced_slices(config.model, 256, 3, 4)
+    _, layout = resolve(configure(*overrides), None, None)
+    assert layout.slice_lengths == balanced_slices(layout.model.causal_flops, 256, 3, 4)
     assert not any(length % 4 for length in layout.slice_lengths)
     assert resolve(configure("parallel.pp=2"), None, None)[1].slice_lengths == (256,)
 

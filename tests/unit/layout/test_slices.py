@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -16,12 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from megapipe.errors import ConfigError
 from megapipe.layout.slices import (
     balanced_slices,
-    causal_flops,
     fastest_slices,
     slice_shares,
 )
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.flops import layer_flops
+from megapipe.model.gpt.flops import causal_flops, layer_flops
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
 from megapipe.schedule.timing.simulate import simulate
@@ -29,6 +29,10 @@ from megapipe.schedule.timing.simulate import simulate
 
 def model_of(hidden: int, heads: int = 1) -> ModelConfig:
     return ModelConfig(hidden=hidden, heads=heads).resolved(vocab_size=101, sequence_length=16)
+
+
+def flops_of(model: ModelConfig) -> Callable[[int], int]:
+    return partial(causal_flops, model)
 
 
 def all_cuts(points: int, count: int | None) -> Iterator[tuple[int, ...]]:
@@ -57,7 +61,7 @@ def test_flops_of_the_tokens_of_a_slice_written_out() -> None:
 
 def test_shares() -> None:
     model = model_of(16)
-    shares = slice_shares(model, (3, 4, 1))
+    shares = slice_shares(flops_of(model), (3, 4, 1))
     assert sum(shares) == 1
     token = [layer_flops(model, position + 1) for position in range(8)]
     assert shares == tuple(
@@ -73,14 +77,15 @@ def test_balanced_to_within_a_token(
     """Attention from nearly all of the FLOPs (width 1) to little of them."""
     count = min(count, length)
     model = model_of(width * width)
-    lengths = balanced_slices(model, length, count)
+    lengths = balanced_slices(flops_of(model), length, count)
     assert sum(lengths) == length
     assert len(lengths) == count
     assert min(lengths) >= 1
     token = Fraction(layer_flops(model, length), causal_flops(model, length))
     if min(lengths) > 1:
         assert all(
-            abs(share - Fraction(1, count)) <= token for share in slice_shares(model, lengths)
+            abs(share - Fraction(1, count)) <= token
+            for share in slice_shares(flops_of(model), lengths)
         )
 
 
@@ -88,17 +93,22 @@ def test_balanced_slices_get_shorter() -> None:
     """2 x 16 x 12 x 16 FLOPs for the weights of a token, 4 x 16 for each position it sees."""
     model = model_of(16)
     assert (layer_flops(model, 0), layer_flops(model, 1)) == (6144, 6144 + 64)
-    assert balanced_slices(model, 1024, 4) == (470, 229, 176, 149)
-    assert balanced_slices(model, 1024, 4, multiple=32) == (480, 224, 160, 160)
-    assert balanced_slices(model, 1024, 1) == (1024,)
-    assert balanced_slices(model, 8, 8) == (1,) * 8
-    assert balanced_slices(model, 256, 3, multiple=64) == (128, 64, 64)
+    assert balanced_slices(flops_of(model), 1024, 4) == (470, 229, 176, 149)
+    assert balanced_slices(flops_of(model), 1024, 4, multiple=32) == (
+        480,
+        224,
+        160,
+        160,
+    )
+    assert balanced_slices(flops_of(model), 1024, 1) == (1024,)
+    assert balanced_slices(flops_of(model), 8, 8) == (1,) * 8
+    assert balanced_slices(flops_of(model), 256, 3, multiple=64) == (128, 64, 64)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 8, 16])
 def test_cuts_are_the_nearest_multiples(multiple: int) -> None:
     model, length, count = model_of(16), 256, 3
-    lengths = balanced_slices(model, length, count, multiple)
+    lengths = balanced_slices(flops_of(model), length, count, multiple)
     assert all(n % multiple == 0 for n in lengths)
     for index in (1, 2):
         share = Fraction(index * causal_flops(model, length), count)
@@ -113,8 +123,8 @@ def test_balanced_slices_give_the_bubble_that_uniform_ones_do_not() -> None:
     model = model_of(4)
     schedule = build("seq1f1b", ranks=4, microbatches=8, slices=4)
     idle = []
-    for lengths in (balanced_slices(model, 4096, 4), (1024,) * 4):
-        cost = Cost(F=1, B=2, slices=slice_shares(model, lengths))
+    for lengths in (balanced_slices(flops_of(model), 4096, 4), (1024,) * 4):
+        cost = Cost(F=1, B=2, slices=slice_shares(flops_of(model), lengths))
         idle.append(simulate(schedule, cost).makespan - 24)
     ideal = Fraction(9, 4)
     assert abs(idle[0] - ideal) < Fraction(1, 100)
@@ -177,7 +187,7 @@ def test_fastest_slices_of_a_model_get_shorter_and_more_with_more_ranks() -> Non
 def test_what_cannot_be_cut() -> None:
     model = model_of(16)
     for cut in (
-        lambda length, count, multiple: balanced_slices(model, length, count, multiple),
+        lambda length, count, multiple: balanced_slices(flops_of(model), length, count, multiple),
         lambda length, count, multiple: fastest_slices(
             lambda n, context: n, length, 2, count=count, multiple=multiple
         ),

@@ -21,6 +21,7 @@ from megapipe.layers.linear import LinearTask
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.layers.policy import BlockPolicy, Span
+from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt import compiled
 from megapipe.model.gpt.block import Block
@@ -335,13 +336,15 @@ def test_what_cannot_be_compiled_is_refused(
 def test_kernels_of_a_compiled_block() -> None:
     cpu = torch.device("cpu")
     config, _ = resolve(Config.model_validate({"kernels": {"compile": True}}), 1, None)
-    kernels = select_kernels(config, cpu, torch.float32)
+    needs = family_of(config).kernels
+    kernels = select_kernels(config, needs, cpu, torch.float32)
     assert kernels.compiler is torch_compile
     assert "blocks compiled (torch.compile)" in kernels.banner()
     for name, reason in (("flex", "cannot be part of"), ("math", "is taken apart by inductor")):
         named = config.kernels.model_copy(update={"attention": name})
+        wanting = config.model_copy(update={"kernels": named})
         with pytest.raises(ConfigError, match=f"attention={name}: {reason}"):
-            select_kernels(config.model_copy(update={"kernels": named}), cpu, torch.float32)
+            select_kernels(wanting, needs, cpu, torch.float32)
 
 
 KEPT: list[Tensor] = []

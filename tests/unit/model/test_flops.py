@@ -6,7 +6,8 @@ from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.flops import head_flops, layer_flops, token_flops
+from megapipe.model.gpt.flops import head_flops, layer_flops
+from tests.parity.families import token_flops
 
 
 def test_formula_of_gpt() -> None:

@@ -7,9 +7,9 @@ from megapipe.distributed.mesh import Axis
 from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.policy import padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.parameters import count, count_held, parameter_shapes, stage_shapes
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import parse_layout
+from tests.parity.families import count, count_held, shapes_of
 
 MODELS = {
     "gpt2": ModelConfig(layers=3, hidden=48, heads=4, vocab_size=101),
@@ -38,7 +38,7 @@ def resolved(name: str) -> ModelConfig:
 
 def test_shapes_of_a_small_gpt2() -> None:
     model = ModelConfig(layers=1, hidden=8, heads=2).resolved(vocab_size=11, sequence_length=5)
-    assert parameter_shapes(model) == {
+    assert shapes_of(model) == {
         "embedding.word.weight": (11, 8),
         "embedding.position.weight": (5, 8),
         "layers.0.attention_norm.weight": (8,),
@@ -66,7 +66,7 @@ def test_equals_the_modules(name: str, tp: int) -> None:
     for stage in (*parse_layout("E L | L | L H", 3), *parse_layout("E L*3 H", 3)):
         sharding = Sharding(Axis(tp, 0, tuple(range(tp)), None), False, torch.float32)
         specs = {s.name: s for s in map(spec_of, GPTStage(model, stage, sharding).parameters())}
-        assert {s.name: s.shape for s in specs.values()} == stage_shapes(model, stage)
+        assert {s.name: s.shape for s in specs.values()} == shapes_of(model, stage)
         assert sum(s.numel for s in specs.values()) == count_held(model, [stage], tp)
 
 
@@ -75,11 +75,11 @@ def test_stages_add_up() -> None:
     for name in MODELS:
         model = resolved(name)
         stages = parse_layout("E L*2 | L H", 3)
-        total = sum(count(stage_shapes(model, stage)) for stage in stages)
+        total = sum(count(model, stage) for stage in stages)
         copies = 101 * 48 if model.tied_embeddings else 0
-        assert total == count(parameter_shapes(model)) + copies
+        assert total == count(model) + copies
         assert count_held(model, stages, tp=1) == (
-            count(parameter_shapes(model))
+            count(model)
             + (padded_vocabulary(101, 1) - 101) * 48 * (1 if model.tied_embeddings else 2)
         )
 
@@ -94,4 +94,4 @@ def test_padded_vocabulary(vocabulary: int, tp: int, padded: int) -> None:
 
 def test_unresolved_model() -> None:
     with pytest.raises(ValueError, match="not resolved"):
-        parameter_shapes(ModelConfig())
+        shapes_of(ModelConfig())

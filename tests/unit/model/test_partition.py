@@ -81,7 +81,7 @@ def test_counts() -> None:
     ],
 )
 def test_balanced_over_single_stages(layers: int, stages: int, head: float, layout: str) -> None:
-    assert balanced(layers, loop(stages), 1.0, 0.0, head) == layout
+    assert balanced([0, *[1.0] * layers, head], loop(stages)) == layout
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_balanced_over_single_stages(layers: int, stages: int, head: float, layo
     ],
 )
 def test_balanced_over_ranks(layers: int, placement: Placement, head: int, layout: str) -> None:
-    assert balanced(layers, placement, 1, 0, head) == layout
+    assert balanced([0, *[1] * layers, head], placement) == layout
 
 
 def test_more_stages_than_items() -> None:
     with pytest.raises(ConfigError, match=r"6 pipeline stages .* at most 5 stages"):
-        balanced(3, loop(6), 1, 0, 1)
+        balanced([0, 1, 1, 1, 1], loop(6))
 
 
 def placements() -> Iterator[Placement]:
@@ -139,6 +139,6 @@ def test_balanced_is_optimal(
     cuts = combinations(range(1, len(items)), stages - 1)
     edges = ([0, *inner, len(items)] for inner in cuts)
     scores = [score([items[a:b].count("L") for a, b in pairwise(each)]) for each in edges]
-    specs = parse_layout(balanced(layers, placement, layer, embedding, head), layers)
+    specs = parse_layout(balanced([embedding, *[layer] * layers, head], placement), layers)
     assert len(specs) == stages
     assert score([len(spec.layers) for spec in specs]) == min(scores)

@@ -7,6 +7,7 @@ import torch
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
 from megapipe.ops.norm import torch_norm
 from megapipe.train.kernels import select_kernels
@@ -21,7 +22,7 @@ def config(**sections: dict[str, object]) -> Config:
 
 
 def banner(given: Config, dtype: torch.dtype = torch.float32) -> str:
-    return select_kernels(given, CPU, dtype).banner()
+    return select_kernels(given, family_of(given).kernels, CPU, dtype).banner()
 
 
 def test_the_cpus_banner() -> None:
@@ -46,7 +47,8 @@ def test_what_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     apex_norms(monkeypatch)
     apex_adam(monkeypatch)
     liger(monkeypatch)
-    kernels = select_kernels(config(model={"activation": "swiglu"}), CPU, torch.bfloat16)
+    given = config(model={"activation": "swiglu"})
+    kernels = select_kernels(given, family_of(given).kernels, CPU, torch.bfloat16)
     names = {choice.purpose: choice.name for choice in kernels.choices}
     assert names == {
         "attention": "flash",
@@ -59,7 +61,9 @@ def test_what_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = kernels.warnings()
     assert warning.startswith("kernels.weight_grad: fused is not used: fails its self-check: ")
     plain = {"norm": "torch", "optimizer": "torch", "swiglu": "torch"}
-    assert select_kernels(config(kernels=plain), CPU, torch.bfloat16).norm is torch_norm
+    given = config(kernels=plain)
+    kernels = select_kernels(given, family_of(given).kernels, CPU, torch.bfloat16)
+    assert kernels.norm is torch_norm
 
 
 def test_asking_for_what_is_not_there() -> None:
@@ -68,4 +72,4 @@ def test_asking_for_what_is_not_there() -> None:
         with pytest.raises(
             ConfigError, match=f"^kernels.{key}={name}: needs a GPU; expected auto$"
         ):
-            select_kernels(given, CPU, torch.bfloat16)
+            select_kernels(given, family_of(given).kernels, CPU, torch.bfloat16)

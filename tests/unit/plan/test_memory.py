@@ -6,8 +6,8 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.parameters import count_held
 from megapipe.plan.memory import model_memory
+from tests.parity.families import count_held
 
 SMALL = (
     "model.layers=4",

@@ -9,7 +9,6 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.flops import token_flops
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.buckets import process_buckets
 from megapipe.plan.memory import model_memory
@@ -18,6 +17,7 @@ from megapipe.plan.report import report
 from megapipe.plan.traffic import step_traffic
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.families import token_flops
 
 BASE = ("model.vocab_size=512", "model.layers=4", "log.peak_tflops=1", "log.efficiency=0.5")
 MESH = ("parallel.node_gb_s=2", "parallel.network_gb_s=0.5")

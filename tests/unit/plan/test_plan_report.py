@@ -8,11 +8,10 @@ import pytest
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.layout.costs import part_costs, scaled
+from megapipe.layout.costs import scaled
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.flops import layer_flops, token_flops
-from megapipe.model.gpt.parameters import count, parameter_shapes, stage_shapes
+from megapipe.model.gpt.flops import layer_flops
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.report import held_by_process, report
 from megapipe.plan.traffic import by_axis, step_traffic
@@ -21,6 +20,7 @@ from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.families import count, token_flops
 
 UNEVEN = (
     "model.layers=14",
@@ -65,7 +65,7 @@ def test_stage_map_adds_up() -> None:
 def test_numbers() -> None:
     config, layout, text = plan(*UNEVEN, "parallel.dp=2", "train.global_batch=64")
     assert "pp 2 x dp 2 x cp 1 x tp 2: 8 processes" in text
-    assert f"parameters    {count(parameter_shapes(config.model)):,}\n" in text
+    assert f"parameters    {count(config.model):,}\n" in text
     assert "64 samples x 256 = 16,384 tokens, in 8 micro-batches of 4 per replica" in text
     per_token = token_flops(config.model, 256)
     assert f"{per_token * 64 * 256:.4g} FLOPs per step, {per_token:.4g} per token" in text
@@ -104,9 +104,9 @@ def test_idle_share_is_that_of_uneven_stages() -> None:
 
 def test_balance_is_told_against_an_even_split() -> None:
     """10 layers and a head of about one and a half: 3 + 3 + 3 + 1, not 2 + 3 + 2 + 3."""
-    config, layout, text = plan("model.layers=10", "parallel.pp=4", "model.vocab_size=3072")
+    _, layout, text = plan("model.layers=10", "parallel.pp=4", "model.vocab_size=3072")
     assert [len(spec.layers) for spec in layout.stage_layers] == [3, 3, 3, 1]
-    layer, _, head = part_costs(config)
+    _, layer, *_, head = layout.model.unit_costs(None)
     mean = (10 * layer + head) / 4
     ours, even = (float(most / mean) - 1 for most in (3 * layer, 3 * layer + head))
     assert (
@@ -157,7 +157,7 @@ def test_replicated_stages_are_held_by_several_ranks() -> None:
     )
     rows = re.findall(r"^ +(\d) +(\d\+\d)  ", text, re.MULTILINE)
     assert rows == [("0", "0+3"), ("1", "1+2"), ("2", "1+2"), ("3", "0+3")]
-    sizes = [count(stage_shapes(config.model, spec)) for spec in layout.stage_layers]
+    sizes = [count(config.model, spec) for spec in layout.stage_layers]
     hidden = config.model.hidden
     ends = sizes[0] + sizes[3] - 257 * hidden + (384 - 257) * hidden  # tied, once, and padded
     middle = sizes[1] + sizes[2]
@@ -209,9 +209,7 @@ def test_in_process() -> None:
     assert "no communicators" in text
     schedule = build("1f1b", ranks=2, microbatches=layout.microbatches)
     padding = (384 - 257) * config.model.hidden
-    assert held_by_process(config, layout, schedule) == [
-        count(parameter_shapes(config.model)) + padding
-    ]
+    assert held_by_process(config, layout, schedule) == [count(config.model) + padding]
 
 
 def test_what_is_different_in_odd_settings() -> None:

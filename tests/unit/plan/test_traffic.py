@@ -13,7 +13,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.plan.traffic import (
     Exchange,
     by_axis,
-    message_bytes,
+    largest_message,
     operation_traffic,
     step_traffic,
 )
@@ -187,7 +187,7 @@ def test_messages_are_those_of_the_schedule(schedule: str) -> None:
             if e.collective == "send"
         }
         assert sent == {
-            f"to {to}": (count, volumes[source, to] * message_bytes(config, layout))
+            f"to {to}": (count, volumes[source, to] * largest_message(config, layout))
             for (source, to), count in counts.items()
             if source == rank
         }

@@ -1,0 +1,45 @@
+"""Sizes of a GPT that do not fit each other, each in one line that says what would be right."""
+
+from megapipe.errors import ConfigError
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.interface import Conditions
+from megapipe.words import choices
+
+
+def check(model: ModelConfig, given: Conditions) -> None:
+    """Raise :class:`ConfigError` for the first thing that is wrong."""
+    heads, kv_heads, tp = model.heads, model.kv_heads or model.heads, given.tp
+    if heads % kv_heads:
+        raise ConfigError(
+            f"model.heads={heads} is not divisible by model.kv_heads={kv_heads}: "
+            f"{choices('kv_heads', heads, kv_heads)}"
+        )
+    for key, size in (("heads", heads), ("kv_heads", kv_heads), ("ffn_hidden", model.ffn_hidden)):
+        if size is not None and size % tp:
+            raise ConfigError(
+                f"model.{key}={size} is not divisible by parallel.tp={tp}: "
+                f"{choices('tp', size, tp)}"
+            )
+    if model.positions == "rotary" and (model.head_dim or 0) % 2:
+        raise ConfigError(
+            f"model.head_dim={model.head_dim} (hidden / heads by default) is odd: "
+            "model.positions=rotary turns pairs of coordinates and needs an even one"
+        )
+    length = given.sequence_length
+    if model.positions == "learned" and model.max_positions and length > model.max_positions:
+        raise ConfigError(
+            f"train.sequence_length={length} is longer than the position table, "
+            f"model.max_positions={model.max_positions}: expected at most that"
+        )
+    if given.compile and model.dropout:
+        raise ConfigError(f"kernels.compile=true needs model.dropout=0, not {model.dropout:g}")
+
+
+def resolved(model: ModelConfig, vocab_size: int | None, sequence_length: int) -> ModelConfig:
+    """The model with every default filled in; ``vocab_size`` stays None where nobody knows it."""
+    if model.head_dim is None and model.hidden % model.heads:
+        raise ConfigError(
+            f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "
+            f"set model.head_dim, or {choices('heads', model.hidden, model.heads)}"
+        )
+    return model.resolved(vocab_size=vocab_size, sequence_length=sequence_length)

@@ -1,0 +1,171 @@
+"""GPT as a family: GPT-2, GPT-3 and Llama are settings of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from megapipe.dtypes import Dtype
+from megapipe.layers.policy import Span
+from megapipe.layers.specs import ParameterSpec
+from megapipe.model.gpt import checks, saved, traffic, workspace
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
+from megapipe.model.gpt.parameters import known, stage_parameters
+from megapipe.model.gpt.work import Once, part_costs, stage_work
+from megapipe.model.interface import (
+    AttentionNeeds,
+    Conditions,
+    Family,
+    Held,
+    KernelNeeds,
+    NormNeeds,
+    Peaks,
+    Repeated,
+    Sizes,
+    TensorShape,
+    TensorTraffic,
+    Work,
+    main_tensor,
+)
+from megapipe.model.partition import StageSpec
+from megapipe.schedule.cost import Time
+
+if TYPE_CHECKING:
+    from torch import device
+
+    from megapipe.layers.parameter import Sharding
+    from megapipe.model.gpt.stage import GPTStage
+
+
+@dataclass(frozen=True)
+class GPT(Family):
+    """A decoder of resolved sizes; every feature is supported."""
+
+    model: ModelConfig
+    conditions: Conditions
+
+    name = "GPT"
+    ends = True
+    supports = (
+        "tp",
+        "sequence_parallel",
+        "slices",
+        "selective",
+        "full",
+        "offload",
+        "compile",
+        "document_mask",
+        "kv_cache",
+    )
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.model.dtype
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.model.vocab_size
+
+    @property
+    def layers(self) -> int:
+        return self.model.layers
+
+    def check(self) -> None:
+        checks.check(self.model, self.conditions)
+
+    def parameters(self, stage: StageSpec) -> Iterator[ParameterSpec]:
+        return stage_parameters(self.model, stage)
+
+    def describe(self) -> str:
+        model = self.model
+        return (
+            f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads of "
+            f"{model.head_dim} ({model.kv_heads} for keys and values), MLP {model.ffn_hidden} "
+            f"{model.activation}, {model.dtype}"
+        )
+
+    @property
+    def _once(self) -> Once:
+        return Once.of(self.model, self.conditions.sequence_length, self.conditions.tp)
+
+    def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
+        layer, head = part_costs(self._once, repeated)
+        return [Fraction(0), *[layer] * self.layers, head]
+
+    def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
+        chunked = self.conditions.loss_chunk > 0
+        return stage_work(self._once, stage, spans, again=again, chunked=chunked)
+
+    def unit_of_work(self) -> int:
+        return self._once.layer
+
+    def forward_flops(self, stage: StageSpec) -> int:
+        layer = layer_flops(self.model, self.conditions.sequence_length)
+        return len(stage.layers) * layer + stage.head * head_flops(self.model)
+
+    def causal_flops(self, length: int) -> int:
+        return causal_flops(self.model, length)
+
+    def held(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes) -> Held:
+        chunk = self.conditions.loss_chunk
+        return saved.stage_held(self.model, stage, spans, sizes, loss_chunk=chunk)
+
+    def peaks(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool) -> Peaks:
+        most = self.conditions.loss_chunk
+        return workspace.peaks(self.model, stage, spans, sizes, most_tokens=most, again=again)
+
+    def cached(self, stage: StageSpec, sizes: Sizes) -> tuple[int, int]:
+        blocks = len(stage.layers)
+        whole = sizes._replace(sequence=self.conditions.sequence_length, before=None)
+        return (
+            saved.cache_bytes(self.model, blocks, whole),
+            saved.cache_gradients(self.model, blocks, sizes),
+        )
+
+    def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
+        """Hidden states [s(/tp), b, h]."""
+        split = self.conditions.tp if self.conditions.sequence_parallel else 1
+        return (main_tensor((length // split, rows, self.model.hidden), self.dtype),)
+
+    def tensor_traffic(
+        self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
+    ) -> TensorTraffic:
+        counts = traffic.stage_collectives(stage, spans, self.conditions, again=again, fused=fused)
+        return TensorTraffic(counts, self.model.hidden, traffic.LOSS_NUMBERS * stage.head)
+
+    @property
+    def kernels(self) -> KernelNeeds:
+        model, tp = self.model, self.conditions.tp
+        heads, groups = model.heads // tp, known(model.kv_heads) // tp
+        attention = AttentionNeeds(heads, groups, known(model.head_dim), model.dropout)
+        norm = NormNeeds(model.hidden, model.norm_eps, model.norm == "layernorm", model.bias)
+        return KernelNeeds(attention, norm, gate=model.activation == "swiglu")
+
+    def build(self, stage: StageSpec, sharding: Sharding) -> GPTStage:
+        from megapipe.model.gpt.stage import GPTStage
+
+        return GPTStage(self.model, stage, sharding)
+
+    def check_compiled(
+        self,
+        sharding: Sharding,
+        *,
+        rows: Collection[int],
+        again: bool,
+        documents: bool,
+        device: device,
+    ) -> None:
+        from megapipe.model.gpt.compiled_check import check_compiled
+
+        check_compiled(
+            self.model,
+            sharding,
+            length=self.conditions.sequence_length,
+            rows=rows,
+            again=again,
+            documents=documents,
+            device=device,
+        )

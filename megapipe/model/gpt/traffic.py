@@ -1,0 +1,43 @@
+"""Tensor-parallel collectives of a GPT's stages (Shoeybi et al., 1909.08053; 2205.05198)."""
+
+from collections.abc import Sequence
+
+from megapipe.layers.policy import Span
+from megapipe.model.interface import Collective, Conditions
+from megapipe.model.partition import StageSpec
+
+PAIRS = 2
+"""A layer's pairs of a column- and a row-parallel linear: attention and MLP."""
+LOSS_NUMBERS = 3
+"""Numbers per token that the cross-entropy gathers over tp: maximum, sum, label's logit."""
+
+
+def stage_collectives(
+    stage: StageSpec, spans: Sequence[Span], given: Conditions, *, again: bool, fused: bool
+) -> dict[tuple[Collective, str], int]:
+    """Collectives of hidden states in one pass through a stage, by kind and operation.
+
+    What is run again in the backward ends in a linear layer without its product, and so without
+    the last reduction. A `fused` backward gathers the gradients of row layers once, a compiled one
+    twice all the same.
+    """
+    linears = PAIRS * len(stage.layers)
+    if again:
+        rerun, left_out = linears, int(linears > 0 and not stage.head)
+    else:
+        repeated = [span.blocks for span in spans if "block" in span.policy.recompute]
+        rerun, left_out = PAIRS * sum(repeated), len(repeated)
+    columns = linears + rerun
+    rows = linears + rerun - left_out + stage.embedding * (1 + again)
+    head_forwards = stage.head * (1 + again)
+    kept_logits = stage.head * (given.loss_chunk == 0)
+    gathered = linears * (1 if fused and not given.compile else 2)
+    if not given.sequence_parallel:
+        return {("all_reduce", "F"): rows, ("all_reduce", "I"): linears + stage.head}
+    return {
+        ("all_gather", "F"): columns + head_forwards,
+        ("reduce_scatter", "F"): rows,
+        ("all_gather", "I"): linears,
+        ("reduce_scatter", "I"): linears + stage.head,
+        ("all_gather", "W"): gathered + stage.embedding + kept_logits,
+    }

@@ -1,0 +1,86 @@
+"""FLOPs of the operations of a GPT's stages, from the matrix products that they compute.
+
+They count what a run computes, so also the padding of the vocabulary and what is run again in a
+backward; the share of the model's own FLOPs in them is :mod:`megapipe.model.gpt.flops`.
+
+A linear layer takes as many in F as in I and in W. The products of attention have no weights: F
+once, I twice. A loss in chunks has all three products of the head in I
+(:mod:`megapipe.layers.linear_cross_entropy`). Looking up an embedding is none.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from megapipe.layers.policy import Span, padded_vocabulary
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.flops import layer_flops
+from megapipe.model.gpt.parameters import known
+from megapipe.model.interface import Repeated, Work
+from megapipe.model.partition import StageSpec
+
+
+class Once(NamedTuple):
+    """FLOPs per token of one forward."""
+
+    layer: int
+    scores: int
+    """Of those, what attention computes between the projections."""
+    last: int
+    """Of those, the last product, which is left out where a layer is run again."""
+    head: int
+    """As a layer, where the vocabulary is not known yet."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, length: int, tp: int) -> "Once":
+        """Those of a resolved model at sequences of `length` tokens."""
+        layer = layer_flops(model, length)
+        head = layer
+        if model.vocab_size is not None:
+            head = 2 * model.hidden * padded_vocabulary(model.vocab_size, tp)
+        return cls(
+            layer=layer,
+            scores=layer - layer_flops(model, 0),
+            last=2 * model.hidden * known(model.ffn_hidden),
+            head=head,
+        )
+
+
+def part_costs(once: Once, repeated: Repeated | None) -> tuple[Fraction, Fraction]:
+    """FLOPs per token, forward and backward, that a layer and the head add to a stage; the
+    embedding adds none."""
+    layer, head = Fraction(3 * once.layer), Fraction(3 * once.head)
+    if repeated is None:
+        return layer, head
+    if repeated.stage:
+        return layer + once.layer, head + once.last + once.head
+    if "block" in repeated.policy.recompute:
+        layer += once.layer - Fraction(once.last, repeated.span)
+    elif "attention" in repeated.policy.recompute:
+        layer += once.scores
+    return layer, head
+
+
+def stage_work(
+    once: Once, stage: StageSpec, spans: Sequence[Span], *, again: bool, chunked: bool
+) -> Work:
+    """FLOPs of a stage whose blocks keep what `spans` say.
+
+    `again`: it is run again as a whole, which is not in its I but in R. `chunked`: the loss is
+    computed in chunks.
+    """
+    layers, repeated = len(stage.layers), 0
+    for blocks, policy in spans:
+        if "block" in policy.recompute:
+            repeated += blocks * once.layer - once.last
+        elif "attention" in policy.recompute:
+            repeated += blocks * once.scores
+    head = once.head if stage.head else 0
+    left_out = once.last if layers and not stage.head else 0
+    return Work(
+        # a forward without a graph computes the loss, in chunks or not
+        F=layers * once.layer + (head if again or not chunked else 0),
+        I=layers * (once.layer + once.scores) + repeated + (3 * head if chunked else head),
+        W=layers * (once.layer - once.scores) + (0 if chunked else head),
+        R=again * (layers * once.layer - left_out + (0 if chunked else head)),
+    )

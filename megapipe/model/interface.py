@@ -1,0 +1,381 @@
+"""What everything else knows of a model: a *family* that describes it, and the stages it builds.
+
+A model is a chain of units that is cut into stages: layers, and where the family has them an
+embedding before and a head after these (:mod:`megapipe.model.partition`). The partition, the plan,
+the buckets of the optimizer, checkpoints and the engine read :class:`Family` and
+:class:`StageModule` alone; a feature that a family lacks is refused by name.
+
+Nothing here needs torch, and a family needs it only to build a stage.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+
+from megapipe.dtypes import DTYPE_BYTES, Dtype
+from megapipe.layers.policy import BlockPolicy, Span
+from megapipe.layers.specs import ParameterSpec, by_name
+from megapipe.model.partition import StageSpec
+from megapipe.schedule.cost import Time
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+
+    from megapipe.layers.kv_cache import KVCache
+    from megapipe.layers.microbatch import MicroBatch
+    from megapipe.layers.parameter import Sharding
+    from megapipe.layers.weight_grad import WeightGradQueue
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How a run uses a model."""
+
+    sequence_length: int
+    microbatch: int
+    """Samples of a whole micro-batch."""
+    tp: int = 1
+    sequence_parallel: bool = False
+    cuda: bool = False
+    loss_chunk: int = 0
+    """Most tokens whose logits there are at a time; 0: all of them."""
+    compile: bool = False
+    loss: str | None = None
+    """``train.loss``, a loss of the user's."""
+
+
+class Work(NamedTuple):
+    """FLOPs per token of one stage, on all tensor-parallel ranks together."""
+
+    F: int
+    I: int  # noqa: E741
+    W: int
+    R: int
+    """Running it again, if it is run again as a whole."""
+
+
+class Repeated(NamedTuple):
+    """The policy of every layer, where it is the same for all."""
+
+    policy: BlockPolicy
+    span: int
+    """Layers that are run again together."""
+    stage: bool
+    """Whole stages are run again instead."""
+
+
+class Sizes(NamedTuple):
+    """A piece of a micro-batch on one tensor-parallel rank."""
+
+    sequence: int
+    """Positions of its sequences, or of its slice of them."""
+    rows: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    cuda: bool = False
+    before: int | None = None
+    """Positions of the slices before it; None for whole sequences."""
+
+    @property
+    def attended(self) -> int:
+        """Positions whose keys and values the last token attends to, from the first one on."""
+        return self.sequence + (self.before or 0)
+
+
+class Held(NamedTuple):
+    """Bytes that a stage holds for one piece."""
+
+    device: int
+    """From F to I, on the device."""
+    host: int
+    """From F to I, in host memory."""
+    queued: int
+    """From I to W, on the device, with the weight gradients that wait."""
+
+
+class Peaks(NamedTuple):
+    """The most bytes of one piece at a stage, on the device, within each of its operations.
+
+    Messages that come in and go out are among them. B is a backward that lets nothing wait.
+    """
+
+    F: int
+    R: int
+    I: int  # noqa: E741
+    B: int
+    W: int
+
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+
+class TensorTraffic(NamedTuple):
+    """Tensor-parallel collectives of a stage in one pass of a piece."""
+
+    hidden: Mapping[tuple[Collective, str], int]
+    """Those of whole hidden states, by kind and operation (F, I, W)."""
+    width: int
+    """Values of a token in these."""
+    loss_numbers: int
+    """Values per token and rank that the loss gathers."""
+
+
+class TensorShape(NamedTuple):
+    """A tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Torch's name, such as float32."""
+    bytes: int
+    has_grad: bool = True
+    """Its gradient comes back."""
+
+
+class AttentionNeeds(NamedTuple):
+    """Attention of one tensor-parallel rank, for the choice of a kernel."""
+
+    heads: int
+    groups: int
+    """Key and value heads."""
+    head_dim: int
+    dropout: float
+
+
+class NormNeeds(NamedTuple):
+    """Norms, for the choice of a kernel."""
+
+    hidden: int
+    eps: float
+    centred: bool
+    """Layernorm; otherwise root mean square."""
+    bias: bool
+
+
+class KernelNeeds(NamedTuple):
+    """The kernels that a family's stages call, besides weight gradients."""
+
+    attention: AttentionNeeds | None = None
+    norm: NormNeeds | None = None
+    gate: bool = False
+    """That of SwiGLU."""
+
+
+Feature = Literal[
+    "tp",
+    "sequence_parallel",
+    "slices",
+    "selective",
+    "full",
+    "offload",
+    "compile",
+    "document_mask",
+    "kv_cache",
+]
+"""What a family may support: tensor parallelism, sequence parallelism, slices of sequences, modules
+or whole layers that are run again, activations in host memory, torch.compile, attention that ends
+at documents, keys and values that are kept while a text grows."""
+
+
+class Family(ABC):
+    """A model of resolved sizes under the conditions of a run."""
+
+    name: ClassVar[str]
+    ends: ClassVar[bool]
+    """Whether an embedding comes before its layers and a head after them."""
+    supports: ClassVar[Collection[Feature]]
+    conditions: Conditions
+
+    # what it is
+
+    @property
+    @abstractmethod
+    def dtype(self) -> Dtype:
+        """The type of weights and messages."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int | None:
+        """Number of token ids; None where the tokenizer has to say."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> int:
+        """Number of layers in the chain."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise :class:`ConfigError` for sizes that do not fit each other or the conditions."""
+
+    @abstractmethod
+    def parameters(self, stage: StageSpec) -> Iterator[ParameterSpec]:
+        """The parameters of a stage in the order of the forward, every use of a tied one."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Its sizes in a few words."""
+
+    def contents(self, stage: StageSpec) -> str:
+        """The units of a stage in words."""
+        layers = stage.layers
+        parts = ["embedding"] if stage.embedding else []
+        if len(layers) == 1:
+            parts.append(f"layer {layers[0]}")
+        elif layers:
+            parts.append(f"layers {layers[0]}-{layers[-1]}")
+        if stage.head:
+            parts.append("head")
+        return ", ".join(parts)
+
+    @property
+    def whole(self) -> StageSpec:
+        """All units, as one stage."""
+        return StageSpec(self.ends, range(self.layers), self.ends)
+
+    def shapes(self, stage: StageSpec | None = None) -> dict[str, tuple[int, ...]]:
+        """Global shape of every parameter of a stage, by default of the model, by name.
+
+        A head tied to an embedding on another stage holds a copy of that matrix.
+        """
+        named = by_name(self.parameters(stage or self.whole))
+        return {name: spec.shape for name, spec in named.items()}
+
+    def count(self, stage: StageSpec | None = None) -> int:
+        """Number of parameters of a stage, by default of the model."""
+        return sum(map(prod, self.shapes(stage).values()))
+
+    # what it costs
+
+    @abstractmethod
+    def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
+        """FLOPs per token, forward and backward, of every unit of the chain. `repeated`: what a
+        policy has run again, where it is known before the stages are."""
+
+    @abstractmethod
+    def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
+        """FLOPs of a stage whose layers keep what `spans` say, or that is run `again` whole."""
+
+    @abstractmethod
+    def unit_of_work(self) -> int:
+        """FLOPs per token of the forward of a layer, by which costs are shown."""
+
+    @abstractmethod
+    def forward_flops(self, stage: StageSpec) -> int:
+        """FLOPs per token of a stage's forward that the mathematics needs, without padding."""
+
+    def token_flops(self) -> int:
+        """FLOPs of training on one token: forward, and twice as many backward."""
+        return 3 * self.forward_flops(self.whole)
+
+    def causal_flops(self, length: int) -> int:
+        """FLOPs of one layer's forward on the first `length` tokens of a sequence, of which each
+        attends to itself and those before it; for slices."""
+        raise NotImplementedError(f"{self.name} does not support slices")
+
+    # what it holds and sends
+
+    @abstractmethod
+    def held(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes) -> Held:
+        """Bytes that a stage holds for one piece."""
+
+    def peaks(
+        self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool
+    ) -> Peaks | None:
+        """The most within each operation; None where only what lies between them is known."""
+        return None
+
+    def cached(self, stage: StageSpec, sizes: Sizes) -> tuple[int, int]:
+        """Bytes that the slices of a micro-batch share at a stage, and of the gradients that the I
+        of a slice leaves to the slice before it; `sizes` are those of the slice."""
+        raise NotImplementedError(f"{self.name} does not support slices")
+
+    @abstractmethod
+    def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
+        """The output of a stage that is not the last, as one tensor-parallel rank has it."""
+
+    def tensor_traffic(
+        self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
+    ) -> TensorTraffic:
+        """Tensor-parallel collectives of one pass; `fused`: the backward is one operation."""
+        raise NotImplementedError(f"{self.name} does not support tensor parallelism")
+
+    # how it is built
+
+    @property
+    def kernels(self) -> KernelNeeds:
+        """The kernels that its stages call."""
+        return KernelNeeds()
+
+    @abstractmethod
+    def build(self, stage: StageSpec, sharding: Sharding) -> StageModule:
+        """A stage whose parameters have no storage yet."""
+
+    def check_compiled(
+        self,
+        sharding: Sharding,
+        *,
+        rows: Collection[int],
+        again: bool,
+        documents: bool,
+        device: device,
+    ) -> None:
+        """Compare what is compiled with what is not; raises :class:`ConfigError`."""
+        raise NotImplementedError(f"{self.name} does not support torch.compile")
+
+
+Message = Any
+"""What a stage passes on: a tensor, or a tuple of tensors."""
+
+
+class StageModule(Protocol):
+    """A stage as the engine runs it: an ``nn.Module`` whose parameters carry their specs."""
+
+    is_first: bool
+    """It takes tokens."""
+    is_last: bool
+    """It computes the loss."""
+    queue: WeightGradQueue
+    """Where its layers leave their weight gradients."""
+    training: bool
+
+    def use(self, spans: Sequence[Span]) -> None:
+        """Keep what the layers save as `spans`, which cover all of them in order, say."""
+
+    def __call__(
+        self, x: Message, mb: MicroBatch, cache: KVCache | None = None, *, graph_only: bool = False
+    ) -> Message:
+        """x (None at the first stage, which takes the tokens) -> x or, at the last stage, the sum
+        of the unmasked token losses in nats, []. With `graph_only` what is passed on may have no
+        value."""
+
+    def logits(
+        self, x: Message, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
+    ) -> Tensor:
+        """The last stage's logits [s, b, V/tp]; with `last` of the last position alone."""
+
+    def train(self, mode: bool = True) -> Any: ...
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]: ...
+
+    def modules(self) -> Iterator[Any]: ...
+
+
+def bytes_of(tensors: Sequence[TensorShape]) -> int:
+    """Bytes of a message."""
+    return sum(each.bytes for each in tensors)
+
+
+def main_tensor(shape: tuple[int, ...], dtype: Dtype) -> TensorShape:
+    """A tensor of the model's own type."""
+    return TensorShape(shape, TORCH_NAMES[dtype], prod(shape) * DTYPE_BYTES[dtype])
+
+
+TORCH_NAMES: dict[Dtype, str] = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp64": "float64",
+}

@@ -1,0 +1,37 @@
+"""GPT as a family, for tests that need no layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+from megapipe.layers.specs import held_numel
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.family import GPT
+from megapipe.model.interface import Conditions
+from megapipe.model.partition import StageSpec
+
+
+def gpt(model: ModelConfig, *, tp: int = 1) -> GPT:
+    """The family of a resolved model."""
+    return GPT(model, Conditions(model.max_positions or 1, microbatch=1, tp=tp))
+
+
+def token_flops(model: ModelConfig, length: int) -> int:
+    """FLOPs of training on one token of sequences of `length`."""
+    return GPT(model, Conditions(length, microbatch=1)).token_flops()
+
+
+def shapes_of(model: ModelConfig, stage: StageSpec | None = None) -> dict[str, tuple[int, ...]]:
+    """Global shapes of the parameters of a stage, by default of the model."""
+    return gpt(model).shapes(stage)
+
+
+def count(model: ModelConfig, stage: StageSpec | None = None) -> int:
+    """Parameters of a stage, by default of the model."""
+    return gpt(model).count(stage)
+
+
+def count_held(model: ModelConfig, stages: Iterable[StageSpec], tp: int) -> int:
+    """Parameters that one tensor-parallel rank keeps for `stages`."""
+    return held_numel(chain.from_iterable(map(gpt(model).parameters, stages)), tp)
