@@ -1,0 +1,152 @@
+"""What docs/CONTRIBUTING.md and the pages for newcomers name exists, and what they show works;
+links of all documents lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.errors import ConfigError
+from megapipe.keys import KEYS, SECTIONS
+from megapipe.layout.resolve import resolve
+from megapipe.schedule.generators import aliases, names
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = {
+    name: (DOCS / name).read_text(encoding="utf-8")
+    for name in ("CONTRIBUTING.md", "from_megatron.md", "from_deepspeed.md")
+}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FOLDERS = ("benchmarks", "configs", "docs", "megapipe", "scripts", "tests", ".ci")
+OF_A_RUN = ("log.jsonl",)
+"""Files that look like keys and are in the run folder."""
+
+
+def code_words(text: str) -> Iterator[list[str]]:
+    """The words of every piece of code in the running text and in tables."""
+    for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text)):
+        yield [word.rstrip(",") for word in span.replace(r"\|", "|").split()]
+
+
+def is_setting(word: str) -> bool:
+    """Whether a word is a key of the configuration, perhaps with a value."""
+    section, dot, _ = word.partition(".")
+    return bool(dot) and section in SECTIONS and not (ROOT / word).exists()
+
+
+def wrong_settings(words: list[str]) -> Iterator[str]:
+    """Keys that do not exist and values that are not accepted."""
+    settings = [word for word in words if is_setting(word) and word not in OF_A_RUN]
+    yield from (word for word in settings if word.partition("=")[0] not in KEYS)
+    given = [word for word in settings if "=" in word]
+    try:
+        schedule = parse(given).config.pipeline.schedule
+    except ConfigError as error:
+        yield str(error)
+        return
+    if ":" not in schedule and schedule not in {*names(), *aliases(), "auto"}:
+        yield schedule
+
+
+def wrong_files(words: list[str]) -> Iterator[str]:
+    for word in words:
+        if word.partition("/")[0] in FOLDERS and "/" in word and not (ROOT / word).exists():
+            yield word
+
+
+def wrong_links(text: str, folder: Path = DOCS) -> Iterator[str]:
+    """Links from a page in `folder` to files that are not there, or to headings that these lack."""
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        name, _, heading = target.partition("#")
+        path = folder / name
+        if not path.exists() or heading not in {"", *headings(path)}:
+            yield target
+
+
+def headings(path: Path) -> list[str]:
+    """The headings of a page as links spell them."""
+    if path.suffix != ".md":
+        return []
+    found = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return [heading.lower().replace(" ", "-") for heading in found]
+
+
+def mistakes(text: str) -> list[str]:
+    found = [*wrong_links(text)]
+    for words in code_words(text):
+        found += [*wrong_settings(words), *wrong_files(words)]
+    return found
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every command in a block for a shell."""
+    shell = "".join(body for language, body in BLOCK.findall(text) if language == "sh")
+    lines = shell.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [*wrong_links(page.read_text(encoding="utf-8"), page.parent)] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_is_named_exists(name: str) -> None:
+    assert sum(map(len, code_words(PAGES[name]))) > 50
+    assert mistakes(PAGES[name]) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`optimizer.weight_decai`",
+        "`--their-flag optimizer.zero=4`",
+        "| `--flag` | `pipeline.chunks=2 pipeline.schedule=1f1c` | |",
+        "`pipeline.layout=[1,x]`",
+        "a file `megapipe/optim/rule.py`",
+        "[design](design.md#flours)",
+        "[design](desine.md)",
+    ],
+)
+def test_a_mistake_is_noticed(text: str) -> None:
+    assert len(mistakes(text)) == 1
+
+
+def test_what_is_no_setting_is_left_alone() -> None:
+    text = "`train.py`, `log.jsonl`, `zero_optimization/stage`, `megatron/x.py`"
+    assert mistakes(f"{text}\n```sh\nlog.x\n```\n") == []
+
+
+@pytest.mark.parametrize(
+    "words", [words for text in PAGES.values() for words in commands(text)], ids=" ".join
+)
+def test_commands(words: list[str]) -> None:
+    """Plans, lists and help are run; of what trains or tests the arguments are looked at."""
+    files = [word.partition("::")[0] for word in words if "/" in word and "=" not in word]
+    assert [*wrong_files(files)] == []
+    if "train.py" in words:
+        given = words[words.index("train.py") + 1 :]
+        command = parse(given)
+        if command.help is None:
+            world = int(words[words.index("--nproc") + 1]) if "--nproc" in words else None
+            resolve(command.config, world, command.config.model.vocab_size or 50257)
+    if {"--dry-run", "--help", "--list"}.intersection(words) or "scripts/schedule.py" in words:
+        assert words[0] == "python"
+        done = subprocess.run(
+            [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout
+
+
+def test_every_kind_of_command_is_shown() -> None:
+    shown = {word for text in PAGES.values() for words in commands(text) for word in words}
+    assert shown >= {"train.py", "megapipe.launch", "pytest", "--dry-run", "--list", "--nproc"}
