@@ -21,6 +21,8 @@ from megapipe.errors import ConfigError, MegapipeError
 from megapipe.keys import KEYS, SECTIONS, expected, literal_type_fits, unknown
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
 
+OPTIONS = "model.options."
+"""Keys below this one are whatever a model of the user's takes."""
 USAGE = "train.py [CONFIG] [section.key=value ...] [--dry-run] [--help [SECTION]]"
 
 
@@ -94,9 +96,9 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def flatten(config: Config) -> dict[str, str | int | float | bool | None]:
-    """Every dotted key with its value; lists as JSON."""
+    """Every dotted key with its value; lists and options as JSON."""
     return {
-        f"{section}.{key}": json.dumps(value) if isinstance(value, list) else value
+        f"{section}.{key}": json.dumps(value) if isinstance(value, (list, dict)) else value
         for section, keys in config.model_dump().items()
         for key, value in keys.items()
     }
@@ -210,9 +212,12 @@ def _config(given: Iterable[_Given]) -> Config:
     """The configuration with `given` over the defaults."""
     problems: list[str] = []
     known: dict[str, _Given] = {}
-    tree: dict[str, dict[str, Value]] = {}
+    tree: dict[str, dict[str, Any]] = {}
     for item in given:
-        if item.key in KEYS:
+        if item.key.startswith(OPTIONS) and not isinstance(item.value, list):
+            name = item.key.removeprefix(OPTIONS)
+            tree.setdefault("model", {}).setdefault("options", {})[name] = item.value
+        elif item.key in KEYS and item.key != OPTIONS.rstrip("."):
             known[item.key] = item
             section, _, key = item.key.partition(".")
             tree.setdefault(section, {})[key] = item.value

@@ -346,6 +346,11 @@ class TrainConfig(Section):
     """Samples per step over all replicas."""
     microbatch: int = Field(4, ge=1)
     """Samples per micro-batch; global_batch / (microbatch x dp) micro-batches make a step."""
+    loss: str | None = None
+    """A loss of your own: `module:name` of a function (logits [b, s, V], labels [b, s], mask
+    [b, s]) -> the sum of the unmasked tokens' losses; the logits are whatever the last layer of a
+    `model.source` returns. Default: cross-entropy. It needs all logits at once
+    (kernels.loss_chunk), and parallel.tp=1."""
     validate_every: int = Field(100, ge=0)
     """Steps between validations; 0: only at the end."""
     validation_samples: int | None = Field(256, ge=1)
@@ -421,3 +426,9 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    def loss_tokens(self, *, cuda: bool) -> int:
+        """Most tokens whose logits there are at a time; 0: all, as a loss or a model of the user's
+        needs."""
+        own = self.train.loss is not None or self.model.source is not None
+        return 0 if own else self.kernels.loss_tokens(cuda=cuda)

@@ -29,10 +29,12 @@ from megapipe.schedule.lower import channel_rounds
 from megapipe.schedule.program import Action
 
 Shape = tuple[int, ...]
-MessageShape = Callable[[Op], Shape]
-"""Shape of a message."""
-Expected = Sequence[tuple[Op, Shape]]
+MessageShape = Callable[[Op], Any]
+"""Shape of a message; where it is packed, a :class:`~megapipe.engine.packed.Part` per tensor."""
+Expected = Sequence[tuple[Op, Any]]
 """The messages of a channel in a step, in order: what each is, and its shape."""
+Message = Any
+"""A tensor, or where messages are packed a tuple of tensors."""
 
 
 def message_of(action: Action) -> Op:
@@ -43,7 +45,7 @@ def message_of(action: Action) -> Op:
 class Outgoing(Protocol):
     """The sender's end of a channel."""
 
-    def send(self, message: Op, tensor: Tensor) -> None:
+    def send(self, message: Op, tensor: Message) -> None:
         """Send without blocking; the tensor must not be written afterwards."""
 
     def acknowledge(self, messages: int) -> None:
@@ -62,7 +64,7 @@ class Incoming(Protocol):
     def arrived(self) -> bool:
         """Whether :meth:`receive` would return without another rank's program going on."""
 
-    def receive(self) -> Tensor:
+    def receive(self) -> Message:
         """The next message."""
 
 
@@ -214,12 +216,17 @@ class _Incoming(_Line):
 
 _HEADER = 12
 """Length of a debug header: kind, stage, micro-batch, slice, dtype, dims, shape."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.uint8)
 
 
 def _header(message: Op, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     values = [*message[:4], _DTYPES.index(dtype), len(shape), *shape]
     return torch.tensor(values + [0] * (_HEADER - len(values)), dtype=torch.int64)
+
+
+def _spoil(tensor: Tensor) -> Tensor:
+    """Fill with NaN; bytes of ones are NaN in every floating-point type."""
+    return tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))
 
 
 class _DebugOutgoing(_Outgoing):
@@ -234,7 +241,7 @@ class _DebugOutgoing(_Outgoing):
     def release(self) -> Tensor:
         super().release()
         tensor = super().release()
-        return tensor.fill_(float("nan"))
+        return _spoil(tensor)
 
     def acknowledge(self, messages: int) -> None:
         self.unacknowledged -= messages
@@ -259,7 +266,7 @@ class _DebugIncoming(_Incoming):
             f"rank {self.ranks[1 - self.peer]} expected {message} of shape {shape} from rank "
             f"{self.ranks[self.peer]}, got {header.tolist()}"
         )
-        buffer = torch.full(shape, float("nan"), dtype=self.dtype, device=self.wire)
+        buffer = _spoil(torch.empty(shape, dtype=self.dtype, device=self.wire))
         self.group.recv([buffer], self.peer, 0).wait()
         if self.expected:
             self.post()

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
 from torch.nn import Parameter
 
-from megapipe.engine.channels import Channels, MessageShape, Shape, message_of
+from megapipe.engine.channels import Channels, Message, MessageShape, message_of
 from megapipe.engine.recorder import Recorder
 from megapipe.engine.stage import Key, Stage
 from megapipe.layers.microbatch import MicroBatch
@@ -86,9 +85,9 @@ class Executor:
         self.train = train
         self.recorder = recorder
         self.synchroniser = synchroniser
-        self._inbox: dict[Op, Tensor | None] = {}
+        self._inbox: dict[Op, Message] = {}
         self._microbatches: Mapping[Key, MicroBatch] = {}
-        self._expected: dict[int, list[tuple[Op, Shape]]] = defaultdict(list)
+        self._expected: dict[int, list[tuple[Op, Any]]] = defaultdict(list)
         for action in program.actions:
             if action.do == Do.RECV:
                 message = message_of(action)

@@ -16,6 +16,7 @@ from megapipe.engine.channels import (
 )
 from megapipe.engine.executor import Executor, Speculation, Synchroniser, run_together
 from megapipe.engine.names import named
+from megapipe.engine.packed import PackedChannels
 from megapipe.engine.recorder import Record, Recorder
 from megapipe.engine.shares import SharingChannels
 from megapipe.engine.stage import Key, Stage
@@ -37,6 +38,8 @@ class Pipeline:
     All schedules that it runs have the same `placement`; `policy` says when their data-parallel
     replicas communicate. `shape_of` gives the shapes of messages, which are of `dtype`.
 
+    `packed` messages may have several tensors each.
+
     With `in_process` this process runs all pipeline ranks. With `scatter` each tensor-parallel rank
     sends a share of what all of them have. With `debug` messages carry headers that are checked.
     """
@@ -51,6 +54,7 @@ class Pipeline:
         dtype: torch.dtype,
         in_process: bool = False,
         scatter: bool = False,
+        packed: bool = False,
         debug: bool = False,
     ) -> None:
         self.mesh = mesh
@@ -59,14 +63,19 @@ class Pipeline:
         self.shape_of = shape_of
         self.in_process = in_process
         self.ranks: Sequence[int] = range(placement.ranks) if in_process else [mesh.pp.index]
-        self._channels = self._connect(dtype, scatter=scatter, debug=debug)
+        self._channels = self._connect(dtype, scatter=scatter, packed=packed, debug=debug)
         self._recorders = [Recorder(mesh.device) for _ in self.ranks]
 
-    def _connect(self, dtype: torch.dtype, *, scatter: bool, debug: bool) -> list[Channels]:
+    def _connect(
+        self, dtype: torch.dtype, *, scatter: bool, packed: bool, debug: bool
+    ) -> list[Channels]:
         """This process' channel ends, one per pipeline rank that it runs."""
         if self.in_process:
             return list(InProcessChannels.connect(self.placement.ranks))
         used = pairs(self.placement)
+        if packed:
+            lines = ProcessGroupChannels(self.mesh, used, dtype=torch.uint8, debug=debug)
+            return [PackedChannels(lines)]
         channels = ProcessGroupChannels(self.mesh, used, dtype=dtype, debug=debug)
         return [SharingChannels(channels, self.mesh.tp) if scatter else channels]
 

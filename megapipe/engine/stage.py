@@ -22,16 +22,17 @@ from megapipe.layers.parameter import spec_of
 from megapipe.layers.policy import Span
 from megapipe.layers.recompute import Entrance, run_backward
 from megapipe.layers.weight_grad import WeightGradQueue, accumulate_in_main_grad
-from megapipe.model.interface import StageModule
+from megapipe.model.interface import Message, StageModule
 
 Key = tuple[int, int]
 """(micro-batch, slice) as the schedule numbers them."""
 
 
 class _InFlight(NamedTuple):
-    input: Tensor | Entrance | None
+    input: Tensor | tuple[Tensor, ...] | Entrance | None
     """Where the backward leaves the gradient of the input."""
-    edge: GradientEdge
+    edges: tuple[GradientEdge | None, ...]
+    """Of the tensors of the output whose gradient comes back; None: of no use here."""
 
 
 class Stage:
@@ -54,7 +55,7 @@ class Stage:
             module.use(spans)
         self.queue: WeightGradQueue = module.queue
         self._in_flight: dict[Key, _InFlight] = {}
-        self._inputs: dict[Key, tuple[Tensor | None, MicroBatch]] = {}
+        self._inputs: dict[Key, tuple[Message, MicroBatch]] = {}
         self._caches: dict[int, KVCache] = {}
         self._unit: Tensor | None = None
         """Gradient of the loss by itself, on the last stage."""
@@ -80,7 +81,7 @@ class Stage:
         self.loss_sums.clear()
         self.queue.clear()
 
-    def forward(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
+    def forward(self, key: Key, x: Message, mb: MicroBatch) -> Message:
         """Run ``F``. Returns the output to pass on, None on the last stage."""
         if not self.recompute:
             return self._emit(key, self._build(key, x, mb))
@@ -90,7 +91,7 @@ class Stage:
             return self._emit(key, self.module(x, mb))
 
     @torch.no_grad()
-    def evaluate(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
+    def evaluate(self, key: Key, x: Message, mb: MicroBatch) -> Message:
         """Forward without a graph, on whole sequences, for validation."""
         return self._emit(key, self.module(x, mb))
 
@@ -98,7 +99,7 @@ class Stage:
         """Run ``R``: the forward again, with a graph."""
         self._build(key, *self._inputs.pop(key), graph_only=True)
 
-    def input_grad(self, key: Key, grad: Tensor | None) -> Tensor | None:
+    def input_grad(self, key: Key, grad: Message) -> Message:
         """Run ``I``: back-propagate, queue the weight gradients, return the input's gradient.
 
         Recomputes first where that is due and no ``R`` did it. The slices of a micro-batch come
@@ -106,13 +107,19 @@ class Stage:
         """
         if key in self._inputs:
             self.recompute_ahead(key)
-        x, edge = self._in_flight.pop(key)
+        x, edges = self._in_flight.pop(key)
         self.queue.open(key)
-        run_backward((edge,), (self._unit if grad is None else grad,), False, False, (), True, True)
+        grads = grad if isinstance(grad, tuple) else (self._unit if grad is None else grad,)
+        if None in edges:
+            both = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None]
+            edges, grads = tuple(e for e, _ in both), tuple(g for _, g in both)
+        run_backward(edges, grads, False, False, (), True, True)
         if key[1] == 0 and self._caches:
             del self._caches[key[0]]
         if x is None:
             return None
+        if isinstance(x, tuple):
+            return _gradients(x)
         grad, x.grad = x.grad, None
         return grad
 
@@ -120,7 +127,7 @@ class Stage:
         """Run ``W``: the queued weight gradients, of tensors without a graph."""
         self.queue.run(key)
 
-    def backward(self, key: Key, grad: Tensor | None) -> Tensor | None:
+    def backward(self, key: Key, grad: Message) -> Message:
         """Run ``B``: ``I`` and ``W``, with each weight gradient as early as can be."""
         self.queue.at_once = True
         grad = self.input_grad(key, grad)
@@ -128,12 +135,12 @@ class Stage:
         self.weight_grad(key)
         return grad
 
-    def _build(
-        self, key: Key, x: Tensor | None, mb: MicroBatch, *, graph_only: bool = False
-    ) -> Tensor:
+    def _build(self, key: Key, x: Message, mb: MicroBatch, *, graph_only: bool = False) -> Message:
         """Forward with a graph, whose ends are kept for the backward."""
-        source: Tensor | Entrance | None = None
-        if x is not None and self._offloads_input:
+        source: Tensor | tuple[Tensor, ...] | Entrance | None = None
+        if isinstance(x, tuple):
+            source = x = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in x)
+        elif x is not None and self._offloads_input:
             source = Entrance()
             x = source.of(x)
         elif x is not None:
@@ -143,8 +150,16 @@ class Stage:
         if self.is_last:
             root = y * mb.scale
             self._unit = torch.ones_like(y) if self._unit is None else self._unit
+        if isinstance(root, tuple):
+            edges = tuple(
+                get_gradient_edge(t) if t.requires_grad else None
+                for t in root
+                if t.is_floating_point()
+            )
+            self._in_flight[key] = _InFlight(source, edges)
+            return tuple(t.detach() for t in root)
         assert root.grad_fn is not None
-        self._in_flight[key] = _InFlight(source, get_gradient_edge(root))
+        self._in_flight[key] = _InFlight(source, (get_gradient_edge(root),))
         return y.detach()
 
     def _cache_of(self, key: Key, mb: MicroBatch) -> KVCache | None:
@@ -156,8 +171,14 @@ class Stage:
             self._caches[microbatch] = KVCache(mb.sequence_length)
         return self._caches[microbatch]
 
-    def _emit(self, key: Key, y: Tensor) -> Tensor | None:
+    def _emit(self, key: Key, y: Message) -> Message:
         if not self.is_last:
             return y
         self.loss_sums[key] = y
         return None
+
+
+def _gradients(x: tuple[Tensor, ...]) -> Message:
+    """The gradients of the floating-point tensors of an input; of one that nobody used, zeros."""
+    found = [torch.zeros_like(t) if t.grad is None else t.grad for t in x if t.is_floating_point()]
+    return found[0] if len(found) == 1 else tuple(found)

@@ -95,7 +95,8 @@ class ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         dim = len(weight.shape) - (2 if self.rows_split else 1)
-        assert weight.split_dim == dim, f"{weight.name} is split over dimension {weight.split_dim}"
+        whole = weight.split_dim is None and sharding.tp.size == 1
+        assert whole or weight.split_dim == dim, f"{weight.name}: split over {weight.split_dim}"
         self.sharding = sharding
         self.weight = new_parameter(sharding, weight)
         self.bias = None if bias is None else new_parameter(sharding, bias)

@@ -58,7 +58,10 @@ class LocalParameter(ParameterSpec):
 
     def initialise(self, out: Tensor, seed: int) -> None:
         """Fill `out`, of shape `sizes`, with this region of the global initial tensor."""
-        if self.std is None:
+        if self.initial is not None:
+            ends = zip(self.offsets, self.sizes, strict=True)
+            out.copy_(self.initial()[tuple(slice(start, start + n) for start, n in ends)])
+        elif self.std is None:
             out.fill_(self.fill)
         else:
             draw_normal(out, seed, self.name, self.shape, self.offsets, self.std)

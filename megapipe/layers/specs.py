@@ -5,10 +5,10 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from megapipe.layers.policy import VOCAB_MULTIPLE
 
@@ -43,6 +43,8 @@ class ParameterSpec:
     """Another stage may use the same tensor: gradients of all uses are added."""
     use: int = 0
     """Which use of a tied tensor this is: 0 the input embedding, 1 the head."""
+    initial: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
+    """Gives the initial values of the whole tensor, where neither `std` nor `fill` says."""
 
     @property
     def multiplied(self) -> bool:

@@ -12,12 +12,13 @@ from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import device
 from megapipe.layout.links import can_scatter
-from megapipe.model.interface import Family
+from megapipe.model.interface import Family, Feature
 from megapipe.words import choices, counted, multiples, plural
 
 
 def check(config: Config, family: Family, dp: int) -> None:
     """Raise :class:`ConfigError` for the first thing in a resolved configuration that is wrong."""
+    _check_support(config, family)
     family.check()
     _check_sequence(config)
     _check_optimizer(config.optimizer, config.train.steps, dp)
@@ -29,6 +30,54 @@ def check(config: Config, family: Family, dp: int) -> None:
     _check_watched_steps(config.log)
     _check_device(config.log)
     _check_stop(config.train)
+
+
+def _check_support(config: Config, family: Family) -> None:
+    """Refuse by name what the model's family lacks."""
+    parallel, activations, kernels = config.parallel, config.activations, config.kernels
+    policies = activations.policy
+    policies = [policies] if isinstance(policies, str) else policies
+    needs = family.kernels
+    wishes: list[tuple[Feature, bool, str, str]] = [
+        ("tp", parallel.tp > 1, f"parallel.tp={parallel.tp}", "1"),
+        (
+            "sequence_parallel",
+            parallel.sequence_parallel,
+            "parallel.sequence_parallel=true",
+            "false",
+        ),
+        ("selective", "selective" in policies, "activations.policy=selective", "keep or stage"),
+        ("full", "full" in policies, "activations.policy=full", "keep or stage"),
+        ("offload", bool(activations.offload), f"activations.offload={activations.offload}", "[]"),
+        ("compile", kernels.compile, "kernels.compile=true", "false"),
+        ("document_mask", config.data.document_mask, "data.document_mask=true", "false"),
+        ("loss_chunk", bool(kernels.loss_chunk), f"kernels.loss_chunk={kernels.loss_chunk}", "0"),
+    ]
+    for feature, wished, key, expected in wishes:
+        if wished and feature not in family.supports:
+            raise ConfigError(f"{key}: {family.name} has no support for it; expected {expected}")
+    for purpose, wanted, need in (
+        ("attention", kernels.attention, needs.attention),
+        ("norm", kernels.norm, needs.norm),
+    ):
+        if wanted != "auto" and need is None:
+            raise ConfigError(
+                f"kernels.{purpose}={wanted}: {family.name} calls none of megapipe's; expected auto"
+            )
+    if config.train.loss is not None and kernels.loss_chunk:
+        raise ConfigError(
+            f"kernels.loss_chunk={kernels.loss_chunk}: train.loss={config.train.loss} needs all "
+            "logits at once; expected null"
+        )
+
+
+def check_slices(config: Config, family: Family, slices: int) -> None:
+    """Refuse slices of sequences where the family cannot compute them."""
+    if slices > 1 and "slices" not in family.supports:
+        raise ConfigError(
+            f"pipeline.schedule={config.pipeline.schedule} cuts sequences into slices, and "
+            f"{family.name} has no support for it: expected a schedule of whole sequences"
+        )
 
 
 def _check_sequence(config: Config) -> None:

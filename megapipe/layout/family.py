@@ -1,10 +1,46 @@
 """The family of a configuration's model, under the conditions of its run."""
 
 from megapipe.config import Config
+from megapipe.errors import ConfigError
 from megapipe.layout.devices import device_kind
 from megapipe.layout.layout import DeviceKind
+from megapipe.model.gpt.checks import resolved
+from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.family import GPT
 from megapipe.model.interface import Conditions, Family
+from megapipe.model.modules.family import Modules
+from megapipe.user_code import UserCode
+
+OWN_KEYS = ("source", "options", "vocab_size", "dtype")
+"""Keys of the model section that go with a model of the user's."""
+
+
+def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
+    """The model section with every default filled in; an unknown vocabulary stays None.
+
+    Raises :class:`ConfigError` for keys that do not go together.
+    """
+    model = config.model
+    if model.vocab_size and tokenizer_size and model.vocab_size < tokenizer_size:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of "
+            f"data.tokenizer={config.data.tokenizer}: expected at least {tokenizer_size}"
+        )
+    if model.source is None:
+        if model.options:
+            raise ConfigError(
+                f"model.options.{next(iter(model.options))} is for a model of your own, "
+                "model.source: expected none"
+            )
+        return resolved(model, tokenizer_size, config.train.sequence_length)
+    for key, field in type(model).model_fields.items():
+        given = getattr(model, key)
+        if key not in OWN_KEYS and given != field.get_default(call_default_factory=True):
+            raise ConfigError(
+                f"model.{key}={given} is for the built-in model, not for model.source="
+                f"{model.source}: expected it left out (or model.options.{key}, if it takes that)"
+            )
+    return model.model_copy(update={"vocab_size": model.vocab_size or tokenizer_size})
 
 
 def conditions_of(config: Config, device: DeviceKind | None = None) -> Conditions:
@@ -16,11 +52,23 @@ def conditions_of(config: Config, device: DeviceKind | None = None) -> Condition
         tp=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,
         cuda=cuda,
-        loss_chunk=config.kernels.loss_tokens(cuda=cuda),
+        loss_chunk=config.loss_tokens(cuda=cuda),
         compile=config.kernels.compile,
+        loss=train.loss,
+        seed=config.run.seed,
     )
 
 
 def family_of(config: Config, device: DeviceKind | None = None) -> Family:
     """The family of a configuration whose model section is resolved."""
-    return GPT(config.model, conditions_of(config, device))
+    return make_family(config.model, conditions_of(config, device))
+
+
+def make_family(model: ModelConfig, conditions: Conditions) -> Family:
+    """The family of a resolved model section. Raises :class:`ConfigError` for `source`."""
+    if model.source is None:
+        return GPT(model, conditions)
+    code = UserCode(model.source, what="model.source=", error=ConfigError)
+    if isinstance(code.function, type) and issubclass(code.function, Family):
+        return code.function.of(model.options, model.dtype, model.vocab_size, conditions)
+    return Modules(model.source, model.options, model.dtype, model.vocab_size, conditions)

@@ -9,15 +9,13 @@ from dataclasses import replace
 from megapipe.config import Config, ParallelConfig, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
-from megapipe.layout.checks import check, check_compile
+from megapipe.layout.checks import check, check_compile, check_slices
 from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.devices import device_kind
-from megapipe.layout.family import family_of
+from megapipe.layout.family import family_of, resolved_model
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.replicas import replica_policy
 from megapipe.layout.slices import balanced_slices
-from megapipe.model.gpt.checks import resolved
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
 from megapipe.schedule.cost import Cost
@@ -74,7 +72,7 @@ def _resolve(
 ) -> tuple[Config, Layout]:
     if vocab_size is None and given.data.tokenizer == "byte":
         vocab_size = BYTE_VOCABULARY
-    model = _resolved_model(given, vocab_size)
+    model = resolved_model(given, vocab_size)
     parallel, processes = _resolved_mesh(given, world)
     dp = parallel.dp or 1
     config = given.model_copy(update={"model": model, "parallel": parallel})
@@ -92,6 +90,7 @@ def _resolve(
         short = by_cost and not is_own(config.pipeline.schedule)
         schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
+    check_slices(config, family, schedule.slices)
     stages = _partition(config, family, schedule.placement)
     spans = stage_spans(config.activations, stages, schedule.recompute)
     slice_lengths = _slice_lengths(config, family, schedule.slices)
@@ -139,16 +138,6 @@ def _prove(config: Config, schedule: Schedule, limit: float | None) -> Report:
     if limit is not None:
         _check_memory(schedule, limit)
     return proof
-
-
-def _resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
-    model = config.model
-    if model.vocab_size and tokenizer_size and model.vocab_size < tokenizer_size:
-        raise ConfigError(
-            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of "
-            f"data.tokenizer={config.data.tokenizer}: expected at least {tokenizer_size}"
-        )
-    return resolved(model, tokenizer_size, config.train.sequence_length)
 
 
 def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, int]:
@@ -218,6 +207,8 @@ def _partition(config: Config, family: Family, placement: Placement) -> tuple[St
 
 
 def _slice_lengths(config: Config, family: Family, slices: int) -> tuple[int, ...]:
+    if slices == 1:
+        return (config.train.sequence_length,)
     split = config.parallel.tp if config.parallel.sequence_parallel else 1
     try:
         return balanced_slices(family.causal_flops, config.train.sequence_length, slices, split)

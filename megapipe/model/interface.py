@@ -11,16 +11,18 @@ Nothing here needs torch, and a family needs it only to build a stage.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from megapipe.dtypes import DTYPE_BYTES, Dtype
+from megapipe.errors import ConfigError
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
+from megapipe.user_code import UserCode
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -46,15 +48,17 @@ class Conditions:
     compile: bool = False
     loss: str | None = None
     """``train.loss``, a loss of the user's."""
+    seed: int = 0
+    """``run.seed``, for initial weights that the modules themselves draw."""
 
 
 class Work(NamedTuple):
     """FLOPs per token of one stage, on all tensor-parallel ranks together."""
 
-    F: int
-    I: int  # noqa: E741
-    W: int
-    R: int
+    F: Time
+    I: Time  # noqa: E741
+    W: Time
+    R: Time
     """Running it again, if it is run again as a whole."""
 
 
@@ -116,11 +120,9 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 class TensorTraffic(NamedTuple):
     """Tensor-parallel collectives of a stage in one pass of a piece."""
 
-    hidden: Mapping[tuple[Collective, str], int]
-    """Those of whole hidden states, by kind and operation (F, I, W)."""
-    width: int
-    """Values of a token in these."""
-    loss_numbers: int
+    hidden: Mapping[tuple[Collective, str], tuple[int, int]]
+    """Of hidden states, by kind and operation (F, I, W): how many, and their values per token."""
+    loss_numbers: int = 0
     """Values per token and rank that the loss gathers."""
 
 
@@ -173,11 +175,12 @@ Feature = Literal[
     "offload",
     "compile",
     "document_mask",
+    "loss_chunk",
     "kv_cache",
 ]
 """What a family may support: tensor parallelism, sequence parallelism, slices of sequences, modules
 or whole layers that are run again, activations in host memory, torch.compile, attention that ends
-at documents, keys and values that are kept while a text grows."""
+at documents, a loss in chunks, keys and values that are kept while a text grows."""
 
 
 class Family(ABC):
@@ -186,10 +189,25 @@ class Family(ABC):
     name: ClassVar[str]
     ends: ClassVar[bool]
     """Whether an embedding comes before its layers and a head after them."""
-    supports: ClassVar[Collection[Feature]]
     conditions: Conditions
 
+    @classmethod
+    def of(
+        cls,
+        options: Mapping[str, Any],
+        dtype: Dtype,
+        vocab_size: int | None,
+        conditions: Conditions,
+    ) -> Self:
+        """A family that ``model.source`` names, from ``model.options``; raises ConfigError."""
+        raise NotImplementedError(f"{cls.__name__} is not made from options")
+
     # what it is
+
+    @property
+    @abstractmethod
+    def supports(self) -> Collection[Feature]:
+        """The features that it has."""
 
     @property
     @abstractmethod
@@ -259,14 +277,14 @@ class Family(ABC):
         """FLOPs of a stage whose layers keep what `spans` say, or that is run `again` whole."""
 
     @abstractmethod
-    def unit_of_work(self) -> int:
+    def unit_of_work(self) -> Time:
         """FLOPs per token of the forward of a layer, by which costs are shown."""
 
     @abstractmethod
-    def forward_flops(self, stage: StageSpec) -> int:
+    def forward_flops(self, stage: StageSpec) -> float:
         """FLOPs per token of a stage's forward that the mathematics needs, without padding."""
 
-    def token_flops(self) -> int:
+    def token_flops(self) -> float:
         """FLOPs of training on one token: forward, and twice as many backward."""
         return 3 * self.forward_flops(self.whole)
 
@@ -326,6 +344,9 @@ class Family(ABC):
         raise NotImplementedError(f"{self.name} does not support torch.compile")
 
 
+Loss = Callable[[Any, "Tensor", "Tensor"], "Tensor"]
+"""(the last layer's output, labels [b, s], mask [b, s]) -> the sum of the unmasked losses, []."""
+
 Message = Any
 """What a stage passes on: a tensor, or a tuple of tensors."""
 
@@ -358,9 +379,18 @@ class StageModule(Protocol):
 
     def train(self, mode: bool = True) -> Any: ...
 
+    def to(self, device: device) -> Any: ...
+
     def parameters(self, recurse: bool = True) -> Iterator[Any]: ...
 
     def modules(self) -> Iterator[Any]: ...
+
+
+def load_loss(given: Conditions) -> Loss | None:
+    """``train.loss``. Raises :class:`ConfigError`."""
+    if given.loss is None:
+        return None
+    return UserCode(given.loss, what="train.loss=", error=ConfigError).function
 
 
 def bytes_of(tensors: Sequence[TensorShape]) -> int:

@@ -118,10 +118,10 @@ def operation_traffic(config: Config, layout: Layout, stage: int, kind: str) -> 
         return Fraction(0)
     traffic = _stage_traffic(layout, stage, fused=kind == "B")
     tokens = config.train.sequence_length * config.train.microbatch
-    whole = tokens * traffic.width * DTYPE_BYTES[layout.model.dtype]
+    whole = tokens * DTYPE_BYTES[layout.model.dtype]
     sent = [
-        Exchange("tp", collective, what, count, count * whole, layout.tp).wire
-        for (collective, what), count in traffic.hidden.items()
+        Exchange("tp", collective, what, count, values * whole, layout.tp).wire
+        for (collective, what), (count, values) in traffic.hidden.items()
         if what in ("IW" if kind == "B" else kind)
     ]
     return sum(sent, Fraction(0))
@@ -136,15 +136,15 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
             list(_pieces(config, layout, stage, rank, fused=fused)) for fused in (False, True)
         )
         per_pass = [_stage_traffic(layout, stage, fused=fused) for fused in (False, True)]
-        whole = per_pass[0].width * DTYPE_BYTES[layout.model.dtype]
+        size = DTYPE_BYTES[layout.model.dtype]
         for collective, what in per_pass[0].hidden:
-            counts = [of.hidden[collective, what] for of in per_pass]
+            counts, values = zip(*(of.hidden[collective, what] for of in per_pass), strict=True)
             yield Exchange(
                 axis="tp",
                 collective=collective,
                 what=what,
                 count=counts[0] * len(split) + counts[1] * len(fused),
-                bytes=(counts[0] * sum(split) + counts[1] * sum(fused)) * whole,
+                bytes=(values[0] * sum(split) + values[1] * sum(fused)) * size,
                 members=layout.tp,
             )
         pieces = split + fused

@@ -97,7 +97,7 @@ def select_kernels(
         **{purpose: choice.kernel for purpose, choice in found.items()},
         choices=used,
         compiler=torch_compile if wanted.compile else None,
-        loss_chunk=wanted.loss_tokens(cuda=device.type == "cuda"),
+        loss_chunk=config.loss_tokens(cuda=device.type == "cuda"),
         overlap=wanted.overlap,
     )
 

@@ -27,6 +27,7 @@ from megapipe.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.channels import MessageShape
 from megapipe.engine.executor import Executor
+from megapipe.engine.packed import Part
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Key, Stage
@@ -103,6 +104,7 @@ class TrainStep:
         self._check_schedule()
         self.kernels = kernels or agreed_kernels(config, layout, mesh, self.schedule)
         self.policy = ZeroPolicy.of(config.optimizer, layout.dp)
+        self._packed = self._has_tuples()
         self.pipeline = Pipeline(
             mesh,
             self.placement,
@@ -110,7 +112,8 @@ class TrainStep:
             shape_of=self._message_shape,
             dtype=TORCH_DTYPES[config.model.dtype],
             in_process=layout.in_process,
-            scatter=scatters(config),
+            scatter=scatters(config) and not self._packed,
+            packed=self._packed,
             debug=config.pipeline.debug,
         )
         self.modules = {
@@ -124,6 +127,7 @@ class TrainStep:
             for s, module in self.modules.items()
         }
         for stage in self.stages.values():
+            stage.module.to(mesh.device)  # buffers; parameters are there
             stage.own_autograd_parameters()
         if not config.data.document_mask:
             document_end = None
@@ -141,6 +145,16 @@ class TrainStep:
         self.post_validation: PostValidation | None = None
         if config.optimizer.post_validation:
             self.post_validation = PostValidation(self.update, mesh, self.fetch, self.own_totals)
+
+    def _has_tuples(self) -> bool:
+        """Whether stages send each other anything but one tensor of the model's type."""
+        model, train = self.layout.model, self.config.train
+        own = TORCH_DTYPES[model.dtype]
+        messages = (
+            model.message(spec, train.microbatch, train.sequence_length)
+            for spec in self.layout.stage_layers[:-1]
+        )
+        return any(len(each) != 1 or getattr(torch, each[0].dtype) != own for each in messages)
 
     def _check_schedule(self) -> None:
         """Refuse a schedule of another number of ranks, stages or micro-batches."""
@@ -206,12 +220,16 @@ class TrainStep:
         train, layout = self.config.train, self.layout
         lengths = layout.slice_lengths if schedule.slices > 1 else (train.sequence_length,)
 
-        def shape(message: Op) -> tuple[int, ...]:
+        def shape(message: Op) -> Any:
             rows = int(schedule.size_of(message.microbatch) * train.microbatch)
             before = message.stage - (message.kind != Kind.F)
             spec = layout.stage_layers[before]
-            (tensor,) = layout.model.message(spec, rows, lengths[message.slice])
-            return tensor.shape
+            tensors = layout.model.message(spec, rows, lengths[message.slice])
+            if not self._packed:
+                return tensors[0].shape
+            if message.kind != Kind.F:
+                tensors = tuple(each for each in tensors if each.has_grad)
+            return [Part(each.shape, getattr(torch, each.dtype)) for each in tensors]
 
         return shape
 

@@ -31,6 +31,11 @@ def check(model: ModelConfig, given: Conditions) -> None:
             f"train.sequence_length={length} is longer than the position table, "
             f"model.max_positions={model.max_positions}: expected at most that"
         )
+    if given.loss is not None and tp > 1:
+        raise ConfigError(
+            f"train.loss={given.loss} sees whole logits, which parallel.tp={tp} splits: expected "
+            "tp 1, or no loss of your own"
+        )
     if given.compile and model.dropout:
         raise ConfigError(f"kernels.compile=true needs model.dropout=0, not {model.dropout:g}")
 

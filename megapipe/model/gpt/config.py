@@ -1,16 +1,26 @@
 """The configuration of a model: its sizes and variants, free of any layout."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megapipe.dtypes import Dtype
-from megapipe.section import Section
+from megapipe.section import Expected, Section
 
 
 class ModelConfig(Section):
-    """A GPT-style decoder: GPT-2, GPT-3 and Llama are settings of it."""
+    """A GPT-style decoder (GPT-2, GPT-3 and Llama are settings of it), or with `source` a model of
+    your own."""
 
+    source: str | None = None
+    """A model of your own: `module:name` of a function that returns its layers, a list of
+    torch.nn.Modules (docs/models.md), or of a class derived from megapipe.model.interface.Family.
+    Of the other keys of this section `options`, `vocab_size` and `dtype` go with it."""
+    options: Annotated[
+        dict[str, str | int | float | bool | None],
+        Expected("values by name, as in model.options.width=64"),
+    ] = Field(default_factory=dict)
+    """Arguments for `source`, by name: model.options.width=64."""
     layers: int = Field(4, ge=1, le=1000)
     """Transformer layers."""
     hidden: int = Field(128, ge=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from megapipe.dtypes import Dtype
 from megapipe.layers.policy import Span
@@ -19,6 +19,7 @@ from megapipe.model.interface import (
     AttentionNeeds,
     Conditions,
     Family,
+    Feature,
     Held,
     KernelNeeds,
     NormNeeds,
@@ -28,6 +29,7 @@ from megapipe.model.interface import (
     TensorShape,
     TensorTraffic,
     Work,
+    load_loss,
     main_tensor,
 )
 from megapipe.model.partition import StageSpec
@@ -49,17 +51,10 @@ class GPT(Family):
 
     name = "GPT"
     ends = True
-    supports = (
-        "tp",
-        "sequence_parallel",
-        "slices",
-        "selective",
-        "full",
-        "offload",
-        "compile",
-        "document_mask",
-        "kv_cache",
-    )
+
+    @property
+    def supports(self) -> Collection[Feature]:
+        return get_args(Feature)
 
     @property
     def dtype(self) -> Dtype:
@@ -134,7 +129,8 @@ class GPT(Family):
         self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
     ) -> TensorTraffic:
         counts = traffic.stage_collectives(stage, spans, self.conditions, again=again, fused=fused)
-        return TensorTraffic(counts, self.model.hidden, traffic.LOSS_NUMBERS * stage.head)
+        hidden = {what: (n, n * self.model.hidden) for what, n in counts.items()}
+        return TensorTraffic(hidden, traffic.LOSS_NUMBERS * stage.head)
 
     @property
     def kernels(self) -> KernelNeeds:
@@ -147,7 +143,7 @@ class GPT(Family):
     def build(self, stage: StageSpec, sharding: Sharding) -> GPTStage:
         from megapipe.model.gpt.stage import GPTStage
 
-        return GPTStage(self.model, stage, sharding)
+        return GPTStage(self.model, stage, sharding, load_loss(self.conditions))
 
     def check_compiled(
         self,

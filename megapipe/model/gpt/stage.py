@@ -30,6 +30,7 @@ from megapipe.model.gpt.parameters import (
     head,
     stage_parameters,
 )
+from megapipe.model.interface import Loss
 from megapipe.model.partition import StageSpec
 
 
@@ -45,8 +46,15 @@ class GPTStage(nn.Module):
     own whose storage the optimizer's tied buffer provides.
     """
 
-    def __init__(self, config: ModelConfig, spec: StageSpec, sharding: Sharding) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: StageSpec,
+        sharding: Sharding,
+        own_loss: Loss | None = None,
+    ) -> None:
         super().__init__()
+        self.own_loss = own_loss
         self.config = config
         self.spec = spec
         self.sharding = sharding
@@ -92,6 +100,9 @@ class GPTStage(nn.Module):
         assert mb.labels is not None
         assert mb.mask is not None
         assert self.config.vocab_size is not None
+        if self.own_loss is not None:
+            logits = head(hidden).transpose(0, 1)[..., : self.config.vocab_size]
+            return self.own_loss(logits, mb.labels, mb.mask)
         labels, mask, vocab = mb.labels.t(), mb.mask.t(), self.config.vocab_size
         chunk = self.sharding.kernels.loss_chunk
         if chunk:

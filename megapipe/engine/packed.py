@@ -1,0 +1,93 @@
+"""Messages of several tensors, each sent as one: the bytes of all of them, one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.engine.channels import Channels, Expected, Incoming, Outgoing, Shape
+from megapipe.schedule.ir import Op
+
+ALIGNMENT = 16
+"""Tensors begin at multiples of so many bytes, so that each can be seen as its own type."""
+
+
+class Part(NamedTuple):
+    """A tensor of a message."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Its length in the message."""
+        length = self.dtype.itemsize
+        for size in self.shape:
+            length *= size
+        return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+class PackedOutgoing:
+    """Sends tuples of tensors over `line`, as bytes."""
+
+    def __init__(self, line: Outgoing) -> None:
+        self._line = line
+
+    def send(self, message: Op, tensor: Tensor | tuple[Tensor, ...]) -> None:
+        tensors = tensor if isinstance(tensor, tuple) else (tensor,)
+        parts = [Part(tuple(each.shape), each.dtype) for each in tensors]
+        whole = tensors[0].new_zeros(sum(part.bytes for part in parts), dtype=torch.uint8)
+        start = 0
+        for part, each in zip(parts, tensors, strict=True):
+            own = each.contiguous().view(-1).view(torch.uint8)
+            whole[start : start + len(own)] = own
+            start += part.bytes
+        self._line.send(message, whole)
+
+    def acknowledge(self, messages: int) -> None:
+        self._line.acknowledge(messages)
+
+    def finish(self) -> None:
+        self._line.finish()
+
+
+class PackedIncoming:
+    """Receives bytes over `line`, and gives the tensors that they are."""
+
+    def __init__(self, line: Incoming) -> None:
+        self._line = line
+        self._expected: deque[Sequence[Part]] = deque()
+
+    def expect(self, expected: Expected) -> None:
+        self._expected.extend(parts for _, parts in expected)
+        self._line.expect(
+            [(message, (sum(part.bytes for part in parts),)) for message, parts in expected]
+        )
+
+    def arrived(self) -> bool:
+        return self._line.arrived()
+
+    def receive(self) -> Tensor | tuple[Tensor, ...]:
+        whole, parts, start = self._line.receive(), self._expected.popleft(), 0
+        tensors = []
+        for part in parts:
+            own = whole[start : start + part.bytes]
+            flat = own.view(part.dtype)
+            numel = 1
+            for size in part.shape:
+                numel *= size
+            tensors.append(flat[:numel].view(part.shape))
+            start += part.bytes
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+class PackedChannels:
+    """The ends of `channels`, whose messages are bytes."""
+
+    def __init__(self, channels: Channels) -> None:
+        self.outgoing = {peer: PackedOutgoing(end) for peer, end in channels.outgoing.items()}
+        self.incoming = {peer: PackedIncoming(end) for peer, end in channels.incoming.items()}

@@ -1,0 +1,96 @@
+"""Linear layers for the modules of a user's own model.
+
+Each is an ``nn.Linear`` until it is bound to a stage, so a model of them runs and can be tested in
+plain torch. Bound, it splits its backward: the weight gradient waits for ``W``
+(:mod:`megapipe.layers.weight_grad`). A column and a row layer are then cut over tensor parallelism
+(Shoeybi et al., 1909.08053).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megapipe.distributed.axis import Axis
+from megapipe.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from megapipe.layers.parameter import Sharding
+from megapipe.layers.specs import ParameterSpec
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` whose weight gradient waits for ``W``: [..., in] -> [..., out].
+
+    Every tensor-parallel rank holds all of it. The input has two dimensions or more.
+    """
+
+    split_dim: ClassVar[int | None] = None
+    """The dimension of the weight [out, in] that is split over tp."""
+    parallel: ClassVar[type[ParallelLinear]] = ColumnParallelLinear
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.bound: ParallelLinear | None = None
+
+    def bind(self, sharding: Sharding, weight: ParameterSpec, bias: ParameterSpec | None) -> None:
+        """Become a layer of a stage, whose parameters have no storage yet."""
+        if self.split_dim is None:
+            sharding = replace(sharding, tp=Axis.alone())
+        del self.weight, self.bias
+        self.bound = self.parallel(sharding, weight, bias)
+
+    def spec(self, name: str, attribute: str) -> ParameterSpec:
+        """The spec of its weight or its bias, with the values that it has now."""
+        parameter = self._parameters[attribute]
+        assert parameter is not None
+        is_weight = attribute == "weight"
+        return ParameterSpec(
+            name=f"{name}.{attribute}",
+            shape=tuple(parameter.shape),
+            role="matrix" if is_weight else "vector",
+            split_dim=self.split_dim if is_weight or self.split_dim == 0 else None,
+            decay=is_weight,
+            initial=parameter.detach,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.bound is None else self.bound(x)
+
+
+class ColumnLinear(Linear):
+    """Outputs are split over tp: [..., in] -> [..., out/tp]; a :class:`RowLinear` follows.
+
+    Between the two, a module has to work on as many values as there are: elementwise functions,
+    and heads whose number it reads off the width.
+    """
+
+    split_dim = 0
+
+
+class RowLinear(Linear):
+    """Inputs are split over tp, and the outputs summed: [..., in/tp] -> [..., out]."""
+
+    split_dim = 1
+    parallel = RowParallelLinear
+
+
+def own_parameter(
+    parameter: Parameter, name: str, *, is_embedding: bool = False, use: int | None = None
+) -> ParameterSpec:
+    """The spec of a plain parameter, with the values that it has now.
+
+    Autograd computes its gradient, within ``I``. Weight decay applies to two dimensions or more.
+    `use`: 0 and 1 are the first and the last unit's use of a tied one.
+    """
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        role="embedding" if is_embedding else "matrix" if parameter.dim() == 2 else "vector",
+        decay=parameter.dim() >= 2,
+        by_autograd=True,
+        tied=use is not None,
+        use=use or 0,
+        initial=parameter.detach,
+    )

@@ -1,0 +1,213 @@
+"""A list of the user's modules as a family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megapipe.dtypes import Dtype
+from megapipe.errors import ConfigError
+from megapipe.layers.policy import Span
+from megapipe.layers.specs import ParameterSpec
+from megapipe.model.interface import (
+    Conditions,
+    Family,
+    Feature,
+    Held,
+    Repeated,
+    Sizes,
+    TensorShape,
+    TensorTraffic,
+    Work,
+    load_loss,
+)
+from megapipe.model.partition import StageSpec
+from megapipe.schedule.cost import Time
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megapipe.layers.parameter import Sharding
+    from megapipe.model.modules.measure import Measured
+    from megapipe.model.modules.stage import ModuleStage
+    from megapipe.model.modules.units import Place, Source
+
+STAND_IN = 257
+"""Vocabulary by which layers are measured before the tokenizer is there."""
+
+
+@dataclass(frozen=True)
+class Modules(Family):
+    """Layers that `source` returns, measured on torch's meta device."""
+
+    name = "model.source"
+    ends = False
+
+    source: str
+    options: Mapping[str, Any]
+    own_dtype: Dtype
+    vocabulary: int | None
+    conditions: Conditions
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.own_dtype
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.vocabulary
+
+    @property
+    def layers(self) -> int:
+        return len(self._sketch)
+
+    @property
+    def supports(self) -> tuple[Feature, ...]:
+        split = any(place.spec.split_dim is not None for place in self._places)
+        return ("tp",) if split else ()
+
+    @cached_property
+    def _source(self) -> Source:
+        from megapipe.model.modules.units import Source
+
+        return Source(
+            self.source,
+            {
+                "vocab_size": self.vocabulary or STAND_IN,
+                "sequence_length": self.conditions.sequence_length,
+                **self.options,
+            },
+        )
+
+    @cached_property
+    def _sketch(self) -> Sequence[nn.Module]:
+        return self._source.sketch()
+
+    @cached_property
+    def _places(self) -> Sequence[Place]:
+        """Parameters without values."""
+        from megapipe.model.modules.units import places
+
+        found = places(dict(enumerate(self._sketch)), len(self._sketch) - 1, self._source)
+        return list(found)
+
+    @cached_property
+    def _measured(self) -> dict[tuple[int, int], list[Measured]]:
+        return {}
+
+    def measured(self, rows: int, length: int) -> list[Measured]:
+        """The layers on so many sequences of so many tokens."""
+        from megapipe.model.modules.measure import measure
+
+        if (rows, length) not in self._measured:
+            found = measure(self._source, self._sketch, rows, length, self.dtype)
+            self._measured[rows, length] = found
+        return self._measured[rows, length]
+
+    @property
+    def _usual(self) -> list[Measured]:
+        """On a whole micro-batch."""
+        return self.measured(self.conditions.microbatch, self.conditions.sequence_length)
+
+    def _per_token(self, flops: int) -> Fraction:
+        return Fraction(flops, self.conditions.microbatch * self.conditions.sequence_length)
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` for layers that cannot be run, split or back-propagated."""
+        tp = self.conditions.tp
+        for place in self._places:
+            dim = place.spec.split_dim
+            if dim is not None and place.spec.shape[dim] % tp:
+                raise ConfigError(
+                    f"model.source={self.source}: {place.spec.name} has {place.spec.shape[dim]} "
+                    f"{'rows' if dim == 0 else 'columns'}, which parallel.tp={tp} does not divide"
+                )
+        *inner, last = self._usual
+        for number, layer in enumerate(inner):
+            if not any(each.has_grad for each in layer.output):
+                raise ConfigError(
+                    f"model.source={self.source}: layer {number} returns whole numbers only, so no "
+                    "gradient comes back through it; expected floating-point values"
+                )
+        if self.conditions.loss is None:
+            self._check_logits(last.output)
+
+    def _check_logits(self, output: Sequence[TensorShape]) -> None:
+        rows, length = self.conditions.microbatch, self.conditions.sequence_length
+        wanted = (rows, length, self.vocabulary or STAND_IN)
+        shapes = [each.shape for each in output]
+        if len(shapes) != 1 or shapes[0][:2] != wanted[:2] or shapes[0][2:] < wanted[2:]:
+            raise ConfigError(
+                f"model.source={self.source}: the last layer returns {shapes}, and the loss needs "
+                f"logits of shape {wanted}: [samples, tokens, vocabulary] (or set train.loss)"
+            )
+
+    def parameters(self, stage: StageSpec) -> Iterator[ParameterSpec]:
+        return (place.spec for place in self._places if place.layer in stage.layers)
+
+    def describe(self) -> str:
+        return f"{self.layers} layers of {self.source}, {self.dtype}"
+
+    def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
+        times = 4 if repeated is not None and repeated.stage else 3
+        return [self._per_token(times * layer.flops) for layer in self._usual]
+
+    def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
+        own = [self._usual[number] for number in stage.layers]
+        flops = self._per_token(sum(layer.flops for layer in own))
+        deferred = self._per_token(sum(layer.deferred for layer in own))
+        return Work(F=flops, I=2 * flops - deferred, W=deferred, R=again * flops)
+
+    def unit_of_work(self) -> Time:
+        return self.forward_flops(self.whole) / self.layers or 1
+
+    def forward_flops(self, stage: StageSpec) -> float:
+        return float(sum(self._per_token(self._usual[number].flops) for number in stage.layers))
+
+    def held(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes) -> Held:
+        layers = [self.measured(sizes.rows, sizes.sequence)[number] for number in stage.layers]
+        queued = sum(layer.queued for layer in layers)
+        return Held(sum(layer.saved for layer in layers), 0, queued)
+
+    def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
+        return self.measured(rows, length)[stage.layers[-1]].output
+
+    def tensor_traffic(
+        self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
+    ) -> TensorTraffic:
+        layers = [self._usual[number] for number in stage.layers]
+        rows = [width for layer in layers for width in layer.rows]
+        columns = [width for layer in layers for width in layer.columns]
+        forwards = 1 + again
+        return TensorTraffic(
+            {
+                ("all_reduce", "F"): (forwards * len(rows), forwards * sum(rows)),
+                ("all_reduce", "I"): (len(columns), sum(columns)),
+            }
+        )
+
+    def build(self, stage: StageSpec, sharding: Sharding) -> ModuleStage:
+        """A stage whose parameters have no storage yet, but remember their initial values."""
+        from megapipe.layers.parameter import TORCH_DTYPES
+        from megapipe.model.modules.stage import ModuleStage, cross_entropy
+        from megapipe.model.modules.units import places
+
+        made = self._source.make(self.conditions.seed, stage.layers)
+        last = self.layers - 1
+        layers = {number: made[number] for number in stage.layers}
+        for layer in layers.values():
+            for buffer in layer.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(TORCH_DTYPES[self.dtype])
+        found = places(made, last, self._source)
+        return ModuleStage(
+            layers,
+            [place for place in found if place.layer in stage.layers],
+            sharding,
+            first=stage.layers.start == 0,
+            last=stage.layers.stop == last + 1,
+            loss=load_loss(self.conditions) or cross_entropy,
+        )

@@ -1,0 +1,110 @@
+"""A stage made of a user's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megapipe.layers.dropout import dropout_seed
+from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.own import Linear
+from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.layers.policy import Span
+from megapipe.layers.rng import seeded
+from megapipe.layers.specs import ParameterSpec
+from megapipe.model.interface import Loss
+from megapipe.model.modules.units import Place
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Sum of the unmasked token losses in nats, [], of logits [b, s, V].
+
+    Computed in fp32 (fp64 for fp64).
+    """
+    if logits.element_size() < 4:
+        logits = logits.float()
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * mask.flatten()).sum()
+
+
+class ModuleStage(nn.Module):
+    """Layers one after the other: tokens [b, s] or what the stage before passed on -> what the
+    next one takes, or the sum of the losses.
+
+    A layer that returns a tuple gives the next one as many arguments. Random numbers are seeded by
+    step, micro-batch and layer, so a forward that is run again draws the same.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        places: Sequence[Place],
+        sharding: Sharding,
+        *,
+        first: bool,
+        last: bool,
+        loss: Loss = cross_entropy,
+    ) -> None:
+        super().__init__()
+        self.is_first, self.is_last = first, last
+        self.queue = sharding.queue
+        self.sharding = sharding
+        self.loss = loss
+        self.layers = nn.ModuleDict({str(number): layer for number, layer in layers.items()})
+        deferred: dict[Linear, dict[str, ParameterSpec]] = {}
+        for place in places:
+            if isinstance(place.module, Linear) and not place.spec.by_autograd:
+                deferred.setdefault(place.module, {})[place.attribute] = place.spec
+            else:
+                parameter = new_parameter(sharding, place.spec)
+                place.module._parameters[place.attribute] = parameter
+        for module, specs in deferred.items():
+            module.bind(sharding, specs["weight"], specs.get("bias"))
+
+    def use(self, spans: Sequence[Span]) -> None:
+        """Layers keep what autograd saves."""
+        assert not any(span.policy.recompute or span.policy.offload for span in spans)
+
+    def forward(
+        self,
+        x: Any,
+        mb: MicroBatch,
+        cache: KVCache | None = None,
+        *,
+        graph_only: bool = False,
+    ) -> Any:
+        """The values are those of a full forward with `graph_only` too."""
+        y = self.outputs(x, mb)
+        if not self.is_last:
+            return y
+        assert mb.labels is not None
+        assert mb.mask is not None
+        return self.loss(y, mb.labels, mb.mask)
+
+    def outputs(self, x: Any, mb: MicroBatch) -> Any:
+        """What the last layer here returns."""
+        y = mb.tokens if self.is_first else x
+        for number, layer in self.layers.items():
+            given = y if isinstance(y, tuple) else (y,)
+            with seeded(given[0].device, dropout_seed(mb, "layer", int(number), 0)):
+                y = layer(*given)
+        return _view(y)
+
+    def logits(
+        self, x: Any, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
+    ) -> Tensor:
+        """[s, b, V], or with `last` [1, b, V]."""
+        assert cache is None, "layers of the user's keep no keys and values"
+        logits: Tensor = self.outputs(x, mb).transpose(0, 1)
+        return logits[-1:] if last else logits
+
+
+def _view(y: Any) -> Any:
+    """The same tensors as nodes of the graph, also where an input is passed on."""
+    if isinstance(y, tuple):
+        return tuple(_view(each) for each in y)
+    return y.view_as(y)
