@@ -10,6 +10,8 @@ from pydantic import Field
 
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import Expected, Section
+from megapipe.update_rules import RULES
+from megapipe.user_code import names_or_code
 
 ActivationPolicy = Literal["keep", "selective", "full", "stage"]
 ActivationModule = Literal["norm", "attention", "mlp_activation"]
@@ -168,11 +170,13 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """Update rule, learning-rate schedule, and where optimizer state lives."""
 
-    rule: Literal["adamw", "adam", "sgd", "lion", "muon", "lars", "lamb"] = "adamw"
+    rule: Annotated[
+        str, Expected(f"one of {', '.join(RULES)}, or a class of your own as module:Name")
+    ] = Field("adamw", pattern=names_or_code(RULES))
     """Update rule. adamw (Loshchilov and Hutter, 1711.05101), adam (Kingma and Ba, 1412.6980), sgd
     (with momentum), lion (Chen et al., 2302.06675), muon (Jordan et al., 2024: matrices of the
     layers; everything else takes adamw), lars (You et al., 1708.03888), lamb (You et al.,
-    1904.00962)."""
+    1904.00962), or a class of your own as `module:Name` (docs/extending.md)."""
     lr: float = Field(3e-4, ge=0)
     """Peak learning rate."""
     min_lr: float = Field(3e-5, ge=0)
@@ -236,8 +240,9 @@ class OptimizerConfig(Section):
     post_validation: bool = False
     """Update weights without waiting for the global gradient norm, begin the next step, and take
     the update back where the norm asks for clipping or a value is not finite: the same weights,
-    bitwise, without a barrier. Takes memory for a copy of weights and state; for adamw, adam, sgd
-    and lion, zero up to 2, no offload. Holders of a tied embedding still wait for each other."""
+    bitwise, without a barrier. Takes memory for a copy of weights and state; for elementwise rules
+    (adamw, adam, sgd, lion), zero up to 2, no offload. Holders of a tied embedding still wait for
+    each other."""
     master: Literal["fp32", "none"] = "fp32"
     """Master weights of a bf16 model; none: the weights are their own, updated in fp32 and rounded
     back as `rounding` says."""

@@ -8,13 +8,26 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megapipe.errors import MegapipeError
+
+_SPEC = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+
+
+def is_user_code(text: str) -> bool:
+    """Whether `text` has the form ``module:name``, with dots in the module if need be."""
+    return re.fullmatch(_SPEC, text) is not None
+
+
+def names_or_code(names: Iterable[str]) -> str:
+    """A regular expression of these names, and of whatever has the form ``module:name``."""
+    return f"^({'|'.join(names)}|{_SPEC})$"
 
 
 class UserCode:
@@ -24,14 +37,18 @@ class UserCode:
         spec: ``module:name``.
         what: begins the line of an error, such as ``schedule`` or ``optimizer.rule=``.
         error: the class of the errors that are raised here and by :meth:`call`.
+        kind: the noun for what is wanted, in the error where there is no such name.
 
     Raises:
         MegapipeError: no such module or name, not callable, or an exception at its import.
     """
 
-    def __init__(self, spec: str, *, what: str, error: type[MegapipeError]) -> None:
+    def __init__(
+        self, spec: str, *, what: str, error: type[MegapipeError], kind: str = "function"
+    ) -> None:
         self.spec = spec
         self._error = error
+        self._kind = kind
         self._where = f"{what}{spec}" if what.endswith("=") else f"{what} {spec}"
         with _current_directory_on_path():
             self.function = self._find()
@@ -51,7 +68,7 @@ class UserCode:
                 ) from None
             raise self.failed(error) from error
         if not callable(function):
-            raise self.problem(f"module {module!r} has no function {name!r}")
+            raise self.problem(f"module {module!r} has no {self._kind} {name!r}")
         return function
 
     def call(self, given: Mapping[str, Any], able: Sequence[str]) -> Any:
@@ -65,6 +82,10 @@ class UserCode:
                 return self.function(**arguments)
             except Exception as error:
                 raise self.failed(error) from error
+
+    def check(self, able: Sequence[str]) -> None:
+        """Raise where its signature asks for an argument that is none of `able`."""
+        self._arguments(dict.fromkeys(able), able)
 
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """Its signature."""
@@ -97,11 +118,14 @@ class UserCode:
         """An error that says which code it is about."""
         return self._error(f"{self._where}: {text}")
 
-    def failed(self, error: Exception) -> MegapipeError:
-        """An exception of its own in one line, with the place where it was raised."""
+    def failed(self, error: Exception, during: str = "") -> MegapipeError:
+        """An exception of its own in one line, with the place where it was raised.
+
+        `during`, such as ``sample 3: ``, stands before it.
+        """
         if isinstance(error, MegapipeError):
-            return self.problem(str(error))
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+            return self.problem(f"{during}{error}")
+        text = during + " ".join(f"{type(error).__name__}: {error}".split())
         if not isinstance(error, SyntaxError):  # whose text has the place
             frame = traceback.extract_tb(error.__traceback__)[-1]
             text += f" ({Path(frame.filename).name}, line {frame.lineno})"

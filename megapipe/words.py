@@ -27,6 +27,7 @@ def multiples(value: int, factor: int) -> str:
     return f"expected a multiple, such as {either([m for m in (below, below + factor) if m])}"
 
 
-def either(values: Sequence[int]) -> str:
+def either(values: Sequence[int | str]) -> str:
+    """The values in words: 1, 2 or 4."""
     *head, last = map(str, values)
     return f"{', '.join(head)} or {last}" if head else last

@@ -13,7 +13,8 @@ from megapipe.errors import ConfigError
 from megapipe.layout.devices import device
 from megapipe.layout.links import can_scatter
 from megapipe.model.interface import Family, Feature
-from megapipe.words import choices, counted, multiples, plural
+from megapipe.update_rules import RULES, declaration
+from megapipe.words import choices, counted, either, multiples, plural
 
 
 def check(config: Config, family: Family, dp: int) -> None:
@@ -21,6 +22,7 @@ def check(config: Config, family: Family, dp: int) -> None:
     _check_support(config, family)
     family.check()
     _check_sequence(config)
+    declaration(config.optimizer.rule)  # raises where there is none
     _check_optimizer(config.optimizer, config.train.steps, dp)
     _check_post_validation(config)
     _check_scatter(config)
@@ -150,10 +152,11 @@ def _check_post_validation(config: Config) -> None:
     optimizer = config.optimizer
     if not optimizer.post_validation:
         return
+    elementwise = either([name for name in RULES if RULES[name].elementwise])
     for wrong, expected in (
         (
-            optimizer.rule in ("muon", "lars", "lamb"),
-            f"optimizer.rule=adamw, adam, sgd or lion, not {optimizer.rule}",
+            not declaration(optimizer.rule).elementwise,
+            f"optimizer.rule={elementwise}, not {optimizer.rule}",
         ),
         (optimizer.zero == 3, "optimizer.zero=0, 1 or 2, not 3"),
         (optimizer.offload != "none", f"optimizer.offload=none, not {optimizer.offload}"),
@@ -216,9 +219,10 @@ def _check_kernels(config: Config, family: Family) -> None:
         raise ConfigError(
             f"kernels.swiglu={kernels.swiglu} is for model.activation=swiglu: expected auto"
         )
-    if kernels.optimizer not in ("auto", "torch") and rule not in ("adamw", "adam", "muon"):
+    if kernels.optimizer not in ("auto", "torch") and not declaration(rule).takes_kernel:
+        takers = either([name for name in RULES if RULES[name].takes_kernel])
         raise ConfigError(
-            f"kernels.optimizer={kernels.optimizer} is for optimizer.rule=adamw, adam or muon, not "
+            f"kernels.optimizer={kernels.optimizer} is for optimizer.rule={takers}, not "
             f"{rule}: expected auto"
         )
 

@@ -10,9 +10,7 @@ from megapipe.layout.layout import Layout
 from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.replicas import replica_actions
 from megapipe.schedule.program import Action, Do
-
-_STATES = {"adamw": 2, "adam": 2, "lamb": 2, "muon": 2, "sgd": 1, "lars": 1, "lion": 1}
-"""Values that an update rule remembers for each parameter."""
+from megapipe.update_rules import declaration
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,8 @@ def _slice(bucket: BucketPlan) -> int:
 def _state_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:
     """Bytes per parameter of states and of a master of its own."""
     state = 2 if optimizer.state_dtype == "bf16" else main
-    states = 0 if optimizer.rule == "sgd" and not optimizer.momentum else _STATES[optimizer.rule]
-    return states * state + (main if _has_master(optimizer, weight, main) else 0)
+    states = declaration(optimizer.rule).kept(optimizer.momentum)
+    return len(states) * state + (main if _has_master(optimizer, weight, main) else 0)
 
 
 def _undo_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:

@@ -22,6 +22,7 @@ from megapipe.ops.compiler import torch_compile
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.probe import Choice, Unavailable, choose
 from megapipe.schedule.ir import Schedule
+from megapipe.update_rules import declaration
 
 
 def agreed_kernels(
@@ -91,7 +92,7 @@ def select_kernels(
         used.append(Choice("blocks", "compiled", "torch.compile", torch_compile))
     updates = adam.candidates(device=device, dtype=main)
     updated = found["adam"] = choose("optimizer", wanted.optimizer, updates)
-    if config.optimizer.rule in ("adamw", "adam", "muon"):
+    if declaration(config.optimizer.rule).takes_kernel:
         used.append(updated)
     return Kernels(
         **{purpose: choice.kernel for purpose, choice in found.items()},

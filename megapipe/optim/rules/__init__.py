@@ -9,31 +9,27 @@ from __future__ import annotations
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.ops.adam import AdamKernel, torch_adam
-from megapipe.optim.rules.elementwise import SGD, Adam, AdamW, Lion
+from megapipe.optim.rules.elementwise import SGD, Adam, AdamW, Elementwise, Lion
 from megapipe.optim.rules.layerwise import LAMB, LARS
 from megapipe.optim.rules.muon import Muon
-from megapipe.optim.rules.rule import Rule
+from megapipe.optim.rules.rule import Part, Rule
+from megapipe.update_rules import ARGUMENTS, Declaration, own_rule
 
-__all__ = ["Rule", "build_rule"]
+__all__ = ["Declaration", "Elementwise", "Part", "Rule", "build_rule"]
+
+_REGISTERED: dict[str, type[Rule]] = {
+    rule.declaration.name: rule for rule in (AdamW, Adam, SGD, Lion, Muon, LARS, LAMB)
+}
 
 
 def build_rule(config: OptimizerConfig, tp: Axis, kernel: AdamKernel = torch_adam) -> Rule:
     """The rule that `optimizer.rule` names; `tp` are the ranks that hold parts of one tensor.
 
-    `kernel` does the step of adamw and adam.
+    `kernel` does the steps of Adam. Raises :class:`ConfigError` for a class of the user's that
+    cannot be had.
     """
-    match config.rule:
-        case "adamw":
-            return AdamW(config, kernel)
-        case "adam":
-            return Adam(config, kernel)
-        case "sgd":
-            return SGD(config)
-        case "lion":
-            return Lion(config)
-        case "lars":
-            return LARS(config, tp)
-        case "lamb":
-            return LAMB(config, tp)
-        case "muon":
-            return Muon(config, tp, kernel)
+    if config.rule in _REGISTERED:
+        return _REGISTERED[config.rule](config, tp, kernel)
+    given = {"config": config, "tp": tp, "kernel": kernel}
+    rule: Rule = own_rule(config.rule).call(given, ARGUMENTS)
+    return rule

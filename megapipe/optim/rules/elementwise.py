@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.optim.sgd import sgd
 
+from megapipe import update_rules
 from megapipe.config import OptimizerConfig
 from megapipe.ops.adam import AdamKernel, AdamStep
 from megapipe.optim.rules.rule import Part, Rule, ranges
@@ -34,12 +35,8 @@ class Elementwise(Rule):
 class Adam(Elementwise):
     """Adam (Kingma and Ba, 1412.6980); weight decay is added to the gradient."""
 
-    states = ("exp_avg", "exp_avg_sq")
+    declaration = update_rules.ADAM
     decoupled: ClassVar[bool] = False
-
-    def __init__(self, config: OptimizerConfig, kernel: AdamKernel) -> None:
-        super().__init__(config)
-        self.kernel = kernel
 
     def update(self, part: Part, lr: float, count: int) -> None:
         adam_step(self.kernel, part, lr, count, self.config, decoupled=self.decoupled)
@@ -48,6 +45,7 @@ class Adam(Elementwise):
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 1711.05101)."""
 
+    declaration = update_rules.ADAMW
     decoupled = True
 
 
@@ -77,9 +75,7 @@ def adam_step(
 class SGD(Elementwise):
     """Gradient descent with momentum, undamped; weight decay is added to the gradient."""
 
-    def __init__(self, config: OptimizerConfig) -> None:
-        super().__init__(config)
-        self.states = ("momentum_buffer",) if config.momentum else ()
+    declaration = update_rules.SGD
 
     def update(self, part: Part, lr: float, count: int) -> None:
         sgd(
@@ -99,7 +95,7 @@ class SGD(Elementwise):
 class Lion(Elementwise):
     """The sign of an interpolated momentum, with decoupled decay (Chen et al., 2302.06675)."""
 
-    states = ("exp_avg",)
+    declaration = update_rules.LION
 
     def update(self, part: Part, lr: float, count: int) -> None:
         for master, grad, (exp_avg,), weight_decay in part.blocks():

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megapipe.config import OptimizerConfig
+from megapipe import update_rules
 from megapipe.distributed.collectives import all_reduce
-from megapipe.distributed.mesh import Axis
 from megapipe.optim.buffers import Entry
 from megapipe.optim.norm import squared_norm
 from megapipe.optim.rules.rule import Part, Rule, overlap, ranges
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
 
 class TrustRatio(Rule):
     """Two passes over the shards: what the norms need, then the update."""
-
-    def __init__(self, config: OptimizerConfig, tp: Axis) -> None:
-        super().__init__(config)
-        self.tp = tp
 
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
         squares = [self._squares(shard, count) for shard in shards]
@@ -92,7 +87,7 @@ class TrustRatio(Rule):
 class LARS(TrustRatio):
     """Momentum of layer-wise scaled gradients (You et al., 1708.03888)."""
 
-    states = ("momentum_buffer",)
+    declaration = update_rules.LARS
 
     def prepare(self, part: Part, count: int) -> None:
         """The norm is that of the gradient itself."""
@@ -111,7 +106,7 @@ class LARS(TrustRatio):
 class LAMB(TrustRatio):
     """Adam's direction with decay, scaled to the norm of the weights (You et al., 1904.00962)."""
 
-    states = ("exp_avg", "exp_avg_sq")
+    declaration = update_rules.LAMB
 
     def prepare(self, part: Part, count: int) -> None:
         exp_avg, exp_avg_sq = part.states

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megapipe.config import OptimizerConfig
-from megapipe.distributed.mesh import Axis
+from megapipe import update_rules
 from megapipe.layers.parameter import LocalParameter
-from megapipe.ops.adam import AdamKernel
 from megapipe.optim.buffers import Entry
 from megapipe.optim.rules.elementwise import adam_step
 from megapipe.optim.rules.rule import Rule, overlap, ranges
@@ -39,12 +37,7 @@ EPS = 1e-7
 class Muon(Rule):
     """exp_avg is the momentum of matrices too; exp_avg_sq is used by AdamW alone."""
 
-    states = ("exp_avg", "exp_avg_sq")
-
-    def __init__(self, config: OptimizerConfig, tp: Axis, kernel: AdamKernel) -> None:
-        super().__init__(config)
-        self.tp = tp
-        self.kernel = kernel
+    declaration = update_rules.MUON
 
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
         adamw_lr = lr * self.config.adamw_lr_scale

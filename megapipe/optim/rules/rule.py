@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from megapipe.config import OptimizerConfig
+from megapipe.distributed.mesh import Axis
 from megapipe.layers.parameter import LocalParameter
+from megapipe.ops.adam import AdamKernel
 from megapipe.optim.buffers import Entry
+from megapipe.update_rules import DeclaredRule
 
 if TYPE_CHECKING:
     from megapipe.optim.shard import Shard
@@ -50,14 +53,21 @@ class Part(NamedTuple):
         return Part(self.master[here], self.grad[here], states, self.weight_decay)
 
 
-class Rule(ABC):
-    """Updates the master weights of shards from their gradients, in place."""
+class Rule(DeclaredRule, ABC):
+    """Updates the master weights of shards from their gradients, in place.
 
-    states: tuple[str, ...]
-    """States kept for each weight from step to step; torch's names where torch has the rule."""
+    `tp` are the ranks that hold parts of one tensor; `kernel` does the steps of Adam.
+    """
 
-    def __init__(self, config: OptimizerConfig) -> None:
+    def __init__(self, config: OptimizerConfig, tp: Axis, kernel: AdamKernel) -> None:
         self.config = config
+        self.tp = tp
+        self.kernel = kernel
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """States kept for each weight from step to step."""
+        return self.declaration.kept(self.config.momentum)
 
     @abstractmethod
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
