@@ -11,11 +11,12 @@ from pydantic import Field
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import Expected, Section
 from megapipe.update_rules import RULES
-from megapipe.user_code import names_or_code
+from megapipe.user_code import is_user_code, names_or_code
 
 ActivationPolicy = Literal["keep", "selective", "full", "stage"]
 ActivationModule = Literal["norm", "attention", "mlp_activation"]
 
+LR_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 USUAL_WARMUP = 100
 """Default of ``optimizer.warmup_steps`` in runs that are long enough."""
 
@@ -191,9 +192,13 @@ class OptimizerConfig(Section):
     so the first one moves and the one after the warm-up has the peak. nanoGPT and torchtitan warm
     up likewise; Megatron-LM and transformers take lr x (i - 1) / warmup_steps, which is 0 at the
     first step and at the peak at the same one."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    schedule: Annotated[
+        str,
+        Expected(f"one of {', '.join(LR_SCHEDULES)}, or a function of your own as module:name"),
+    ] = Field("cosine", pattern=names_or_code(LR_SCHEDULES))
     """Decay after the warm-up; wsd (warm-up, stable, decay) holds the peak until the last
-    `decay_steps`."""
+    `decay_steps`. Or a function of your own as `module:name` that returns the learning rate of a
+    step, warm-up included (docs/extending.md)."""
     decay_steps: int | None = Field(None, ge=1)
     """Steps of the decay; default: all after the warm-up (wsd: a tenth of all steps)."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -270,12 +275,19 @@ class OptimizerConfig(Section):
     loss_scale_window: int = Field(2000, ge=1)
     """fp16: good steps after which a dynamic loss scale is doubled."""
 
+    @property
+    def own_schedule(self) -> bool:
+        """Whether `schedule` is a function of the user's."""
+        return is_user_code(self.schedule)
+
     def least_decay(self, steps: int) -> int:
         """Steps that the decay takes at the end of a run of `steps`, at the least."""
         if self.schedule == "constant":
             return 0
         if self.decay_steps is not None:
             return self.decay_steps
+        if self.own_schedule:
+            return 0
         return max(1, steps // 10) if self.schedule == "wsd" else 1
 
     def warmup(self, steps: int) -> int:

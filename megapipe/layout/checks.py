@@ -12,6 +12,7 @@ from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import device
 from megapipe.layout.links import can_scatter
+from megapipe.layout.lr_plan import LearningRatePlan, warms_up
 from megapipe.model.interface import Family, Feature
 from megapipe.update_rules import RULES, declaration
 from megapipe.words import choices, counted, either, multiples, plural
@@ -102,7 +103,7 @@ def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int) -> None:
             f"optimizer.shard_size={optimizer.shard_size} does not divide dp {dp}: "
             f"{choices('shard_size', dp, optimizer.shard_size)}"
         )
-    if optimizer.min_lr > optimizer.lr:
+    if optimizer.min_lr > optimizer.lr and not optimizer.own_schedule:
         raise ConfigError(
             f"optimizer.min_lr={optimizer.min_lr} is above the peak, optimizer.lr={optimizer.lr}: "
             "expected at most that"
@@ -119,6 +120,8 @@ def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int) -> None:
             f"optimizer.warmup_steps={optimizer.warmup_steps}{meant} leaves too few of train.steps="
             f"{steps} for a decay of {decay} or more: expected at most {steps - decay}"
         )
+    if optimizer.own_schedule:
+        LearningRatePlan(optimizer, steps).check()
 
 
 def _check_precision(optimizer: OptimizerConfig, dtype: Dtype) -> None:
@@ -189,7 +192,8 @@ def shortened(config: Config) -> list[str]:
     optimizer, train = config.optimizer, config.train
     notes = []
     warmup = optimizer.warmup(train.steps)
-    if optimizer.warmup_steps is None and warmup < USUAL_WARMUP:
+    short = optimizer.warmup_steps is None and warmup < USUAL_WARMUP
+    if short and warms_up(optimizer, train.steps):
         notes.append(
             f"warm-up of {counted(warmup, 'step')}: the usual {USUAL_WARMUP} leave too few for the "
             "decay (optimizer.warmup_steps)"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 
 from megapipe.config import OptimizerConfig
+from megapipe.layout.lr_plan import LearningRatePlan
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Learning rate of optimizer step `step`, counted from 0, in a run of `steps`.
 
-    Linear warm-up reaches the peak after its last step; the decay ends at `min_lr` with the
+    That of a plan of the user's may raise :class:`~megapipe.errors.ConfigError`. Otherwise linear
+    warm-up reaches the peak after its last step; the decay ends at `min_lr` with the
     last step. wsd (Hu et al., 2404.06395) holds the peak in between and decays linearly.
     """
+    if config.own_schedule:
+        return LearningRatePlan(config, steps).rate(step)
     warmup = config.warmup(steps)
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)
