@@ -128,6 +128,7 @@ def test_a_process_makes_as_many_groups_in_any_world(scale: Any) -> None:
         ("optimizer.zero=2", "model.bias=false"),
         ("optimizer.zero=3", "model.dtype=bf16"),
         ("optimizer.zero=1", "optimizer.rule=lion", "pipeline.schedule=zb_v"),
+        ("optimizer.zero=2", "optimizer.rule=tests.parity.own_code:Three"),
         ("optimizer.zero=1", "optimizer.shard_size=2", "model.tied_embeddings=false"),
         ("optimizer.zero=2", "optimizer.reduce_chunk_mib=0.02", "model.tied_embeddings=false"),
         ("optimizer.zero=3", "optimizer.reduce_chunk_mib=1e-6", "model.norm=rmsnorm"),

@@ -16,6 +16,7 @@ from megapipe.optim.rules import rule as rule_module
 from megapipe.optim.rules.muon import orthogonalise
 from megapipe.optim.rules.whole import deal
 from megapipe.optim.state_store import StatePolicy
+from megapipe.update_rules import RULES
 from tests.parity.optim_rules import (
     PLAIN,
     RATES,
@@ -47,7 +48,7 @@ PIECEMEAL = StatePolicy(place="host", window_bytes=1)
 def test_state_that_comes_in_windows_gives_the_same(name: str) -> None:
     found = run_rule(name, ALONE, ALONE, policy=PIECEMEAL)
     assert error(assemble([found]), expected(name)) < TOLERANCE
-    if PLAIN[name].config.rule in ("adamw", "adam", "sgd", "lion"):
+    if RULES[PLAIN[name].config.rule].elementwise:
         assert (found.master == run_rule(name, ALONE, ALONE).master).all(), "not a bit differs"
 
 
