@@ -149,7 +149,8 @@ class DataConfig(Section):
     source: str = "stdlib"
     """`stdlib` (source text of the running Python's standard library, nothing to fetch), a file
     (.txt, .jsonl, .json, .parquet; anything else is read as text), a folder of such files, a
-    folder saved by `datasets`, or the name of a data set on the Hugging Face hub."""
+    folder saved by `datasets`, the name of a data set on the Hugging Face hub, or a function of
+    your own as `module:name` that returns a data set of token ids (docs/extending.md)."""
     subset: str | None = None
     """Configuration name of a hub data set."""
     text_field: str = "text"

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megapipe.config import Config
-from megapipe.data.dataset import TokenDataset
+from megapipe.data.dataset import Dataset, Sample, TokenDataset
 from megapipe.data.order import order
+from megapipe.data.own import OwnData
 from megapipe.data.prepare import Prepared
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenFile
@@ -32,7 +32,7 @@ class Batches:
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: Dataset,
         *,
         seed: int,
         vocab_size: int,
@@ -64,18 +64,18 @@ class Batches:
         Raises:
             DataError: a token id is outside the vocabulary.
         """
-        length = self.dataset.sequence_length
-        windows = np.full((len(global_indices), length + 1), self.eod, dtype=np.int64)
-        mask = np.zeros((len(global_indices), length), dtype=np.bool_)
+        shape = len(global_indices), self.dataset.sequence_length
+        tokens, labels = (np.full(shape, self.eod, dtype=np.int64) for _ in range(2))
+        mask = np.zeros(shape, dtype=np.bool_)
         for row, global_index in enumerate(global_indices):
             index = self._sample_index(global_index)
             if index is None:
                 continue
-            window = self.dataset.sample(index)
-            self._check(window, index)
-            windows[row, : len(window)] = window
-            mask[row, : len(window) - 1] = True
-        tokens, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
+            sample = self.dataset.labelled(index)
+            self._check(sample, index)
+            tokens[row, : len(sample.tokens)] = sample.tokens
+            labels[row, : len(sample.labels)][sample.mask] = sample.labels[sample.mask]
+            mask[row, : len(sample.mask)] = sample.mask
         if self.mask_document_ends:
             mask &= labels != self.eod
         return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(mask)
@@ -86,21 +86,23 @@ class Batches:
             return None
         return order(self.seed, samples, global_index) if self.shuffle else global_index % samples
 
-    def _check(self, window: npt.NDArray[np.int64], index: int) -> None:
-        if window.min() >= 0 and window.max() < self.vocab_size:
-            return
-        at = int(np.argmax((window < 0) | (window >= self.vocab_size)))
-        position = index * self.dataset.sequence_length + at
-        raise DataError(
-            f"token id {window[at]} at position {position} of {self.dataset.file.path} is outside "
-            f"the vocabulary (0 to {self.vocab_size - 1})"
-        )
+    def _check(self, sample: Sample, index: int) -> None:
+        for ids, label in ((sample.tokens, False), (sample.labels, True)):
+            wrong = (ids < 0) | (ids >= self.vocab_size)
+            if label:
+                wrong &= sample.mask
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise DataError(
+                    f"token id {ids[at]} at {self.dataset.place(index, at, label=label)} is "
+                    f"outside the vocabulary (0 to {self.vocab_size - 1})"
+                )
 
 
 def build_batches(
-    config: Config, tokenizer: Tokenizer, prepared: Prepared
+    config: Config, tokenizer: Tokenizer, corpus: Prepared | OwnData
 ) -> tuple[Batches, Batches]:
-    """Training and validation batches of a prepared corpus.
+    """Training and validation batches of a prepared corpus, or of the user's data set.
 
     Training never ends. Validation has every held-out token as a label once, in an order that is
     mixed, so that its first samples stand for all, and the same for every `run.seed`.
@@ -109,10 +111,15 @@ def build_batches(
         DataError: a split is damaged, or too short for one sample.
     """
 
+    def dataset(split: str, *, training: bool) -> Dataset:
+        if isinstance(corpus, OwnData):
+            return corpus.train if training else corpus.validation
+        file = TokenFile(corpus.folder / split)
+        return TokenDataset(file, config.train.sequence_length, keep_last=not training)
+
     def batches(split: str, *, seed: int, training: bool) -> Batches:
-        file = TokenFile(prepared.folder / split)
         return Batches(
-            TokenDataset(file, config.train.sequence_length, keep_last=not training),
+            dataset(split, training=training),
             seed=seed,
             vocab_size=config.model.vocab_size or tokenizer.vocab_size,
             mask_document_ends=config.data.mask_document_ends,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from megapipe.config import DataConfig
+from megapipe.data.own import is_own
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import ConfigError, MegapipeError
@@ -58,9 +59,15 @@ def parse(argv: Sequence[str]) -> DataConfig:
             help=f"{field.description} (default: {field.default})".replace("%", "%%"),
         )
     try:
-        return DataConfig(**vars(parser.parse_args(argv)))
+        config = DataConfig(**vars(parser.parse_args(argv)))
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
         words = expected(DataConfig.model_fields[key])
         raise ConfigError(f"--{key.replace('_', '-')} {first['input']}: expected {words}") from None
+    if is_own(config.source):
+        raise ConfigError(
+            f"--source {config.source}: a data set of your own has token ids already, and there is "
+            "nothing to prepare"
+        )
+    return config

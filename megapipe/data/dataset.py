@@ -1,12 +1,44 @@
-"""Samples of fixed length from a stream of tokens."""
+"""Samples of fixed length, and how they are cut from a stream of tokens."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
+
+
+class Sample(NamedTuple):
+    """Positions of a sequence of L: inputs [L] and labels [L], at the end of a stream fewer."""
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.bool_]
+    """The labels that count in the loss."""
+
+    @staticmethod
+    def of_window(window: npt.NDArray[np.int64], sequence_length: int) -> Sample:
+        """Each token of a window [L+1], or shorter, with the one that follows it as its label."""
+        mask = np.ones(len(window) - 1, dtype=np.bool_)
+        return Sample(window[:sequence_length], window[1:], mask)
+
+
+class Dataset(Protocol):
+    """Samples by number."""
+
+    sequence_length: int
+    """L."""
+
+    def __len__(self) -> int: ...
+
+    def labelled(self, index: int) -> Sample:
+        """Sample `index`, of 0 .. len-1."""
+
+    def place(self, index: int, at: int, *, label: bool) -> str:
+        """The place of token or label `at` of a sample, for errors."""
 
 
 class TokenDataset:
@@ -52,3 +84,10 @@ class TokenDataset:
         start = index * self.sequence_length
         window: npt.NDArray[Any] = self.file.tokens[start : start + self.sequence_length + 1]
         return window.astype(np.int64)
+
+    def labelled(self, index: int) -> Sample:
+        return Sample.of_window(self.sample(index), self.sequence_length)
+
+    def place(self, index: int, at: int, *, label: bool) -> str:
+        position = index * self.sequence_length + at + label
+        return f"position {position} of {self.file.path}"

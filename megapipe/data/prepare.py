@@ -84,6 +84,11 @@ class Prepared:
     meta: Meta
 
     @property
+    def entropy(self) -> float:
+        """Unigram entropy, in nats per token."""
+        return self.meta.entropy
+
+    @property
     def content(self) -> str:
         """SHA-256, in hex, of what the corpus came out as: sizes, entropy and tokenizer. It stays
         the same where the files of a corpus are moved or copied."""

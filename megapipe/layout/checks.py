@@ -4,10 +4,12 @@ from megapipe.config import (
     USUAL_WARMUP,
     ActivationsConfig,
     Config,
+    DataConfig,
     LogConfig,
     OptimizerConfig,
     TrainConfig,
 )
+from megapipe.data import own
 from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import device
@@ -23,6 +25,7 @@ def check(config: Config, family: Family, dp: int) -> None:
     _check_support(config, family)
     family.check()
     _check_sequence(config)
+    _check_data(config.data)
     declaration(config.optimizer.rule)  # raises where there is none
     _check_optimizer(config.optimizer, config.train.steps, dp)
     _check_post_validation(config)
@@ -90,6 +93,19 @@ def _check_sequence(config: Config) -> None:
             f"train.sequence_length={length} is not divisible by parallel.tp={tp}, which "
             f"parallel.sequence_parallel needs: {multiples(length, tp)}"
         )
+
+
+def _check_data(data: DataConfig) -> None:
+    if not own.is_own(data.source):
+        return
+    own.load(data.source, ConfigError)
+    for key in own.CORPUS_KEYS:
+        value, default = getattr(data, key), DataConfig.model_fields[key].default
+        if value != default:
+            raise ConfigError(
+                f"data.{key}={value} is for a corpus, and data.source={data.source} is a data set "
+                f"of your own: expected {'null' if default is None else default}"
+            )
 
 
 def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int) -> None:

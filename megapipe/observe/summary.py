@@ -22,7 +22,8 @@ class Summary(BaseModel):
     loss_first: float
     loss_last: float
     validation_loss: float
-    unigram_entropy: float
+    unigram_entropy: float | None
+    """Of the corpus; None where it is not known."""
     tokens_per_second: float
     run_folder: str
     steps: int
@@ -44,13 +45,17 @@ def read_summary(run_folder: Path) -> Summary:
 
 def format_summary(summary: Summary, commands: dict[str, str] | None = None) -> str:
     """Aligned lines of text: how it went, and `commands` for what could come next."""
-    ratio = summary.validation_loss / summary.unigram_entropy
+    entropy = summary.unigram_entropy
+    if entropy is None:
+        compared = "the corpus' unigram entropy is not known"
+    else:
+        ratio = summary.validation_loss / entropy
+        compared = f"{ratio:.2f} x the corpus' unigram entropy of {entropy:.4f}"
     rows = {
         "trained": f"{summary.steps} steps in {duration(summary.seconds)}, "
         f"{summary.tokens_per_second:,.0f} tokens/s",
         "loss": f"from {summary.loss_first:.4f} to {summary.loss_last:.4f} nats per token",
-        "validation": f"{summary.validation_loss:.4f}, {ratio:.2f} x the corpus' unigram entropy "
-        f"of {summary.unigram_entropy:.4f}",
+        "validation": f"{summary.validation_loss:.4f}, {compared}",
         "run folder": summary.run_folder,
         **(commands or {}),
     }

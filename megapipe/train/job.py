@@ -33,6 +33,8 @@ def run(command: Command, info: LaunchInfo) -> int:
 
 
 def _run(command: Command, info: LaunchInfo, stop: StopRequest) -> int:
+    if not command.dry_run:  # before code of the user's may load torch
+        set_environment(deterministic=command.config.run.deterministic)
     world = None if command.dry_run and not info.launched else info.world
     config, layout = resolve(command.config, world, None, where=command.where)
     check_sinks(config.log)
@@ -46,8 +48,7 @@ def _run(command: Command, info: LaunchInfo, stop: StopRequest) -> int:
                 )
             show(plan_report(config, layout))
         return 0
-    set_environment(deterministic=config.run.deterministic)
-    # torch is loaded after the configuration is known to be right, and in that environment
+    # torch is loaded after the configuration is known to be right, unless code of the user's has
     import torch
 
     from megapipe.distributed.mesh import Grid, ParallelMesh

@@ -17,12 +17,13 @@ from megapipe.checkpoint.writer import Meta, save
 from megapipe.cli import dump, flatten
 from megapipe.config import Config
 from megapipe.data.batch import build_batches
+from megapipe.data.own import OwnData, is_own, own_data
 from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.recorder import timeline
-from megapipe.errors import ConfigError, MegapipeError, Preempted
+from megapipe.errors import ConfigError, DataError, MegapipeError, Preempted
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.checks import shortened
 from megapipe.layout.devices import peak
@@ -113,21 +114,37 @@ class Trainer:
                 error = ConfigError(f"run.folder: cannot make {self.folder}: {problem.strerror}")
         all_or_none(self.mesh, error)
 
-    def _prepare(self, local_rank: int) -> Prepared:
-        """The tokenized corpus, asked for by one process of each node at first."""
+    def _prepare(self, local_rank: int) -> Prepared | OwnData:
+        """The corpus, asked for by one process of each node at first."""
         prepared, error = None, None
         for turn in (local_rank == 0, local_rank != 0):
             if turn:
                 try:
-                    prepared = prepare(
-                        self.config.data, self.tokenizer, progress=self.mesh.rank == 0
-                    )
+                    prepared = self._corpus()
                 except MegapipeError as problem:
                     error = problem
             self.mesh.await_all(CORPUS_PATIENCE)
             all_or_none(self.mesh, error)
         assert prepared is not None
+        if isinstance(prepared, OwnData):
+            self._compare_ranks(prepared)
         return prepared
+
+    def _corpus(self) -> Prepared | OwnData:
+        if is_own(self.config.data.source):
+            return own_data(self.config, self.tokenizer)
+        return prepare(self.config.data, self.tokenizer, progress=self.mesh.rank == 0)
+
+    def _compare_ranks(self, data: OwnData) -> None:
+        """Raise on every rank if the user's code has made another data set on one than on rank
+        0."""
+        error = None
+        if data.content != self.mesh.share(data.content):
+            error = DataError(
+                f"data.source={self.config.data.source}: rank {self.mesh.rank} has other samples "
+                "than rank 0: expected the same in every process and at every call"
+            )
+        all_or_none(self.mesh, error)
 
     def _changes(self, corpus: Change | None) -> Changes:
         """Changes since the checkpoint; raises for what cannot go on."""
@@ -411,7 +428,7 @@ class Trainer:
             loss_first=losses[0],
             loss_last=losses[-1],
             validation_loss=self.validation_loss,
-            unigram_entropy=self.prepared.meta.entropy,
+            unigram_entropy=self.prepared.entropy,
             tokens_per_second=tokens / seconds,
             run_folder=str(self.folder),
             steps=len(losses),

@@ -38,6 +38,12 @@ def test_the_summary_says_how_it_went(run_folder):
     ]
 
 
+def test_an_entropy_that_is_not_known_is_not_compared_with(run_folder):
+    (run_folder / "summary.json").write_text(json.dumps({**SUMMARY, "unigram_entropy": None}))
+    lines = format_summary(read_summary(run_folder)).splitlines()
+    assert lines[2] == "validation  1.9500, the corpus' unigram entropy is not known"
+
+
 def test_the_command_prints_it(run_folder):
     result = subprocess.run(
         [sys.executable, "-m", "megapipe", "summary", str(run_folder)],

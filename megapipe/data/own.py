@@ -1,0 +1,173 @@
+"""A data set of the user's: ``data.source=module:name``.
+
+The function is called in every process, once for each split, with those of :data:`ARGUMENTS` that
+its signature takes. What it returns has a length and samples by number, and is asked for them when
+a step needs them: nothing of it is copied or cached. A sample is token ids [L+1], or a tuple of
+tokens, labels and mask [L] each, where L is ``train.sequence_length``.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.config import Config
+from megapipe.data.dataset import Sample
+from megapipe.data.tokenizer import Tokenizer
+from megapipe.errors import DataError, MegapipeError
+from megapipe.user_code import UserCode, is_user_code
+
+ARGUMENTS = ("split", "sequence_length", "vocab_size", "tokenizer", "seed")
+"""`split` is ``train`` or ``validation``; `vocab_size` that of the model, above all token ids;
+`tokenizer` a :class:`~megapipe.data.tokenizer.Tokenizer`; `seed` is ``run.seed``."""
+CORPUS_KEYS = ("subset", "text_field", "validation_fraction", "cache")
+"""Keys of ``data`` that only a corpus of texts has a use for."""
+_PROBES = 16
+"""Samples of a split by which it is known again."""
+
+
+def is_own(source: str) -> bool:
+    """Whether a ``data.source`` is code of the user's; a file of that name comes first."""
+    return is_user_code(source) and not Path(source).exists()
+
+
+def load(source: str, error: type[MegapipeError]) -> UserCode:
+    """The code that `source` names. Raises `error` if there is none, or for what it asks for."""
+    code = UserCode(source, what="data.source=", error=error)
+    code.check(ARGUMENTS)
+    if not code.takes_all and "split" not in code.parameters():
+        raise code.problem(
+            "it does not take split, which is train or validation: what is held out would be "
+            "trained on"
+        )
+    return code
+
+
+class OwnSplit:
+    """One side of the hold-out, as `code` has returned it.
+
+    Raises :class:`DataError` if it has no length, or no samples.
+    """
+
+    def __init__(self, code: UserCode, samples: Any, split: str, sequence_length: int) -> None:
+        self.sequence_length = sequence_length
+        self._code = code
+        self._samples = samples
+        self._split = split
+        if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+            raise code.problem(
+                f"it returned {type(samples).__name__} for split {split}: expected a data set with "
+                "len() and [i]"
+            )
+        try:
+            self._length = len(samples)
+        except Exception as error:
+            raise code.failed(error, f"len() of split {split}: ") from error
+        if self._length == 0:
+            raise code.problem(f"its split {split} is empty: expected one sample or more")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def labelled(self, index: int) -> Sample:
+        """Sample `index`, of `sequence_length` positions; ids may be outside the vocabulary.
+
+        Raises :class:`DataError` for whatever is no sample.
+        """
+        try:
+            sample = self._samples[index]
+            several = isinstance(sample, tuple)
+            parts = [np.asarray(part) for part in (sample if several else (sample,))]
+        except Exception as error:
+            raise self._code.failed(error, f"{self._name(index)}: ") from error
+        if not several:
+            self._check(index, "token ids", parts[0], self.sequence_length + 1, "iu")
+            return Sample.of_window(parts[0].astype(np.int64), self.sequence_length)
+        if len(parts) != 3:
+            raise self._code.problem(
+                f"{self._name(index)} is a tuple of {len(parts)}: expected tokens, labels and mask"
+            )
+        tokens, labels, mask = parts
+        for what, values, kinds in (
+            ("tokens", tokens, "iu"),
+            ("labels", labels, "iu"),
+            ("mask", mask, "b"),
+        ):
+            self._check(index, what, values, self.sequence_length, kinds)
+        return Sample(tokens.astype(np.int64), labels.astype(np.int64), mask)
+
+    def place(self, index: int, at: int, *, label: bool) -> str:
+        """The place of token or label `at` of a sample, for errors."""
+        what = "label" if label else "position"
+        return f"{what} {at} of {self._name(index)} of data.source={self._code.spec}"
+
+    def _name(self, index: int) -> str:
+        return f"sample {index} of split {self._split}"
+
+    def _check(
+        self, index: int, what: str, values: npt.NDArray[Any], length: int, kinds: str
+    ) -> None:
+        if values.shape != (length,) or values.dtype.kind not in kinds:
+            more = " and one more" if length > self.sequence_length else ""
+            raise self._code.problem(
+                f"{self._name(index)} has {what} {values.dtype} {list(values.shape)}: expected "
+                f"{'booleans' if kinds == 'b' else 'integers'} [{length}], "
+                f"train.sequence_length={self.sequence_length}{more}"
+            )
+
+    def digest(self) -> bytes:
+        """SHA-256 of the number of samples and of some of them, the first and the last among
+        them."""
+        found = hashlib.sha256(str(len(self)).encode())
+        for index in np.unique(np.linspace(0, len(self) - 1, _PROBES).astype(int)):
+            for values in self.labelled(int(index)):
+                found.update(values.tobytes())
+        return found.digest()
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """Both sides of the hold-out.
+
+    Attributes:
+        content: SHA-256, in hex, of what is known of both: their lengths and a few samples.
+    """
+
+    train: OwnSplit
+    validation: OwnSplit
+    content: str
+
+    @property
+    def digest(self) -> str:
+        """The same, as code says nothing of what it reads."""
+        return self.content
+
+    @property
+    def entropy(self) -> None:
+        """The unigram entropy, which is not known without reading all."""
+
+
+def own_data(config: Config, tokenizer: Tokenizer) -> OwnData:
+    """The data set of a resolved configuration.
+
+    Raises :class:`DataError` for whatever is wrong with the code or with the samples looked at.
+    """
+    code = load(config.data.source, DataError)
+
+    def make(split: str) -> OwnSplit:
+        given = {
+            "split": split,
+            "sequence_length": config.train.sequence_length,
+            "vocab_size": config.model.vocab_size or tokenizer.vocab_size,
+            "tokenizer": tokenizer,
+            "seed": config.run.seed,
+        }
+        samples = code.call(given, ARGUMENTS)
+        return OwnSplit(code, samples, split, config.train.sequence_length)
+
+    train, validation = make("train"), make("validation")
+    content = hashlib.sha256(train.digest() + validation.digest()).hexdigest()
+    return OwnData(train, validation, content)
