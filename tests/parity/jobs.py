@@ -127,10 +127,9 @@ class Job:
         with self.output.open("ab") as out:
             process = subprocess.Popen(
                 [sys.executable, *command],
-                cwd=ROOT,
                 env={**clean, **given, **(environ or {})},
                 stdin=subprocess.DEVNULL,
-                **{"stdout": out, "stderr": out, **options},
+                **{"cwd": ROOT, "stdout": out, "stderr": out, **options},
             )
         self.processes.append(process)
         return process
