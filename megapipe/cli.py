@@ -221,6 +221,8 @@ def _config(given: Iterable[_Given]) -> Config:
             known[item.key] = item
             section, _, key = item.key.partition(".")
             tree.setdefault(section, {})[key] = item.value
+        elif item.key == OPTIONS.rstrip("."):
+            problems.append(item.problem(f"expected {expected(KEYS[item.key])}"))
         elif item.key not in SECTIONS:
             problems.append(item.problem(unknown(item.key)))
         elif item.value is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +17,14 @@ from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
 from megapipe.distributed.mesh import Axis
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.generate.reading import Reading
+from megapipe.generate.reading import Reading, Texts
+from megapipe.generate.rereading import Rereading
 from megapipe.generate.sampling import Sampling, choose
 from megapipe.generate.text import TextStream
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
+from megapipe.layout.family import make_family
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.stage import GPTStage
-from megapipe.model.partition import StageSpec
+from megapipe.model.interface import Conditions
 from megapipe.optim.buffers import owned_parameters
 
 
@@ -68,11 +70,12 @@ class Generator:
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         stored = checkpoint.manifest.config
-        fields = {
+        fields: dict[str, Any] = {
             key.removeprefix("model."): value
             for key, value in stored.items()
             if key.startswith("model.")
         }
+        fields["options"] = json.loads(fields.get("options", "{}"))
         self.config = ModelConfig.model_validate(fields)
         self.device = device
         self.tokenizer: Tokenizer = load_tokenizer(str(stored["data.tokenizer"]))
@@ -87,9 +90,13 @@ class Generator:
         """Most tokens that the model sees at a time: the length that it was trained at."""
         self.document_end = self.tokenizer.eod if stored.get("data.document_mask") else None
         sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[self.config.dtype])
-        spec = StageSpec(embedding=True, layers=range(self.config.layers), head=True)
-        self.module = GPTStage(self.config, spec, sharding).eval()
+        family = make_family(self.config, Conditions(length, microbatch=1))
+        self.module = family.build(family.whole, sharding)
+        self.module.train(False)
         self._fill(checkpoint)
+        self.module.to(device)
+        self.keeps = "kv_cache" in family.supports
+        """The model can go on from keys and values that it has kept."""
 
     def _fill(self, checkpoint: Checkpoint) -> None:
         """Give every parameter its weights; the two uses of a tied embedding share one tensor."""
@@ -107,8 +114,10 @@ class Generator:
         """A prompt's tokens, at the beginning of a document."""
         return [self.tokenizer.eod, *map(int, self.tokenizer.encode(prompt))]
 
-    def read(self, texts: Sequence[Sequence[int]], *, room: int) -> Reading:
+    def read(self, texts: Sequence[Sequence[int]], *, room: int) -> Texts:
         """A reading of some texts, given as ids, to which up to `room` tokens will be added."""
+        if not self.keeps:
+            return Rereading(self.module, texts, context=self.context, device=self.device)
         return Reading(
             self.module,
             texts,

@@ -18,14 +18,25 @@ own length alone, so a text is continued alike by itself and among others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.model.gpt.stage import GPTStage
+from megapipe.model.interface import StageModule
 from megapipe.ops.documents import Documents, document_ids
+
+
+class Texts(Protocol):
+    """Texts that grow."""
+
+    def logits(self) -> Tensor:
+        """Logits of the token that follows each text, [texts, padded vocabulary]."""
+
+    def append(self, tokens: Sequence[int | None]) -> None:
+        """Append a token to each text; those with None are at an end and are left out from now."""
 
 
 def window_start(length: int, context: int) -> int:
@@ -47,7 +58,7 @@ class Reading:
 
     def __init__(
         self,
-        model: GPTStage,
+        model: StageModule,
         texts: Sequence[Sequence[int]],
         *,
         context: int,

@@ -15,7 +15,7 @@ from megapipe.errors import ConfigError
 from megapipe.layout.devices import device
 from megapipe.layout.links import can_scatter
 from megapipe.layout.lr_plan import LearningRatePlan, warms_up
-from megapipe.model.interface import Family, Feature
+from megapipe.model.interface import Family, Feature, load_loss
 from megapipe.update_rules import RULES, declaration
 from megapipe.words import choices, counted, either, multiples, plural
 
@@ -24,6 +24,7 @@ def check(config: Config, family: Family, dp: int) -> None:
     """Raise :class:`ConfigError` for the first thing in a resolved configuration that is wrong."""
     _check_support(config, family)
     family.check()
+    load_loss(family.conditions)  # raises where there is none
     _check_sequence(config)
     _check_data(config.data)
     declaration(config.optimizer.rule)  # raises where there is none

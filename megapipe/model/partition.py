@@ -93,10 +93,10 @@ def balanced(costs: Sequence[Time], placement: Placement, *, ends: bool = True) 
     units = [Fraction(cost) for cost in costs]
     layers, stages = len(units) - 2 * ends, placement.stages
     if stages > len(units):
-        what = "embedding and head" if ends else "and nothing else"
+        what = ", embedding and head" if ends else ""
         raise ConfigError(
-            f"{stages} pipeline stages (parallel.pp x pipeline.chunks) for {layers} layers, "
-            f"{what}: at most {len(units)} stages can hold something"
+            f"{stages} pipeline stages (parallel.pp x pipeline.chunks) for {layers} layers{what}: "
+            f"at most {len(units)} stages can hold something"
         )
     inner = units[1:-1] if ends else units
     if len(set(inner)) > 1:

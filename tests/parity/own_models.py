@@ -1,0 +1,224 @@
+"""Models of a user's own for tests, and their training in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megapipe.config import Config
+from megapipe.distributed.mesh import Grid
+from megapipe.layers import ColumnLinear, Linear, RowLinear
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.modules.units import Source, places
+from megapipe.testing import World
+from megapipe.train.step import TrainStep
+from tests.parity.cases import Case, batch_of, configure
+from tests.parity.outcome import Outcome, assemble
+from tests.parity.ranks import train
+from tests.parity.reference import Params, Step
+
+WIDTH = 8
+
+
+class Mixer(nn.Module):
+    """A causal convolution and an MLP, added to x [b, s, w]; there is no such layer in megapipe."""
+
+    def __init__(self, up: type[nn.Linear], down: type[nn.Linear]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3)
+        self.up = up(WIDTH, 4 * WIDTH)
+        self.down = down(4 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        past = functional.pad(self.norm(x).transpose(1, 2), (2, 0))
+        mixed = self.conv(past).transpose(1, 2)
+        return x + self.scale * self.down(functional.gelu(self.up(mixed)))
+
+
+class Memory(nn.Module):
+    """x -> (x, what every later layer may look at, whole numbers that nobody differentiates)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        return x, self.look(x).cumsum(1), positions
+
+
+class Reader(nn.Module):
+    """(x, memory, positions) -> the same with another x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        mean = memory / (1 + positions).unsqueeze(-1)
+        return x + torch.tanh(self.read(x * mean)), memory, positions
+
+
+class Forget(nn.Module):
+    """(x, memory, positions) -> logits; the memory itself is not used."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, vocab_size)
+
+    def forward(self, x: Tensor, memory: Tensor, positions: Tensor) -> Tensor:
+        return self.head(x)
+
+
+def _layers(
+    vocab_size: int, depth: int, up: type[nn.Linear], down: type[nn.Linear], head: type[nn.Linear]
+) -> list[nn.Module]:
+    inner = [Mixer(up, down) for _ in range(depth - 2)]
+    return [nn.Embedding(vocab_size, WIDTH), *inner, head(WIDTH, vocab_size)]
+
+
+def plain(vocab_size: int, depth: int) -> list[nn.Module]:
+    """Nothing of megapipe."""
+    return _layers(vocab_size, depth, nn.Linear, nn.Linear, nn.Linear)
+
+
+def split(vocab_size: int, depth: int) -> list[nn.Module]:
+    """Weight gradients that wait for W."""
+    return _layers(vocab_size, depth, Linear, Linear, Linear)
+
+
+def parallel(vocab_size: int, depth: int) -> list[nn.Module]:
+    """Layers that tensor parallelism splits."""
+    return _layers(vocab_size, depth, ColumnLinear, RowLinear, Linear)
+
+
+def tied(vocab_size: int, depth: int) -> list[nn.Module]:
+    """One matrix for the embedding and the head."""
+    layers = split(vocab_size, depth)
+    layers[-1].weight = layers[0].weight
+    return layers
+
+
+def tuples(vocab_size: int, depth: int) -> list[nn.Module]:
+    """Three tensors between the layers, one of whole numbers and one that the last ignores."""
+    readers = [Reader() for _ in range(depth - 3)]
+    return [nn.Embedding(vocab_size, WIDTH), Memory(), *readers, Forget(vocab_size)]
+
+
+def functions(vocab_size: int, depth: int) -> list[Callable[[], nn.Module]]:
+    """Layers that are made where they are needed."""
+    inner = [partial(Mixer, Linear, nn.Linear) for _ in range(depth - 2)]
+    return [
+        partial(nn.Embedding, vocab_size, WIDTH),
+        *inner,
+        partial(nn.Linear, WIDTH, vocab_size),
+    ]
+
+
+@dataclass(frozen=True)
+class Own:
+    """A model of this file in a layout; of `case` the model's own fields do not count."""
+
+    model: str
+    case: Case
+    depth: int
+
+
+def settle(own: Own) -> tuple[Config, Layout]:
+    """The resolved configuration."""
+    config, _ = configure(own.case)
+    model = ModelConfig(
+        source=f"{__name__}:{own.model}",
+        options={"depth": own.depth},
+        vocab_size=own.case.vocab,
+        dtype="fp64",
+    )
+    return resolve(config.model_copy(update={"model": model}), own.case.world, own.case.vocab)
+
+
+def run_own(world: World, all_of_them: Sequence[Own]) -> list[Outcome]:
+    """Train each on this rank."""
+    results = []
+    for own in all_of_them:
+        try:
+            config, layout = settle(own)
+            case = own.case
+            grid = Grid(pp=1 if case.in_process else case.pp, dp=case.dp, tp=case.tp)
+            step = TrainStep(config, layout, world.mesh(grid))
+            results.append(train(step, case, validate=False))
+        except Exception as error:
+            error.add_note(f"{own.model}: {own.case.name}")
+            raise
+    return results
+
+
+def train_plain(own: Own, rates: Sequence[float]) -> tuple[Params, list[Step]]:
+    """The initial weights by name, and the steps of one process of plain torch."""
+    config, _ = settle(own)
+    source = Source(f"{__name__}:{own.model}", {"vocab_size": own.case.vocab, "depth": own.depth})
+    made = source.make(config.run.seed, range(own.depth))
+    layers = nn.ModuleList(made[i] for i in range(own.depth)).double()
+    named = {
+        place.spec.name: place.module._parameters[place.attribute]
+        for place in places(dict(enumerate(layers)), own.depth - 1, source)
+    }
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for parameter in named.values():
+        groups[parameter.dim() >= 2].append(parameter)
+    given = config.optimizer
+    optimizer = torch.optim.AdamW(
+        [{"params": group, "weight_decay": given.weight_decay * d} for d, group in groups.items()],
+        betas=(given.beta1, given.beta2),
+        eps=given.eps,
+    )
+    initial = {name: p.detach().clone() for name, p in named.items()}
+    steps = []
+    for number, rate in enumerate(rates):
+        tokens, labels, mask = batch_of(own.case, number)
+        x: Any = (tokens,)
+        for layer in layers:
+            x = layer(*x)
+            x = x if isinstance(x, tuple) else (x,)
+        losses = functional.cross_entropy(x[0].flatten(0, 1), labels.flatten(), reduction="none")
+        loss = (losses * mask.flatten()).sum() / mask.sum()
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in named.items()}
+        assert given.clip is not None
+        norm = float(nn.utils.clip_grad_norm_(list(named.values()), given.clip))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        after = {name: p.detach().clone() for name, p in named.items()}
+        steps.append(Step(loss.item(), grads, norm, after))
+    return initial, steps
+
+
+def check_own(own: Own, outcomes: Sequence[Outcome]) -> None:
+    """Loss, every gradient, gradient norm and weights of a single process, to 1e-10."""
+    from tests.parity.compare import assert_grads_close, assert_scalar_close, assert_weights_close
+
+    first = outcomes[0]
+    initial, steps = train_plain(own, first.rates)
+    start = assemble([outcome.values[0].get("model", []) for outcome in outcomes], initial)
+    assert all(start[name].equal(tensor) for name, tensor in initial.items())
+    for i, step in enumerate(steps):
+        for outcome in outcomes:
+            assert_scalar_close("loss", outcome.losses[i], step.loss, 1e-10)
+            assert_scalar_close("norm", outcome.norms[i], step.grad_norm, 1e-10)
+        grads = assemble([outcome.grads[i] for outcome in outcomes], initial)
+        assert_grads_close(grads, step.grads)
+        weights = assemble(
+            [outcome.values[i + 1].get("model", []) for outcome in outcomes], initial
+        )
+        assert_weights_close(weights, step.params, first.rates[i])
