@@ -38,7 +38,7 @@ HARMLESS = (
 """Keys, and sections of which all other keys are."""
 ORDER = ("run.seed", "train.sequence_length")
 """Keys that decide, with the corpus, which tokens a sample number stands for."""
-REFUSED = (*ORDER, "data.mask_document_ends", "data.document_mask")
+REFUSED = (*ORDER, "data.mask_document_ends", "data.document_mask", "train.loss")
 LISTED_OF_MODEL = ("model.dtype", "model.dropout")
 """All other keys of the model are refused."""
 
