@@ -95,7 +95,17 @@ class PipelineConfig(Section):
     grouped_interleaved: from half of the ranks to all."""
     slices: int | None = Field(None, ge=1)
     """Parts into which each sequence is cut, for the schedules that do (seq1f1b, terapipe, ...);
-    the parts take equal numbers of FLOPs."""
+    the parts take equal times, by their FLOPs and `slice_attention`. terapipe with `slice_overhead`
+    may leave it open."""
+    slice_overhead: float | None = Field(None, ge=0)
+    """Time that an operation on a part takes however short it is, in tokens: as long as so many of
+    them take by themselves. With it terapipe is cut so that its pipeline is shortest, by dynamic
+    programming (Li et al., 2102.07988), and in as many parts as are best, at most 128, unless
+    `slices` says how many. The plan counts it for all schedules that cut. `train.py
+    --time-slices` measures it. Default: none, and parts of equal times."""
+    slice_attention: float = Field(1.0, ge=0)
+    """Time of a FLOP of attention to the tokens before, in that of one of the linear layers: 2
+    where attention runs at half of their speed. `train.py --time-slices` measures it."""
     pairs: int | None = Field(None, ge=1)
     """chimera: pairs of pipelines in opposite directions, each with its copies of the weights."""
     memory_limit: float | None = Field(None, gt=0)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from megapipe.config import Config
 from megapipe.layers.policy import Span
 from megapipe.layout.activations import repeated, stage_spans
+from megapipe.layout.cuts import slice_time
 from megapipe.layout.family import family_of
-from megapipe.layout.slices import slice_shares
 from megapipe.model.interface import Family, Work
 from megapipe.model.partition import StageSpec, balanced, parse_layout
 from megapipe.schedule.cost import Cost, PerStage
@@ -32,11 +32,13 @@ def stage_work(
     )
 
 
-def relative_cost(family: Family, work: Sequence[Work], slice_lengths: Sequence[int]) -> Cost:
+def relative_cost(
+    config: Config, family: Family, work: Sequence[Work], slice_lengths: Sequence[int]
+) -> Cost:
     """The costs of stages in FLOPs per token; messages and replicas take no time."""
     F, I, W, R = zip(*work, strict=True)  # noqa: E741
     sliced = len(slice_lengths) > 1
-    shares = slice_shares(family.causal_flops, slice_lengths) if sliced else None
+    shares = slice_time(config, family).shares(slice_lengths) if sliced else None
     return Cost(F=F, I=I, W=W, R=R, slices=shares)
 
 
@@ -60,4 +62,4 @@ def placement_cost(config: Config, placement: Placement) -> Cost:
     kept = stage_work(family, stages, stage_spans(activations, stages), ())
     again = stage_work(family, stages, stage_spans(activations, stages, every), every)
     work = [own._replace(R=other.R) for own, other in zip(kept, again, strict=True)]
-    return scaled(relative_cost(family, work, ()), 1 / family.unit_of_work())
+    return scaled(relative_cost(config, family, work, ()), 1 / family.unit_of_work())

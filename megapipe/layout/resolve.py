@@ -11,11 +11,11 @@ from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleErr
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
 from megapipe.layout.checks import check, check_compile, check_slices
 from megapipe.layout.costs import relative_cost, stage_work
+from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
 from megapipe.layout.family import family_of, resolved_model
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.replicas import replica_policy
-from megapipe.layout.slices import balanced_slices
 from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
 from megapipe.schedule.cost import Cost
@@ -83,7 +83,8 @@ def _resolve(
     check(config, family, dp)
     microbatches = _microbatches(config, dp)
     # an order that goes by costs is made when the stages are known; a short one has its placement
-    by_cost = goes_by_cost(config.pipeline.schedule)
+    by_time = is_cut_by_time(config)
+    by_cost = by_time or goes_by_cost(config.pipeline.schedule)
     if before is not None and not by_cost:
         schedule = before.schedule
     else:
@@ -93,15 +94,20 @@ def _resolve(
     check_slices(config, family, schedule.slices)
     stages = _partition(config, family, schedule.placement)
     spans = stage_spans(config.activations, stages, schedule.recompute)
-    slice_lengths = _slice_lengths(config, family, schedule.slices)
     work = stage_work(family, stages, spans, schedule.recompute)
-    cost = relative_cost(family, work, slice_lengths)
+    if by_time and model.vocab_size is not None:
+        whole = relative_cost(config, family, work, ())
+        slice_lengths = fastest_cut(config, family, microbatches, whole)
+    else:
+        slice_lengths = balanced_cut(config, family, schedule.slices)
+    cost = relative_cost(config, family, work, slice_lengths)
     if by_cost and model.vocab_size is not None:
         known = before is not None and before.cost == cost
         if before is not None and known and before.schedule.whole_microbatches == microbatches:
             schedule = before.schedule
         else:
-            schedule = _recomputing(config, _schedule(config, microbatches, cost))
+            slices = len(slice_lengths) if by_time else None
+            schedule = _recomputing(config, _schedule(config, microbatches, cost, slices))
     if before is not None and schedule is before.schedule:
         proof = before.proof
     else:
@@ -206,18 +212,11 @@ def _partition(config: Config, family: Family, placement: Placement) -> tuple[St
     return specs
 
 
-def _slice_lengths(config: Config, family: Family, slices: int) -> tuple[int, ...]:
-    if slices == 1:
-        return (config.train.sequence_length,)
-    split = config.parallel.tp if config.parallel.sequence_parallel else 1
-    try:
-        return balanced_slices(family.causal_flops, config.train.sequence_length, slices, split)
-    except ConfigError as error:
-        raise ConfigError(f"pipeline.{error}; see train.sequence_length") from None
-
-
-def _schedule(config: Config, microbatches: int, cost: Cost | None = None) -> Schedule:
-    """The schedule, of which only the placement counts if it goes by a cost that is not given."""
+def _schedule(
+    config: Config, microbatches: int, cost: Cost | None = None, slices: int | None = None
+) -> Schedule:
+    """The schedule, of which only the placement counts if it goes by a cost that is not given.
+    `slices`: their number where the configuration may leave it open."""
     pipeline, pp = config.pipeline, config.parallel.pp
     passes = microbatches * pp * (pipeline.chunks or 1)
     if passes > MOST_PASSES:
@@ -241,7 +240,7 @@ def _schedule(config: Config, microbatches: int, cost: Cost | None = None) -> Sc
                 microbatches=microbatches,
                 chunks=pipeline.chunks,
                 group=pipeline.group,
-                slices=pipeline.slices,
+                slices=slices or pipeline.slices,
                 pairs=pipeline.pairs,
                 memory_limit=pipeline.memory_limit,
                 cost=cost,

@@ -7,25 +7,29 @@ tokens the last costs most, and every stage of the pipeline waits for it.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from itertools import pairwise
+from functools import cache
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
 
 from megapipe.errors import ConfigError
-from megapipe.schedule.cost import Time
 
-CausalFlops = Callable[[int], int]
-"""FLOPs of one layer's forward on the first so many tokens of a sequence."""
+MOST_PIECES = 128
+"""Into which a sequence is divided at first where the fastest cut is looked for; with a number of
+slices the next multiple of it."""
 
 
 def balanced_slices(
-    flops: CausalFlops, length: int, count: int, multiple: int = 1
+    first: Callable[[int], int], length: int, count: int, multiple: int = 1
 ) -> tuple[int, ...]:
-    """Lengths of `count` slices of equal FLOPs in a layer: linear parts and causal attention.
+    """Lengths of `count` slices of equal FLOPs or times.
 
-    Each cut is the multiple nearest to where the FLOPs reach their share, so with a multiple of 1
-    no slice is off its share by more than one token's FLOPs (Seq1F1B, 2406.03488).
+    Each cut is the multiple nearest to where the time reaches its share, so with a multiple of 1
+    no slice is off its share by more than one token's time (Seq1F1B, 2406.03488). An overhead that
+    every slice has alike is left out: it moves no cut.
 
     Args:
-        flops: those of a layer's forward on the first tokens of a sequence.
+        first: FLOPs or time of the first tokens of a sequence.
         length: tokens of the whole sequence.
         count: number of slices.
         multiple: each length is a multiple of this (tp, under sequence parallelism).
@@ -34,10 +38,10 @@ def balanced_slices(
         ConfigError: more slices than multiples, or a length that is not a multiple.
     """
     points = _points(length, count, multiple)
-    total = flops(length)
+    total = first(length)
 
     def scaled(point: int) -> int:
-        return count * flops(point * multiple)
+        return count * first(point * multiple)
 
     cuts = [0]
     for index in range(1, count):
@@ -48,20 +52,10 @@ def balanced_slices(
     return tuple((b - a) * multiple for a, b in pairwise([*cuts, points]))
 
 
-def slice_shares(flops: CausalFlops, lengths: Sequence[int]) -> tuple[Fraction, ...]:
-    """Share of a layer's FLOPs that each slice of the given length takes (for `Cost.slices`)."""
-    total = flops(sum(lengths))
-    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
-    return tuple(
-        Fraction(flops(end) - flops(end - length), total)
-        for length, end in zip(lengths, ends, strict=True)
-    )
-
-
 def fastest_slices(
-    time: Callable[[int, int], Time],
+    time: Callable[[int, int], int],
     length: int,
-    ranks: int,
+    ranks: int | Fraction,
     *,
     count: int | None = None,
     microbatches: int = 1,
@@ -69,15 +63,20 @@ def fastest_slices(
 ) -> tuple[int, ...]:
     """The slice lengths with the shortest pipeline, by dynamic programming (TeraPipe, 2102.07988).
 
-    m micro-batches in slices that take t_1 .. t_k take m (t_1 + .. + t_k) + (p-1) max t_i. For each
-    possible longest slice the cheapest cut without a longer one is found. With n = length /
-    multiple points this takes up to n^2/2 times k n^2/2 steps: choose a coarse multiple.
+    m micro-batches in slices that take t_1 .. t_k take m (t_1 + .. + t_k) + (p-1) max t_i on p
+    equal stages. The cheapest cut is found, then the cheapest without so long a slice, and so on
+    until the sum alone is more than the best pipeline.
+
+    A sequence of up to 128 multiples may be cut at each, and the cut is the best of all. A longer
+    one is divided into pieces of equal time, which are put together to slices in the same way; then
+    the cuts are moved, all at once, by half a piece or more, by a quarter, and so on to a multiple.
 
     Args:
-        time: measured or modelled time of a slice, from its length and the tokens before it.
+        time: measured or modelled time of a slice in whole numbers, from its length and the tokens
+            before it; the longer the slice, the longer it takes.
         length: tokens of the whole sequence.
-        ranks: pipeline ranks, p.
-        count: number of slices, k; default: any.
+        ranks: pipeline ranks, p; of unequal stages, the sum of their times by that of the slowest.
+        count: number of slices, k; default: any up to 128.
         microbatches: micro-batches of a step, m.
         multiple: each length is a multiple of this.
 
@@ -85,43 +84,91 @@ def fastest_slices(
         ConfigError: more slices than multiples, or a length that is not a multiple.
     """
     points = _points(length, count or 1, multiple)
-    times = {
-        (start, stop): time((stop - start) * multiple, start * multiple)
-        for start in range(points)
-        for stop in range(start + 1, points + 1)
-    }
-    best: tuple[Time, tuple[int, ...]] | None = None
-    for longest in sorted(set(times.values())):
-        if best is not None and (ranks - 1) * longest >= best[0]:
-            break
-        for total, cuts in _cheapest(times, points, count, longest):
-            pipeline = microbatches * total + (ranks - 1) * longest
-            if best is None or pipeline < best[0]:
-                best = pipeline, cuts
-    assert best is not None
-    return tuple((b - a) * multiple for a, b in pairwise(best[1]))
+    pieces = points
+    places: Sequence[int] = range(points + 1)
+    if points > MOST_PIECES:
+        pieces = min(points, (count or 1) * -(-MOST_PIECES // (count or 1)))
+        even = balanced_slices(lambda n: time(n, 0) - time(0, 0), length, pieces, multiple)
+        places = [end // multiple for end in accumulate(even, initial=0)]
+    step, spare = -(-points // pieces), pieces + 1 - (count or 1)
+
+    @cache
+    def between(start: int, stop: int) -> int:
+        return time((stop - start) * multiple, start * multiple)
+
+    def fastest(ends: Sequence[Sequence[int]], *, any_number: bool = False) -> tuple[int, ...]:
+        return _fastest(between, ends, ranks, microbatches, any_number=any_number)
+
+    if count is None:
+        cuts = fastest([[place] for place in places[1:]], any_number=True)
+    else:
+        cuts = fastest([*(places[i : i + spare] for i in range(1, count)), [points]])
+    while step > 1:
+        step = -(-step // 2)
+        near = [range(cut - 2 * step, cut + 2 * step + 1, step) for cut in cuts[1:-1]]
+        cuts = fastest([*([end for end in ends if 0 < end < points] for ends in near), [points]])
+    return tuple((b - a) * multiple for a, b in pairwise(cuts))
+
+
+class _Cut(NamedTuple):
+    """A cut from the beginning of the sequence; the better of two is the smaller."""
+
+    total: int
+    longest: int
+    """Time of the longest slice."""
+    ends: tuple[int, ...]
+    """Of the slices, behind a 0."""
+
+
+def _fastest(
+    time: Callable[[int, int], int],
+    ends: Sequence[Sequence[int]],
+    ranks: int | Fraction,
+    microbatches: int,
+    *,
+    any_number: bool,
+) -> tuple[int, ...]:
+    """The ends of the cut with the shortest pipeline.
+
+    `time` is that of a slice, from its start and end. `ends` are the places where each slice may
+    end; with `any_number` a slice may be left out.
+    """
+    best: tuple[int | Fraction, tuple[int, ...]] | None = None
+    limit: float = inf
+    while True:
+        cut = _cheapest(time, ends, limit, any_number=any_number)
+        if cut is None or (best is not None and microbatches * cut.total >= best[0]):
+            assert best is not None
+            return best[1]
+        pipeline = microbatches * cut.total + (ranks - 1) * cut.longest
+        if best is None or pipeline < best[0]:
+            best = pipeline, cut.ends
+        limit = cut.longest
 
 
 def _cheapest(
-    times: dict[tuple[int, int], Time], points: int, count: int | None, longest: Time
-) -> list[tuple[Time, tuple[int, ...]]]:
-    """The cheapest cuts from 0 to `points` in `count` slices, or in each possible number, none of
-    which takes more than `longest`: total time and the places of the cuts, ends included."""
-    found = []
-    ends: dict[int, tuple[Time, tuple[int, ...]]] = {0: (0, (0,))}
-    for number in range(1, (count or points) + 1):
-        reached: dict[int, tuple[Time, tuple[int, ...]]] = {}
-        for start, (total, cuts) in ends.items():
-            for stop in range(start + 1, points + 1):
-                slice_time = times[start, stop]
-                if slice_time <= longest:
-                    option = total + slice_time, (*cuts, stop)
-                    if stop not in reached or option < reached[stop]:
-                        reached[stop] = option
-        ends = reached
-        if points in ends and count in (None, number):
-            found.append(ends[points])
-    return found
+    time: Callable[[int, int], int],
+    ends: Sequence[Sequence[int]],
+    limit: float,
+    *,
+    any_number: bool,
+) -> _Cut | None:
+    """The cut of the least total, of these one with the shortest longest slice, all of whose slices
+    take less than `limit`; None if there is none."""
+    reached = {0: _Cut(0, 0, (0,))}
+    for choice in ends:
+        following = dict(reached) if any_number else {}
+        for end in choice:
+            options = [
+                (cut.total + taken, max(cut.longest, taken), start)
+                for start, cut in reached.items()
+                if start < end and (taken := time(start, end)) < limit
+            ]
+            if options:
+                total, longest, start = min(options)
+                following[end] = _Cut(total, longest, (*reached[start].ends, end))
+        reached = following
+    return reached.get(ends[-1][-1])
 
 
 def _points(length: int, count: int, multiple: int) -> int:

@@ -11,8 +11,8 @@ from megapipe.layers.specs import held_numel
 from megapipe.layout.activations import stage_spans
 from megapipe.layout.checks import shortened
 from megapipe.layout.costs import stage_work
+from megapipe.layout.cuts import slice_time
 from megapipe.layout.layout import Layout
-from megapipe.layout.slices import slice_shares
 from megapipe.model.partition import format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
 from megapipe.plan.pace import Speeds, expected
@@ -144,10 +144,12 @@ def _message_lines(config: Config, layout: Layout) -> list[str]:
 def _slices_line(config: Config, layout: Layout) -> str:
     """Where sequences are cut, and how even that is."""
     lengths = layout.slice_lengths
-    shares = [f"{float(share):.1%}" for share in slice_shares(layout.model.causal_flops, lengths)]
+    shares = [f"{float(share):.1%}" for share in slice_time(config, layout.model).shares(lengths)]
+    pipeline = config.pipeline
+    by_flops = not pipeline.slice_overhead and pipeline.slice_attention == 1
     return (
-        f"slices        of {', '.join(map(str, lengths))} tokens, with {', '.join(shares)} of a "
-        "layer's FLOPs"
+        f"slices        of {', '.join(map(str, lengths))} tokens, with {', '.join(shares)} of "
+        + ("a layer's FLOPs" if by_flops else "the time of a whole sequence")
     )
 
 

@@ -1,8 +1,8 @@
-"""Cutting sequences: equal FLOPs against counting, the fastest cut against trying all."""
+"""Cutting sequences: equal times against counting, the fastest cut against trying all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import partial
 from itertools import combinations, pairwise
@@ -15,24 +15,23 @@ from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.errors import ConfigError
-from megapipe.layout.slices import (
-    balanced_slices,
-    fastest_slices,
-    slice_shares,
-)
+from megapipe.layout.slice_time import SliceTime
+from megapipe.layout.slices import balanced_slices, fastest_slices
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, layer_flops
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
 from megapipe.schedule.timing.simulate import simulate
 
+NONE, ONE = Fraction(0), Fraction(1)
+
 
 def model_of(hidden: int, heads: int = 1) -> ModelConfig:
     return ModelConfig(hidden=hidden, heads=heads).resolved(vocab_size=101, sequence_length=16)
 
 
-def flops_of(model: ModelConfig) -> Callable[[int], int]:
-    return partial(causal_flops, model)
+def time_of(model: ModelConfig, overhead: Fraction = NONE, attention: Fraction = ONE) -> SliceTime:
+    return SliceTime(partial(causal_flops, model), overhead, attention)
 
 
 def all_cuts(points: int, count: int | None) -> Iterator[tuple[int, ...]]:
@@ -61,7 +60,7 @@ def test_flops_of_the_tokens_of_a_slice_written_out() -> None:
 
 def test_shares() -> None:
     model = model_of(16)
-    shares = slice_shares(flops_of(model), (3, 4, 1))
+    shares = time_of(model).shares((3, 4, 1))
     assert sum(shares) == 1
     token = [layer_flops(model, position + 1) for position in range(8)]
     assert shares == tuple(
@@ -77,15 +76,14 @@ def test_balanced_to_within_a_token(
     """Attention from nearly all of the FLOPs (width 1) to little of them."""
     count = min(count, length)
     model = model_of(width * width)
-    lengths = balanced_slices(flops_of(model), length, count)
+    lengths = balanced_slices(time_of(model).first, length, count)
     assert sum(lengths) == length
     assert len(lengths) == count
     assert min(lengths) >= 1
     token = Fraction(layer_flops(model, length), causal_flops(model, length))
     if min(lengths) > 1:
         assert all(
-            abs(share - Fraction(1, count)) <= token
-            for share in slice_shares(flops_of(model), lengths)
+            abs(share - Fraction(1, count)) <= token for share in time_of(model).shares(lengths)
         )
 
 
@@ -93,22 +91,17 @@ def test_balanced_slices_get_shorter() -> None:
     """2 x 16 x 12 x 16 FLOPs for the weights of a token, 4 x 16 for each position it sees."""
     model = model_of(16)
     assert (layer_flops(model, 0), layer_flops(model, 1)) == (6144, 6144 + 64)
-    assert balanced_slices(flops_of(model), 1024, 4) == (470, 229, 176, 149)
-    assert balanced_slices(flops_of(model), 1024, 4, multiple=32) == (
-        480,
-        224,
-        160,
-        160,
-    )
-    assert balanced_slices(flops_of(model), 1024, 1) == (1024,)
-    assert balanced_slices(flops_of(model), 8, 8) == (1,) * 8
-    assert balanced_slices(flops_of(model), 256, 3, multiple=64) == (128, 64, 64)
+    assert balanced_slices(time_of(model).first, 1024, 4) == (470, 229, 176, 149)
+    assert balanced_slices(time_of(model).first, 1024, 4, multiple=32) == (480, 224, 160, 160)
+    assert balanced_slices(time_of(model).first, 1024, 1) == (1024,)
+    assert balanced_slices(time_of(model).first, 8, 8) == (1,) * 8
+    assert balanced_slices(time_of(model).first, 256, 3, multiple=64) == (128, 64, 64)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 8, 16])
 def test_cuts_are_the_nearest_multiples(multiple: int) -> None:
     model, length, count = model_of(16), 256, 3
-    lengths = balanced_slices(flops_of(model), length, count, multiple)
+    lengths = balanced_slices(time_of(model).first, length, count, multiple)
     assert all(n % multiple == 0 for n in lengths)
     for index in (1, 2):
         share = Fraction(index * causal_flops(model, length), count)
@@ -123,8 +116,8 @@ def test_balanced_slices_give_the_bubble_that_uniform_ones_do_not() -> None:
     model = model_of(4)
     schedule = build("seq1f1b", ranks=4, microbatches=8, slices=4)
     idle = []
-    for lengths in (balanced_slices(flops_of(model), 4096, 4), (1024,) * 4):
-        cost = Cost(F=1, B=2, slices=slice_shares(flops_of(model), lengths))
+    for lengths in (balanced_slices(time_of(model).first, 4096, 4), (1024,) * 4):
+        cost = Cost(F=1, B=2, slices=time_of(model).shares(lengths))
         idle.append(simulate(schedule, cost).makespan - 24)
     ideal = Fraction(9, 4)
     assert abs(idle[0] - ideal) < Fraction(1, 100)
@@ -187,7 +180,9 @@ def test_fastest_slices_of_a_model_get_shorter_and_more_with_more_ranks() -> Non
 def test_what_cannot_be_cut() -> None:
     model = model_of(16)
     for cut in (
-        lambda length, count, multiple: balanced_slices(flops_of(model), length, count, multiple),
+        lambda length, count, multiple: balanced_slices(
+            time_of(model).first, length, count, multiple
+        ),
         lambda length, count, multiple: fastest_slices(
             lambda n, context: n, length, 2, count=count, multiple=multiple
         ),

@@ -1,0 +1,69 @@
+"""How a configuration has sequences cut: by which times, and into which lengths."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import cache
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.layout.slice_time import SliceTime
+from megapipe.layout.slices import balanced_slices, fastest_slices
+from megapipe.model.interface import Family
+from megapipe.schedule.cost import Cost
+
+
+def slice_time(config: Config, family: Family) -> SliceTime:
+    """The times of slices of a resolved model, as ``pipeline.slice_*`` say."""
+    pipeline = config.pipeline
+    return SliceTime(
+        cache(family.causal_flops),
+        Fraction(str(pipeline.slice_overhead or 0)),
+        Fraction(str(pipeline.slice_attention)),
+    )
+
+
+def is_cut_by_time(config: Config) -> bool:
+    """Whether sequences are cut by :func:`fastest_cut`."""
+    return config.pipeline.schedule == "terapipe" and config.pipeline.slice_overhead is not None
+
+
+def fastest_cut(config: Config, family: Family, microbatches: int, cost: Cost) -> tuple[int, ...]:
+    """Lengths of the slices of terapipe by dynamic programming.
+
+    `cost` is that of the stages. A pipeline of stages that differ fills as one of fewer equal
+    ones, each as slow as the slowest. Raises :class:`ConfigError` for too many slices.
+    """
+    assert isinstance(cost.F, tuple)
+    F, B, *_ = cost.table(len(cost.F))
+    with _naming_keys():
+        return fastest_slices(
+            slice_time(config, family),
+            config.train.sequence_length,
+            Fraction(sum(F) + sum(B)) / Fraction(max(F) + max(B)),
+            count=config.pipeline.slices,
+            microbatches=microbatches,
+            multiple=_multiple(config),
+        )
+
+
+def balanced_cut(config: Config, family: Family, slices: int) -> tuple[int, ...]:
+    """Lengths of so many slices of equal times. Raises :class:`ConfigError` for too many."""
+    length = config.train.sequence_length
+    if slices == 1:
+        return (length,)
+    with _naming_keys():
+        return balanced_slices(slice_time(config, family).first, length, slices, _multiple(config))
+
+
+def _multiple(config: Config) -> int:
+    """What the lengths of slices are multiples of."""
+    return config.parallel.tp if config.parallel.sequence_parallel else 1
+
+
+@contextmanager
+def _naming_keys() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"pipeline.{error}; see train.sequence_length") from None
