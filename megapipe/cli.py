@@ -1,4 +1,4 @@
-"""The command line of training: ``train.py [CONFIG] [section.key=value ...] [--dry-run]``.
+"""The command line of training: ``train.py [CONFIG] [section.key=value ...] [OPTION]``.
 
 Values come from the configuration file, then from the command line, where a later one wins; the
 rest are defaults. Nothing here imports torch, so that a mistake is reported at once.
@@ -23,7 +23,7 @@ from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
 
 OPTIONS = "model.options."
 """Keys below this one are whatever a model of the user's takes."""
-USAGE = "train.py [CONFIG] [section.key=value ...] [--dry-run] [--help [SECTION]]"
+USAGE = "train.py [CONFIG] [section.key=value ...] [--dry-run | --time-slices] [--help [SECTION]]"
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Command:
 
     config: Config = field(default_factory=Config)
     dry_run: bool = False
+    time_slices: bool = False
     help: str | None = None
     """The keys to explain: a section, a key, or all of them (""); None: nothing."""
     where: str = "defaults"
@@ -59,12 +60,14 @@ def parse(argv: Sequence[str]) -> Command:
     for option in ("--help", "-h"):
         if option in argv:
             return Command(help=_topic(argv[argv.index(option) + 1 :]))
+    if {"--dry-run", "--time-slices"} <= set(argv):
+        raise ConfigError("command line: --dry-run and --time-slices: expected one of them")
     path: str | None = None
     given: list[_Given] = []
     overrides: list[_Given] = []
     for argument in argv:
         key, equals, text = argument.partition("=")
-        if argument == "--dry-run":
+        if argument in ("--dry-run", "--time-slices"):
             continue
         if argument.startswith("-"):
             bare = argument.lstrip("-")
@@ -91,6 +94,7 @@ def parse(argv: Sequence[str]) -> Command:
     return Command(
         config=_config([*given, *overrides]),
         dry_run="--dry-run" in argv,
+        time_slices="--time-slices" in argv,
         where=where or "defaults",
     )
 

@@ -78,7 +78,7 @@ class Recorder:
         self._origin = self._stamp()
         self._began = time.perf_counter() if self._on_gpu else self._origin
 
-    def timed(self, action: Computed, call: Callable[[], None]) -> Callable[[], None]:
+    def timed(self, action: Computed, call: Callable[[], object]) -> Callable[[], None]:
         """`call`, which computes `action`, with a stamp before and after it."""
         op = Op(action.kind, action.stage, action.microbatch, action.slice)
         stamp, stamps = self._stamp, self._stamps

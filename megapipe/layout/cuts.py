@@ -43,7 +43,7 @@ def fastest_cut(config: Config, family: Family, microbatches: int, cost: Cost) -
             Fraction(sum(F) + sum(B)) / Fraction(max(F) + max(B)),
             count=config.pipeline.slices,
             microbatches=microbatches,
-            multiple=_multiple(config),
+            multiple=multiple_of(config),
         )
 
 
@@ -53,10 +53,25 @@ def balanced_cut(config: Config, family: Family, slices: int) -> tuple[int, ...]
     if slices == 1:
         return (length,)
     with _naming_keys():
-        return balanced_slices(slice_time(config, family).first, length, slices, _multiple(config))
+        first = slice_time(config, family).first
+        return balanced_slices(first, length, slices, multiple_of(config))
 
 
-def _multiple(config: Config) -> int:
+def check_timeable(config: Config, slices: int) -> None:
+    """Refuse to time slices (``--time-slices``) where there are none, or hardly any."""
+    length, least = config.train.sequence_length, 4 * multiple_of(config)
+    if slices == 1:
+        raise ConfigError(
+            f"--time-slices: pipeline.schedule={config.pipeline.schedule} does not cut sequences "
+            "here: expected one that does, as seq1f1b, and pipeline.slices above 1"
+        )
+    if length < least:
+        raise ConfigError(
+            f"--time-slices: train.sequence_length={length} is too short: expected at least {least}"
+        )
+
+
+def multiple_of(config: Config) -> int:
     """What the lengths of slices are multiples of."""
     return config.parallel.tp if config.parallel.sequence_parallel else 1
 

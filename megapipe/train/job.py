@@ -11,6 +11,7 @@ from megapipe.launch import devices, rendezvous
 from megapipe.launch.rendezvous import LaunchInfo
 from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
+from megapipe.layout.cuts import check_timeable
 from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
@@ -48,11 +49,14 @@ def _run(command: Command, info: LaunchInfo, stop: StopRequest) -> int:
                 )
             show(plan_report(config, layout))
         return 0
+    if command.time_slices:
+        check_timeable(config, layout.schedule.slices)
     # torch is loaded after the configuration is known to be right, unless code of the user's has
     import torch
 
     from megapipe.distributed.mesh import Grid, ParallelMesh
     from megapipe.observe.out_of_memory import out_of_memory, remember_allocations
+    from megapipe.train import slice_times
     from megapipe.train.resume import Finished
     from megapipe.train.trainer import Trainer
 
@@ -83,11 +87,16 @@ def _run(command: Command, info: LaunchInfo, stop: StopRequest) -> int:
         grid = Grid(layout.pipeline_processes, layout.dp, layout.cp, layout.tp)
         mesh = ParallelMesh(grid, device=device, timeout_s=timeout)
         try:
-            trainer = Trainer(
-                config, layout, mesh, tokenizer, local_rank=info.local_rank, stop=stop
-            )
-            ending.cleanup = trainer.close
-            trainer.run()
+            if command.time_slices:
+                found = slice_times.report(config, layout, mesh)
+                if info.rank == 0:
+                    show(found)
+            else:
+                trainer = Trainer(
+                    config, layout, mesh, tokenizer, local_rank=info.local_rank, stop=stop
+                )
+                ending.cleanup = trainer.close
+                trainer.run()
         except Finished as finished:
             if info.rank == 0:
                 show(f"{finished}\n")

@@ -36,6 +36,10 @@ class Case:
     schedule: str = "1f1b"
     group: int | None = None
     slices: int | None = None
+    lengths: tuple[int, ...] | None = None
+    """Of the slices, whatever the layout has chosen."""
+    slice_overhead: float | None = None
+    slice_attention: float = 1.0
     pairs: int | None = None
     swap: bool = False
     """Run gpipe instead, on the schedule's placement, replicas, slices and parts."""
@@ -160,6 +164,8 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "chunks": case.chunks,
                 "group": case.group,
                 "slices": case.slices,
+                "slice_overhead": case.slice_overhead,
+                "slice_attention": case.slice_attention,
                 "pairs": case.pairs,
                 "layout": layout,
                 "channels": "in_process" if case.in_process else "process_group",
@@ -201,7 +207,12 @@ def configure(case: Case) -> tuple[Config, Layout]:
             },
         }
     )
-    return resolve(config, case.world, case.vocab)
+    config, resolved = resolve(config, case.world, case.vocab)
+    if case.lengths is not None:
+        assert len(case.lengths) == resolved.schedule.slices
+        assert sum(case.lengths) == case.sequence
+        resolved = replace(resolved, slice_lengths=case.lengths)
+    return config, resolved
 
 
 def _stages(case: Case) -> int:
@@ -269,6 +280,9 @@ def plain(case: Case) -> Case:
         schedule="1f1b",
         group=None,
         slices=None,
+        lengths=None,
+        slice_overhead=None,
+        slice_attention=1.0,
         pairs=None,
         in_process=False,
         scatter="off",

@@ -75,6 +75,9 @@ JOINT = {
 ELSEWHERE = {
     "group": "follows from the schedule and m; all values: test_schedules",
     "slices": "test_schedules",
+    "lengths": "test_slices",
+    "slice_overhead": "test_slices",
+    "slice_attention": "test_slices",
     "pairs": "test_schedules",
     "overlap": "changes no bit: test_overlap",
     "swap": "test_schedules",

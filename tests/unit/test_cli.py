@@ -132,6 +132,13 @@ def test_bad_argument(argument: str, words: str) -> None:
     assert words in text
 
 
+def test_a_plan_or_times() -> None:
+    assert cli.parse(["--time-slices"]).time_slices
+    assert not cli.parse(["--dry-run"]).time_slices
+    words = "command line: --dry-run and --time-slices: expected one of them"
+    assert message("--time-slices", "model.layers=2", "--dry-run") == words
+
+
 def test_long_values_are_cut() -> None:
     assert len(message("model.layers=" + "x" * 10000)) < 200
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -31,7 +31,7 @@ def model_of(hidden: int, heads: int = 1) -> ModelConfig:
 
 
 def time_of(model: ModelConfig, overhead: Fraction = NONE, attention: Fraction = ONE) -> SliceTime:
-    return SliceTime(partial(causal_flops, model), overhead, attention)
+    return SliceTime(cache(partial(causal_flops, model)), overhead, attention)
 
 
 def all_cuts(points: int, count: int | None) -> Iterator[tuple[int, ...]]:
@@ -66,6 +66,20 @@ def test_shares() -> None:
     assert shares == tuple(
         Fraction(sum(token[a:b]), sum(token)) for a, b in ((0, 3), (3, 7), (7, 8))
     )
+
+
+def test_times_of_slices_written_out() -> None:
+    """By itself a token takes 6144 + 64, and 64 for each that it sees besides; in quarters."""
+    time = time_of(model_of(16), Fraction(5, 2), Fraction(7, 4))
+    slices = {(3, 0): (3, 0 + 1 + 2), (3, 4): (3, 4 + 5 + 6), (1, 7): (1, 7), (8, 0): (8, 28)}
+    for (length, before), (alone, seen) in slices.items():
+        taken = (Fraction(5, 2) + alone) * 6208 + Fraction(7, 4) * seen * 64
+        assert time(length, before) == 4 * taken
+    assert time.first(8) == time(8, 0) - 4 * Fraction(5, 2) * 6208
+    assert time.shares((3, 4, 1)) == tuple(
+        Fraction(time(n, before), time(8, 0)) for n, before in ((3, 0), (4, 3), (1, 7))
+    )
+    assert sum(time.shares((3, 4, 1))) > 1
 
 
 @settings(deadline=None)
@@ -163,6 +177,37 @@ def test_fastest_is_that_of_trying_all(
     assert sum(lengths) == points * multiple
     found = pipeline(tuple(n // multiple for n in lengths))
     assert found == min(map(pipeline, all_cuts(points, count)))
+
+
+@pytest.mark.parametrize(("length", "overhead"), [(300, 2), (1000, 400), (4096, 30)])
+def test_a_long_sequence_is_cut_as_well_as_by_balancing_any_number(
+    length: int, overhead: int
+) -> None:
+    """The best of all cuts in equal times is hardly better than what is found in pieces."""
+    time = time_of(model_of(64), Fraction(overhead), Fraction(3, 2))
+
+    def pipeline(lengths: tuple[int, ...], ranks: int, microbatches: int) -> int:
+        times = [time(n, sum(lengths[:i])) for i, n in enumerate(lengths)]
+        return microbatches * sum(times) + (ranks - 1) * max(times)
+
+    for setting in ((2, 8), (4, 4), (16, 1)):
+        ranks, microbatches = setting
+        found = fastest_slices(time, length, ranks, microbatches=microbatches)
+        assert sum(found) == length
+        cuts = {n: balanced_slices(time.first, length, n) for n in range(1, 129)}
+        best = min(pipeline(cut, *setting) for cut in cuts.values())
+        assert pipeline(found, *setting) <= 1.005 * best
+        for count in (3, 11):
+            found = fastest_slices(time, length, ranks, microbatches=microbatches, count=count)
+            assert len(found) == count
+            assert pipeline(found, *setting) <= pipeline(cuts[count], *setting)
+
+
+def test_as_many_slices_as_there_can_be() -> None:
+    time = time_of(model_of(16))
+    assert fastest_slices(time, 300, 4, count=300) == (1,) * 300
+    assert fastest_slices(time, 600, 4, count=300, multiple=2) == (2,) * 300
+    assert len(fastest_slices(time, 1000, 4)) == 128, "without an overhead"
 
 
 def test_fastest_slices_of_a_model_get_shorter_and_more_with_more_ranks() -> None:
