@@ -203,6 +203,23 @@ def test_a_long_sequence_is_cut_as_well_as_by_balancing_any_number(
             assert pipeline(found, *setting) <= pipeline(cuts[count], *setting)
 
 
+@pytest.mark.parametrize("count", [None, 5])
+def test_no_cut_of_a_long_sequence_is_better_elsewhere_nearby(count: int | None) -> None:
+    time = time_of(model_of(32), Fraction(200), Fraction(2))
+
+    def longest(lengths: tuple[int, ...]) -> int:
+        return max(time(n, sum(lengths[:i])) for i, n in enumerate(lengths))
+
+    for length in (300, 1001, 5000):
+        found = fastest_slices(time, length, 6, microbatches=3, count=count)
+        for i in range(len(found) - 1):
+            for to_the_left in (-2, -1, 1, 2):
+                moved = list(found)
+                moved[i] -= to_the_left
+                moved[i + 1] += to_the_left
+                assert longest(found) <= longest(tuple(moved))
+
+
 def test_as_many_slices_as_there_can_be() -> None:
     time = time_of(model_of(16))
     assert fastest_slices(time, 300, 4, count=300) == (1,) * 300
