@@ -1,7 +1,7 @@
 """Train a model: ``python -m megapipe.launch --nproc 8 train.py configs/quickstart.yaml``.
 
 ``python train.py --help`` lists every key, ``--help optimizer`` those of a section; ``--dry-run``
-prints the plan instead of training.
+prints the plan instead of training, ``--time-slices`` times slices of sequences for it.
 """
 
 import sys

@@ -56,7 +56,8 @@ class Cost:
     overlap: bool = True
     """Messages travel while both ranks compute. If false, the sender waits for the end of each."""
     slices: tuple[Time, ...] | None = None
-    """Share of an operation's time that each slice of a sequence takes; default: equal ones."""
+    """Share of an operation's time that each slice of a sequence takes, in all more than 1 where
+    cutting costs time; default: equal ones."""
     jitter: float = 0.0
     """Each operation takes up to this share more or less, drawn anew for each."""
     seed: int = 0

@@ -24,7 +24,7 @@ message included, so every channel and group needs one of its own."""
 
 
 def run(command: Command, info: LaunchInfo) -> int:
-    """Print the plan, or train. Returns the process' exit code.
+    """Print the plan, time slices, or train. Returns the process' exit code.
 
     Raises :class:`MegapipeError` for what is wrong before the processes meet; from then on errors
     are reported here, once per job.

@@ -36,7 +36,8 @@ def terapipe(ranks: int, microbatches: int, slices: int = 2) -> Schedule:
     """All forwards, then all backwards, over slices (Li et al., 2102.07988).
 
     Bubble for k slices of equal time: (p-1)/(m k + p-1) of the makespan. Peak: all m micro-batches.
-    The paper's slice lengths are those of :func:`megapipe.layout.slices.fastest_slices`.
+    Of unequal slices on equal stages the makespan is m times their sum and p-1 times the longest,
+    for which :func:`megapipe.layout.slices.fastest_slices` finds the paper's lengths.
     """
     return replace(gpipe_on(loop(ranks), microbatches, slices=slices), name="terapipe")
 
@@ -47,7 +48,7 @@ def seq1f1b(ranks: int, microbatches: int, slices: int = 2) -> Schedule:
 
     Rank r warms up with min(p-2-r+k, m k) slices. Idle time for k slices of equal time:
     (p-1)(F+B)/k, a k-th of 1F1B's. Peak on rank r: min(p-1-r+k, m k)/k micro-batches. Equal times
-    need slices of equal FLOPs (:func:`megapipe.layout.slices.balanced_slices`). One slice is 1F1B.
+    are those of :func:`megapipe.layout.slices.balanced_slices`. One slice is 1F1B.
     """
     return in_slices("seq1f1b", one_f_one_b(ranks, microbatches * slices), slices)
 
