@@ -67,16 +67,15 @@ def wrong_links(text: str, folder: Path = DOCS) -> Iterator[str]:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         name, _, heading = target.partition("#")
         path = folder / name
-        if not path.exists() or heading not in {"", *headings(path)}:
+        there = path.read_text(encoding="utf-8") if path.suffix == ".md" else "" if name else text
+        if not path.exists() or heading not in {"", *headings(there)}:
             yield target
 
 
-def headings(path: Path) -> list[str]:
+def headings(text: str) -> list[str]:
     """The headings of a page as links spell them."""
-    if path.suffix != ".md":
-        return []
-    found = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return [heading.lower().replace(" ", "-") for heading in found]
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found]
 
 
 def mistakes(text: str) -> list[str]:

@@ -43,11 +43,11 @@ def all_cuts(count: int | None, multiple: int = 1) -> Iterator[tuple[int, ...]]:
 
 def makespan(config: Config, layout: Layout, cut: tuple[int, ...], *, equal: bool) -> Time:
     """Of terapipe with this cut by the plan's own costs, or by those of stages that are `equal`."""
-    work = stage_work(config, layout.stage_layers, layout.units, (), chunked=True)
+    work = stage_work(layout.model, layout.stage_layers, layout.spans, ())
     if equal:
         work = (work[0],) * len(work)
     schedule = build("terapipe", ranks=layout.pp, microbatches=layout.microbatches, slices=len(cut))
-    return simulate(schedule, relative_cost(config, work, cut)).makespan
+    return simulate(schedule, relative_cost(config, layout.model, work, cut)).makespan
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -93,9 +93,9 @@ def test_what_is_minimised_is_what_the_paper_says() -> None:
     config, layout = configure(
         "parallel.pp=3", "train.global_batch=2", "pipeline.slice_overhead=1.5"
     )
-    work = stage_work(config, layout.stage_layers, layout.units, (), chunked=True)[0]
+    work = stage_work(layout.model, layout.stage_layers, layout.spans, ())[0]
     for cut in all_cuts(None):
-        shares = slice_time(config).shares(cut)
+        shares = slice_time(config, layout.model).shares(cut)
         formula = (work.F + work.I + work.W) * (2 * sum(shares) + 2 * max(shares))
         assert makespan(config, layout, cut, equal=True) == formula
 
@@ -122,7 +122,7 @@ def test_the_plan_is_drawn_by_the_times_of_the_cut() -> None:
     keys = ("parallel.pp=2", "train.global_batch=1", "pipeline.slice_overhead=1")
     config, layout = configure(*keys, "pipeline.slice_attention=30")
     assert len(layout.slice_lengths) > 1
-    shares = slice_time(config).shares(layout.slice_lengths)
+    shares = slice_time(config, layout.model).shares(layout.slice_lengths)
     assert layout.cost.slices == shares
     timeline = expected(config, layout, Speeds.of(config))
     ends, starts = timeline.ends[0], timeline.starts[0]
@@ -149,13 +149,13 @@ def test_other_schedules_and_none_given_cut_evenly() -> None:
         config, attentive = configure(*keys, "pipeline.slice_attention=200")
         assert sum(plain.cost.slices or ()) == 1
         assert attentive.slice_lengths[0] > plain.slice_lengths[0]
-        time = slice_time(config)
+        time = slice_time(config, attentive.model)
         longest = [max(time.shares(own.slice_lengths)) for own in (attentive, plain)]
         assert longest[0] < longest[1]
         if schedule != "terapipe":
             config, slow = configure(*keys, "pipeline.slice_overhead=4")
             assert slow.slice_lengths == plain.slice_lengths
-            assert slow.cost.slices == slice_time(config).shares(plain.slice_lengths)
+            assert slow.cost.slices == slice_time(config, slow.model).shares(plain.slice_lengths)
             assert sum(slow.cost.slices) > 1.5
 
 
