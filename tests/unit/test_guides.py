@@ -67,8 +67,11 @@ def wrong_links(text: str, folder: Path = DOCS) -> Iterator[str]:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         name, _, heading = target.partition("#")
         path = folder / name
-        there = path.read_text(encoding="utf-8") if path.suffix == ".md" else "" if name else text
-        if not path.exists() or heading not in {"", *headings(there)}:
+        if not path.exists():
+            yield target
+            continue
+        there = text if not name else path.read_text("utf-8") if path.suffix == ".md" else ""
+        if heading not in {"", *headings(there)}:
             yield target
 
 
