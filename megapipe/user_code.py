@@ -125,11 +125,16 @@ class UserCode:
         """
         if isinstance(error, MegapipeError):
             return self.problem(f"{during}{error}")
-        text = during + " ".join(f"{type(error).__name__}: {error}".split())
-        if not isinstance(error, SyntaxError):  # whose text has the place
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            text += f" ({Path(frame.filename).name}, line {frame.lineno})"
-        return self.problem(text)
+        return self.problem(f"{during}{in_one_line(error)}")
+
+
+def in_one_line(error: BaseException) -> str:
+    """An exception that was raised, and the place where it was."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, SyntaxError):  # whose text has the place
+        return text
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{text} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ class Shutdown:
 
         Only the first rank to fail shows the traceback of a bug. Returns the exit code.
         """
-        if self.info.world > 1 and _is_communication(error):
+        if self.info.world > 1 and is_communication(error):
             code = self._failure_of_peer()
             if code is None:
                 reason = re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0]
@@ -210,7 +210,8 @@ def say(error: MegapipeError) -> None:
         print(f"megapipe: error: {text}", file=sys.stderr, flush=True)
 
 
-def _is_communication(error: Exception) -> bool:
+def is_communication(error: BaseException) -> bool:
+    """Whether it comes from an exchange with a peer, which may have failed or be lost."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or (
