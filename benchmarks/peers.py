@@ -78,8 +78,7 @@ def megapipe_side(row: Row, mesh: ParallelMesh) -> Side:
         return chosen[:, :-1], chosen[:, 1:], mask[: len(indices)]
 
     def step(i: int) -> float:
-        result = train.train(i, rows)
-        assert result is not None
+        (result,) = train.train(i, rows)
         return result.loss
 
     return step

@@ -155,11 +155,11 @@ def train_one(world: World, case: Case, steps: int, *, trust: bool) -> Trained:
         step = TrainStep(config, layout, mesh)
     ends, results = [], []
     for index in range(steps):
-        results.append(step.train(index, rows))
+        results += step.train(index, rows)
         ends.append(time.perf_counter())
-    results.append(step.settle())
+    results += step.settle()
     assert step.post_validation is None or step.post_validation.undone == 0
-    return Trained(ends, [result for result in results if result is not None])
+    return Trained(ends, results)
 
 
 def chained(schedule: Schedule, steps: int) -> Schedule:

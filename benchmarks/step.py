@@ -112,8 +112,7 @@ def megapipe_side(size: Size) -> Step:
         return batch[:, :-1], batch[:, 1:], mask
 
     def step(i: int) -> float:
-        result = train.train(i, rows)
-        assert result is not None
+        (result,) = train.train(i, rows)
         return result.loss
 
     return step

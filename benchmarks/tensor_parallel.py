@@ -89,8 +89,7 @@ def times(world: World, size: Size, rounds: int) -> list[list[float]]:
             batch = tokens[i % WARM_UP, [index % samples for index in indices]]
             return batch[:, :-1], batch[:, 1:], mask
 
-        result = step.train(i, rows)
-        assert result is not None
+        (result,) = step.train(i, rows)
         return result.loss
 
     for i in range(WARM_UP):

@@ -62,9 +62,8 @@ class Ours(Side):
 
     def step(self, *, record: bool = False) -> float:
         """`record`: :meth:`TrainStep.records` then tells when each operation ran."""
-        result = self.train.train(self._count, self._rows, record=record)
+        (result,) = self.train.train(self._count, self._rows, record=record)
         self._count += 1
-        assert result is not None
         return result.loss
 
     def _rows(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

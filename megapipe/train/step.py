@@ -15,7 +15,9 @@ micro-batch back-propagates its sum by that global count, so gradients only ever
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,6 +141,10 @@ class TrainStep:
         self._watched: dict[tuple[bool, bool], list[Executor]] = {}
         """Executors that (record, name)."""
         self.position = Position(0, 0)
+        self.settled = True
+        """Whether all steps so far are validated, and their weights gathered."""
+        self._seconds: dict[int, float] = {}
+        """Of each step, counted from 0, whose result is not known."""
         self.last = self.stages.get(self.placement.stages - 1)
         seed = config.run.seed
         self.optimizer.set_weights(initial or (lambda spec, out: spec.initialise(out, seed)))
@@ -240,16 +246,32 @@ class TrainStep:
         *,
         record: bool = False,
         name: bool = False,
+        settle: bool = False,
         wishes: Callable[[], Wishes] = Wishes,
-    ) -> StepResult | None:
-        """Optimizer step `step`, counted from 0, and its result.
+    ) -> list[StepResult]:
+        """Take optimizer step `step`, counted from 0; returns the results that are known by now and
+        were not before, oldest first.
 
-        With ``optimizer.post_validation`` the result is of the step before, None for the first;
-        :meth:`settle` gives the last. `wishes` tells, at the end, what this rank wants. With
+        That is its own. With ``optimizer.post_validation`` it is that of the step before, none at
+        first; its own too if it is settled (:meth:`settle`), because `settle` says so or a rank
+        wishes to stop or to save. `wishes` tells, at the end, what this rank wants. With
         `record`, :meth:`records` then tells when each op ran; with `name` profilers see what runs
         under its name. Raises :class:`NumericError` before an update with a gradient that is not
         finite.
         """
+        start = time.perf_counter()
+        result = self._train(step, rows, record=record, name=name, wishes=wishes)
+        self.settled = False
+        results = [] if result is None else [result]
+        if settle or any(r.wishes.stop or r.wishes.save for r in results):
+            results += self._settle()
+        self._seconds[step] = time.perf_counter() - start
+        return self._timed(results)
+
+    def _train(
+        self, step: int, rows: Rows, *, record: bool, name: bool, wishes: Callable[[], Wishes]
+    ) -> StepResult | None:
+        """The step; its result, or that of the step before if that is validated only now."""
         executors = self._executors
         if record or name:
             if (record, name) not in self._watched:
@@ -268,14 +290,26 @@ class TrainStep:
         totals = Totals.unpack(whole)
         return self.update.apply(step, totals)
 
-    def settle(self) -> StepResult | None:
-        """Make sure of all steps so far: the result of the last if it was still open.
+    def settle(self) -> list[StepResult]:
+        """Make sure of all steps so far; returns the result of the last if it was still open.
 
         To be called before weights are used for anything but the next step.
         """
+        start = time.perf_counter()
+        results = self._settle()
+        for result in results:
+            self._seconds[result.step] += time.perf_counter() - start
+        return self._timed(results)
+
+    def _settle(self) -> list[StepResult]:
         result = None if self.post_validation is None else self.post_validation.settle()
         self.optimizer.await_all_weights()
-        return result
+        self.settled = True
+        return [] if result is None else [result]
+
+    def _timed(self, results: Sequence[StepResult]) -> list[StepResult]:
+        """The results with the seconds of their steps."""
+        return [replace(result, seconds=self._seconds.pop(result.step)) for result in results]
 
     def fetch(self, step: int, rows: Rows) -> tuple[dict[Key, MicroBatch], int]:
         """The micro-batches of a step, and the number of unmasked tokens that count here."""

@@ -203,51 +203,44 @@ class Trainer:
         self.clock.restart()
         began = time.perf_counter()
         losses: list[float] = []
-        times: dict[int, float] = {}
         pace = None
         for step in range(self.first_step, end):
             profile = self._begin_profile(step + 1)
-            start = time.perf_counter()
             drawn = step + 1 in self.config.log.timeline
             recorded = drawn or (auto is not None and auto.recording)
             last = step + 1 == end
             validate = last or _due(self.config.train.validate_every, step + 1)
             save = last or _due(self.config.checkpoint.every, step + 1)
-            results = [
-                self.train_step.train(
-                    step,
-                    self.training.rows,
-                    record=recorded,
-                    name=profile is not None,
-                    wishes=self._wishes,
-                )
-            ]
-            stop = results[0] is not None and results[0].wishes.stop
-            save |= results[0] is not None and results[0].wishes.save
-            if validate or save or stop or profile is not None:
+            results = self.train_step.train(
+                step,
+                self.training.rows,
+                record=recorded,
+                name=profile is not None,
                 # what is under way when a profile ends writes into what is no more
-                results.append(self.train_step.settle())
-            seconds = times[step] = time.perf_counter() - start
-            pace = seconds if pace is None else SMOOTHING * pace + (1 - SMOOTHING) * seconds
+                settle=validate or save or profile is not None,
+                wishes=self._wishes,
+            )
+            stop = any(result.wishes.stop for result in results)
+            save |= any(result.wishes.save for result in results)
             if profile is not None:
                 self._end_profile(profile, step + 1)
             for result in results:
-                if result is not None:
-                    stop |= result.wishes.stop
-                    losses.append(result.loss)
-                    skipped = not math.isfinite(result.grad_norm)
-                    self.skipped += skipped
-                    self._report(result, times.pop(result.step), pace)
-                    if skipped:
-                        self._note(
-                            f"step {result.step + 1} is skipped: gradients are not finite at loss "
-                            f"scale {result.loss_scale:g}, which is halved"
-                        )
+                losses.append(result.loss)
+                skipped = not math.isfinite(result.grad_norm)
+                self.skipped += skipped
+                seconds = result.seconds
+                pace = seconds if pace is None else SMOOTHING * pace + (1 - SMOOTHING) * seconds
+                self._report(result, pace)
+                if skipped:
+                    self._note(
+                        f"step {result.step + 1} is skipped: gradients are not finite at loss "
+                        f"scale {result.loss_scale:g}, which is halved"
+                    )
             garbage.after(step + 1)
             if drawn:
                 self._draw_timeline(step + 1)
             if auto is not None:
-                auto.after(seconds, recorded=recorded)
+                auto.after(results[-1].seconds, recorded=recorded)
             if validate and not stop:
                 stop = self._validate(step + 1)
             if save or stop:
@@ -284,10 +277,10 @@ class Trainer:
         if self.observer is not None:
             self.observer.note(text)
 
-    def _report(self, result: StepResult, seconds: float, pace: float) -> None:
+    def _report(self, result: StepResult, pace: float) -> None:
         if self.observer is None:
             return
-        step = result.step + 1
+        step, seconds = result.step + 1, result.seconds
         train, device = self.config.train, self.mesh.device
         tokens = train.global_batch * train.sequence_length
         flops = tokens * self.layout.model.token_flops()

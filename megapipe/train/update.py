@@ -32,6 +32,8 @@ class StepResult:
     """Requests of ranks by then."""
     memory_gib: float | None = field(default=None, compare=False)
     """Memory of the fullest rank; see :mod:`megapipe.observe.memory`."""
+    seconds: float = field(default=math.nan, compare=False)
+    """Wall time of the step on this rank; known when the step has ended."""
 
 
 class Update:

@@ -62,7 +62,8 @@ def run(
         for i in range(STEPS):
             recording = choice is not None and choice.recording
             seen.recorded.append(recording)
-            seen.losses.append(step.train(i % 3, rows, record=recording).loss)
+            (result,) = step.train(i % 3, rows, record=recording)
+            seen.losses.append(result.loss)
             if choice is not None:
                 choice.after(0.5 if i < SWITCH else 0.4, recorded=recording)
             seen.schedules.append(to_csv(step.schedule))

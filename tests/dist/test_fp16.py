@@ -54,8 +54,7 @@ def trained(world: World, case: Case, optimizer: dict[str, Any], scale: float | 
     run = Run([], [], [], [], 0)
     for i in range(STEPS):
         before = [shard.weights.clone() for shard in step.optimizer.shards]
-        result = step.train(i, OneBatch(case))
-        assert result is not None
+        (result,) = step.train(i, OneBatch(case))
         after = [shard.weights for shard in step.optimizer.shards]
         run.losses.append(result.loss)
         run.norms.append(result.grad_norm)

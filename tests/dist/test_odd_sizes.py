@@ -37,11 +37,10 @@ def first_steps(world: World, cases: list[Case]) -> list[tuple[float, float]]:
         params = reference.init_random(config.model, seed=3)
         try:
             step = TrainStep(config, layout, mesh, initial=functools.partial(fill, params))
-            result = step.train(0, Rows(case))
+            (result,) = step.train(0, Rows(case))
         except Exception as error:
             error.add_note(f"case: {case.name}")
             raise
-        assert result is not None
         seen.append((result.loss, result.grad_norm))
     return seen
 

@@ -95,12 +95,12 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
     with poisoned(this.poison, world.rank, now):
         try:
             for now[0] in range(this.steps):
-                outcome.results.append(step.train(now[0], rows))
-            outcome.results.append(step.settle())
+                outcome.results += step.train(now[0], rows)
+            outcome.results += step.settle()
         except NumericError as error:
             outcome.error = str(error)
-    known = [result for result in outcome.results if result is not None]
-    outcome.results = [replace(result, memory_gib=0.0) for result in known]  # of the run
+    of_run = {"memory_gib": 0.0, "seconds": 0.0}
+    outcome.results = [replace(result, **of_run) for result in outcome.results]
     step.optimizer.await_all_weights()
     outcome.bits = {
         f"weights of stage {stage}: {name}": digest(parameter.detach())

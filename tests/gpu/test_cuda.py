@@ -148,7 +148,8 @@ def resume(world: World) -> tuple[Any, Any]:
 
     again.optimizer.set_weights(weights)
     again.optimizer.set_states(2, moments)
-    return step.train(2, rows), again.train(2, rows)
+    (straight,), (resumed,) = step.train(2, rows), again.train(2, rows)
+    return straight, resumed
 
 
 def test_resuming_continues() -> None:

@@ -64,8 +64,7 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
     step.optimizer.finish_reduce = spy  # type: ignore[method-assign]
     outcome.values.append(own_values(step.optimizer))
     for i in range(case.steps):
-        result = step.train(i, rows) or step.settle()
-        assert result is not None
+        (result,) = step.train(i, rows) or step.settle()
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
         outcome.rates.append(result.lr)

@@ -92,9 +92,10 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
         def train_and_note(step: int, rows: Any, **options: Any) -> Any:
             if this.preempt == step + 1 and world.rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            result = train(step, rows, **options)
-            outcome.setdefault("steps", {})[step + 1] = result
-            return result
+            results = train(step, rows, **options)
+            for result in results:
+                outcome.setdefault("steps", {})[result.step + 1] = result
+            return results
 
         def save_and_stop(step: int) -> None:
             save(step)
