@@ -7,14 +7,14 @@ once per job and exits with the code; anything else that escapes is a bug and sh
 code  meaning
 ====  ====================================================================
 0     done
-1     a bug: an unexpected exception, with its traceback
+1     a bug: an unexpected exception, with its traceback; in a callback, one line
 2     configuration or command line
 3     data: corpus, token files, tokenizer
 4     launch: world size, rendezvous, ranks that disagree
 5     checkpoint: missing, damaged, or of another model
 6     numerics: loss or gradient is not finite
 7     memory of a device is used up
-75    stopped by a signal after saving; run again to resume
+75    stopped by a signal or a callback after saving; run again to resume
 130   interrupted from the keyboard with nothing to save, or a second time
 ====  ====================================================================
 """
@@ -66,7 +66,11 @@ class OutOfMemory(MegapipeError):
     exit_code = 7
 
 
+class CallbackError(MegapipeError):
+    """A callback of the user's has raised an exception, or asked for what cannot be."""
+
+
 class Preempted(MegapipeError):
-    """A signal asked the job to stop; its state is saved."""
+    """A signal or a callback asked the job to stop; its state is saved."""
 
     exit_code = 75

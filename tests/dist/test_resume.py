@@ -18,7 +18,7 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.generate import Generator, find_checkpoint
 from megapipe.layout.resolve import resolve
 from megapipe.testing import run_world
-from megapipe.train.trainer import Clock
+from megapipe.train.callbacks.saving import Clock
 from tests.parity import reference
 from tests.parity.jobs import Job, arguments, tiny
 from tests.parity.stopped_runs import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +21,12 @@ from megapipe.distributed.mesh import Grid
 from megapipe.errors import MegapipeError
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.resolve import resolve
+from megapipe.observe.record import ValidationRecord
 from megapipe.testing import World, run_world
+from megapipe.train.callbacks import Callback, Run, Step
+from megapipe.train.callbacks.saving import Clock
 from megapipe.train.resume import Finished
-from megapipe.train.trainer import Clock, Trainer
+from megapipe.train.trainer import Trainer
 from tests.parity.jobs import arguments, tiny
 from tests.parity.ranks import local_copies
 
@@ -42,7 +46,7 @@ DP = {"parallel.dp": "2", "parallel.pp": "2", "model.dropout": "0.1"}
 TP = {"parallel.tp": "2", "parallel.pp": "2", "parallel.sequence_parallel": "true"}
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     """Ends a test run where a killed one would."""
 
 
@@ -62,6 +66,27 @@ class Play:
     clocks: tuple[Callable[[], Clock], ...] = ()
 
 
+@dataclass
+class Witness(Callback):
+    """Notes what a rank sees of a run, and interferes with it as `play` says."""
+
+    play: Play
+    outcome: dict[str, Any]
+
+    def before_step(self, run: Run, step: Step) -> None:
+        if self.play.stop_after == step.number - 1:
+            raise Interrupted
+        if self.play.preempt == step.number and run.mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def after_step(self, run: Run, step: Step) -> None:
+        for result in step.results:
+            self.outcome.setdefault("steps", {})[result.step + 1] = result
+
+    def after_validation(self, run: Run, record: ValidationRecord) -> None:
+        self.outcome["validation"] = record.loss
+
+
 def play_all(world: World, base: Mapping[str, str], plays: list[Play]) -> list[dict[str, Any]]:
     """This rank's part of one run after another."""
     return [play(world, base, each) for each in plays]
@@ -73,15 +98,24 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(config, world.size, tokenizer.vocab_size)
     mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
-    outcome: dict[str, Any] = {"error": None}
+    outcome: dict[str, Any] = {"error": None, "validation": math.nan}
+    witness = Witness(this, outcome)
     trainer = None
     stop = StopRequest()
     try:
-        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
+        trainer = Trainer(
+            config,
+            layout,
+            mesh,
+            tokenizer,
+            local_rank=world.rank,
+            stop=stop,
+            callbacks=[witness],
+        )
         if this.clocks:
-            trainer.clock = this.clocks[world.rank]()
+            trainer.saving.clock = this.clocks[world.rank]()
         outcome["loaded"] = list(local_copies(trainer.train_step)) if trainer.first_step else None
-        train, save, rows = trainer.train_step.train, trainer._save, trainer.training.rows
+        rows = trainer.training.rows
 
         def rows_and_note(samples: Sequence[int]) -> Any:
             outcome.setdefault("samples", set()).update(samples)
@@ -89,21 +123,6 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
 
         trainer.training.rows = rows_and_note  # type: ignore[method-assign]
 
-        def train_and_note(step: int, rows: Any, **options: Any) -> Any:
-            if this.preempt == step + 1 and world.rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            results = train(step, rows, **options)
-            for result in results:
-                outcome.setdefault("steps", {})[result.step + 1] = result
-            return results
-
-        def save_and_stop(step: int) -> None:
-            save(step)
-            if step == this.stop_after:
-                raise Interrupted
-
-        trainer.train_step.train = train_and_note  # type: ignore[method-assign]
-        trainer._save = save_and_stop  # type: ignore[method-assign]
         trainer.run()
     except Interrupted:
         pass
@@ -121,7 +140,6 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
     assert trainer is not None
     outcome["first_step"] = trainer.first_step
     outcome["run_id"] = trainer.run_id
-    outcome["validation"] = trainer.validation_loss
     outcome["copies"] = list(local_copies(trainer.train_step))
     outcome["state"] = [
         (owned.spec.name, owned.start, kind, values.double().clone().numpy())
@@ -177,7 +195,7 @@ def save_as_loaded(world: World, settings: Mapping[str, str], source: str, targe
     mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
     with StopRequest() as stop:
         trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
-    trainer.checkpoints = Path(target)
-    trainer._save(trainer.first_step)
+    trainer.saving.checkpoints = Path(target)
+    trainer.saving.save(trainer.context, trainer.first_step)
     trainer.close()
     return str(Path(target) / f"step-{trainer.first_step:08d}")

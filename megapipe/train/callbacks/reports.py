@@ -1,0 +1,117 @@
+"""Reports: a record of every step and validation for the console and the logs, and the summary."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from megapipe.layout.devices import peak
+from megapipe.observe.record import StepRecord, ValidationRecord
+from megapipe.observe.summary import Summary
+from megapipe.train.callbacks.callback import Callback, Run, Step
+from megapipe.train.update import StepResult
+
+SMOOTHING = 0.9
+"""Weight of the past in the time per step behind the ETA."""
+
+
+class Reports(Callback):
+    """Reports steps as their results become known.
+
+    `skipped` are the steps since step 0 that fp16 made without an update, `entropy` is that of the
+    corpus' unigrams in nats, if it is known.
+    """
+
+    def __init__(self, *, skipped: int, entropy: float | None) -> None:
+        self._skipped = skipped
+        self._entropy = entropy
+        self._losses: list[float] = []
+        self._validation_loss = math.nan
+        self._pace: float | None = None
+        """Seconds per step, smoothed."""
+
+    def begin(self, run: Run) -> None:
+        self._began = time.perf_counter()
+
+    def after_step(self, run: Run, step: Step) -> None:
+        for result in step.results:
+            self._losses.append(result.loss)
+            skipped = not math.isfinite(result.grad_norm)
+            self._skipped += skipped
+            pace = self._smoothed(result.seconds)
+            if run.observer is not None:
+                run.observer.step(self._record(run, result, pace))
+            if skipped:
+                run.note(
+                    f"step {result.step + 1} is skipped: gradients are not finite at loss scale "
+                    f"{result.loss_scale:g}, which is halved"
+                )
+
+    def _smoothed(self, seconds: float) -> float:
+        before = self._pace
+        self._pace = seconds if before is None else SMOOTHING * before + (1 - SMOOTHING) * seconds
+        return self._pace
+
+    def _record(self, run: Run, result: StepResult, pace: float) -> StepRecord:
+        step, seconds = result.step + 1, result.seconds
+        train = run.config.train
+        tokens = train.global_batch * train.sequence_length
+        flops = tokens * run.layout.model.token_flops()
+        tflops = flops / seconds / run.mesh.world / 1e12
+        limit = _peak(run)
+        scales = run.train_step.scaler.scales
+        return StepRecord(
+            step=step,
+            steps=train.steps,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            seconds=seconds,
+            tokens=tokens,
+            tokens_per_second=tokens / seconds,
+            tflops_per_device=tflops,
+            mfu=None if limit is None else tflops / limit,
+            memory_gib=result.memory_gib,
+            eta_seconds=pace * (train.last_step - step),
+            samples=run.train_step.samples(step),
+            loss_scale=result.loss_scale if scales else None,
+            skipped=self._skipped if scales else None,
+        )
+
+    def after_validation(self, run: Run, record: ValidationRecord) -> None:
+        self._validation_loss = record.loss
+        if run.observer is not None:
+            run.observer.validation(record)
+
+    def end(self, run: Run) -> None:
+        """Write the summary."""
+        if run.mesh.rank != 0 or not self._losses:
+            return
+        seconds = time.perf_counter() - self._began
+        train = run.config.train
+        tokens = len(self._losses) * train.global_batch * train.sequence_length
+        summary = Summary(
+            loss_first=self._losses[0],
+            loss_last=self._losses[-1],
+            validation_loss=self._validation_loss,
+            unigram_entropy=self._entropy,
+            tokens_per_second=tokens / seconds,
+            run_folder=str(run.folder),
+            steps=len(self._losses),
+            seconds=seconds,
+        )
+        (run.folder / "summary.json").write_text(summary.model_dump_json(indent=2) + "\n")
+
+    def close(self, run: Run) -> None:
+        if run.observer is not None:
+            run.observer.close()
+
+
+def _peak(run: Run) -> float | None:
+    """TFLOP/s of a device at best, as far as it is known."""
+    limit, device = run.config.log.peak_tflops, run.mesh.device
+    if limit is None and device.type == "cuda":
+        return peak(torch.cuda.get_device_name(device))
+    return limit

@@ -1,0 +1,109 @@
+"""All callbacks of a run as one, which knows whose error an error is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from megapipe.errors import CallbackError, ConfigError, MegapipeError
+from megapipe.launch.shutdown import is_communication
+from megapipe.observe.record import ValidationRecord
+from megapipe.train.callbacks.callback import Callback, Run, Step
+from megapipe.train.totals import Wishes
+from megapipe.user_code import in_one_line
+
+_log = logging.getLogger(__name__)
+
+
+class Callbacks(Callback):
+    """Calls `first`, then those of the `user`, then `last`; to close them, in the other order.
+
+    Validation and saving are `last`, so that a checkpoint has what the user's know of its step.
+    """
+
+    def __init__(
+        self, first: Sequence[Callback], user: Sequence[Callback], last: Sequence[Callback]
+    ) -> None:
+        self._all = [*first, *user, *last]
+        self._user = list(user)
+        self._stopper: str | None = None
+        """The first callback that has wished to stop on this rank."""
+
+    def begin(self, run: Run) -> None:
+        self._each(run, "begin", lambda callback: callback.begin(run))
+
+    def before_step(self, run: Run, step: Step) -> None:
+        self._each(run, "before_step", lambda callback: callback.before_step(run, step))
+
+    def wishes(self, run: Run) -> Wishes:
+        stop = save = False
+
+        def ask(callback: Callback) -> None:
+            nonlocal stop, save
+            wished = callback.wishes(run)
+            if wished.stop and self._stopper is None:
+                self._stopper = f"callback {type(callback).__name__}"
+            stop, save = stop or wished.stop, save or wished.save
+
+        self._each(run, "wishes", ask)
+        return Wishes(stop, save)
+
+    def stopper(self, run: Run) -> str:
+        """Who has asked for the end of the run, in the same words on all ranks, which call it."""
+        return (run.mesh.agree(self._stopper) if self._user else None) or "a signal"
+
+    def after_step(self, run: Run, step: Step) -> None:
+        self._each(run, "after_step", lambda callback: callback.after_step(run, step))
+
+    def after_validation(self, run: Run, record: ValidationRecord) -> None:
+        self._each(run, "after_validation", lambda callback: callback.after_validation(run, record))
+
+    def before_save(self, run: Run, step: int) -> None:
+        self._each(run, "before_save", lambda callback: callback.before_save(run, step))
+
+    def end(self, run: Run) -> None:
+        self._each(run, "end", lambda callback: callback.end(run))
+
+    def close(self, run: Run) -> None:
+        """At the second time nothing is left to close."""
+        left, self._all = self._all, []
+        for callback in reversed(left):
+            try:
+                callback.close(run)
+            except (Exception, SystemExit) as error:
+                _log.warning("megapipe: %s", _told(run, "close", callback, error))
+
+    def _each(self, run: Run, hook: str, call: Callable[[Callback], None]) -> None:
+        for callback in self._all:
+            with self._blaming(run, hook, callback):
+                call(callback)
+
+    @contextlib.contextmanager
+    def _blaming(self, run: Run, hook: str, callback: Callback) -> Iterator[None]:
+        """Errors of a user's callback in one line; what the job reports in its own way stays."""
+        try:
+            yield
+        except (MegapipeError, torch.OutOfMemoryError):
+            raise
+        except (Exception, SystemExit) as error:
+            if callback not in self._user or is_communication(error):
+                raise
+            raise CallbackError(_told(run, hook, callback, error)) from error
+
+
+def _told(run: Run, hook: str, callback: Callback, error: BaseException) -> str:
+    """What was raised, by which callback, where."""
+    name = type(callback).__name__
+    return f"callback {name}, {hook} on rank {run.mesh.rank}: {in_one_line(error)}"
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Raise :class:`ConfigError` for what is no callback, such as a class of them."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"callbacks: {callback!r}: expected an object of a class that derives from Callback"
+            )

@@ -1,0 +1,43 @@
+"""The first lines that a run tells: what runs, where, with which kernels, and from where on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.layout.checks import shortened
+from megapipe.train.callbacks.callback import Run
+from megapipe.train.changes import Changes
+from megapipe.train.resume import Source
+from megapipe.words import counted
+
+
+def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
+    """The lines, in order."""
+    yield banner(run)
+    kernels = run.train_step.kernels
+    yield from (kernels.banner(), *kernels.warnings(), *shortened(run.config))
+    for reason in source.skipped:
+        yield f"passed over a damaged checkpoint: {reason}"
+    if source.checkpoint is not None:
+        samples = run.train_step.position.samples
+        at = f"step {run.first_step} of {run.config.train.steps}, sample {samples}"
+        yield f"resumed from {source.checkpoint.path} at {at}"
+        for change in changes.told:
+            yield f"changed since: {change}"
+
+
+def banner(run: Run) -> str:
+    """Model, mesh, optimizer, schedule, steps, and whether it could run again bit for bit."""
+    config, layout, mesh = run.config, run.layout, run.mesh
+    tokens = config.train.global_batch * config.train.sequence_length
+    exact = mesh.device.type == "cpu" or config.run.deterministic
+    grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
+    parts = (
+        f"{layout.model.count():,} parameters, {config.model.dtype}",
+        f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
+        f"{config.optimizer.rule}, ZeRO-{run.train_step.optimizer.policy.stage}",
+        f"{run.train_step.schedule.name} of {counted(layout.microbatches, 'micro-batch')}",
+        f"{counted(config.train.steps, 'step')} of {counted(tokens, 'token')}",
+        "bitwise reproducible" if exact else "not bitwise reproducible (run.deterministic)",
+    )
+    return " | ".join(parts)

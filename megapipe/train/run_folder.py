@@ -1,0 +1,42 @@
+"""The folder of a run: made before anything takes time, told what runs once that is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megapipe.cli import dump, flatten
+from megapipe.config import Config
+from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.errors import ConfigError
+from megapipe.observe.observer import Observer, build_sinks
+from megapipe.observe.provenance import provenance, start_mark
+
+
+def make(folder: Path, mesh: ParallelMesh) -> None:
+    """Make it on rank 0. Raises :class:`ConfigError` on all ranks."""
+    error = None
+    if mesh.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            error = ConfigError(f"run.folder: cannot make {folder}: {problem.strerror}")
+    all_or_none(mesh, error)
+
+
+def open_reports(folder: Path, config: Config, resumed_at: int | None) -> Observer:
+    """Record configuration, versions and git state; returns who takes the records of the run.
+
+    Where the run goes on from a step of its own, `resumed_at`, the files of earlier starts stay.
+    To be called on rank 0. Raises :class:`ConfigError`.
+    """
+    mark = "" if resumed_at is None else start_mark(folder, resumed_at)
+    try:
+        (folder / f"config{mark}.yaml").write_text(dump(config))
+        origin = provenance(Path(__file__).resolve().parents[2])
+        text = json.dumps(origin, indent=2) + "\n"
+        (folder / f"provenance{mark}.json").write_text(text)
+    except OSError as error:
+        raise ConfigError(f"run.folder: cannot write to {folder}: {error.strerror}") from None
+    return build_sinks(config, folder, flatten(config))
