@@ -29,10 +29,9 @@ Key = tuple[int, int]
 
 
 class _InFlight(NamedTuple):
-    input: Tensor | tuple[Tensor, ...] | Entrance | None
+    input: Tensor | Entrance | None
     """Where the backward leaves the gradient of the input."""
-    edges: tuple[GradientEdge | None, ...]
-    """Of the tensors of the output whose gradient comes back; None: of no use here."""
+    edge: GradientEdge
 
 
 class Stage:
@@ -107,19 +106,13 @@ class Stage:
         """
         if key in self._inputs:
             self.recompute_ahead(key)
-        x, edges = self._in_flight.pop(key)
+        x, edge = self._in_flight.pop(key)
         self.queue.open(key)
-        grads = grad if isinstance(grad, tuple) else (self._unit if grad is None else grad,)
-        if None in edges:
-            both = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None]
-            edges, grads = tuple(e for e, _ in both), tuple(g for _, g in both)
-        run_backward(edges, grads, False, False, (), True, True)
+        run_backward((edge,), (self._unit if grad is None else grad,), False, False, (), True, True)
         if key[1] == 0 and self._caches:
             del self._caches[key[0]]
         if x is None:
             return None
-        if isinstance(x, tuple):
-            return _gradients(x)
         grad, x.grad = x.grad, None
         return grad
 
@@ -137,10 +130,8 @@ class Stage:
 
     def _build(self, key: Key, x: Message, mb: MicroBatch, *, graph_only: bool = False) -> Message:
         """Forward with a graph, whose ends are kept for the backward."""
-        source: Tensor | tuple[Tensor, ...] | Entrance | None = None
-        if isinstance(x, tuple):
-            source = x = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in x)
-        elif x is not None and self._offloads_input:
+        source: Tensor | Entrance | None = None
+        if x is not None and self._offloads_input:
             source = Entrance()
             x = source.of(x)
         elif x is not None:
@@ -150,16 +141,8 @@ class Stage:
         if self.is_last:
             root = y * mb.scale
             self._unit = torch.ones_like(y) if self._unit is None else self._unit
-        if isinstance(root, tuple):
-            edges = tuple(
-                get_gradient_edge(t) if t.requires_grad else None
-                for t in root
-                if t.is_floating_point()
-            )
-            self._in_flight[key] = _InFlight(source, edges)
-            return tuple(t.detach() for t in root)
         assert root.grad_fn is not None
-        self._in_flight[key] = _InFlight(source, (get_gradient_edge(root),))
+        self._in_flight[key] = _InFlight(source, get_gradient_edge(root))
         return y.detach()
 
     def _cache_of(self, key: Key, mb: MicroBatch) -> KVCache | None:
@@ -176,9 +159,3 @@ class Stage:
             return y
         self.loss_sums[key] = y
         return None
-
-
-def _gradients(x: tuple[Tensor, ...]) -> Message:
-    """The gradients of the floating-point tensors of an input; of one that nobody used, zeros."""
-    found = [torch.zeros_like(t) if t.grad is None else t.grad for t in x if t.is_floating_point()]
-    return found[0] if len(found) == 1 else tuple(found)

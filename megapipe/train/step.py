@@ -33,6 +33,7 @@ from megapipe.engine.packed import Part
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Key, Stage
+from megapipe.engine.tuple_stage import TupleStage
 from megapipe.errors import CheckpointError, ScheduleError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter
@@ -124,8 +125,9 @@ class TrainStep:
             for s in self.placement.stages_of(rank)
         }
         self.optimizer = self._make_optimizer()
-        self.stages = {
-            s: Stage(module, layout.spans[s], recompute=s in self.schedule.recompute)
+        kind = TupleStage if self._packed else Stage
+        self.stages: dict[int, Stage] = {
+            s: kind(module, layout.spans[s], recompute=s in self.schedule.recompute)
             for s, module in self.modules.items()
         }
         for stage in self.stages.values():

@@ -1,0 +1,78 @@
+"""A stage whose messages may be tuples of tensors.
+
+Tensors of whole numbers and booleans have no gradient, so the gradient of a message has those of
+its floating-point tensors alone, in order; a single one is no tuple.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megapipe.engine.stage import Key, Stage
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.recompute import run_backward
+from megapipe.model.interface import Message
+
+
+class _Ends(NamedTuple):
+    inputs: tuple[Tensor, ...]
+    """The floating-point ones, where the backward leaves their gradients."""
+    edges: tuple[GradientEdge | None, ...]
+    """Of the floating-point outputs; None where no parameter and no input is behind one."""
+
+
+class TupleStage(Stage):
+    """Takes and gives a tensor or a tuple, of whole sequences."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ends: dict[Key, _Ends] = {}
+
+    def begin(self, *, train: bool) -> None:
+        super().begin(train=train)
+        self._ends.clear()
+
+    def input_grad(self, key: Key, grad: Message) -> Message:
+        if key in self._inputs:
+            self.recompute_ahead(key)
+        inputs, edges = self._ends.pop(key)
+        self.queue.open(key)
+        grads = _as_tuple(self._unit if grad is None else grad)
+        both = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None]
+        run_backward(
+            tuple(edge for edge, _ in both),
+            tuple(each for _, each in both),
+            False,
+            False,
+            (),
+            True,
+            True,
+        )
+        if not inputs:
+            return None
+        found = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _build(self, key: Key, x: Message, mb: MicroBatch, *, graph_only: bool = False) -> Message:
+        given = x
+        if x is not None:
+            leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in _as_tuple(x)]
+            given = tuple(leaves) if isinstance(x, tuple) else leaves[0]
+        y = self.module(given, mb, None, graph_only=graph_only)
+        root = y
+        if self.is_last:
+            root = y * mb.scale
+            self._unit = torch.ones_like(y) if self._unit is None else self._unit
+        inputs = () if x is None else tuple(t for t in leaves if t.is_floating_point())
+        outputs = (t for t in _as_tuple(root) if t.is_floating_point())
+        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
+        self._ends[key] = _Ends(inputs, edges)
+        return tuple(t.detach() for t in y) if isinstance(y, tuple) else y.detach()
+
+
+def _as_tuple(message: Message) -> tuple[Tensor, ...]:
+    return message if isinstance(message, tuple) else (message,)
