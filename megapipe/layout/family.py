@@ -8,7 +8,6 @@ from megapipe.model.gpt.checks import resolved
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.family import GPT
 from megapipe.model.interface import Conditions, Family
-from megapipe.model.modules.family import Modules
 from megapipe.user_code import UserCode
 
 OWN_KEYS = ("source", "options", "vocab_size", "dtype")
@@ -71,4 +70,6 @@ def make_family(model: ModelConfig, conditions: Conditions) -> Family:
     code = UserCode(model.source, what="model.source=", error=ConfigError)
     if isinstance(code.function, type) and issubclass(code.function, Family):
         return code.function.of(model.options, model.dtype, model.vocab_size, conditions)
+    from megapipe.model.modules.family import Modules
+
     return Modules(model.source, model.options, model.dtype, model.vocab_size, conditions)

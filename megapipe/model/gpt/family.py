@@ -1,4 +1,7 @@
-"""GPT as a family: GPT-2, GPT-3 and Llama are settings of it."""
+"""GPT as a family: GPT-2, GPT-3 and Llama are settings of it.
+
+What only a plan or only a run needs is loaded when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, get_args
 from megapipe.dtypes import Dtype
 from megapipe.layers.policy import Span
 from megapipe.layers.specs import ParameterSpec
-from megapipe.model.gpt import checks, saved, traffic, workspace
+from megapipe.model.gpt import checks, traffic
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
 from megapipe.model.gpt.parameters import known, stage_parameters
@@ -105,14 +108,20 @@ class GPT(Family):
         return causal_flops(self.model, length)
 
     def held(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes) -> Held:
+        from megapipe.model.gpt import saved
+
         chunk = self.conditions.loss_chunk
         return saved.stage_held(self.model, stage, spans, sizes, loss_chunk=chunk)
 
     def peaks(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool) -> Peaks:
+        from megapipe.model.gpt import workspace
+
         most = self.conditions.loss_chunk
         return workspace.peaks(self.model, stage, spans, sizes, most_tokens=most, again=again)
 
     def cached(self, stage: StageSpec, sizes: Sizes) -> tuple[int, int]:
+        from megapipe.model.gpt import saved
+
         blocks = len(stage.layers)
         whole = sizes._replace(sequence=self.conditions.sequence_length, before=None)
         return (
