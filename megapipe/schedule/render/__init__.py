@@ -1,6 +1,6 @@
 """Drawings of a schedule in time: characters for a terminal, SVG and PNG for a page.
 
-A timeline becomes boxes (:mod:`~megapipe.schedule.render.bars`). These are written in rows of
+A timeline becomes bars (:mod:`~megapipe.schedule.render.bars`). These are written in rows of
 characters (:mod:`~megapipe.schedule.render.terminal`), or laid out as one scene of shapes
 (:mod:`~megapipe.schedule.render.picture`) that SVG and PNG have in common.
 """

@@ -1,4 +1,4 @@
-"""A timeline as boxes: what every drawing and trace of a schedule is made from."""
+"""A timeline as bars: what every drawing and trace of a schedule is made from."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     """The micro-batch, and where sequences are cut the slice, as in ``3.1``."""
 
 
-class Box(NamedTuple):
+class Bar(NamedTuple):
     """One bar of a rank: one operation, or a joined pair."""
 
     start: Time
@@ -36,8 +36,8 @@ class Box(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
-    """The boxes of a rank, in order."""
+def bars(timeline: Timeline, rank: int) -> Iterator[Bar]:
+    """The bars of a rank, in order."""
     schedule = timeline.schedule
     chunks = _chunk_of(schedule.placement, rank)
     first: Part | None = None
@@ -51,7 +51,7 @@ def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
         if op.joined:
             first = part
         else:
-            yield Box(start, end, (part,) if first is None else (first, part))
+            yield Bar(start, end, (part,) if first is None else (first, part))
             first = None
 
 
@@ -60,9 +60,9 @@ def most_chunks(placement: Placement) -> int:
     return 1 + max(max(_chunk_of(placement, rank).values()) for rank in range(placement.ranks))
 
 
-def usual_length(rows: list[list[Box]]) -> Time:
+def usual_length(rows: list[list[Bar]]) -> Time:
     """The lower median of the lengths above zero."""
-    lengths = sorted(box.end - box.start for row in rows for box in row if box.end > box.start)
+    lengths = sorted(bar.end - bar.start for row in rows for bar in row if bar.end > bar.start)
     return lengths[(len(lengths) - 1) // 2] if lengths else 1
 
 

@@ -7,7 +7,7 @@ from math import ceil, floor, log10
 from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.memory import curve
-from megapipe.schedule.render.bars import NAMES, Box, Part, amount, boxes, most_chunks, usual_length
+from megapipe.schedule.render.bars import NAMES, Bar, Part, amount, bars, most_chunks, usual_length
 from megapipe.schedule.render.scene import (
     GATHER,
     IDLE,
@@ -72,10 +72,10 @@ SWATCH = 14.0
 
 
 def legend(
-    rows: list[list[Box]], timeline: Timeline, chunks: int, x: float, y: float
+    rows: list[list[Bar]], timeline: Timeline, chunks: int, x: float, y: float
 ) -> tuple[list[Shape], float]:
     """The shapes of the legend with its upper left corner at (x, y), and where it ends."""
-    kinds = sorted({part.op.kind for row in rows for box in row for part in box.parts})
+    kinds = sorted({part.op.kind for row in rows for bar in row for part in bar.parts})
     entries = [
         (NAMES[kind], [(shade(kind, chunk, chunks), 0) for chunk in range(chunks)])
         for kind in kinds
@@ -164,11 +164,11 @@ def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
     """
     timeline = drawn if isinstance(drawn, Timeline) else simulate(drawn)
     schedule, chunks = timeline.schedule, most_chunks(timeline.schedule.placement)
-    rows = [list(boxes(timeline, rank)) for rank in range(len(timeline.starts))]
+    rows = [list(bars(timeline, rank)) for rank in range(len(timeline.starts))]
     lanes = ROOMY if len(rows) <= 8 else DENSE
     if timeline.gathers or timeline.reductions:
         lanes = replace(lanes, line_pitch=lanes.line_pitch + STRIP)
-    digits = max(len(part.number) for row in rows for box in row for part in box.parts)
+    digits = max(len(part.number) for row in rows for bar in row for part in bar.parts)
     bands = _bands(timeline, rows, digits, width)
     title = _title(timeline, chunks)
     scene = Scene(max(bands[0].right + RIGHT, 7.5 * len(title) + LEFT), TOP)
@@ -195,7 +195,7 @@ def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
     return scene
 
 
-def _bands(timeline: Timeline, rows: list[list[Box]], digits: int, width: float) -> list[Band]:
+def _bands(timeline: Timeline, rows: list[list[Bar]], digits: int, width: float) -> list[Band]:
     """Parts of the time, as few as leave room for the numbers, each of whole usual operations."""
     start = float(timeline.begin)
     makespan = float(timeline.makespan) or 1.0
@@ -220,20 +220,20 @@ def _title(timeline: Timeline, chunks: int) -> str:
 
 
 def _time_lines(
-    rows: list[list[Box]], band: Band, lanes: _Lanes, top: float, digits: int, chunks: int
+    rows: list[list[Bar]], band: Band, lanes: _Lanes, top: float, digits: int, chunks: int
 ) -> Iterator[Shape]:
     for rank, row in enumerate(rows):
         y = top + rank * lanes.line_pitch
         middle = y + lanes.line / 2 + 4
         yield Words(band.left - 8, middle, f"rank {rank}", size=12, anchor="end")
         yield Rectangle(band.left, y, band.right - band.left, lanes.line, IDLE)
-        for box in row:
-            if box.end <= band.start or box.start >= band.end:
+        for bar in row:
+            if bar.end <= band.start or bar.start >= band.end:
                 continue
-            height = lanes.line / len(box.parts)
-            numbered = band.start <= float(box.start + box.end) / 2 < band.end
-            for place, part in enumerate(box.parts):
-                x, wide = band.x(box.start), band.x(box.end) - band.x(box.start)
+            height = lanes.line / len(bar.parts)
+            numbered = band.start <= float(bar.start + bar.end) / 2 < band.end
+            for place, part in enumerate(bar.parts):
+                x, wide = band.x(bar.start), band.x(bar.end) - band.x(bar.start)
                 above = y + place * height
                 yield _rectangle(part, chunks, x, above, wide, height)
                 size = min(11.0, 0.8 * height, 1.35 * wide / digits)
@@ -243,7 +243,7 @@ def _time_lines(
 
 
 def _strips(timeline: Timeline, band: Band, lanes: _Lanes, top: float) -> Iterator[Shape]:
-    """Thin boxes below the time lines: gathers and reductions."""
+    """Thin bars below the time lines: gathers and reductions."""
     for fill, intervals in ((GATHER, timeline.gathers), (REDUCE, timeline.reductions)):
         for each in intervals:
             if each.end > band.start and each.start < band.end:

@@ -10,10 +10,10 @@ from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.render.bars import (
     NAMES,
-    Box,
+    Bar,
     Part,
     amount,
-    boxes,
+    bars,
     most_chunks,
     usual_length,
 )
@@ -59,13 +59,13 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
     timeline = drawn if isinstance(drawn, Timeline) else simulate(drawn)
     chunks = most_chunks(timeline.schedule.placement)
     chunked = chunks > 1
-    rows = [list(boxes(timeline, rank)) for rank in range(len(timeline.starts))]
+    rows = [list(bars(timeline, rank)) for rank in range(len(timeline.starts))]
     prefix = len(f"rank {len(rows) - 1} ")
     lengths = [
-        (len(_label(box, chunked)), box.end - box.start)
+        (len(_label(bar, chunked)), bar.end - bar.start)
         for row in rows
-        for box in row
-        if box.end > box.start
+        for bar in row
+        if bar.end > bar.start
     ]
     room = max(width - prefix, 4 * max(label for label, _ in lengths))
     usual, origin = usual_length(rows), timeline.begin
@@ -79,7 +79,7 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
     windows = [(0, total)] if total <= room else [(0, half), (total - half, total)]
     drawn_rows: list[tuple[Run, ...]] = []
     for rank, row in enumerate(rows):
-        placed = [_place(box, origin, scale, gap, chunked) for box in row]
+        placed = [_place(bar, origin, scale, gap, chunked) for bar in row]
         drawn_rows.append(
             (Run(f"rank {rank}".ljust(prefix), None), *_join(_cut(placed, windows, ".")))
         )
@@ -100,22 +100,22 @@ _Cell = tuple[str, Part | None]
 
 
 class _Placed(NamedTuple):
-    """A box on the columns of a row."""
+    """A bar on the columns of a row."""
 
     start: int
     cells: list[_Cell]
     short: list[_Cell]
-    """A box that a window cuts is shown without a label."""
+    """A bar that a window cuts is shown without a label."""
 
 
-def _place(box: Box, origin: Time, scale: float, gap: int, chunked: bool) -> _Placed:
-    start, end = (round(float(time - origin) * scale) for time in (box.start, box.end))
+def _place(bar: Bar, origin: Time, scale: float, gap: int, chunked: bool) -> _Placed:
+    start, end = (round(float(time - origin) * scale) for time in (bar.start, bar.end))
     room = end - start
-    label = _label(box, chunked)
+    label = _label(bar, chunked)
     if len(label) > room:
-        label = "&".join(part.op.kind.name for part in box.parts)[:room]
+        label = "&".join(part.op.kind.name for part in bar.parts)[:room]
     body = max(room - gap, len(label))
-    owners = [box.parts[len(box.parts) * column // body] for column in range(body)]
+    owners = [bar.parts[len(bar.parts) * column // body] for column in range(body)]
     blank: list[_Cell] = [(" ", None)] * (room - body)
     return _Placed(
         start,
@@ -156,8 +156,8 @@ def _join(cells: Iterable[_Cell]) -> Iterator[Run]:
         yield Run("".join(character for character, _ in group), part)
 
 
-def _label(box: Box, chunked: bool) -> str:
-    return "&".join(_part_label(part, chunked) for part in box.parts)
+def _label(bar: Bar, chunked: bool) -> str:
+    return "&".join(_part_label(part, chunked) for part in bar.parts)
 
 
 def _part_label(part: Part, chunked: bool) -> str:
@@ -166,11 +166,11 @@ def _part_label(part: Part, chunked: bool) -> str:
     return f"{part.op.kind.name}{part.number}{chunk if chunked else ''}"
 
 
-def _legend(rows: list[list[Box]], timeline: Timeline, chunked: bool, cut: bool) -> Iterator[Run]:
+def _legend(rows: list[list[Bar]], timeline: Timeline, chunked: bool, cut: bool) -> Iterator[Run]:
     example: dict[Kind, Part] = {}
     for row in rows:
-        for box in row:
-            for part in box.parts:
+        for bar in row:
+            for part in bar.parts:
                 example.setdefault(part.op.kind, part._replace(chunk=0))
     for kind, part in sorted(example.items()):
         yield Run(kind.name, part)
@@ -178,7 +178,7 @@ def _legend(rows: list[list[Box]], timeline: Timeline, chunked: bool, cut: bool)
     sliced = timeline.schedule.slices > 1
     words = ["number: micro-batch.slice" if sliced else "number: micro-batch"]
     words += ["letter: chunk"] if chunked else []
-    words += ["& as one"] if any(len(box.parts) > 1 for row in rows for box in row) else []
+    words += ["& as one"] if any(len(bar.parts) > 1 for row in rows for bar in row) else []
     words += [f"{GATHERED} gathers a stage"] if timeline.gathers else []
     words += [f"{REDUCED} reduces a stage"] if timeline.reductions else []
     words += ["... left out"] if cut else []
