@@ -108,6 +108,11 @@ def group_name(ranks: Sequence[int], twins: int) -> str:
     return f"{hashlib.sha1(members.encode(), usedforsecurity=False).hexdigest()}.{twins}"
 
 
+def world_size() -> int | None:
+    """Ranks of torch's default process group; None where this process is in none."""
+    return dist.get_world_size() if dist.is_initialized() else None
+
+
 class ParallelMesh:
     """Process groups of a grid, and the few exchanges of scalars and texts that need no tensor.
 

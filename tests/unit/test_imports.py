@@ -21,6 +21,7 @@ MOST_LINES = 500
 
 FLOORS = (
     "console",
+    "library",
     "train",
     "generate",
     "observe",

@@ -21,13 +21,13 @@ from megapipe.model.modules.units import Place
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the unmasked token losses in nats, [], of logits [b, s, V].
+    """Sum of the unmasked token losses in nats, [], of logits [..., V]; labels and mask [...].
 
     Computed in fp32 (fp64 for fp64).
     """
     if logits.element_size() < 4:
         logits = logits.float()
-    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    losses = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
     return (losses * mask.flatten()).sum()
 
 
@@ -87,12 +87,15 @@ class ModuleStage(nn.Module):
 
     def outputs(self, x: Any, mb: MicroBatch) -> Any:
         """What the last layer here returns."""
-        y = mb.tokens if self.is_first else x
+        return _view(self.run(mb.tokens if self.is_first else x, mb))
+
+    def run(self, y: Any, mb: MicroBatch) -> Any:
+        """The layers one after the other, from what the first of them takes."""
         for number, layer in self.layers.items():
             given = y if isinstance(y, tuple) else (y,)
             with seeded(given[0].device, dropout_seed(mb, "layer", int(number), 0)):
                 y = layer(*given)
-        return _view(y)
+        return y
 
     def logits(
         self, x: Any, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False

@@ -1,0 +1,1 @@
+"""megapipe as a library: what ``import megapipe`` offers, for scripts and notebooks."""

@@ -1,0 +1,292 @@
+"""A pipeline of a list of modules, for a training loop of one's own.
+
+In one process it runs all pipeline ranks, so the order of the operations, and all that follows from
+it, can be looked at in a notebook; over the ranks of a process group each runs its own stages. It
+is the engine of training either way, around modules whose values it leaves alone::
+
+    pipe = Pipeline(modules, schedule="1f1b", microbatches=4, ranks=2)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    loss = pipe.step((inputs, targets))     # forward and backward of all micro-batches
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.engine.channels import (
+    Channels,
+    InProcessChannels,
+    MessageShape,
+    ProcessGroupChannels,
+)
+from megapipe.engine.executor import Executor, run_together
+from megapipe.engine.packed import PackedChannels, Part
+from megapipe.engine.stage import Key, Stage
+from megapipe.errors import ConfigError
+from megapipe.library.arguments import (
+    Tensors,
+    cost_of,
+    fitting,
+    list_of_modules,
+    number_of_ranks,
+    tensors_of,
+)
+from megapipe.library.holders import Holders
+from megapipe.library.objective import Objective
+from megapipe.library.shapes import outputs
+from megapipe.library.stage import PlainStage, Rows
+from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
+from megapipe.schedule.ir import Kind, Op, Schedule
+from megapipe.schedule.load import load
+from megapipe.schedule.lower import lower, pairs
+from megapipe.train.feed import pieces
+from megapipe.words import multiples
+
+
+class Pipeline:
+    """The stages of `modules` that this process runs, under a schedule.
+
+    Args:
+        modules: modules with their values, or an ``nn.Sequential``. Each takes what the one before
+            returns: a tensor, or a tuple of tensors as so many arguments. The first dimension of
+            every tensor counts samples.
+        schedule: a registered name, ``module:function``, a file in CSV, or a
+            :class:`~megapipe.schedule.ir.Schedule`. One that cuts sequences into slices is refused.
+        microbatches: micro-batches of a step; a batch is cut into so many of equal size.
+        ranks: pipeline ranks; by default two, or those of the process group.
+        chunks: stages of each rank, for schedules that take them.
+        layout: how many modules each stage has, as a list or as text: ``"L*2 | L*3"``. By default
+            stages have about equally many parameters, without those of embeddings.
+        loss: a function (output of the last module, targets) -> loss, []. By default the
+            cross-entropy of logits [..., V] with labels [...], in nats: the mean over the batch,
+            with a mask [...] over its unmasked labels.
+        reduction: what is made of the values of `loss`, one per micro-batch: with ``mean``, for a
+            loss that is a mean over its samples, their mean; with ``sum`` their sum. So it is the
+            loss of the whole batch either way.
+        seed: of the random numbers that modules draw while they run: they follow from the seed, the
+            step, the micro-batch and the module, whatever the schedule and the number of ranks.
+        distributed: run over the ranks of torch's default process group, one pipeline rank in each.
+            Every rank makes all modules, with the same values, and runs its own.
+        timeout_s: how long ranks wait for each other, seconds.
+
+    Raises:
+        ConfigError: modules, schedule and sizes that do not fit each other.
+        LaunchError: no process group, or one of another size.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        schedule: str | Schedule = "1f1b",
+        microbatches: int = 4,
+        ranks: int | None = None,
+        chunks: int | None = None,
+        layout: str | Sequence[int] | None = None,
+        loss: Callable[..., Tensor] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        seed: int = 0,
+        distributed: bool = False,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.modules = list_of_modules(modules)
+        """All modules."""
+        self._objective = Objective(loss, reduction)
+        ranks = number_of_ranks(ranks, schedule, distributed=distributed)
+        if isinstance(schedule, str):
+            schedule = load(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
+        self.schedule = fitting(schedule, ranks, microbatches)
+        self.stage_specs = self._cut(layout)
+        """The modules of each stage, as ``layers``."""
+        self.seed = seed
+        self.steps = 0
+        """Steps taken, which random numbers depend on."""
+        parameters = [p for module in self.modules for p in module.parameters()]
+        if not any(p.requires_grad for p in parameters):
+            raise ConfigError("modules: none has a parameter with requires_grad=True")
+        self.device = parameters[0].device
+        placement = self.schedule.placement
+        self._mesh: ParallelMesh | None = None
+        self._holders: Holders | None = None
+        self._here = range(ranks)
+        if distributed:
+            own = [list(self._parameters_of([s])) for s in range(placement.stages)]
+            homes = [placement.holders(s) for s in range(placement.stages)]
+            Holders.check(own, homes)
+            mesh = ParallelMesh(Grid(pp=ranks), device=self.device, timeout_s=timeout_s)
+            self._mesh, self._here = mesh, range(mesh.rank, mesh.rank + 1)
+            self._holders = Holders(own, homes, mesh)
+        numbers = sorted({s for rank in self._here for s in placement.stages_of(rank)})
+        self._stages = {s: self._stage(s) for s in numbers}
+        self._programs = lower(self.schedule, self._here)
+        self._channels: list[Channels] | None = None
+        self._executors: dict[tuple[Any, ...], list[Executor]] = {}
+        """By the shapes of a batch."""
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The parameters whose gradients :meth:`step` leaves here, each once: of all modules in one
+        process, of the stages of this rank over several."""
+        return self._parameters_of(self._stages)
+
+    def step(self, batch: Sequence[Tensors]) -> float:
+        """Forward and backward of all micro-batches; returns the loss of the batch, on every rank.
+
+        Gradients are added to the ``.grad`` of the parameters, as ``loss.backward()`` does. Modules
+        are put into training mode.
+
+        Args:
+            batch: inputs, then what the loss takes: (inputs, targets), or (tokens, labels, mask).
+                Each is a tensor or a tuple of tensors, of equally many samples; every rank is given
+                all of it.
+
+        Raises:
+            ConfigError: samples that do not divide into the micro-batches. An exception of a module
+                is passed on; some gradients of the step may be there then.
+        """
+        inputs, targets = tensors_of(batch, self.device)
+        microbatches = self._microbatches(inputs, targets)
+        executors = self._made(microbatches, inputs)
+        self.steps += 1
+        try:
+            with torch.enable_grad():
+                self._run(executors, microbatches)
+        except BaseException:  # messages of this step must not meet those of the next
+            self._executors.clear()
+            if self._mesh is None:
+                self._channels = None
+            raise
+        return self._loss(microbatches)
+
+    def _run(self, executors: list[Executor], microbatches: dict[Key, Rows]) -> None:
+        if self._holders is None:
+            run_together(executors, microbatches)
+            return
+        with self._holders.summed():
+            executors[0].run(microbatches)
+
+    def _loss(self, microbatches: dict[Key, Rows]) -> float:
+        total = torch.zeros(1, dtype=torch.float64)
+        last = self._stages.get(self.schedule.placement.stages - 1)
+        if last is not None:
+            for key in sorted(last.loss_sums):
+                total += last.loss_sums[key].item() * microbatches[key].scale
+        if self._mesh is not None:
+            total = self._mesh.ordered_sum(total, "pp")
+        return total.item()
+
+    def _cut(self, layout: str | Sequence[int] | None) -> tuple[StageSpec, ...]:
+        placement, count = self.schedule.placement, len(self.modules)
+        if placement.stages > count:
+            raise ConfigError(
+                f"modules: {count} for {placement.stages} stages of schedule {self.schedule.name}: "
+                "expected at least one for each"
+            )
+        if layout is None:
+            layout = balanced([cost_of(module) for module in self.modules], placement, ends=False)
+        elif not isinstance(layout, str):
+            layout = from_counts(layout, ends=False)
+        specs = parse_layout(layout, count, ends=False)
+        if len(specs) != placement.stages:
+            raise ConfigError(
+                f"layout={layout!r} has {len(specs)} stages: expected {placement.stages}, as "
+                f"schedule {self.schedule.name} has"
+            )
+        return specs
+
+    def _stage(self, number: int) -> Stage:
+        stages = self.schedule.placement.stages
+        module = PlainStage(
+            {i: self.modules[i] for i in self.stage_specs[number].layers},
+            first=number == 0,
+            last=number == stages - 1,
+            criterion=self._objective.loss,
+        )
+        return Stage(module, recompute=number in self.schedule.recompute)
+
+    def _parameters_of(self, stages: Sequence[int] | dict[int, Stage]) -> Iterator[Parameter]:
+        numbers = sorted({i for s in stages for i in self.stage_specs[s].layers})
+        found = {p: None for i in numbers for p in self.modules[i].parameters()}
+        return iter(found)
+
+    def _microbatches(
+        self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]
+    ) -> dict[Key, Rows]:
+        samples = {len(each) for each in (*inputs, *targets)}
+        if len(samples) > 1:
+            raise ConfigError(f"batch: tensors of {sorted(samples)} samples: expected equally many")
+        (batch,) = samples
+        whole = int(self.schedule.whole_microbatches)
+        smallest = max(size.denominator for size in self.schedule.sizes or (1,))
+        if batch % (whole * smallest) or not batch:
+            raise ConfigError(
+                f"batch: {batch} samples do not divide into {whole} micro-batches of schedule "
+                f"{self.schedule.name}: {multiples(batch, whole * smallest)}"
+            )
+        rows = batch // whole
+        weigh = self._objective.weights(targets, batch)
+        found = {}
+        for piece in pieces(self.schedule, rows, (1,)):
+            first = piece.whole * rows
+            here = slice(first + piece.rows.start, first + piece.rows.stop)
+            found[piece.key] = Rows(
+                index=piece.whole,
+                step=self.steps,
+                seed=self.seed,
+                scale=weigh(here.stop - here.start),
+                part=piece.rows.start,
+                inputs=tuple(each[here] for each in inputs),
+                targets=tuple(each[here] for each in targets),
+            )
+        return found
+
+    def _made(self, microbatches: dict[Key, Rows], inputs: tuple[Tensor, ...]) -> list[Executor]:
+        """Executors for such a batch."""
+        key = tuple((tuple(each.shape), each.dtype) for each in inputs)
+        if key not in self._executors:
+            shape = self._message_shape(microbatches)
+            if self._channels is None:
+                self._channels = self._connect()
+            placement = self.schedule.placement
+            self._executors[key] = [
+                Executor(
+                    program,
+                    {s: self._stages[s] for s in placement.stages_of(program.rank)},
+                    channels,
+                    shape=shape,
+                    train=True,
+                )
+                for program, channels in zip(self._programs, self._channels, strict=True)
+            ]
+        return self._executors[key]
+
+    def _connect(self) -> list[Channels]:
+        placement = self.schedule.placement
+        if self._mesh is None:
+            return list(InProcessChannels.connect(placement.ranks))
+        lines = ProcessGroupChannels(self._mesh, pairs(placement), dtype=torch.uint8)
+        return [PackedChannels(lines)]
+
+    def _message_shape(self, microbatches: dict[Key, Rows]) -> MessageShape:
+        """The tensors of a message, by what produced it; within a process nobody needs to know."""
+        if self._mesh is None:
+            return lambda message: ()
+        found: dict[int, list[tuple[Part, ...]]] = {}
+
+        def shape(message: Op) -> list[Part]:
+            inputs = microbatches[message.microbatch, 0].inputs
+            rows = len(inputs[0])
+            if rows not in found:
+                found[rows] = outputs(self.modules, inputs)
+            before = message.stage - (message.kind != Kind.F)
+            parts = found[rows][self.stage_specs[before].layers[-1]]
+            return [p for p in parts if message.kind == Kind.F or p.dtype.is_floating_point]
+
+        return shape
