@@ -1,7 +1,37 @@
 """megapipe: pretraining of GPT-style models with data, tensor and pipeline parallelism.
 
-Start reading at :mod:`megapipe.train.step` (one training step) or :mod:`megapipe.schedule`
+As a library it offers what ``docs/library.md`` shows: :class:`Pipeline`, :func:`train`,
+:class:`TrainStep` and :func:`spawn`. Each is loaded, and torch with it, when it is asked for.
+
+To read it, start at :mod:`megapipe.train.step` (one training step) or :mod:`megapipe.schedule`
 (pipeline schedules as data). ``docs/design.md`` has the whole picture.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megapipe.launch.local import spawn
+    from megapipe.library.pipeline import Pipeline
+    from megapipe.train.step import TrainStep
+
 __version__ = "0.1.0"
+__all__ = ["Pipeline", "TrainStep", "spawn"]
+
+_HOMES = {
+    "Pipeline": "megapipe.library.pipeline",
+    "TrainStep": "megapipe.train.step",
+    "spawn": "megapipe.launch.local",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

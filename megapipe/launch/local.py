@@ -1,0 +1,219 @@
+"""Worlds of gloo processes on this machine, from a script or a notebook.
+
+A function runs on every rank with a :class:`World`; what it returns comes back in rank order, and
+a failing rank's traceback becomes the caller's error.
+
+Processes are forks of the caller where that is safe: so they run functions that nobody could
+import, such as those of a notebook, and have torch loaded. CUDA does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.errors import LaunchError
+
+GROUP_TIMEOUT_S = 600.0
+"""How long ranks wait for each other in a collective."""
+PEERS_S = 2.0
+"""How long the peers of a failed rank may take to fail too; they have less to say."""
+
+
+class RankError(LaunchError):
+    """One or more ranks failed, or did not end in time. `failures`: a text for each, by rank."""
+
+    def __init__(self, failures: Mapping[int, str], ranks: int) -> None:
+        first = next(iter(failures))
+        last_line = failures[first].rstrip().rpartition("\n")[2]
+        texts = "\n".join(f"--- rank {rank}:\n{failures[rank]}" for rank in sorted(failures))
+        super().__init__(f"rank {first} of {ranks}: {last_line}\n{texts}")
+        self.failures = failures
+
+
+class World:
+    """One rank's view of a world, given to the function that it runs.
+
+    The ranks are in torch's default process group, on gloo.
+    """
+
+    def __init__(self, rank: int, size: int, store: Store, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._timeout_s = timeout_s
+        self._lives = 0
+
+    def restart(self) -> None:
+        """Give up all process groups and start anew.
+
+        The keys of each life are its own: groups of the same ranks would otherwise find the
+        addresses of their dead namesakes in the store.
+        """
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        self._lives += 1
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"life {self._lives}", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=datetime.timedelta(seconds=self._timeout_s),
+        )
+
+    def mesh(self, grid: Grid, device: str = "cpu") -> ParallelMesh:
+        """A mesh over all ranks, in fresh process groups; several ranks may share a GPU."""
+        self.restart()
+        return ParallelMesh(grid, device=torch.device(device), timeout_s=self._timeout_s)
+
+
+def spawn(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """Run `function(World, *args)` on `ranks` processes of this machine; returns their results in
+    rank order.
+
+    Each process computes with one thread. `args` are copies in each; results are pickled. Ctrl-C
+    ends all processes.
+
+    Raises:
+        RankError: a rank raised an exception or died; the text has its traceback. The others are
+            ended.
+        LaunchError: no rank could be started, or this process is a rank itself.
+    """
+    if ranks < 1:
+        raise LaunchError(f"spawn: ranks={ranks}: expected at least 1")
+    if dist.is_initialized():
+        raise LaunchError(
+            "spawn: this process is in a process group: expected a call from outside of any"
+        )
+    context = _context(function)
+    return run_ranks(context, ranks, function, args, group_timeout_s=GROUP_TIMEOUT_S)
+
+
+def _context(function: Callable[..., Any]) -> BaseContext:
+    """How processes are started for a function."""
+    if sys.platform == "linux" and not torch.cuda.is_initialized():
+        return multiprocessing.get_context("fork")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise LaunchError(
+            "spawn: every process runs this script from its start: call spawn below "
+            'if __name__ == "__main__":'
+        )
+    name = getattr(function, "__qualname__", repr(function))
+    in_file = hasattr(sys.modules["__main__"], "__file__")
+    try:
+        pickle.dumps(function)
+        importable = in_file or function.__module__ != "__main__"
+    except (pickle.PicklingError, AttributeError, TypeError):
+        importable = False
+    if not importable:
+        why = "CUDA is in use" if sys.platform == "linux" else f"{sys.platform} has no safe fork"
+        raise LaunchError(
+            f"spawn: processes start anew, as {why}, and cannot import {name}: write it into a "
+            "file beside the notebook (%%writefile my_ranks.py) and import it from there"
+        )
+    return multiprocessing.get_context("spawn")
+
+
+def run_ranks(
+    context: BaseContext,
+    ranks: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    group_timeout_s: float,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """What :func:`spawn` does, with processes of `context` and at most `timeout_s` for all."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes: list[Any] = []
+    processes: list[Any] = []
+    ended = False
+    try:
+        for rank in range(ranks):
+            ours, theirs = multiprocessing.Pipe(duplex=False)
+            given = (rank, ranks, store.port, group_timeout_s, theirs, function, args)
+            process = context.Process(target=_rank_main, args=given, daemon=True)  # type: ignore[attr-defined]
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        results = _collect(pipes, deadline)
+        ended = True
+        return results
+    finally:
+        for process in processes:
+            process.join(timeout=1.0 if ended else 0.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Any], deadline: float | None) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = dict(enumerate(pipes))
+    while waiting:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(list(waiting.values()), timeout=left)
+        if not ready:
+            failures.update(dict.fromkeys(waiting, "did not end in time"))
+            break
+        for rank, pipe in list(waiting.items()):
+            if pipe not in ready:
+                continue
+            del waiting[rank]
+            try:
+                ok, value = pickle.loads(
+                    pipe.recv_bytes()
+                )  # tensors by value: the rank may be gone
+            except EOFError:
+                ok, value = False, "died without a word"
+            (results if ok else failures)[rank] = value
+        if failures:
+            soon = time.monotonic() + PEERS_S
+            deadline = soon if deadline is None else min(deadline, soon)
+    if failures:
+        raise RankError(failures, len(pipes))
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    rank: int,
+    ranks: int,
+    port: int,
+    group_timeout_s: float,
+    pipe: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller ends this process
+    torch.set_num_threads(1)
+    try:
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        here = World(rank, ranks, store, group_timeout_s)
+        here.restart()
+        pipe.send_bytes(pickle.dumps((True, function(here, *args))))
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        pipe.close()
+        sys.stdout.flush()
+        os._exit(0)
