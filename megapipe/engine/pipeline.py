@@ -90,13 +90,14 @@ class Pipeline:
         record: bool = False,
         name: bool = False,
         speculate: bool = False,
+        shape: MessageShape | None = None,
     ) -> list[Executor]:
         """Executors that run `schedule` on each of the pipeline ranks here.
 
         `stages` are those of the process by number; `synchroniser` reduces their gradients and
         gathers their weights. `proved`: the schedule was validated. With `record`, :meth:`records`
         tells when each operation ran. With `name` profilers are told what runs. With `speculate` a
-        step can begin by a prefix.
+        step can begin by a prefix. `shape` is that of messages, by default the schedule's.
         """
         recorders = self._recorders if record else [None] * len(self.ranks)
         executors = [
@@ -104,7 +105,7 @@ class Pipeline:
                 program,
                 {s: stages[s] for s in self.placement.stages_of(program.rank)},
                 channels,
-                shape=self.shape_of(schedule),
+                shape=shape or self.shape_of(schedule),
                 train=train,
                 recorder=recorder,
                 wrap=partial(named, device=self.mesh.device) if name else None,

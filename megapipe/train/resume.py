@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.config import Config
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
-from megapipe.train.step import TrainStep
+
+if TYPE_CHECKING:
+    from megapipe.train.step import TrainStep
 
 
 class Finished(Exception):
@@ -58,6 +62,21 @@ def choose(config: Config, checkpoints: Path, mesh: ParallelMesh) -> Source:
     return source
 
 
+def find(path: Path, mesh: ParallelMesh) -> Checkpoint:
+    """The checkpoint at `path`, or the newest of those in it; it must be intact.
+
+    Raises :class:`CheckpointError` on every rank.
+    """
+    is_one = mesh.share("yes" if (path / MANIFEST).exists() else "no") == "yes"
+    found = path if is_one else _newest(path, set(), [], mesh)
+    if found is None:
+        raise CheckpointError(f"{path}: neither a checkpoint nor a folder that has one")
+    checkpoint, problem = _verified(found, mesh)
+    if checkpoint is None:
+        raise CheckpointError(problem)
+    return checkpoint
+
+
 def check_end(source: Source, config: Config) -> None:
     """Raise :class:`Finished` where the run has reached its end, :class:`ConfigError` where the
     checkpoint lies beyond it."""
@@ -91,7 +110,7 @@ def load(checkpoint: Checkpoint, config: Config, step: TrainStep, mesh: Parallel
         checkpoint.match(
             {f"{kind}/{name}": shape for kind in kinds for name, shape in shapes.items()}
         )
-        step.load(checkpoint)
+        step.take_over(checkpoint)
     except MegapipeError as problem:
         error = problem
     all_or_none(mesh, error)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.writer import Meta, save
+from megapipe.cli import flatten
 from megapipe.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.channels import MessageShape
@@ -48,7 +51,7 @@ from megapipe.optim.scaler import LossScaler
 from megapipe.optim.state_store import StatePolicy
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Kind, Op, Schedule
-from megapipe.train import checkpoint_io
+from megapipe.train import checkpoint_io, logits, resume
 from megapipe.train.feed import Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
 from megapipe.train.post_validation import PostValidation
@@ -230,9 +233,16 @@ class TrainStep:
 
         def shape(message: Op) -> Any:
             rows = int(schedule.size_of(message.microbatch) * train.microbatch)
+            return self._shape_of(rows, lengths[message.slice])(message)
+
+        return shape
+
+    def _shape_of(self, rows: int, length: int) -> MessageShape:
+        """The same for so many sequences of `length` tokens."""
+
+        def shape(message: Op) -> Any:
             before = message.stage - (message.kind != Kind.F)
-            spec = layout.stage_layers[before]
-            tensors = layout.model.message(spec, rows, lengths[message.slice])
+            tensors = self.layout.model.message(self.layout.stage_layers[before], rows, length)
             if not self._packed:
                 return tensors[0].shape
             if message.kind != Kind.F:
@@ -332,7 +342,33 @@ class TrainStep:
         """The optimizer's state besides tensors, for a checkpoint, as JSON takes it."""
         return {"updates": self.optimizer.count, "loss_scale": self.scaler.state()}
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    def save(self, folder: Path | str, step: int, *, run_id: str | None = None) -> Path:
+        """Write a checkpoint of the state after `step` steps, into a folder that all ranks share.
+
+        Returns the checkpoint's own folder in it, ``step-<step>``, on every rank. To be called by
+        all of them, once the steps are settled. Raises :class:`CheckpointError` on all.
+        """
+        assert self.post_validation is None or not self.post_validation.open
+        axes = ("pp", "dp", "cp", "tp", "chunks")
+        meta = Meta(
+            run_id=run_id or self.mesh.share(uuid.uuid4().hex),
+            layout={name: getattr(self.layout, name) for name in axes},
+            coordinates={"step": step, "samples": self.samples(step), **self.coordinates()},
+            config=flatten(self.config),
+        )
+        pieces = checkpoint_io.pieces(self.optimizer)
+        return save(Path(folder), step=step, pieces=pieces, meta=meta, group=self.mesh)
+
+    def load(self, path: Path | str) -> None:
+        """Take over the state of a checkpoint, of any layout: its folder, or one with several, of
+        which it is the newest; :attr:`position` tells its step.
+
+        To be called by all ranks. Raises :class:`CheckpointError` on all if it is damaged or of
+        another model.
+        """
+        resume.load(resume.find(Path(path), self.mesh), self.config, self, self.mesh)
+
+    def take_over(self, checkpoint: Checkpoint) -> None:
         """Take over a checkpoint's weights, optimizer states and coordinates."""
         coordinates: Mapping[str, Any] = checkpoint.manifest.coordinates
         updates = coordinates.get("updates", checkpoint.step)
@@ -344,6 +380,18 @@ class TrainStep:
         self.position = Position(checkpoint.step, samples)
         checkpoint_io.load(self.optimizer, checkpoint, updates)
         self.scaler.load(coordinates.get("loss_scale", self.scaler.state()))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits [b, s, V] of `tokens` [b, s], in fp32 (fp64 for fp64), of the weights after the
+        last settled step.
+
+        To be called by all ranks with the same tokens; each gets all logits. Raises
+        :class:`DataError` for sequences longer than ``train.sequence_length`` or ids that there are
+        not.
+        """
+        assert self.post_validation is None or not self.post_validation.open
+        logits.check(self, tokens)
+        return logits.read(self, tokens, self._shape_of(*tokens.shape), self._feed.document_end)
 
     def records(self) -> list[Record]:
         """The last recorded step of every pipeline rank, on the processes of the first one."""

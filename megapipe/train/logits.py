@@ -1,0 +1,88 @@
+"""Logits of tokens from a model that is spread over a pipeline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.collectives import all_gather, all_reduce
+from megapipe.engine.channels import MessageShape
+from megapipe.engine.stage import Stage
+from megapipe.errors import DataError
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.ops.documents import Documents, document_ids
+from megapipe.schedule.generators import forward_only
+
+if TYPE_CHECKING:
+    from megapipe.train.step import TrainStep
+
+
+class _LogitsStage:
+    """A last stage that returns its logits in place of the loss."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, x: Any, mb: MicroBatch) -> Tensor:
+        return self._module.logits(x, mb)
+
+
+def read(step: TrainStep, tokens: Tensor, shape: MessageShape, end: int | None) -> Tensor:
+    """Logits [b, s, V] of `tokens` [b, s], in fp32 (fp64 for fp64), on every rank.
+
+    `shape` is that of messages of so many tokens; `end` is the token that ends a document where
+    attention ends at documents.
+    """
+    mesh, placement = step.mesh, step.placement
+    tokens = tokens.to(mesh.device)
+    documents = None if end is None else Documents(document_ids(tokens.cpu(), end), mesh.device)
+    mb = MicroBatch(index=0, step=0, seed=step.config.run.seed, tokens=tokens, documents=documents)
+    schedule = forward_only(placement, 1)
+    stages = dict(step.stages)
+    last = placement.stages - 1
+    if last in stages:
+        module: Any = _LogitsStage(step.modules[last])
+        stages[last] = Stage(module)
+    executors = step.pipeline.executors(schedule, stages, step.optimizer, train=False, shape=shape)
+    step.pipeline.run(executors, {(0, 0): mb})
+    vocabulary = step.layout.model.vocab_size
+    assert vocabulary is not None
+    dtype = torch.float64 if step.config.model.dtype == "fp64" else torch.float32
+    own = stages[last].loss_sums.get((0, 0)) if last in stages else None
+    if own is not None:
+        columns = own.permute(2, 1, 0).contiguous()  # [V or V/tp, b, s]
+        if len(columns) < vocabulary:
+            columns = all_gather(columns, mesh.tp)
+        own = columns[:vocabulary].permute(1, 2, 0).to(dtype).contiguous()
+    if mesh.pp.group is None:
+        assert own is not None
+        return own
+    if own is None:
+        own = torch.zeros(*tokens.shape, vocabulary, dtype=dtype, device=mesh.device)
+    return all_reduce(own, mesh.pp)  # of zeros, but for one rank
+
+
+def check(step: TrainStep, tokens: Tensor) -> None:
+    """Raise :class:`DataError` for tokens that the model cannot read."""
+    longest = step.config.train.sequence_length
+    vocabulary = step.layout.model.vocab_size
+    split = step.layout.tp if step.config.parallel.sequence_parallel else 1
+    if tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
+        found = f"{tokens.dtype} of shape {list(tokens.shape)}".removeprefix("torch.")
+        raise DataError(f"logits: tokens are {found}: expected whole numbers [samples, tokens]")
+    if tokens.shape[1] > longest or tokens.shape[1] % split:
+        multiple = f" and a multiple of parallel.tp={split}" if split > 1 else ""
+        raise DataError(
+            f"logits: sequences of {tokens.shape[1]} tokens: expected at most "
+            f"train.sequence_length={longest}{multiple}"
+        )
+    if vocabulary is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise DataError(
+            f"logits: token ids from {int(tokens.min())} to {int(tokens.max())}: expected 0 to "
+            f"{vocabulary - 1}"
+        )
