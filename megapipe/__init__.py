@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megapipe.launch.local import spawn
     from megapipe.library.pipeline import Pipeline
+    from megapipe.train.objects import train
     from megapipe.train.step import TrainStep
 
 __version__ = "0.1.0"
-__all__ = ["Pipeline", "TrainStep", "spawn"]
+__all__ = ["Pipeline", "TrainStep", "spawn", "train"]
 
 _HOMES = {
     "Pipeline": "megapipe.library.pipeline",
@@ -28,6 +29,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "train":
+        return import_module("megapipe.train")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ rest are defaults. Nothing here imports torch, so that a mistake is reported at 
 import contextlib
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -97,6 +97,22 @@ def parse(argv: Sequence[str]) -> Command:
         time_slices="--time-slices" in argv,
         where=where or "defaults",
     )
+
+
+def from_mapping(given: Mapping[str, Any], where: str) -> Config:
+    """The configuration of sections, ``{"train": {"steps": 9}}``, or keys, ``{"train.steps": 9}``.
+
+    `where` begins the line of an error. Raises :class:`ConfigError`.
+    """
+    return _config(_Given(key, value, where) for key, value in _keys_of(given))
+
+
+def _keys_of(given: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        if isinstance(value, Mapping):
+            yield from _keys_of(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", list(value) if isinstance(value, tuple) else value
 
 
 def flatten(config: Config) -> dict[str, str | int | float | bool | None]:

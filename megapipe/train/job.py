@@ -30,10 +30,13 @@ def run(command: Command, info: LaunchInfo) -> int:
     are reported here, once per job.
     """
     with StopRequest(speaks=info.rank == 0) as stop:
-        return _run(command, info, stop)
+        return start(command, info, stop)
 
 
-def _run(command: Command, info: LaunchInfo, stop: StopRequest) -> int:
+def start(
+    command: Command, info: LaunchInfo, stop: StopRequest, shutdown: type[Shutdown] = Shutdown
+) -> int:
+    """:func:`run` with a `stop` and a kind of `shutdown` of the caller's."""
     if not command.dry_run:  # before code of the user's may load torch
         set_environment(deterministic=command.config.run.deterministic)
     world = None if command.dry_run and not info.launched else info.world
@@ -64,7 +67,7 @@ def _run(command: Command, info: LaunchInfo, stop: StopRequest) -> int:
         torch.use_deterministic_algorithms(True)
     timeout = config.parallel.timeout_s
     store = rendezvous.open_store(info, timeout)
-    ending = Shutdown(info, store)
+    ending = shutdown(info, store)
     try:
         tokenizer = rendezvous.first_on_host(
             store, "tokenizer", lambda: load_tokenizer(name), timeout

@@ -80,7 +80,8 @@ WITHOUT_TORCH = (
     *(f"megapipe.model.{name}" for name in ("partition", "tape")),
     *(f"megapipe.model.gpt.{name}" for name in ("config", "parameters", "flops", "hf_config")),
     *(f"megapipe.model.gpt.{name}" for name in ("saved", "workspace", "unfused")),
-    "megapipe.train.job",  # loads torch once the configuration is known to be right
+    "megapipe.train.job",
+    "megapipe.train.objects",  # both load torch once they know the configuration
     "megapipe.launch.rendezvous",
 )
 OPTIONAL = ("wandb", "tensorboard", "torch.utils.tensorboard", "datasets", "transformers")

@@ -30,6 +30,15 @@ def modules_after(*statements: str) -> set[str]:
     return set(done.stdout.split())
 
 
+def test_the_package_loads_no_torch_before_it_is_asked_for_something() -> None:
+    assert "torch" not in modules_after("import megapipe", "dir(megapipe)")
+    asked = modules_after(
+        "import megapipe", "megapipe.Pipeline, megapipe.spawn, megapipe.TrainStep"
+    )
+    assert "megapipe.library.pipeline" in asked
+    assert not asked.intersection(HEAVY) - modules_after("import torch")
+
+
 def test_training_loads_nothing_heavy() -> None:
     loaded = modules_after("import megapipe.train.trainer, megapipe.train.job")
     assert {"torch", "megapipe.train.step", "megapipe.train.kernels"} <= loaded

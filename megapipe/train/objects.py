@@ -1,0 +1,127 @@
+"""A run from Python: a configuration, and objects in place of the names that it would give."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megapipe import cli
+from megapipe.config import Config
+from megapipe.errors import ConfigError, LaunchError, MegapipeError
+from megapipe.launch import rendezvous
+from megapipe.launch.shutdown import Shutdown
+from megapipe.launch.signals import StopRequest
+from megapipe.train import job
+
+WHERE = "megapipe.train"
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    model: Callable[..., Any] | None = None,
+    data: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    rule: type | None = None,
+) -> Path:
+    """Train as ``train.py`` does; returns the run's folder, with its summary, log and checkpoints.
+
+    In a plain process that is all of the run (``pipeline.channels=in_process`` has the pipeline in
+    it), and Ctrl-C is a KeyboardInterrupt that saves nothing; under a launcher every process calls
+    it, and signals mean what they mean to ``train.py``.
+
+    Args:
+        config: a :class:`~megapipe.config.Config`, a file or the name of one that comes with
+            megapipe, or a mapping of sections, ``{"train": {"steps": 10}}``, or of keys,
+            ``{"train.steps": 10}``.
+        model: a function that returns the layers, as ``model.source`` names one.
+        data: a function that returns a data set, as ``data.source`` does.
+        loss: a loss, as ``train.loss`` does.
+        rule: a class of update rules, as ``optimizer.rule`` does.
+
+            These four are at the top level of a module, a script or a notebook: a checkpoint says
+            what it was trained with.
+
+    Raises:
+        MegapipeError: whatever ``train.py`` ends with.
+    """
+    from megapipe.distributed.mesh import world_size
+
+    config, where = _config(config)
+    given = {
+        ("model", "source"): model,
+        ("data", "source"): data,
+        ("train", "loss"): loss,
+        ("optimizer", "rule"): rule,
+    }
+    tree = config.model_dump()
+    for (section, key), value in given.items():
+        if value is not None:
+            tree[section][key] = name_of(value, {"source": section}.get(key, key))
+    config = Config.model_validate(tree)
+    if world_size() is not None:
+        raise LaunchError(
+            "megapipe.train makes a process group of its own: expected a call from outside of any, "
+            "and not within megapipe.spawn"
+        )
+    info = rendezvous.find_launch_info(os.environ)
+    try:
+        with StopRequest(speaks=info.rank == 0) if info.launched else _NoSignals() as stop:
+            job.start(cli.Command(config, where=where), info, stop, _Raising)
+    finally:
+        if world_size() is not None:
+            rendezvous.end_process_group()
+    return Path(config.run.folder) / config.run.name
+
+
+def name_of(value: Any, argument: str) -> str:
+    """``module:name`` of a function or class; raises :class:`ConfigError` where it has none."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module is None or name is None or getattr(sys.modules.get(module), name, None) is not value:
+        kind = name or type(value).__name__
+        raise ConfigError(
+            f"{argument}={kind}: expected a function or class that is defined at the top level of "
+            "a module, a script or a notebook"
+        )
+    return f"{module}:{name}"
+
+
+def _config(given: Any) -> tuple[Config, str]:
+    """A configuration, and where it is from."""
+    if isinstance(given, Config):
+        return given, WHERE
+    if isinstance(given, Mapping):
+        return cli.from_mapping(given, WHERE), WHERE
+    if isinstance(given, (str, os.PathLike)):
+        command = cli.parse([os.fspath(given)])
+        return command.config, command.where
+    raise ConfigError(
+        f"{WHERE}: config is a {type(given).__name__}: expected a Config, a mapping or a path"
+    )
+
+
+class _NoSignals(StopRequest):
+    """Signals keep the meaning that they have for the caller."""
+
+    def __init__(self) -> None:
+        self.signal = None
+        self.phase = "setup"
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _Raising(Shutdown):
+    """An error is raised, once other processes know of it."""
+
+    def report(self, error: MegapipeError, *, said: bool = False) -> NoReturn:
+        super().report(error, said=said or self.info.world == 1)
+        raise error
+
+    def report_unexpected(self, error: Exception) -> NoReturn:
+        if self.info.world > 1:
+            super().report_unexpected(error)
+        raise error

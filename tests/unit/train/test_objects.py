@@ -1,0 +1,123 @@
+"""megapipe.train: a run from Python objects is that of the names that they have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megapipe
+from megapipe.config import Config
+from megapipe.distributed.mesh import world_size
+from megapipe.errors import ConfigError, DataError
+from megapipe.optim.rules import Declaration, Elementwise, Part
+
+
+def layers(vocab_size: int, width: int = 8) -> list[nn.Module]:
+    return [nn.Embedding(vocab_size, width), nn.Tanh(), nn.Linear(width, vocab_size)]
+
+
+class Counting:
+    """Samples that count up from their number."""
+
+    def __init__(self, split: str, sequence_length: int) -> None:
+        self.length = sequence_length + 1
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> list[int]:
+        return [(i + j) % 50 for j in range(self.length)]
+
+
+def squares(output: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    picked = output.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return ((picked - 1).square() * mask).sum()
+
+
+class Plain(Elementwise):
+    declaration = Declaration(states=(), elementwise=True)
+
+    def update(self, part: Part, lr: float, count: int) -> None:
+        part.master.add_(part.grad, alpha=-lr)
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {
+        "run": {"folder": str(folder)},
+        "parallel.pp": 2,
+        "pipeline": {"channels": "in_process"},
+        "optimizer": {"lr": 0.1, "warmup_steps": None, "schedule": "constant", "clip": None},
+        "train": {"steps": 4, "sequence_length": 8, "global_batch": 4, "microbatch": 1},
+    }
+
+
+def losses(folder: Path) -> list[float]:
+    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if record["kind"] == "step"]
+
+
+def test_objects_train_as_their_names_do(tmp_path: Path) -> None:
+    given = settings(tmp_path / "a")
+    run = megapipe.train(given, model=layers, data=Counting, loss=squares, rule=Plain)
+    assert run.parent == tmp_path / "a"
+    assert world_size() is None
+    named = settings(tmp_path / "b") | {
+        "model.source": f"{__name__}:layers",
+        "data.source": f"{__name__}:Counting",
+        "train.loss": f"{__name__}:squares",
+        "optimizer.rule": f"{__name__}:Plain",
+    }
+    assert losses(run) == losses(megapipe.train(named))
+    assert len(losses(run)) == 4
+    assert losses(run)[-1] < losses(run)[0]
+    assert (run / "summary.json").exists()
+    assert (run / "checkpoints/step-00000004").is_dir()
+
+
+def test_what_is_wrong_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after the process group is there, which is gone afterwards."""
+
+    def inner(vocab_size: int) -> list[nn.Module]:
+        return layers(vocab_size)
+
+    given = settings(tmp_path)
+    for argument, words in (
+        ({"model": inner}, "model=.*inner: expected a function or class that is defined at the"),
+        ({"model": [nn.Tanh()]}, "model=list: expected a function or class"),
+        ({"rule": Counting}, "it is no class that is derived from"),
+        ({"config": 3}, "config is a int: expected a Config, a mapping or a path"),
+        ({"config": {"train.step": 3}}, "megapipe.train: train.step=3: unknown key"),
+        ({"config": {"train": 3}}, "train is a section; write train.KEY"),
+    ):
+        config = argument.pop("config", given)
+        with pytest.raises(ConfigError, match=words) as caught:
+            megapipe.train(config, **argument)
+        assert "\n" not in str(caught.value)
+    monkeypatch.setattr(Counting, "__len__", lambda self: 0)
+    with pytest.raises(DataError):
+        megapipe.train(given, model=layers, data=Counting)
+    assert world_size() is None
+
+
+def test_a_configuration_may_be_a_config_or_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("megapipe.train.job.start", lambda command, *_: seen.append(command))
+    megapipe.train(Config())
+    megapipe.train("quickstart", loss=squares)
+    assert seen[0].config == Config()
+    assert seen[1].config.train.loss == f"{__name__}:squares"
+    assert seen[1].config.model.layers == 4
+
+
+def test_the_surface() -> None:
+    assert set(megapipe.__all__) <= set(dir(megapipe))
+    for name in megapipe.__all__:
+        assert callable(getattr(megapipe, name)), name
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = megapipe.nothing  # type: ignore[attr-defined]
+    assert torch.is_grad_enabled()
