@@ -69,7 +69,10 @@ def make_family(model: ModelConfig, conditions: Conditions) -> Family:
         return GPT(model, conditions)
     code = UserCode(model.source, what="model.source=", error=ConfigError)
     if isinstance(code.function, type) and issubclass(code.function, Family):
-        return code.function.of(model.options, model.dtype, model.vocab_size, conditions)
+        try:
+            return code.function.of(model.options, model.dtype, model.vocab_size, conditions)
+        except (NotImplementedError, TypeError) as error:
+            raise code.failed(error) from error
     from megapipe.model.modules.family import Modules
 
     return Modules(model.source, model.options, model.dtype, model.vocab_size, conditions)

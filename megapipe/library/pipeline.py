@@ -30,6 +30,7 @@ from megapipe.engine.channels import (
 from megapipe.engine.executor import Executor, run_together
 from megapipe.engine.packed import PackedChannels, Part
 from megapipe.engine.stage import Key, Stage
+from megapipe.engine.tuple_stage import TupleStage
 from megapipe.errors import ConfigError
 from megapipe.library.arguments import (
     Tensors,
@@ -209,7 +210,7 @@ class Pipeline:
             last=number == stages - 1,
             criterion=self._objective.loss,
         )
-        return Stage(module, recompute=number in self.schedule.recompute)
+        return TupleStage(module, recompute=number in self.schedule.recompute)
 
     def _parameters_of(self, stages: Sequence[int] | dict[int, Stage]) -> Iterator[Parameter]:
         numbers = sorted({i for s in stages for i in self.stage_specs[s].layers})

@@ -125,6 +125,7 @@ class Modules(Family):
                     f"model.source={self.source}: {place.spec.name} has {place.spec.shape[dim]} "
                     f"{'rows' if dim == 0 else 'columns'}, which parallel.tp={tp} does not divide"
                 )
+        self._check_linears()
         *inner, last = self._usual
         for number, layer in enumerate(inner):
             if not any(each.has_grad for each in layer.output):
@@ -135,11 +136,34 @@ class Modules(Family):
         if self.conditions.loss is None:
             self._check_logits(last.output)
 
+    def _check_linears(self) -> None:
+        """Refuse linear layers that megapipe cannot bind, and halves of tensor-parallel pairs."""
+        from megapipe.layers.own import Linear
+
+        for number, layer in enumerate(self._sketch):
+            for path, module in layer.named_modules():
+                extra = set(module._parameters) - {"weight", "bias"}
+                if isinstance(module, Linear) and (extra or "weight" not in module._parameters):
+                    raise ConfigError(
+                        f"model.source={self.source}: layers.{number}.{path} is a "
+                        f"{type(module).__name__} with parameters other than weight and bias: "
+                        "expected nn.Linear in its place"
+                    )
+        split = [(bool(one.columns), bool(one.rows)) for one in self._usual]
+        for number, (columns, rows) in enumerate(split):
+            if columns != rows:
+                raise ConfigError(
+                    f"model.source={self.source}: layer {number} has a "
+                    f"{'ColumnLinear' if columns else 'RowLinear'} without the other: expected a "
+                    "RowLinear after each ColumnLinear, in the same layer"
+                )
+
     def _check_logits(self, output: Sequence[TensorShape]) -> None:
         rows, length = self.conditions.microbatch, self.conditions.sequence_length
         wanted = (rows, length, self.vocabulary or STAND_IN)
         shapes = [each.shape for each in output]
-        if len(shapes) != 1 or shapes[0][:2] != wanted[:2] or shapes[0][2:] < wanted[2:]:
+        fits = len(shapes) == 1 and len(shapes[0]) == 3 and shapes[0][:2] == wanted[:2]
+        if not fits or shapes[0][2] < wanted[2]:
             raise ConfigError(
                 f"model.source={self.source}: the last layer returns {shapes}, and the loss needs "
                 f"logits of shape {wanted}: [samples, tokens, vocabulary] (or set train.loss)"
@@ -202,10 +226,15 @@ class Modules(Family):
             for buffer in layer.buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(TORCH_DTYPES[self.dtype])
-        found = places(made, last, self._source)
+        found = [p for p in places(made, last, self._source) if p.layer in stage.layers]
+        if [p.spec for p in found] != list(self.parameters(stage)):
+            raise ConfigError(
+                f"model.source={self.source}: layers that share a parameter must be modules in the "
+                "list, not functions that make them"
+            )
         return ModuleStage(
             layers,
-            [place for place in found if place.layer in stage.layers],
+            found,
             sharding,
             first=stage.layers.start == 0,
             last=stage.layers.stop == last + 1,

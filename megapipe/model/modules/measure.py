@@ -5,7 +5,7 @@ Nothing is computed there: shapes, FLOPs and what autograd keeps are all that th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,8 @@ def measure(
     x: Any = (torch.empty(rows, length, dtype=torch.int64, device="meta"),)
     found = []
     for number, layer in enumerate(layers):
-        layer.to(TORCH_DTYPES[dtype])
+        layer.to("meta", TORCH_DTYPES[dtype])
+        before = {name: buffer._version for name, buffer in layer.named_buffers()}
         try:
             y, one = _run(layer, x)
         except MegapipeError:
@@ -58,14 +59,29 @@ def measure(
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise source.problem(f"layer {number} fails on the meta device: {text}") from error
         y = y if isinstance(y, tuple) else (y,)
+        if (name := _changed(layer, before)) is not None:
+            raise source.problem(
+                f"layer {number} changes its buffer {name} while it runs, which no checkpoint "
+                "has: expected layers whose state are parameters (LayerNorm, not BatchNorm)"
+            )
         if not y or not all(isinstance(each, Tensor) for each in y):
             raise source.problem(
                 f"layer {number} returns {type(y[0]).__name__ if y else 'nothing'}: expected a "
                 "tensor or a tuple of tensors"
             )
+        if any(each.is_complex() for each in y):
+            raise source.problem(f"layer {number} returns complex numbers: expected real ones")
         found.append(one._replace(output=tuple(map(_shape, y))))
         x = tuple(_leaf(each) for each in y)
     return found
+
+
+def _changed(layer: nn.Module, before: Mapping[str, int]) -> str | None:
+    """A buffer that is not what it was before a forward."""
+    for name, buffer in layer.named_buffers():
+        if before.get(name) != buffer._version:
+            return name
+    return None
 
 
 def _run(layer: nn.Module, x: tuple[Tensor, ...]) -> tuple[Any, Measured]:

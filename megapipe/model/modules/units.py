@@ -67,7 +67,11 @@ class Source(NamedTuple):
 
     def module(self, number: int, item: Item) -> nn.Module:
         """An item of the list as a module."""
-        module = item if isinstance(item, nn.Module) else item()
+        try:
+            module = item if isinstance(item, nn.Module) else item()
+        except Exception as error:  # whatever the user's code raises
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise self.problem(f"layer {number} cannot be made: {text}") from error
         if not isinstance(module, nn.Module):
             raise self.problem(f"layer {number} is a {type(module).__name__}, not a module")
         return module
@@ -107,6 +111,8 @@ def places(layers: Mapping[int, nn.Module], last: int, source: Source) -> Iterat
     sharing = {home.module for own in homes.values() if len(own) > 1 for home in own}
     for parameter, own in homes.items():
         first = own[0]
+        if parameter.is_complex():
+            raise source.problem(f"{first.name}.{first.attribute} is complex: expected real values")
         if not parameter.requires_grad:
             raise source.problem(
                 f"{first.name}.{first.attribute} has requires_grad=False: expected true, or a "
