@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megapipe.cli import Command, flatten, show
 from megapipe.data.tokenizer import load_tokenizer
@@ -17,6 +19,9 @@ from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import package_hash
 from megapipe.plan.report import report as plan_report
+
+if TYPE_CHECKING:
+    from megapipe.train.callbacks.callback import Callback
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Hardware queues: work in one queue waits for what is ahead of it, a receive that waits for its
@@ -34,9 +39,13 @@ def run(command: Command, info: LaunchInfo) -> int:
 
 
 def start(
-    command: Command, info: LaunchInfo, stop: StopRequest, shutdown: type[Shutdown] = Shutdown
+    command: Command,
+    info: LaunchInfo,
+    stop: StopRequest,
+    shutdown: type[Shutdown] = Shutdown,
+    callbacks: Sequence[Callback] = (),
 ) -> int:
-    """:func:`run` with a `stop` and a kind of `shutdown` of the caller's."""
+    """:func:`run` with a `stop`, a kind of `shutdown` and `callbacks` of the caller's."""
     if not command.dry_run:  # before code of the user's may load torch
         set_environment(deterministic=command.config.run.deterministic)
     world = None if command.dry_run and not info.launched else info.world
@@ -96,7 +105,13 @@ def start(
                     show(found)
             else:
                 trainer = Trainer(
-                    config, layout, mesh, tokenizer, local_rank=info.local_rank, stop=stop
+                    config,
+                    layout,
+                    mesh,
+                    tokenizer,
+                    local_rank=info.local_rank,
+                    stop=stop,
+                    callbacks=callbacks,
                 )
                 ending.cleanup = trainer.close
                 trainer.run()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megapipe import cli
 from megapipe.config import Config
@@ -15,6 +15,9 @@ from megapipe.launch import rendezvous
 from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
 from megapipe.train import job
+
+if TYPE_CHECKING:
+    from megapipe.train.callbacks.callback import Callback
 
 WHERE = "megapipe.train"
 
@@ -26,6 +29,7 @@ def train(
     data: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
     rule: type | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Path:
     """Train as ``train.py`` does; returns the run's folder, with its summary, log and checkpoints.
 
@@ -44,6 +48,8 @@ def train(
 
             These four are at the top level of a module, a script or a notebook: a checkpoint says
             what it was trained with.
+        callbacks: hooks into the loop of the run, any objects
+            (:class:`~megapipe.train.callbacks.callback.Callback`).
 
     Raises:
         MegapipeError: whatever ``train.py`` ends with.
@@ -70,7 +76,7 @@ def train(
     info = rendezvous.find_launch_info(os.environ)
     try:
         with StopRequest(speaks=info.rank == 0) if info.launched else _NoSignals() as stop:
-            job.start(cli.Command(config, where=where), info, stop, _Raising)
+            job.start(cli.Command(config, where=where), info, stop, _Raising, callbacks)
     finally:
         if world_size() is not None:
             rendezvous.end_process_group()

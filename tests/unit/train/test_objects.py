@@ -15,6 +15,7 @@ from megapipe.config import Config
 from megapipe.distributed.mesh import world_size
 from megapipe.errors import ConfigError, DataError
 from megapipe.optim.rules import Declaration, Elementwise, Part
+from megapipe.train.callbacks.callback import Callback, Run, Step
 
 
 def layers(vocab_size: int, width: int = 8) -> list[nn.Module]:
@@ -44,6 +45,23 @@ class Plain(Elementwise):
 
     def update(self, part: Part, lr: float, count: int) -> None:
         part.master.add_(part.grad, alpha=-lr)
+
+
+class Seen(Callback):
+    """Losses, as the loop of the run has them."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def after_step(self, run: Run, step: Step) -> None:
+        self.losses += [result.loss for result in step.results]
+
+
+def test_callbacks_are_called(tmp_path: Path) -> None:
+    seen = Seen()
+    folder = megapipe.train(settings(tmp_path), model=layers, data=Counting, callbacks=[seen])
+    assert seen.losses == losses(folder)
+    assert len(seen.losses) == 4
 
 
 def settings(folder: Path) -> dict[str, Any]:
