@@ -98,7 +98,7 @@ class Size:
         return weights // 2
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
         """Model FLOPs of training on one token: 6N + 12 L H Q T."""
         return GPT(self.model, Conditions(self.sequence, microbatch=1)).token_flops()
 
