@@ -98,9 +98,9 @@ class Size:
         return weights // 2
 
     @property
-    def flops(self) -> float:
+    def flops(self) -> int:
         """Model FLOPs of training on one token: 6N + 12 L H Q T."""
-        return GPT(self.model, Conditions(self.sequence, microbatch=1)).token_flops()
+        return int(GPT(self.model, Conditions(self.sequence, microbatch=1)).token_flops())
 
     def batch(self, rows: int) -> tuple[Tensor, Tensor]:
         """Random tokens and labels, each [rows, s], in host memory."""
