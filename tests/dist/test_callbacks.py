@@ -269,7 +269,7 @@ SCRIPT = """
 import functools, os, sys
 sys.path.insert(0, {root!r})
 from megapipe.errors import DataError
-from megapipe.train import trainer
+from megapipe.train import job
 from megapipe.train.callbacks import Callback, Wishes
 from megapipe.train.main import main
 class Mine(Callback):
@@ -277,7 +277,7 @@ class Mine(Callback):
         if run.mesh.rank == {rank}:
             {action}
         return Wishes()
-trainer.Trainer = functools.partial(trainer.Trainer, callbacks=[Mine()])
+job.start = functools.partial(job.start, callbacks=[Mine()])
 main(sys.argv[1:])
 """
 
