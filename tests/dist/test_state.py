@@ -108,7 +108,7 @@ def interrupted(world: World, folder: Path, settings: dict[str, Any]) -> tuple[l
         first.train(i, rows)
     ending = outcome(first)
     again = new_step(world, CASE, folder, settings)
-    again.load(Checkpoint.open(path))
+    again.take_over(Checkpoint.open(path))
     again.train(2, rows)
     return ending, outcome(again)
 

@@ -267,7 +267,7 @@ def uncompiled() -> Patch:
     stack.enter_context(
         mock.patch("megapipe.train.kernels.torch_compile", lambda function: function)
     )
-    stack.enter_context(mock.patch("megapipe.train.kernels.check_compiled"))
+    stack.enter_context(mock.patch("megapipe.model.gpt.compiled_check.check_compiled"))
     return stack
 
 
