@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megapipe.errors import ConfigError
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import spec_of
@@ -31,7 +32,8 @@ Key = tuple[int, int]
 class _InFlight(NamedTuple):
     input: Tensor | Entrance | None
     """Where the backward leaves the gradient of the input."""
-    edge: GradientEdge
+    edge: GradientEdge | None
+    """None where no parameter and no input is behind the output."""
 
 
 class Stage:
@@ -108,12 +110,16 @@ class Stage:
             self.recompute_ahead(key)
         x, edge = self._in_flight.pop(key)
         self.queue.open(key)
-        run_backward((edge,), (self._unit if grad is None else grad,), False, False, (), True, True)
+        if edge is not None:
+            grad = self._unit if grad is None else grad
+            run_backward((edge,), (grad,), False, False, (), True, True)
         if key[1] == 0 and self._caches:
             del self._caches[key[0]]
         if x is None:
             return None
         grad, x.grad = x.grad, None
+        if grad is None and isinstance(x, Tensor):  # nothing depends on it
+            return torch.zeros_like(x)
         return grad
 
     def weight_grad(self, key: Key) -> None:
@@ -137,13 +143,20 @@ class Stage:
         elif x is not None:
             source = x = x.detach().requires_grad_()
         y = self.module(x, mb, self._cache_of(key, mb), graph_only=graph_only)
-        root = y
-        if self.is_last:
-            root = y * mb.scale
-            self._unit = torch.ones_like(y) if self._unit is None else self._unit
-        assert root.grad_fn is not None
-        self._in_flight[key] = _InFlight(source, get_gradient_edge(root))
+        root = self._scaled(y, mb) if self.is_last else y
+        edge = get_gradient_edge(root) if root.requires_grad else None
+        self._in_flight[key] = _InFlight(source, edge)
         return y.detach()
+
+    def _scaled(self, loss: Tensor, mb: MicroBatch) -> Tensor:
+        """The loss as the backward begins with it."""
+        if not loss.requires_grad:
+            raise ConfigError(
+                "the loss has no gradient: expected one that depends on a parameter of the last "
+                "stage or on what that takes"
+            )
+        self._unit = torch.ones_like(loss) if self._unit is None else self._unit
+        return loss * mb.scale
 
     def _cache_of(self, key: Key, mb: MicroBatch) -> KVCache | None:
         microbatch, slice_ = key

@@ -63,10 +63,7 @@ class TupleStage(Stage):
             leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in _as_tuple(x)]
             given = tuple(leaves) if isinstance(x, tuple) else leaves[0]
         y = self.module(given, mb, None, graph_only=graph_only)
-        root = y
-        if self.is_last:
-            root = y * mb.scale
-            self._unit = torch.ones_like(y) if self._unit is None else self._unit
+        root = self._scaled(y, mb) if self.is_last else y
         inputs = () if x is None else tuple(t for t in leaves if t.is_floating_point())
         outputs = (t for t in _as_tuple(root) if t.is_floating_point())
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)

@@ -9,7 +9,7 @@ plain torch. Bound, it splits its backward: the weight gradient waits for ``W``
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from megapipe.distributed.axis import Axis
 from megapipe.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from megapipe.layers.parameter import Sharding
-from megapipe.layers.specs import ParameterSpec
+from megapipe.layers.specs import InitialValues, ParameterSpec
 
 
 class Linear(nn.Linear):
@@ -52,11 +52,18 @@ class Linear(nn.Linear):
             role="matrix" if is_weight else "vector",
             split_dim=self.split_dim if is_weight or self.split_dim == 0 else None,
             decay=is_weight,
-            initial=parameter.detach,
+            initial=InitialValues(parameter.detach()),
         )
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.bound is None else self.bound(x)
+
+    def __getattr__(self, name: str) -> Any:
+        """A bound layer's weight and bias too, to read a type or a device off them."""
+        bound = self.__dict__.get("_modules", {}).get("bound")
+        if bound is not None and name in ("weight", "bias"):
+            return getattr(bound, name)
+        return super().__getattr__(name)
 
 
 class ColumnLinear(Linear):
@@ -92,5 +99,5 @@ def own_parameter(
         by_autograd=True,
         tied=use is not None,
         use=use or 0,
-        initial=parameter.detach,
+        initial=InitialValues(parameter.detach()),
     )

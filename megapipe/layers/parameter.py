@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, cast
@@ -60,7 +61,7 @@ class LocalParameter(ParameterSpec):
         """Fill `out`, of shape `sizes`, with this region of the global initial tensor."""
         if self.initial is not None:
             ends = zip(self.offsets, self.sizes, strict=True)
-            out.copy_(self.initial()[tuple(slice(start, start + n) for start, n in ends)])
+            out.copy_(self.initial.tensor[tuple(slice(start, start + n) for start, n in ends)])
         elif self.std is None:
             out.fill_(self.fill)
         else:
@@ -87,3 +88,11 @@ def new_parameter(sharding: Sharding, spec: ParameterSpec) -> Parameter:
 
 def spec_of(parameter: Parameter) -> LocalParameter:
     return cast(Any, parameter).spec
+
+
+def release_initial(parameters: Iterable[Parameter]) -> None:
+    """Let go of values that parameters began with, once they are in their place."""
+    for parameter in parameters:
+        initial = spec_of(parameter).initial
+        if initial is not None:
+            initial.release()

@@ -5,7 +5,7 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -14,6 +14,17 @@ from megapipe.layers.policy import VOCAB_MULTIPLE
 
 Role = Literal["matrix", "embedding", "head", "vector"]
 """A matrix of a hidden layer, a table of vectors, the last matrix, or a vector."""
+
+
+@dataclass
+class InitialValues:
+    """The values that a whole tensor begins with, until they are in their place."""
+
+    tensor: Any
+
+    def release(self) -> None:
+        """Hold them no longer."""
+        self.tensor = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +54,8 @@ class ParameterSpec:
     """Another stage may use the same tensor: gradients of all uses are added."""
     use: int = 0
     """Which use of a tied tensor this is: 0 the input embedding, 1 the head."""
-    initial: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
-    """Gives the initial values of the whole tensor, where neither `std` nor `fill` says."""
+    initial: InitialValues | None = field(default=None, compare=False, repr=False)
+    """The initial values, where neither `std` nor `fill` says."""
 
     @property
     def multiplied(self) -> bool:

@@ -13,7 +13,6 @@ from megapipe.data import own
 from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import device
-from megapipe.layout.links import can_scatter
 from megapipe.layout.lr_plan import LearningRatePlan, warms_up
 from megapipe.model.interface import Family, Feature, load_loss
 from megapipe.update_rules import RULES, declaration
@@ -30,7 +29,6 @@ def check(config: Config, family: Family, dp: int) -> None:
     declaration(config.optimizer.rule)  # raises where there is none
     _check_optimizer(config.optimizer, config.train.steps, dp)
     _check_post_validation(config)
-    _check_scatter(config)
     _check_precision(config.optimizer, config.model.dtype)
     _check_kernels(config, family)
     _check_activations(config.activations)
@@ -156,15 +154,6 @@ def _check_precision(optimizer: OptimizerConfig, dtype: Dtype) -> None:
         raise ConfigError(
             f"optimizer.loss_scale={optimizer.loss_scale:g} is for model.dtype=fp16, not {dtype}: "
             "expected null"
-        )
-
-
-def _check_scatter(config: Config) -> None:
-    """Refuse shares of messages that nobody sends, or that are shares already."""
-    if config.pipeline.scatter_gather == "on" and not can_scatter(config):
-        raise ConfigError(
-            "pipeline.scatter_gather=on needs parallel.pp and parallel.tp above 1, "
-            "parallel.sequence_parallel=false and pipeline.channels=process_group: expected auto"
         )
 
 

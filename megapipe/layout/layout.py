@@ -33,6 +33,10 @@ class Layout:
     """All pipeline ranks share one process."""
     model: Family = field(repr=False)
     stage_layers: tuple[StageSpec, ...]
+    sends_tuples: bool
+    """Stages pass on more than one tensor, or one of another type than the model's."""
+    scatters: bool
+    """Tensor-parallel ranks send a share each of a message that they all have."""
     slice_lengths: tuple[int, ...]
     """Positions of each slice of a sequence; one where the schedule does not cut them."""
     loss_chunk: int

@@ -1,27 +1,48 @@
 """How fast processes reach each other, and what follows for messages between pipeline ranks."""
 
+from collections.abc import Sequence
+
 from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.model.interface import TORCH_NAMES, Family
+from megapipe.model.partition import StageSpec
 
 
-def scatters(config: Config) -> bool:
-    """Whether tensor-parallel ranks send a share each of the hidden states that they all have.
+def sends_tuples(config: Config, family: Family, stages: Sequence[StageSpec]) -> bool:
+    """Whether stages send each other anything but one tensor of the model's type."""
+    train = config.train
+    messages = (family.message(s, train.microbatch, train.sequence_length) for s in stages[:-1])
+    own = TORCH_NAMES[family.dtype]
+    return any(len(each) != 1 or each[0].dtype != own for each in messages)
+
+
+def scatters(config: Config, tuples: bool) -> bool:
+    """Whether tensor-parallel ranks send a share each of the hidden states that they all have;
+    `tuples` are sent whole. Raises :class:`ConfigError` if they are asked to and cannot.
 
     Sending M bytes takes M / p at the pipeline's p bytes per second; in shares of t ranks it takes
     M / (t p) + M (t - 1) / (t g), with g that of the tensor-parallel gather: less, if g > p.
     """
     parallel, chosen = config.parallel, config.pipeline.scatter_gather
-    if chosen == "off" or not can_scatter(config):
-        return False
-    if chosen == "on":
-        return True
-    return speed(config, parallel.tp) > speed(config, processes(config))
-
-
-def can_scatter(config: Config) -> bool:
-    """Whether several tensor-parallel ranks send the same."""
-    parallel = config.parallel
     crosses = parallel.pp > 1 and config.pipeline.channels == "process_group"
-    return crosses and parallel.tp > 1 and not parallel.sequence_parallel
+    if not crosses or parallel.tp == 1 or parallel.sequence_parallel:
+        if chosen == "on":
+            raise ConfigError(
+                "pipeline.scatter_gather=on needs parallel.pp and parallel.tp above 1, "
+                "parallel.sequence_parallel=false and pipeline.channels=process_group: expected "
+                "auto"
+            )
+        return False
+    if tuples:
+        if chosen == "on":
+            raise ConfigError(
+                "pipeline.scatter_gather=on: stages pass on tuples, or tensors of another type "
+                f"than model.dtype={config.model.dtype}, which are sent whole: expected auto"
+            )
+        return False
+    if chosen != "auto":
+        return chosen == "on"
+    return speed(config, parallel.tp) > speed(config, processes(config))
 
 
 def speed(config: Config, neighbours: int) -> float:

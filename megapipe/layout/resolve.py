@@ -15,6 +15,7 @@ from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
 from megapipe.layout.family import family_of, resolved_model
 from megapipe.layout.layout import DeviceKind, Layout
+from megapipe.layout.links import scatters, sends_tuples
 from megapipe.layout.replicas import replica_policy
 from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
@@ -93,6 +94,8 @@ def _resolve(
     check_compile(config, schedule.slices)
     check_slices(config, family, schedule.slices)
     stages = _partition(config, family, schedule.placement)
+    tuples = sends_tuples(config, family, stages)
+    scatter = scatters(config, tuples)
     spans = stage_spans(config.activations, stages, schedule.recompute)
     work = stage_work(family, stages, spans, schedule.recompute)
     if by_time and model.vocab_size is not None:
@@ -124,6 +127,8 @@ def _resolve(
         in_process=config.pipeline.channels == "in_process",
         model=family,
         stage_layers=stages,
+        sends_tuples=tuples,
+        scatters=scatter,
         slice_lengths=slice_lengths,
         loss_chunk=family.conditions.loss_chunk,
         replicas=replica_policy(config.optimizer, dp, loss_chunk=family.conditions.loss_chunk),

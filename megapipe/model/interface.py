@@ -387,10 +387,20 @@ class StageModule(Protocol):
 
 
 def load_loss(given: Conditions) -> Loss | None:
-    """``train.loss``. Raises :class:`ConfigError`."""
+    """``train.loss``. Raises :class:`ConfigError`, when it is called too."""
     if given.loss is None:
         return None
-    return UserCode(given.loss, what="train.loss=", error=ConfigError).function
+    code = UserCode(given.loss, what="train.loss=", error=ConfigError)
+
+    def loss(output: Any, labels: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = code.function(output, labels, mask)
+        shape = getattr(found, "shape", None)
+        if shape != ():
+            returned = type(found).__name__ if shape is None else f"shape {list(shape)}"
+            raise code.problem(f"it returns {returned}: expected a sum, a tensor of shape []")
+        return found
+
+    return loss
 
 
 def bytes_of(tensors: Sequence[TensorShape]) -> int:

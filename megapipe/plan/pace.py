@@ -16,7 +16,7 @@ from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layout.costs import scaled
 from megapipe.layout.devices import device, local_device
 from megapipe.layout.layout import Layout
-from megapipe.layout.links import scatters, speed
+from megapipe.layout.links import speed
 from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.traffic import (
     Exchange,
@@ -116,11 +116,11 @@ def _message(config: Config, layout: Layout, stage: int, source: int) -> float:
     """Bytes that a process sends to its tp peers to put together one message between stages."""
     row = layout.schedule.placement.table[0]
     alone = layout.in_process
-    if alone or not 0 <= source < len(row) or row[source] == row[stage] or not scatters(config):
+    if alone or not 0 <= source < len(row) or row[source] == row[stage] or not layout.scatters:
         return 0.0
     train = config.train
     before = min(stage, source)
-    size = message_bytes(config, layout, before, train.microbatch, train.sequence_length)
+    size = message_bytes(layout, before, train.microbatch, train.sequence_length)
     return float((layout.tp - 1) * size)
 
 

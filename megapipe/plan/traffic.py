@@ -31,7 +31,6 @@ from megapipe.distributed.shares import share
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
 from megapipe.layers.policy import loss_chunk
 from megapipe.layout.layout import Layout
-from megapipe.layout.links import scatters
 from megapipe.model.interface import Collective, TensorTraffic, bytes_of
 from megapipe.plan.buckets import BucketPlan, Group, process_buckets
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
@@ -88,11 +87,15 @@ def by_axis(exchanges: Iterable[Exchange]) -> dict[str, Fraction]:
     }
 
 
-def message_bytes(config: Config, layout: Layout, stage: int, rows: int, length: int) -> int:
+def message_bytes(
+    layout: Layout, stage: int, rows: int, length: int, *, gradient: bool = False
+) -> int:
     """The output of `stage` for so many rows and positions, as one tensor-parallel rank sends it to
-    the next pipeline rank."""
+    the next pipeline rank; or its gradient, as that one sends it back."""
     tensors = layout.model.message(layout.stage_layers[stage], rows, length)
-    if not scatters(config):
+    if gradient:
+        tensors = tuple(each for each in tensors if each.has_grad)
+    if not layout.scatters:
         return bytes_of(tensors)
     return sum(
         each.bytes // prod(each.shape) * share(prod(each.shape), layout.tp) for each in tensors
@@ -104,7 +107,7 @@ def largest_message(config: Config, layout: Layout) -> int:
     train = config.train
     return max(
         (
-            message_bytes(config, layout, stage, train.microbatch, train.sequence_length)
+            message_bytes(layout, stage, train.microbatch, train.sequence_length)
             for stage in range(layout.stages - 1)
         ),
         default=0,
@@ -233,7 +236,7 @@ def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
         return
     sent = list(pipeline_messages(config, layout, rank))
     yield from sent
-    if scatters(config):
+    if layout.scatters:
         count, amount = sum(each.count for each in sent), sum(each.bytes for each in sent)
         yield Exchange("tp", "all_gather", "messages", count, layout.tp * amount, layout.tp)
 
@@ -255,7 +258,7 @@ def pipeline_messages(config: Config, layout: Layout, rank: int) -> Iterator[Exc
             peer = sum(border) - rank
             messages[peer] += count * schedule.slices
             amounts[peer] += count * sum(
-                message_bytes(config, layout, stage, rows, length)
+                message_bytes(layout, stage, rows, length, gradient=rank == border[1])
                 for length in layout.slice_lengths
             )
     for peer, count in sorted(messages.items()):

@@ -39,9 +39,8 @@ from megapipe.engine.stage import Key, Stage
 from megapipe.engine.tuple_stage import TupleStage
 from megapipe.errors import CheckpointError, ScheduleError
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter
+from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter, release_initial
 from megapipe.layout.layout import Layout
-from megapipe.layout.links import scatters
 from megapipe.observe.memory import memory_gib
 from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import make_buckets
@@ -110,7 +109,6 @@ class TrainStep:
         self._check_schedule()
         self.kernels = kernels or agreed_kernels(config, layout, mesh, self.schedule)
         self.policy = ZeroPolicy.of(config.optimizer, layout.dp)
-        self._packed = self._has_tuples()
         self.pipeline = Pipeline(
             mesh,
             self.placement,
@@ -118,8 +116,8 @@ class TrainStep:
             shape_of=self._message_shape,
             dtype=TORCH_DTYPES[config.model.dtype],
             in_process=layout.in_process,
-            scatter=scatters(config) and not self._packed,
-            packed=self._packed,
+            scatter=layout.scatters,
+            packed=layout.sends_tuples,
             debug=config.pipeline.debug,
         )
         self.modules = {
@@ -128,7 +126,7 @@ class TrainStep:
             for s in self.placement.stages_of(rank)
         }
         self.optimizer = self._make_optimizer()
-        kind = TupleStage if self._packed else Stage
+        kind = TupleStage if layout.sends_tuples else Stage
         self.stages: dict[int, Stage] = {
             s: kind(module, layout.spans[s], recompute=s in self.schedule.recompute)
             for s, module in self.modules.items()
@@ -153,19 +151,11 @@ class TrainStep:
         self.last = self.stages.get(self.placement.stages - 1)
         seed = config.run.seed
         self.optimizer.set_weights(initial or (lambda spec, out: spec.initialise(out, seed)))
+        for module in self.modules.values():
+            release_initial(module.parameters())
         self.post_validation: PostValidation | None = None
         if config.optimizer.post_validation:
             self.post_validation = PostValidation(self.update, mesh, self.fetch, self.own_totals)
-
-    def _has_tuples(self) -> bool:
-        """Whether stages send each other anything but one tensor of the model's type."""
-        model, train = self.layout.model, self.config.train
-        own = TORCH_DTYPES[model.dtype]
-        messages = (
-            model.message(spec, train.microbatch, train.sequence_length)
-            for spec in self.layout.stage_layers[:-1]
-        )
-        return any(len(each) != 1 or getattr(torch, each[0].dtype) != own for each in messages)
 
     def _check_schedule(self) -> None:
         """Refuse a schedule of another number of ranks, stages or micro-batches."""
@@ -243,7 +233,7 @@ class TrainStep:
         def shape(message: Op) -> Any:
             before = message.stage - (message.kind != Kind.F)
             tensors = self.layout.model.message(self.layout.stage_layers[before], rows, length)
-            if not self._packed:
+            if not self.layout.sends_tuples:
                 return tensors[0].shape
             if message.kind != Kind.F:
                 tensors = tuple(each for each in tensors if each.has_grad)

@@ -51,6 +51,19 @@ def test_replicas_stages_and_shards(model: str) -> None:
     check_all([Own(model, case, 6) for case in cases])
 
 
+def test_layers_without_parameters_or_gradients() -> None:
+    """Alone on a stage, and with others."""
+    cases = [
+        Case(masked=0.3),
+        Case(pp=5, m=3, masked=0.3),
+        Case(pp=5, m=3, in_process=True),
+        Case(pp=5, m=4, schedule="zb_h1", debug=True),
+        Case(pp=2, m=3, dp=2, zero=2),
+        Case(pp=2, m=3, dp=2, zero=3),
+    ]
+    check_all([Own("severed", case, 5) for case in cases])
+
+
 def test_tensor_parallel_layers() -> None:
     cases = [
         Case(tp=2, masked=0.3),

@@ -80,6 +80,28 @@ class Forget(nn.Module):
         return self.head(x)
 
 
+class OneHot(nn.Module):
+    """Tokens as vectors, without parameters."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.register_buffer("words", torch.eye(vocab_size))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words[tokens]  # type: ignore[index, no-any-return]
+
+
+class Ignore(nn.Module):
+    """Takes nothing from x but its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.start.expand(*x.shape[:2], WIDTH).cumsum(1)
+
+
 def _layers(
     vocab_size: int, depth: int, up: type[nn.Linear], down: type[nn.Linear], head: type[nn.Linear]
 ) -> list[nn.Module]:
@@ -113,6 +135,13 @@ def tuples(vocab_size: int, depth: int) -> list[nn.Module]:
     """Three tensors between the layers, one of whole numbers and one that the last ignores."""
     readers = [Reader() for _ in range(depth - 3)]
     return [nn.Embedding(vocab_size, WIDTH), Memory(), *readers, Forget(vocab_size)]
+
+
+def severed(vocab_size: int, depth: int) -> list[nn.Module]:
+    """A first layer without parameters, and one whose input has no gradient."""
+    mixers = [Mixer(Linear, Linear) for _ in range(depth - 4)]
+    first = [OneHot(vocab_size), Linear(vocab_size, WIDTH), Ignore()]
+    return [*first, *mixers, nn.Linear(WIDTH, vocab_size)]
 
 
 def functions(vocab_size: int, depth: int) -> list[Callable[[], nn.Module]]:
@@ -193,6 +222,8 @@ def train_plain(own: Own, rates: Sequence[float]) -> tuple[Params, list[Step]]:
         loss = (losses * mask.flatten()).sum() / mask.sum()
         optimizer.zero_grad(set_to_none=False)
         loss.backward()
+        for p in named.values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         grads = {name: p.grad.clone() for name, p in named.items()}
         assert given.clip is not None
         norm = float(nn.utils.clip_grad_norm_(list(named.values()), given.clip))

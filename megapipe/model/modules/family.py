@@ -17,6 +17,7 @@ from megapipe.model.interface import (
     Family,
     Feature,
     Held,
+    Loss,
     Repeated,
     Sizes,
     TensorShape,
@@ -95,22 +96,36 @@ class Modules(Family):
         return list(found)
 
     @cached_property
-    def _measured(self) -> dict[tuple[int, int], list[Measured]]:
+    def _measured(self) -> dict[tuple[int, int, int], list[Measured]]:
         return {}
 
-    def measured(self, rows: int, length: int) -> list[Measured]:
-        """The layers on so many sequences of so many tokens."""
+    def measured(self, rows: int, length: int, tp: int) -> list[Measured]:
+        """The layers on so many sequences of so many tokens, on one of `tp` ranks."""
+        from megapipe.layers.own import Linear
         from megapipe.model.modules.measure import measure
 
-        if (rows, length) not in self._measured:
-            found = measure(self._source, self._sketch, rows, length, self.dtype)
-            self._measured[rows, length] = found
-        return self._measured[rows, length]
+        if (rows, length, tp) not in self._measured:
+            places = [p for p in self._places if not p.spec.by_autograd]
+            self._measured[rows, length, tp] = measure(
+                self._source,
+                self._sketch,
+                {place.module for place in places if isinstance(place.module, Linear)},
+                self._loss,
+                (rows, length),
+                self.dtype,
+                tp,
+            )
+        return self._measured[rows, length, tp]
+
+    def _usual(self, tp: int) -> list[Measured]:
+        """On a whole micro-batch."""
+        return self.measured(self.conditions.microbatch, self.conditions.sequence_length, tp)
 
     @property
-    def _usual(self) -> list[Measured]:
-        """On a whole micro-batch."""
-        return self.measured(self.conditions.microbatch, self.conditions.sequence_length)
+    def _loss(self) -> Loss:
+        from megapipe.model.modules.stage import cross_entropy
+
+        return load_loss(self.conditions) or cross_entropy
 
     def _per_token(self, flops: int) -> Fraction:
         return Fraction(flops, self.conditions.microbatch * self.conditions.sequence_length)
@@ -126,7 +141,7 @@ class Modules(Family):
                     f"{'rows' if dim == 0 else 'columns'}, which parallel.tp={tp} does not divide"
                 )
         self._check_linears()
-        *inner, last = self._usual
+        *inner, last = self._usual(tp)
         for number, layer in enumerate(inner):
             if not any(each.has_grad for each in layer.output):
                 raise ConfigError(
@@ -137,7 +152,7 @@ class Modules(Family):
             self._check_logits(last.output)
 
     def _check_linears(self) -> None:
-        """Refuse linear layers that megapipe cannot bind, and halves of tensor-parallel pairs."""
+        """Refuse linear layers that megapipe cannot bind."""
         from megapipe.layers.own import Linear
 
         for number, layer in enumerate(self._sketch):
@@ -149,14 +164,6 @@ class Modules(Family):
                         f"{type(module).__name__} with parameters other than weight and bias: "
                         "expected nn.Linear in its place"
                     )
-        split = [(bool(one.columns), bool(one.rows)) for one in self._usual]
-        for number, (columns, rows) in enumerate(split):
-            if columns != rows:
-                raise ConfigError(
-                    f"model.source={self.source}: layer {number} has a "
-                    f"{'ColumnLinear' if columns else 'RowLinear'} without the other: expected a "
-                    "RowLinear after each ColumnLinear, in the same layer"
-                )
 
     def _check_logits(self, output: Sequence[TensorShape]) -> None:
         rows, length = self.conditions.microbatch, self.conditions.sequence_length
@@ -177,32 +184,37 @@ class Modules(Family):
 
     def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
         times = 4 if repeated is not None and repeated.stage else 3
-        return [self._per_token(times * layer.flops) for layer in self._usual]
+        return [self._per_token(times * layer.flops) for layer in self._usual(self.conditions.tp)]
 
     def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
-        own = [self._usual[number] for number in stage.layers]
-        flops = self._per_token(sum(layer.flops for layer in own))
-        deferred = self._per_token(sum(layer.deferred for layer in own))
+        tp = self.conditions.tp
+        own = [self._usual(tp)[number] for number in stage.layers]
+        flops = tp * self._per_token(sum(layer.flops for layer in own))
+        deferred = tp * self._per_token(sum(layer.deferred for layer in own))
         return Work(F=flops, I=2 * flops - deferred, W=deferred, R=again * flops)
 
     def unit_of_work(self) -> Time:
         return self.forward_flops(self.whole) / self.layers or 1
 
     def forward_flops(self, stage: StageSpec) -> float:
-        return float(sum(self._per_token(self._usual[number].flops) for number in stage.layers))
+        return float(sum(self._per_token(self._usual(1)[number].flops) for number in stage.layers))
 
     def held(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes) -> Held:
-        layers = [self.measured(sizes.rows, sizes.sequence)[number] for number in stage.layers]
-        queued = sum(layer.queued for layer in layers)
-        return Held(sum(layer.saved for layer in layers), 0, queued)
+        measured = self.measured(sizes.rows, sizes.sequence, sizes.tp)
+        layers = [measured[number] for number in stage.layers]
+        kept = {} if stage.layers.start == 0 else dict(layers[0].inputs)
+        for layer in layers:
+            kept.update(layer.saved)
+        return Held(sum(kept.values()), 0, sum(layer.queued for layer in layers))
 
     def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
-        return self.measured(rows, length)[stage.layers[-1]].output
+        return self.measured(rows, length, self.conditions.tp)[stage.layers[-1]].output
 
     def tensor_traffic(
         self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
     ) -> TensorTraffic:
-        layers = [self._usual[number] for number in stage.layers]
+        measured = self._usual(self.conditions.tp)
+        layers = [measured[number] for number in stage.layers]
         rows = [width for layer in layers for width in layer.rows]
         columns = [width for layer in layers for width in layer.columns]
         forwards = 1 + again
@@ -216,7 +228,7 @@ class Modules(Family):
     def build(self, stage: StageSpec, sharding: Sharding) -> ModuleStage:
         """A stage whose parameters have no storage yet, but remember their initial values."""
         from megapipe.layers.parameter import TORCH_DTYPES
-        from megapipe.model.modules.stage import ModuleStage, cross_entropy
+        from megapipe.model.modules.stage import ModuleStage
         from megapipe.model.modules.units import places
 
         made = self._source.make(self.conditions.seed, stage.layers)
@@ -238,5 +250,5 @@ class Modules(Family):
             sharding,
             first=stage.layers.start == 0,
             last=stage.layers.stop == last + 1,
-            loss=load_loss(self.conditions) or cross_entropy,
+            loss=self._loss,
         )

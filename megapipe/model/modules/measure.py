@@ -5,7 +5,8 @@ Nothing is computed there: shapes, FLOPs and what autograd keeps are all that th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +18,23 @@ from megapipe.dtypes import Dtype
 from megapipe.errors import MegapipeError
 from megapipe.layers.own import ColumnLinear, Linear, RowLinear
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.model.interface import TensorShape
+from megapipe.model.interface import Loss, TensorShape
+from megapipe.model.modules.fused_attention import SDPA_FLOPS, FusedAttention
+from megapipe.model.modules.shares import Shares, one_rank, storage
 from megapipe.model.modules.units import Source
 
 
 class Measured(NamedTuple):
-    """One layer on one micro-batch."""
+    """One layer on one micro-batch, on one tensor-parallel rank."""
 
     flops: int
     """Of the forward."""
     deferred: int
     """Those of linear layers whose weight gradient waits for ``W``."""
-    saved: int
-    """Bytes that autograd keeps for the backward, its input among them."""
+    inputs: Mapping[Any, int]
+    """Bytes of what it takes, by storage."""
+    saved: Mapping[Any, int]
+    """Bytes of what autograd keeps for the backward, by storage: layers may keep the same."""
     queued: int
     """Bytes that wait for ``W``."""
     output: tuple[TensorShape, ...]
@@ -39,41 +44,92 @@ class Measured(NamedTuple):
     """Outputs per token of each row layer, which are summed over tp."""
 
 
-def measure(
-    source: Source, layers: Sequence[nn.Module], rows: int, length: int, dtype: Dtype
-) -> list[Measured]:
-    """Run `rows` sequences of `length` tokens through modules on the meta device.
+class _Linears(NamedTuple):
+    """What the linear layers whose weight gradients wait do in one forward."""
 
-    Raises :class:`ConfigError` where a layer cannot be run there, or returns no tensors.
+    deferred: list[int]
+    queued: list[int]
+    columns: list[int]
+    rows: list[int]
+
+
+def measure(
+    source: Source,
+    layers: Sequence[nn.Module],
+    deferred: Collection[Linear],
+    loss: Loss,
+    tokens: tuple[int, int],
+    dtype: Dtype,
+    tp: int,
+) -> list[Measured]:
+    """Run `tokens`, sequences and their length, through modules on the meta device, as one of `tp`
+    ranks does; with the last layer is what `loss` keeps.
+
+    `deferred`: the linear layers whose weight gradients wait. Raises :class:`ConfigError` where a
+    layer cannot be run there, returns no tensors, or would be wrong on several ranks.
     """
-    x: Any = (torch.empty(rows, length, dtype=torch.int64, device="meta"),)
+    x: Any = (torch.empty(tokens, dtype=torch.int64, device="meta"),)
     found = []
+    memory = _Memory()
     for number, layer in enumerate(layers):
         layer.to("meta", TORCH_DTYPES[dtype])
         before = {name: buffer._version for name, buffer in layer.named_buffers()}
-        try:
-            y, one = _run(layer, x)
-        except MegapipeError:
-            raise
-        except Exception as error:  # whatever the user's code raises
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            raise source.problem(f"layer {number} fails on the meta device: {text}") from error
-        y = y if isinstance(y, tuple) else (y,)
+        own = [m for m in layer.modules() if isinstance(m, Linear) and m in deferred]
+        with one_rank(own, tp):
+            y, one = _run(source, number, layer, own, x, tp, memory)
         if (name := _changed(layer, before)) is not None:
             raise source.problem(
                 f"layer {number} changes its buffer {name} while it runs, which no checkpoint "
                 "has: expected layers whose state are parameters (LayerNorm, not BatchNorm)"
             )
-        if not y or not all(isinstance(each, Tensor) for each in y):
-            raise source.problem(
-                f"layer {number} returns {type(y[0]).__name__ if y else 'nothing'}: expected a "
-                "tensor or a tuple of tensors"
-            )
         if any(each.is_complex() for each in y):
             raise source.problem(f"layer {number} returns complex numbers: expected real ones")
         found.append(one._replace(output=tuple(map(_shape, y))))
         x = tuple(_leaf(each) for each in y)
+    of_loss = _kept_by(loss, x if len(x) > 1 else x[0], tokens, memory)
+    found[-1] = found[-1]._replace(saved={**found[-1].saved, **of_loss})
     return found
+
+
+class _Memory:
+    """Storages that were seen, held so that no other one takes the place of one."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+
+    def sizes(self, tensors: Iterable[Tensor]) -> dict[Any, int]:
+        """Bytes by storage."""
+        own = list(tensors)
+        self._held += own
+        return {storage(each): each.untyped_storage().nbytes() for each in own}
+
+    @contextmanager
+    def saved(self, weights: Iterable[Tensor]) -> Iterator[dict[Any, int]]:
+        """Bytes of what autograd keeps, without `weights`."""
+        known = set(map(storage, weights))
+        kept: dict[Any, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if storage(tensor) not in known:
+                kept.update(self.sizes([tensor]))
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield kept
+
+
+def _kept_by(loss: Loss, y: Any, tokens: tuple[int, int], memory: _Memory) -> Mapping[Any, int]:
+    """What autograd keeps for a loss; nothing where it asks for values, which are not there."""
+    labels = torch.empty(tokens, dtype=torch.int64, device="meta")
+    mask = torch.empty(tokens, dtype=torch.bool, device="meta")
+    with memory.saved(()) as kept:
+        try:
+            loss(y, labels, mask)
+        except MegapipeError:
+            raise
+        except Exception:  # the run says what is wrong, if anything is
+            return {}
+    return kept
 
 
 def _changed(layer: nn.Module, before: Mapping[str, int]) -> str | None:
@@ -84,45 +140,74 @@ def _changed(layer: nn.Module, before: Mapping[str, int]) -> str | None:
     return None
 
 
-def _run(layer: nn.Module, x: tuple[Tensor, ...]) -> tuple[Any, Measured]:
+def _run(
+    source: Source,
+    number: int,
+    layer: nn.Module,
+    own: Sequence[Linear],
+    x: tuple[Tensor, ...],
+    tp: int,
+    memory: _Memory,
+) -> tuple[tuple[Tensor, ...], Measured]:
     """The output of a layer, and its sizes without that."""
-    storages: dict[Any, int] = {}
-    weights = {p.untyped_storage()._cdata for p in (*layer.parameters(), *layer.buffers())}
-    seen: dict[str, list[int]] = {"deferred": [], "queued": [], "columns": [], "rows": []}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            storages[storage._cdata] = storage.nbytes()
-        return tensor
-
-    def hook(module: Linear, given: tuple[Tensor], y: Tensor) -> None:
-        tokens = y.numel() // module.out_features
-        seen["deferred"].append(2 * tokens * module.in_features * module.out_features)
-        seen["queued"].append(given[0].nbytes + y.nbytes)
-        if isinstance(module, ColumnLinear):
-            seen["columns"].append(module.in_features)
-        elif isinstance(module, RowLinear):
-            seen["rows"].append(module.out_features)
-
-    hooks = [m.register_forward_hook(hook) for m in layer.modules() if isinstance(m, Linear)]
-    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(pack, _same):
-        y = layer(*x)
-    for each in hooks:
-        each.remove()
+    shares = Shares(layer, own, tp)
+    counter = FlopCounterMode(display=False, custom_mapping=SDPA_FLOPS)
+    weights = (*layer.parameters(), *layer.buffers())
+    kept = memory.saved(weights)
+    with _hooked(own, shares) as seen, kept as saved, counter, FusedAttention(), shares:
+        try:
+            y = layer(*x)
+        except Exception as error:  # whatever the user's code raises
+            on = f" of one of parallel.tp={tp} ranks" if tp > 1 else ""
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            problem = shares.problem or f"fails on the meta device{on}: {text}"
+            raise source.problem(f"layer {number}: {problem}") from error
+    y = y if isinstance(y, tuple) else (y,)
+    if not y or not all(isinstance(each, Tensor) for each in y):
+        raise source.problem(
+            f"layer {number} returns {type(y[0]).__name__ if y else 'nothing'}: expected a "
+            "tensor or a tuple of tensors"
+        )
+    shares.end(y)
+    if shares.problem is not None:
+        raise source.problem(f"layer {number}: {shares.problem}")
     return y, Measured(
         flops=counter.get_total_flops(),
-        deferred=sum(seen["deferred"]),
-        saved=sum(storages.values()),
-        queued=sum(seen["queued"]),
+        deferred=sum(seen.deferred),
+        inputs=memory.sizes(x),
+        saved=saved,
+        queued=sum(seen.queued),
         output=(),
-        columns=tuple(seen["columns"]),
-        rows=tuple(seen["rows"]),
+        columns=tuple(seen.columns),
+        rows=tuple(seen.rows),
     )
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+@contextmanager
+def _hooked(modules: Sequence[Linear], shares: Shares) -> Iterator[_Linears]:
+    """Note what linear layers do, and tell `shares` of it."""
+    seen = _Linears([], [], [], [])
+
+    def before(module: Any, given: Any) -> None:
+        shares.enter(module)
+
+    def after(module: Any, given: tuple[Tensor], y: Tensor) -> None:
+        shares.leave(module, given[0], y)
+        inputs, outputs = given[0].shape[-1], y.shape[-1]
+        seen.deferred.append(2 * y.numel() * inputs)
+        seen.queued.append(given[0].nbytes + y.nbytes)
+        if isinstance(module, ColumnLinear):
+            seen.columns.append(inputs)
+        elif isinstance(module, RowLinear):
+            seen.rows.append(outputs)
+
+    hooks = [module.register_forward_pre_hook(before) for module in modules]
+    hooks += [module.register_forward_hook(after) for module in modules]
+    try:
+        yield seen
+    finally:
+        for each in hooks:
+            each.remove()
 
 
 def _leaf(tensor: Tensor) -> Tensor:

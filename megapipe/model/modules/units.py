@@ -7,11 +7,13 @@ layer is needed, so large models are lists of functions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megapipe.errors import ConfigError
@@ -61,9 +63,18 @@ class Source(NamedTuple):
         return found
 
     def sketch(self) -> list[nn.Module]:
-        """All modules without values, on torch's meta device."""
-        with torch.device("meta"):
-            return [self.module(number, item) for number, item in enumerate(self.items())]
+        """All modules without values, on torch's meta device.
+
+        Where the function asks for a value, as ``linspace(0, 0.1, 8).tolist()`` does, they are made
+        on the CPU first.
+        """
+        try:
+            with torch.device("meta"):
+                return [self.module(number, item) for number, item in enumerate(self.items())]
+        except ConfigError:
+            made = list(self.make(0, range(sys.maxsize)).values())
+        tensors = [t for module in made for t in (*module.parameters(), *module.buffers())]
+        return deepcopy(made, {id(tensor): _without_values(tensor) for tensor in tensors})
 
     def module(self, number: int, item: Item) -> nn.Module:
         """An item of the list as a module."""
@@ -75,6 +86,12 @@ class Source(NamedTuple):
         if not isinstance(module, nn.Module):
             raise self.problem(f"layer {number} is a {type(module).__name__}, not a module")
         return module
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    bare = torch.empty_like(tensor, device="meta", requires_grad=False)
+    is_parameter = isinstance(tensor, Parameter)
+    return Parameter(bare, tensor.requires_grad) if is_parameter else bare
 
 
 class Place(NamedTuple):

@@ -6,7 +6,6 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.errors import ConfigError
-from megapipe.layout.links import scatters
 from megapipe.layout.resolve import resolve
 from megapipe.plan.traffic import step_traffic
 
@@ -14,7 +13,7 @@ TWO_NODES = ("parallel.tp=4", "parallel.pp=4", "train.global_batch=16")
 
 
 def decided(*keys: str) -> bool:
-    return scatters(resolve(parse(list(keys)).config, None, None)[0])
+    return resolve(parse(list(keys)).config, None, None)[1].scatters
 
 
 @pytest.mark.parametrize(

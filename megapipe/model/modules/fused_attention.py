@@ -1,0 +1,67 @@
+"""Attention on the meta device as fused kernels run it: no scores are kept.
+
+There ``scaled_dot_product_attention`` takes torch's plain formulas, which keep scores
+[b, h, s, s]; on a CPU or a GPU it has kernels that keep inputs, output and one sum per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The kernel whose shapes are taken; without dropout it draws nothing."""
+
+
+def _flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Of two products: q [b, h, s, d] k [b, h, t, d] -> [b, h, s, t], and that with v."""
+    return 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+SDPA_FLOPS: dict[Any, Callable[..., int]] = {FUSED: _flops}
+"""For :class:`torch.utils.flop_counter.FlopCounterMode`."""
+
+
+class FusedAttention(TorchFunctionMode):
+    """Takes the fused kernel's shapes where one would be chosen: without dropout, of as many key
+    heads as queries."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    alike = query.dim() == 4 and query.shape[:2] == key.shape[:2] and key.shape == value.shape
+    masked = attn_mask is not None and attn_mask.requires_grad
+    if dropout_p == 0 and not masked and alike and query.shape[-1] == key.shape[-1]:
+        y: Tensor = FUSED(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        return y
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )

@@ -1,0 +1,372 @@
+"""Lists of a user's modules: sizes are those of a real forward, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from megapipe.cli import parse
+from megapipe.distributed.axis import Axis
+from megapipe.errors import ConfigError
+from megapipe.layers import ColumnLinear, Linear, RowLinear
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import Sharding, release_initial, spec_of
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.model.interface import Sizes
+from megapipe.model.modules.family import Modules
+from megapipe.model.modules.units import Source
+
+WIDTH, LENGTH, ROWS, WORDS = 8, 6, 2, 257
+
+
+class Calls(nn.Module):
+    """Runs a function on what it is given; `modules` are its own."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.function = function
+
+    def forward(self, *x: Tensor) -> Any:
+        return self.function(self, *x)
+
+
+def pair(between: Callable[[Any, Tensor], Tensor], **modules: nn.Module) -> Calls:
+    """A column and a row layer with something between them."""
+    up, down = ColumnLinear(WIDTH, 4 * WIDTH), RowLinear(4 * WIDTH, WIDTH)
+    return Calls(lambda own, x: own.down(between(own, own.up(x))), up=up, down=down, **modules)
+
+
+def attention(own: Any, x: Tensor) -> Tensor:
+    """Heads of size 2, as many as the width has."""
+    q, k, v = (y.unflatten(-1, (-1, 2)).transpose(1, 2) for y in (own.q(x), own.k(x), own.v(x)))
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return x + own.o(mixed.transpose(1, 2).flatten(2))
+
+
+def heads(column: type[Linear], row: type[Linear]) -> Calls:
+    made = {name: column(WIDTH, WIDTH, bias=False) for name in "qkv"}
+    return Calls(attention, **made, o=row(WIDTH, WIDTH))
+
+
+@pytest.fixture
+def layout_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Layout]:
+    """The layout of a model of some layers between an embedding and a head."""
+
+    def made(inner: Callable[[], Sequence[nn.Module]], *keys: str, **given: Any) -> Layout:
+        def layers(vocab_size: int) -> list[nn.Module]:
+            ends = nn.Embedding(vocab_size, WIDTH), nn.Linear(WIDTH, vocab_size)
+            return [ends[0], *inner(), ends[1]]
+
+        module = ModuleType("written_here")
+        module.__dict__.update(layers=layers, **given)
+        monkeypatch.setitem(sys.modules, "written_here", module)
+        config = parse(
+            [
+                "model.source=written_here:layers",
+                f"train.sequence_length={LENGTH}",
+                f"train.microbatch={ROWS}",
+                "train.global_batch=4",
+                *keys,
+            ]
+        ).config
+        return resolve(config, None, None, device="cpu")[1]
+
+    return made
+
+
+TP2 = "parallel.tp=2"
+
+
+def normed(own: Any, x: Tensor) -> Tensor:
+    return own.norm(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [
+        (
+            lambda: [pair(normed, norm=nn.LayerNorm(2 * WIDTH))],
+            "layer 1: norm.weight is used between a ColumnLinear and a RowLinear",
+        ),
+        (
+            lambda: [pair(lambda own, x: functional.dropout(x, 0.1))],
+            r"layer 1: random numbers \(bernoulli_\) between",
+        ),
+        (
+            lambda: [Calls(lambda own, x: own.up(x)[..., :WIDTH], up=ColumnLinear(WIDTH, 16))],
+            "layer 1: it returns the share of a ColumnLinear",
+        ),
+        (
+            lambda: [Calls(lambda own, x: own.down(x[..., :4]), down=RowLinear(WIDTH, WIDTH))],
+            "layer 1: RowLinear down takes no share",
+        ),
+        (
+            lambda: [pair(lambda own, x: own.more(x), more=ColumnLinear(2 * WIDTH, 8 * WIDTH))],
+            "layer 1: ColumnLinear more takes the share",
+        ),
+        (
+            lambda: [pair(lambda own, x: x.view(ROWS, LENGTH, 4, WIDTH).flatten(2))],
+            r"layer 1: fails on the meta device of one of parallel\.tp=2 ranks: RuntimeError",
+        ),
+        (
+            lambda: [pair(lambda own, x: x), Calls(lambda own, x: x, up=ColumnLinear(WIDTH, 3))],
+            r"layers\.2\.up\.weight has 3 rows, which parallel\.tp=2 does not divide",
+        ),
+    ],
+    ids=["parameter", "dropout", "no row", "no column", "two columns", "fixed heads", "odd"],
+)
+def test_what_several_ranks_would_get_wrong_is_refused(
+    layout_of: Callable[..., Layout], inner: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        layout_of(inner, TP2)
+
+
+def test_one_rank_may_do_all_of_it(layout_of: Callable[..., Layout]) -> None:
+    layout_of(
+        lambda: [
+            pair(normed, norm=nn.LayerNorm(4 * WIDTH)),
+            pair(lambda own, x: functional.dropout(x, 0.1)),
+            Calls(lambda own, x: own.up(x)[..., :WIDTH], up=ColumnLinear(WIDTH, 16)),
+        ]
+    )
+
+
+def test_nothing_right_is_refused_on_two_ranks(layout_of: Callable[..., Layout]) -> None:
+    """Attention without dropout, gates, dropout and norms around; weights looked at only."""
+
+    def gated(own: Any, x: Tensor) -> Tensor:
+        y = own.norm(x).to(own.up.weight.dtype)
+        inner = functional.silu(own.gate(y)) * own.up(y)
+        return x + functional.dropout(own.down(inner), 0.1)
+
+    def inner() -> list[nn.Module]:
+        columns = {name: ColumnLinear(WIDTH, 3 * WIDTH) for name in ("gate", "up")}
+        down = RowLinear(3 * WIDTH, WIDTH)
+        return [
+            heads(ColumnLinear, RowLinear),
+            Calls(gated, norm=nn.LayerNorm(WIDTH), down=down, **columns),
+        ]
+
+    layout_of(inner, TP2)
+
+
+def outside(own: Any, x: Tensor) -> Tensor:
+    return x + functional.linear(x, own.only.weight)
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [
+        (
+            lambda: [Calls(outside, only=Linear(WIDTH, WIDTH))],
+            "layer 1: only.weight is used outside of its layer",
+        ),
+        (lambda: [Calls(lambda own, x: 3)], "layer 1 returns int"),
+        (lambda: [Calls(lambda own, x: ())], "layer 1 returns nothing"),
+        (lambda: [Calls(lambda own, x: x * 1j)], "layer 1 returns complex numbers"),
+        (lambda: [Calls(lambda own, x: x[x > 0])], "layer 1: fails on the meta device: "),
+        (lambda: [Calls(lambda own, x: x.long())], "layer 1 returns whole numbers only"),
+        (
+            lambda: [nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH))],
+            "layer 1 changes its buffer 1.num_batches_tracked",
+        ),
+        (lambda: [nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH + 1)], "layer 3: fails on the meta"),
+        (
+            lambda: [nn.Linear(WIDTH, WIDTH).requires_grad_(False)],
+            r"layers\.1\.weight has requires_grad=False",
+        ),
+        (lambda: [3], "expected a list of modules"),
+        (lambda: [lambda: 3], "layer 1 is a int, not a module"),
+        (lambda: [lambda: 1 // 0], "layer 1 cannot be made: ZeroDivisionError"),
+        (lambda: [nn.Linear(WIDTH, WIDTH)] * 2, r"layers \[1, 2\] share layers\.1\.weight"),
+    ],
+    ids=[
+        "weight",
+        "number",
+        "nothing",
+        "complex",
+        "values",
+        "whole",
+        "buffer",
+        "shapes",
+        "frozen",
+        "item",
+        "made",
+        "raises",
+        "shared",
+    ],
+)
+def test_what_cannot_run_is_refused(
+    layout_of: Callable[..., Layout], inner: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        layout_of(inner)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda y, labels, mask: y.sum(-1), r"loss: it returns shape \[2, 6\]: expected a sum"),
+        (lambda y, labels, mask: 0.0, "loss: it returns float: expected a sum"),
+    ],
+)
+def test_a_loss_that_is_no_sum_is_refused(
+    layout_of: Callable[..., Layout], loss: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"train.loss=written_here:{words}"):
+        layout_of(list, "train.loss=written_here:loss", loss=loss)
+
+
+def test_a_loss_may_ask_for_values(layout_of: Callable[..., Layout]) -> None:
+    layout_of(
+        list,
+        "train.loss=written_here:loss",
+        loss=lambda y, labels, mask: functional.cross_entropy(y[mask], labels[mask]),
+    )
+
+
+def test_a_function_may_ask_for_values(layout_of: Callable[..., Layout]) -> None:
+    """As rates of dropout that grow with depth do; a tie stays one, and values are drawn anew."""
+
+    def inner() -> list[nn.Module]:
+        rates = torch.linspace(0, 0.5, 3).tolist()
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(rate)) for rate in rates]
+
+    layout = layout_of(inner)
+    assert layout.model.layers == 5
+    assert layout.model.count() == 2 * WIDTH * WORDS + WORDS + 3 * (WIDTH * WIDTH + WIDTH)
+
+
+def test_a_tie_made_with_values_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers() -> list[nn.Module]:
+        first, last = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 7, bias=False)
+        last.weight = first.weight
+        assert torch.ones(()).item() == 1
+        return [first, last]
+
+    module = ModuleType("written_here")
+    module.__dict__["layers"] = layers
+    monkeypatch.setitem(sys.modules, "written_here", module)
+    first, last = Source("written_here:layers", {}).sketch()
+    assert first.weight is last.weight
+    assert first.weight.device.type == "meta"
+
+
+def kept_by(run: Callable[[], Tensor], weights: set[int]) -> int:
+    """Bytes that autograd keeps in a real forward."""
+    seen: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            seen[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = run()
+    assert y.requires_grad
+    return sum(each.untyped_storage().nbytes() for each in seen.values())
+
+
+def passing(own: Any, x: Tensor) -> Tensor:
+    """Keeps nothing of its input."""
+    return x + 1
+
+
+MODELS: dict[str, Callable[[], list[nn.Module]]] = {
+    "mlp": lambda: [
+        Calls(
+            lambda own, x: x + own.down(functional.gelu(own.up(own.norm(x)))),
+            norm=nn.LayerNorm(WIDTH),
+            up=nn.Linear(WIDTH, 4 * WIDTH),
+            down=nn.Linear(4 * WIDTH, WIDTH),
+        )
+    ],
+    "attention": lambda: [heads(Linear, Linear)],
+    "both keep it": lambda: [nn.Tanh(), nn.Linear(WIDTH, WIDTH)],
+    "dropout": lambda: [nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)],
+    "no input": lambda: [Calls(passing), nn.Linear(WIDTH, WIDTH)],
+}
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_plan_counts_what_autograd_keeps(
+    layout_of: Callable[..., Layout], model: str, cut: int
+) -> None:
+    """On the first and on the last stage, with the loss and what is held for the backward."""
+    layers = len(MODELS[model]()) + 2
+    layout = layout_of(MODELS[model], "parallel.pp=2", f"pipeline.layout=[{cut}, {layers - cut}]")
+    for stage in layout.stage_layers:
+        held = layout.model.held(stage, (), Sizes(LENGTH, ROWS)).device
+        assert held == held_by(layout, stage, first=stage.layers.start == 0)
+
+
+def held_by(layout: Layout, stage: Any, *, first: bool) -> int:
+    """Bytes of a real forward, with the input where it is a message."""
+    family = layout.model
+    assert isinstance(family, Modules)
+    module = family.build(stage, Sharding(Axis.alone(), False, torch.float32))
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                real = nn.Parameter(torch.zeros(parameter.shape))
+                real.spec = parameter.spec  # type: ignore[attr-defined]
+                owner._parameters[name] = real
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    mb = MicroBatch(0, 0, 0, tokens=tokens, labels=tokens.clone(), mask=mask)
+    x = None if first else torch.zeros(ROWS, LENGTH, WIDTH, requires_grad=True)
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    if x is None:
+        return kept_by(partial(module, x, mb), weights)
+    pointer = x.untyped_storage().data_ptr()
+    return x.nbytes + kept_by(partial(module, x, mb), weights | {pointer})
+
+
+def test_a_rank_computes_its_share_and_all_that_is_not_split(
+    layout_of: Callable[..., Layout],
+) -> None:
+    """Work of all ranks: split layers once, those that each rank computes as often as ranks."""
+
+    def inner() -> list[nn.Module]:
+        return [pair(lambda own, x: x), nn.Linear(WIDTH, WIDTH)]
+
+    one, two = layout_of(inner), layout_of(inner, TP2)
+    split, plain = 2 * 2 * 4 * WIDTH * WIDTH, 2 * WIDTH * WIDTH + 2 * WIDTH * WORDS
+    for layout, tp in ((one, 1), (two, 2)):
+        family = layout.model
+        assert family.forward_flops(family.whole) == split + plain
+        work = family.work(family.whole, (), again=True)
+        assert work.F == work.R == split + tp * plain
+        assert split == work.W
+        assert 2 * work.F - split == work.I
+    assert two.model.held(two.model.whole, (), Sizes(LENGTH, ROWS, tp=2)).queued == (
+        ROWS * LENGTH * 4 * (WIDTH + 4 * WIDTH // 2) * 2
+    )
+
+
+def test_initial_values_are_let_go(layout_of: Callable[..., Layout]) -> None:
+    layout = layout_of(lambda: [Linear(WIDTH, WIDTH)])
+    module = layout.model.build(layout.model.whole, Sharding(Axis.alone(), False, torch.float32))
+    parameters = list(module.parameters())
+    initial = [spec_of(each).initial for each in parameters]
+    tensors = [weakref.ref(each.tensor) for each in initial if each is not None]
+    assert len(tensors) == len(parameters) == 5
+    release_initial(parameters)
+    gc.collect()
+    assert [each() for each in tensors] == [None] * 5
