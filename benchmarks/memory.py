@@ -238,7 +238,7 @@ def microbatches(layout: Layout) -> dict[Key, MicroBatch]:
             labels=tokens.roll(-1, 1),
             mask=torch.ones(shape, dtype=torch.bool),
             scale=1.0 / length,
-            part=piece.rows.start,
+            first_row=piece.rows.start,
             start=piece.positions.start,
             sequence_length=length if layout.schedule.slices > 1 else None,
         )

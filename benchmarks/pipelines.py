@@ -240,7 +240,7 @@ def _microbatches(schedule: Schedule, length: int) -> dict[Key, MicroBatch]:
             seed=0,
             tokens=x,
             mask=torch.ones(x.shape[1], x.shape[0]),
-            part=piece.rows.start,
+            first_row=piece.rows.start,
             start=piece.positions.start,
             sequence_length=length if slices > 1 else None,
         )

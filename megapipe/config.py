@@ -145,7 +145,7 @@ class ActivationsConfig(Section):
     blocks: int | list[int] | None = None
     """Blocks of a stage, counted from its first, that `policy` and `offload` apply to; the others
     keep. Default: all. One number, or a list with one for each virtual stage."""
-    unit: int = Field(1, ge=1)
+    span: int = Field(1, ge=1)
     """full: consecutive blocks that are run again together, from the input of the first."""
     offload: list[ActivationModule] = Field([])
     """Modules whose activations wait in host memory for the backward, whether they are all kept or

@@ -30,7 +30,8 @@ from megapipe.schedule.program import Action
 
 Shape = tuple[int, ...]
 MessageShape = Callable[[Op], Any]
-"""Shape of a message; where it is packed, a :class:`~megapipe.engine.packed.Part` per tensor."""
+"""Shape of a message; where it is packed, a :class:`~megapipe.engine.packed.PackedTensor` for each
+tensor."""
 Expected = Sequence[tuple[Op, Any]]
 """The messages of a channel in a step, in order: what each is, and its shape."""
 Message = Any

@@ -16,7 +16,7 @@ ALIGNMENT = 16
 """Tensors begin at multiples of so many bytes, so that each can be seen as its own type."""
 
 
-class Part(NamedTuple):
+class PackedTensor(NamedTuple):
     """A tensor of a message."""
 
     shape: Shape
@@ -39,7 +39,7 @@ class PackedOutgoing:
 
     def send(self, message: Op, tensor: Tensor | tuple[Tensor, ...]) -> None:
         tensors = tensor if isinstance(tensor, tuple) else (tensor,)
-        parts = [Part(tuple(each.shape), each.dtype) for each in tensors]
+        parts = [PackedTensor(tuple(each.shape), each.dtype) for each in tensors]
         whole = tensors[0].new_zeros(sum(part.bytes for part in parts), dtype=torch.uint8)
         start = 0
         for part, each in zip(parts, tensors, strict=True):
@@ -60,7 +60,7 @@ class PackedIncoming:
 
     def __init__(self, line: Incoming) -> None:
         self._line = line
-        self._expected: deque[Sequence[Part]] = deque()
+        self._expected: deque[Sequence[PackedTensor]] = deque()
 
     def expect(self, expected: Expected) -> None:
         self._expected.extend(parts for _, parts in expected)

@@ -27,8 +27,8 @@ class MicroBatch:
     """Where attention ends at documents: those of the tokens up to the last one here."""
     scale: float = 1.0
     """1 / unmasked tokens of the global batch (0 if there are none)."""
-    part: int = 0
-    """First row, where these are a part of the micro-batch's rows."""
+    first_row: int = 0
+    """Number of the first row, where these are some of the micro-batch's rows."""
     start: int = 0
     """First position, where these are a slice of the sequence."""
     positions: Tensor | None = None

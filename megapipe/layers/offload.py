@@ -12,15 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from megapipe.layers.policy import BlockPolicy
-from megapipe.layers.recompute import Keeping, Part, keep, recompute
+from megapipe.layers.recompute import Keeping, Segment, keep, recompute
 
 
 class HostMemory:
     """Keeps what the parts of one stage save in host memory, in storages of its own.
 
     On CUDA the host's copies are pinned and both ways go over a side stream; the first tensor that
-    the backward of a part asks for fetches all of that part, and those of the part before it ahead
-    of their use.
+    the backward of a segment asks for fetches all of that segment, and those of the segment before
+    it ahead of their use.
     """
 
     def __init__(self) -> None:
@@ -32,20 +32,20 @@ class HostMemory:
         self._last = None
 
     def offload(
-        self, inner: Keeping, part: Part, x: Tensor, /, *rest: Any, graph_only: bool = False
+        self, inner: Keeping, segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False
     ) -> Tensor:
-        """Run `part` as `inner` does; the activations that that keeps are kept here instead.
+        """Run `segment` as `inner` does; the activations that that keeps are kept here instead.
 
         What needs no gradient stays where it is: tables, masks, statistics of norms. So do
         parameters.
         """
         if not torch.is_grad_enabled():
-            return inner(part, x, *rest, graph_only=graph_only)
+            return inner(segment, x, *rest, graph_only=graph_only)
         if x.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
         parcel = _Parcel(self._last, self._stream)
         with saved_tensors_hooks(parcel.pack, parcel.unpack):
-            y = inner(part, x, *rest, graph_only=graph_only)
+            y = inner(segment, x, *rest, graph_only=graph_only)
         parcel.close()
         self._last = weakref.ref(parcel)
         return y
@@ -101,7 +101,7 @@ class _View(NamedTuple):
 
 
 class _Parcel:
-    """Tensors that one part saved in one forward. Alive as long as the graph that saved them."""
+    """Tensors that one segment saved in one forward. Alive as long as the graph that saved them."""
 
     def __init__(
         self, previous: weakref.ref[_Parcel] | None, stream: torch.cuda.Stream | None
@@ -112,7 +112,7 @@ class _Parcel:
         """Each is held by what was saved of it, and gone when the backward is through with that."""
         self._open: dict[int, tuple[torch.UntypedStorage, _Copy]] = {}
         """Address -> a storage and its copy; holding it keeps its address from being given away
-        while the part runs."""
+        while the segment runs."""
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         if isinstance(tensor, Parameter) or not tensor.requires_grad:
@@ -126,7 +126,7 @@ class _Parcel:
         return _View(copy, tensor.dtype, offset, tensor.size(), tensor.stride())
 
     def close(self) -> None:
-        """The part has run: let go of what it saved."""
+        """The segment has run: let go of what it saved."""
         self._open.clear()
 
     def fetch(self) -> None:

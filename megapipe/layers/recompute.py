@@ -1,16 +1,16 @@
-"""How a part of a model keeps what its backward needs.
+"""How a segment of a model keeps what its backward needs.
 
-A part is a function from one tensor to one tensor. It can :func:`keep` what autograd saves,
+A segment is a function from one tensor to one tensor. It can :func:`keep` what autograd saves,
 :func:`recompute` it in the backward from its input (Chen et al., 1604.06174; of parts of a layer:
 Korthikanti et al., 2205.05198), or have what it would keep wait in host memory
 (:class:`~megapipe.layers.offload.HostMemory`).
 
 Parts end in one of the project's linear layers, which queue their weight gradients
-(:mod:`megapipe.layers.weight_grad`). A part that is run again has ``graph_only`` set: the linear
+(:mod:`megapipe.layers.weight_grad`). A segment that is run again has ``graph_only`` set: the linear
 layer at its end is given what it needs for the backward, but its product, whose value nobody
 needs, is left out. So recomputing a norm costs a norm, and recomputing an activation function
 costs just that, while the output of either exists from ``I`` to ``W`` only. The graph is walked
-once, in ``I``, so a part is run again once per micro-batch however the backward is split.
+once, in ``I``, so a segment is run again once per micro-batch however the backward is split.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 """The core of torch.autograd.backward, without its fifty calls of preparation."""
 
 
-Part = Callable[..., Tensor]
+Segment = Callable[..., Tensor]
 """(x, *rest, graph_only) -> y; with `graph_only` the output has no value."""
 
 
 class Keeping(Protocol):
-    """Runs a part and keeps for its backward what it sees fit."""
+    """Runs a segment and keeps for its backward what it sees fit."""
 
     def __call__(
-        self, part: Part, x: Tensor, /, *rest: Any, graph_only: bool = False
+        self, segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False
     ) -> Tensor: ...
 
 
-def keep(part: Part, x: Tensor, /, *rest: Any, graph_only: bool = False) -> Tensor:
+def keep(segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False) -> Tensor:
     """Keep all that autograd saves."""
-    return part(x, *rest, graph_only=graph_only)
+    return segment(x, *rest, graph_only=graph_only)
 
 
-def recompute(part: Part, x: Tensor, /, *rest: Any, graph_only: bool = False) -> Tensor:
-    """Keep x alone, and run the part again in the backward.
+def recompute(segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False) -> Tensor:
+    """Keep x alone, and run the segment again in the backward.
 
     Random numbers are functions of coordinates (:mod:`megapipe.layers.rng`), so the
     second run has the values of the first one bitwise.
     """
-    assert not graph_only, "a part that is run again holds a part that is, too"
-    return _Recomputed.apply(x, part, rest)
+    assert not graph_only, "a segment that is run again holds a segment that is, too"
+    return _Recomputed.apply(x, segment, rest)
 
 
 class _Recomputed(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Part, rest: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, segment: Segment, rest: tuple[Any, ...]) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.part, ctx.rest = part, rest
-        return part(x, *rest)
+        ctx.segment, ctx.rest = segment, rest
+        return segment(x, *rest)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_()
         with torch.enable_grad():
-            y = ctx.part(x, *ctx.rest, graph_only=True)
+            y = ctx.segment(x, *ctx.rest, graph_only=True)
         edge = get_gradient_edge(y)
         del y
         run_backward((edge,), (grad,), False, False, (), True, True)

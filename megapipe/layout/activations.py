@@ -31,7 +31,7 @@ def stage_spans(
         affected = layers if most is None else min(most, layers)
         if i in again:
             affected = 0
-        whole = config.unit if policy == "full" else max(affected, 1)
+        whole = config.span if policy == "full" else max(affected, 1)
         treated = BlockPolicy(*_modules(config, policy))
         counts = [min(whole, affected - start) for start in range(0, affected, whole)]
         rest = [Span(layers - affected, BlockPolicy())] if affected < layers else []
@@ -44,7 +44,7 @@ def repeated(config: ActivationsConfig) -> Repeated | None:
     if config.blocks is not None or not isinstance(config.policy, str):
         return None
     policy = BlockPolicy(*_modules(config, config.policy))
-    return Repeated(policy, config.unit, config.policy == "stage")
+    return Repeated(policy, config.span, config.policy == "stage")
 
 
 def recomputed_stages(config: ActivationsConfig, stages: int) -> frozenset[int]:

@@ -256,9 +256,9 @@ def _check_activations(activations: ActivationsConfig) -> None:
             f"activations.offload={activations.offload} does not go with activations.policy=stage, "
             "which keeps nothing but a stage's input: expected []"
         )
-    if activations.unit > 1 and "full" not in policies:
+    if activations.span > 1 and "full" not in policies:
         raise ConfigError(
-            f"activations.unit={activations.unit} is for activations.policy=full: expected 1"
+            f"activations.span={activations.span} is for activations.policy=full: expected 1"
         )
 
 

@@ -28,7 +28,7 @@ from megapipe.engine.channels import (
     ProcessGroupChannels,
 )
 from megapipe.engine.executor import Executor, run_together
-from megapipe.engine.packed import PackedChannels, Part
+from megapipe.engine.packed import PackedChannels, PackedTensor
 from megapipe.engine.stage import Key, Stage
 from megapipe.engine.tuple_stage import TupleStage
 from megapipe.errors import ConfigError
@@ -242,7 +242,7 @@ class Pipeline:
                 step=self.steps,
                 seed=self.seed,
                 scale=weigh(here.stop - here.start),
-                part=piece.rows.start,
+                first_row=piece.rows.start,
                 inputs=tuple(each[here] for each in inputs),
                 targets=tuple(each[here] for each in targets),
             )
@@ -279,9 +279,9 @@ class Pipeline:
         """The tensors of a message, by what produced it; within a process nobody needs to know."""
         if self._mesh is None:
             return lambda message: ()
-        found: dict[int, list[tuple[Part, ...]]] = {}
+        found: dict[int, list[tuple[PackedTensor, ...]]] = {}
 
-        def shape(message: Op) -> list[Part]:
+        def shape(message: Op) -> list[PackedTensor]:
             inputs = microbatches[message.microbatch, 0].inputs
             rows = len(inputs[0])
             if rows not in found:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megapipe.engine.packed import Part
+from megapipe.engine.packed import PackedTensor
 from megapipe.errors import ConfigError
 
 
 @torch.no_grad()
-def outputs(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[tuple[Part, ...]]:
+def outputs(
+    modules: Sequence[nn.Module], inputs: Sequence[Tensor]
+) -> list[tuple[PackedTensor, ...]]:
     """The tensors that each module returns.
 
     The modules keep their values. Raises :class:`ConfigError` where one cannot run on the meta
@@ -39,5 +41,5 @@ def outputs(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[tupl
                 f"module {number} returns {type(y).__name__}: expected a tensor or a tuple of "
                 "tensors"
             )
-        found.append(tuple(Part(tuple(each.shape), each.dtype) for each in x))
+        found.append(tuple(PackedTensor(tuple(each.shape), each.dtype) for each in x))
     return found

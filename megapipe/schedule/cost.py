@@ -85,7 +85,7 @@ class Cost:
         gather: Time = 0,
     ) -> "Cost":
         """From times for all stages of a rank together: each of its stages takes an equal share."""
-        unit = placement.unit
+        unit = placement.stage_share
 
         def share(time: Time) -> Time:
             return time * float(unit) if isinstance(time, float) else plain(time * unit)

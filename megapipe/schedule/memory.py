@@ -118,7 +118,8 @@ def weight_copies(schedule: Schedule) -> tuple[Amount, ...]:
     """Per rank, the weights that it holds, 1 being the model by the number of ranks."""
     placement = schedule.placement
     return tuple(
-        _whole(len(placement.stages_of(rank)) * placement.unit) for rank in range(placement.ranks)
+        _whole(len(placement.stages_of(rank)) * placement.stage_share)
+        for rank in range(placement.ranks)
     )
 
 
@@ -130,7 +131,7 @@ class _Grains:
             raise ScheduleError(f"the share freed by I is from 0 to 1, not {freed}")
         self._schedule = schedule
         units = [
-            schedule.placement.unit * size / schedule.slices
+            schedule.placement.stage_share * size / schedule.slices
             for size in (schedule.sizes or [Fraction(1)])
         ]
         self._per_rank = per_unit((*units, *(unit * freed for unit in units)))

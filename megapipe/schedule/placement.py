@@ -62,7 +62,7 @@ class Placement:
         return tuple(sorted({row[stage] for row in self.table}))
 
     @property
-    def unit(self) -> Fraction:
+    def stage_share(self) -> Fraction:
         """One stage's share of a full rank: ranks / stages."""
         return Fraction(self.ranks, self.stages)
 

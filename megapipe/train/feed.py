@@ -111,7 +111,7 @@ class Feed:
                 labels=labels,
                 mask=mask,
                 documents=self._documents(fetched, piece),
-                part=piece.rows.start,
+                first_row=piece.rows.start,
                 start=piece.positions.start,
                 sequence_length=length,
             )

@@ -32,7 +32,7 @@ from megapipe.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.channels import MessageShape
 from megapipe.engine.executor import Executor
-from megapipe.engine.packed import Part
+from megapipe.engine.packed import PackedTensor
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Key, Stage
@@ -237,7 +237,7 @@ class TrainStep:
                 return tensors[0].shape
             if message.kind != Kind.F:
                 tensors = tuple(each for each in tensors if each.has_grad)
-            return [Part(each.shape, getattr(torch, each.dtype)) for each in tensors]
+            return [PackedTensor(each.shape, getattr(torch, each.dtype)) for each in tensors]
 
         return shape
 
@@ -303,6 +303,10 @@ class TrainStep:
             self._seconds[result.step] += time.perf_counter() - start
         return self._timed(results)
 
+    def _require_settled(self, what: str) -> None:
+        if not self.settled:
+            raise RuntimeError(f"{what}: the last step is not settled: expected settle() before it")
+
     def _settle(self) -> list[StepResult]:
         result = None if self.post_validation is None else self.post_validation.settle()
         self.optimizer.await_all_weights()
@@ -328,23 +332,33 @@ class TrainStep:
         memory = memory_gib(self.mesh.device) or 0.0
         return Totals(tuple(squares.tolist()), *self._own_loss(tokens), wishes(), memory)
 
-    def coordinates(self) -> dict[str, Any]:
-        """The optimizer's state besides tensors, for a checkpoint, as JSON takes it."""
-        return {"updates": self.optimizer.count, "loss_scale": self.scaler.state()}
-
-    def save(self, folder: Path | str, step: int, *, run_id: str | None = None) -> Path:
+    def save(
+        self,
+        folder: Path | str,
+        step: int,
+        *,
+        run_id: str | None = None,
+        digests: Mapping[str, str] | None = None,
+    ) -> Path:
         """Write a checkpoint of the state after `step` steps, into a folder that all ranks share.
 
         Returns the checkpoint's own folder in it, ``step-<step>``, on every rank. To be called by
-        all of them, once the steps are settled. Raises :class:`CheckpointError` on all.
+        all of them, once the steps are settled (:meth:`settle`). `run_id` and the `digests` of the
+        data are for those who go on from it. Raises :class:`CheckpointError` on all.
         """
-        assert self.post_validation is None or not self.post_validation.open
+        self._require_settled("save")
         axes = ("pp", "dp", "cp", "tp", "chunks")
         meta = Meta(
             run_id=run_id or self.mesh.share(uuid.uuid4().hex),
             layout={name: getattr(self.layout, name) for name in axes},
-            coordinates={"step": step, "samples": self.samples(step), **self.coordinates()},
+            coordinates={
+                "step": step,
+                "samples": self.samples(step),
+                "updates": self.optimizer.count,
+                "loss_scale": dict(self.scaler.state()),
+            },
             config=flatten(self.config),
+            digests=dict(digests or {}),
         )
         pieces = checkpoint_io.pieces(self.optimizer)
         return save(Path(folder), step=step, pieces=pieces, meta=meta, group=self.mesh)
@@ -379,7 +393,7 @@ class TrainStep:
         :class:`DataError` for sequences longer than ``train.sequence_length`` or ids that there are
         not.
         """
-        assert self.post_validation is None or not self.post_validation.open
+        self._require_settled("logits")
         logits.check(self, tokens)
         return logits.read(self, tokens, self._shape_of(*tokens.shape), self._feed.document_end)
 

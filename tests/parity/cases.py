@@ -118,7 +118,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "keep": {},
     "stage": {"policy": "stage"},
     "full": {"policy": "full"},
-    "full, two together": {"policy": "full", "unit": 2, "offload": ["norm"]},
+    "full, two together": {"policy": "full", "span": 2, "offload": ["norm"]},
     "selective": {"policy": "selective"},
     "selective, one block": {"policy": "selective", "blocks": 1, "modules": ["attention"]},
     "offload": {"offload": ["norm", "attention", "mlp_activation"]},

@@ -39,7 +39,7 @@ def scale() -> Iterator[Any]:
         ("optimizer.zero=3", "optimizer.prefetch=0", "pipeline.schedule=zb_v"),
         ("optimizer.zero=2", "optimizer.shard_size=1", "model.tied_embeddings=false"),
         ("optimizer.zero=3", "parallel.dp=1", "train.global_batch=8"),
-        ("parallel.sequence_parallel=true", "activations.policy=full", "activations.unit=2"),
+        ("parallel.sequence_parallel=true", "activations.policy=full", "activations.span=2"),
         ("parallel.sequence_parallel=true", "activations.policy=selective"),
         ("activations.policy=stage", "kernels.loss_chunk=0", "model.dtype=fp64"),
         ("parallel.sequence_parallel=true", "pipeline.schedule=seq1f1b", "pipeline.slices=2"),

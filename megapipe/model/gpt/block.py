@@ -15,7 +15,7 @@ from megapipe.layers.norm import Norm
 from megapipe.layers.offload import HostMemory, keeping
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.policy import BlockPolicy, Span
-from megapipe.layers.recompute import Keeping, Part, keep
+from megapipe.layers.recompute import Keeping, Segment, keep
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
@@ -31,9 +31,9 @@ RunBlock = Callable[["Block", Tensor, MicroBatch, Rotary, bool], Tensor]
 class Block(nn.Module):
     """[s(/tp), b, h] -> [s(/tp), b, h]; with `graph_only` the output has no value.
 
-    Four parts, each of which ends in a linear layer: norm and projection, attention and its output,
-    norm and widening, activation and narrowing. A part's input and what it saves are kept for its
-    backward as the block's policy says.
+    Four segments, each of which ends in a linear layer: norm and projection, attention and its
+    output, norm and widening, activation and narrowing. A segment's input and what it saves are
+    kept for its backward as the block's policy says.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Blocks(nn.ModuleList):
         blocks = list(blocks)
         super().__init__(blocks)
         self._host = HostMemory()
-        self._spans: list[tuple[Part, Keeping]] = [(partial(_through, blocks), keep)]
+        self._spans: list[tuple[Segment, Keeping]] = [(partial(_through, blocks), keep)]
 
     def use(self, spans: Sequence[Span]) -> None:
         """Keep what the blocks save as `spans`, which cover all of them in order, say."""
@@ -125,8 +125,8 @@ class Blocks(nn.ModuleList):
         """With `graph_only` the output has no value."""
         self._host.begin()
         last = len(self._spans) - 1
-        for i, (part, how) in enumerate(self._spans):
-            x = how(part, x, mb, rotary, cache, graph_only=graph_only and i == last)
+        for i, (segment, how) in enumerate(self._spans):
+            x = how(segment, x, mb, rotary, cache, graph_only=graph_only and i == last)
         return x
 
 

@@ -148,7 +148,7 @@ class Problem:
         amounts = [changes[kind] for kind in self.kinds for _ in range(self.stages)]
         if self.limits is None:
             return amounts, [grain * self.row] * self.placement.ranks
-        return amounts, [floor(limit * grain / self.placement.unit) for limit in self.limits]
+        return amounts, [floor(limit * grain / self.placement.stage_share) for limit in self.limits]
 
     def fits(self, order: Order) -> bool:
         """No rank holds more than it has room for."""

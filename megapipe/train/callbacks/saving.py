@@ -6,13 +6,10 @@ import time
 from pathlib import Path
 
 from megapipe.checkpoint.retention import retain
-from megapipe.checkpoint.writer import Meta, save
-from megapipe.cli import flatten
 from megapipe.data.own import OwnData
 from megapipe.data.prepare import Prepared
 from megapipe.distributed.agreement import all_or_none
 from megapipe.errors import MegapipeError
-from megapipe.train import checkpoint_io
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.validation import is_due
 from megapipe.train.totals import Wishes
@@ -49,12 +46,11 @@ class Saving(Callback):
     def save(self, run: Run, step: int) -> None:
         """Save the state after `step` steps. Raises :class:`CheckpointError` on all ranks."""
         run.callbacks.before_save(run, step)
-        path = save(
+        path = run.train_step.save(
             self.checkpoints,
-            step=step,
-            pieces=checkpoint_io.pieces(run.train_step.optimizer),
-            meta=self._meta(run, step),
-            group=run.mesh,
+            step,
+            run_id=self._run_id,
+            digests={"corpus": self._corpus.digest, "content": self._corpus.content},
         )
         run.note(f"saved {path}")
         error = None
@@ -65,20 +61,6 @@ class Saving(Callback):
                 error = problem
         all_or_none(run.mesh, error)
         self.clock.restart()
-
-    def _meta(self, run: Run, step: int) -> Meta:
-        axes = ("pp", "dp", "cp", "tp", "chunks")
-        return Meta(
-            run_id=self._run_id,
-            layout={name: getattr(run.layout, name) for name in axes},
-            coordinates={
-                "step": step,
-                "samples": run.train_step.samples(step),
-                **run.train_step.coordinates(),
-            },
-            config=flatten(run.config),
-            digests={"corpus": self._corpus.digest, "content": self._corpus.content},
-        )
 
 
 class Clock:

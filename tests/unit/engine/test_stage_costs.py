@@ -27,7 +27,7 @@ ROWS, LENGTH = 2, 8
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "keep": {},
     "full": {"policy": "full"},
-    "pairs": {"policy": "full", "unit": 2},
+    "pairs": {"policy": "full", "span": 2},
     "some": {"policy": "full", "blocks": 1},
     "attention": {"policy": "selective", "modules": ["attention"]},
     "norm": {"policy": "selective", "modules": ["norm", "mlp_activation"]},

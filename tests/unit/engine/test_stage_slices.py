@@ -153,7 +153,11 @@ def test_keys_and_values_are_kept_once() -> None:
 def test_slices_and_parts_draw_their_own_random_numbers() -> None:
     whole = MicroBatch(index=3, step=2, seed=1)
     assert dropout_seed(whole, "mlp_out", 4, 5) == seed_of(1, "mlp_out", 2, 3, 4, 5)
-    others = [replace(whole, start=4), replace(whole, part=4), replace(whole, part=4, start=4)]
+    others = [
+        replace(whole, start=4),
+        replace(whole, first_row=4),
+        replace(whole, first_row=4, start=4),
+    ]
     assert len({dropout_seed(mb, "mlp_out", 4, 5) for mb in [whole, *others]}) == 4
 
 

@@ -26,8 +26,8 @@ def spans(**keys: Any) -> tuple[tuple[tuple[int, BlockPolicy], ...], ...]:
 def test_spans() -> None:
     assert spans() == (((3, KEEP),), ((4, KEEP),), ((1, KEEP),))
     assert spans(policy="full") == (((1, FULL),) * 3, ((1, FULL),) * 4, ((1, FULL),))
-    assert spans(policy="full", unit=3) == (((3, FULL),), ((3, FULL), (1, FULL)), ((1, FULL),))
-    assert spans(policy="full", unit=3, blocks=2)[1] == ((2, FULL), (2, KEEP))
+    assert spans(policy="full", span=3) == (((3, FULL),), ((3, FULL), (1, FULL)), ((1, FULL),))
+    assert spans(policy="full", span=3, blocks=2)[1] == ((2, FULL), (2, KEEP))
     assert spans(policy="selective", blocks=[3, 2, 0]) == (
         ((3, SELECTIVE),),
         ((2, SELECTIVE), (2, KEEP)),

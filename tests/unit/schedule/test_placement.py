@@ -37,10 +37,10 @@ def test_holders():
 
 
 def test_a_stage_is_a_share_of_a_full_rank():
-    assert loop(4).unit == 1
-    assert loop(4, 3).unit == Fraction(1, 3)
-    assert vee(4).unit == Fraction(1, 2)
-    assert mirrored(loop(4)).unit == 1
+    assert loop(4).stage_share == 1
+    assert loop(4, 3).stage_share == Fraction(1, 3)
+    assert vee(4).stage_share == Fraction(1, 2)
+    assert mirrored(loop(4)).stage_share == 1
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_whole_micro_batches_in_one_process() -> None:
     assert count == 2 * ROWS * LENGTH // 2
     assert list(result) == [(0, 0), (1, 0)]
     for i, mb in enumerate(result.values()):
-        assert (mb.index, mb.step, mb.seed, mb.part, mb.start) == (i, 5, SEED, 0, 0)
+        assert (mb.index, mb.step, mb.seed, mb.first_row, mb.start) == (i, 5, SEED, 0, 0)
         assert mb.sequence_length is None
         assert mb.scale == 1 / count
         tokens, labels, mask = Source()(asked[i])
@@ -137,7 +137,7 @@ def test_parts_and_slices_hold_their_own_rows_and_positions() -> None:
     assert count == 2 * ROWS * LENGTH // 2
     assert {mb.sequence_length for mb in result.values()} == {LENGTH}
     mb = result[3, 1]
-    assert (mb.index, mb.part, mb.start) == (3, 2, 4)
+    assert (mb.index, mb.first_row, mb.start) == (3, 2, 4)
     assert mb.tokens is not None
     assert mb.labels is not None
     assert mb.tokens.tolist() == [[1404, 1405], [1504, 1505]]

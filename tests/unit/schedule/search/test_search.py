@@ -48,7 +48,7 @@ def uneven(f, i, w, latency, embedding, head) -> Callable[[Placement], Cost]:
 
     def cost(placement: Placement) -> Cost:
         def row(time, first, last):
-            times = [time * placement.unit] * placement.stages
+            times = [time * placement.stage_share] * placement.stages
             times[0] += first
             times[-1] += last
             return tuple(times)
