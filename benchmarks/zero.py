@@ -232,7 +232,7 @@ class BareLoop:
         self.own = self.weights[shard.start : shard.stop]
         self.piece, self.mean, self.square = (torch.zeros_like(self.own) for _ in range(3))
         self.updates = 0
-        ends = [region.stop for region in shard.bucket.regions() if region.decay]
+        ends = [each.stop for each in shard.bucket.segments() if each.decay]
         decayed = min(max(0, max(ends) - shard.start), len(self.own))
         self.parts = ((slice(0, decayed), DECAY), (slice(decayed, None), 0.0))
 

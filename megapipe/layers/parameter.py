@@ -52,6 +52,9 @@ class LocalParameter(ParameterSpec):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    counted: bool = True
+    """This rank counts it in norms and writes it to checkpoints: among the tp ranks that hold the
+    same values only the first does."""
 
     @property
     def numel(self) -> int:
@@ -75,7 +78,8 @@ def local_parameter(sharding: Sharding, spec: ParameterSpec) -> LocalParameter:
         offsets[spec.split_dim] = sizes[spec.split_dim] * sharding.tp.index
     given = {field.name: getattr(spec, field.name) for field in fields(ParameterSpec)}
     given["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
-    return LocalParameter(**given, offsets=tuple(offsets), sizes=sizes)
+    counted = spec.split or sharding.tp.index == 0
+    return LocalParameter(**given, offsets=tuple(offsets), sizes=sizes, counted=counted)
 
 
 def new_parameter(sharding: Sharding, spec: ParameterSpec) -> Parameter:

@@ -58,6 +58,11 @@ class ParameterSpec:
     """The initial values, where neither `std` nor `fill` says."""
 
     @property
+    def split(self) -> bool:
+        """Whether tp ranks hold different parts."""
+        return self.split_dim is not None
+
+    @property
     def multiplied(self) -> bool:
         """Whether the gradient is a product of matrices; that of an embedding adds up rows."""
         return self.role in ("matrix", "head")

@@ -3,7 +3,7 @@
 A bucket holds a stage's parameters in the model dtype and their main gradients in fp32 (fp64 for
 fp64), each as one flat array, so that reducing, sharding and gathering are one call per bucket. A
 large stage has several, so that its last layers' gradients can leave while those of the first are
-being computed (Li et al., 2006.15704). Parameters are ordered by :class:`Region`: those that decay
+being computed (Li et al., 2006.15704). Parameters are ordered by :class:`Segment`: those that decay
 before those that do not, split ones before those that every tp rank holds; weight decay and the
 norm then act on a few ranges.
 
@@ -63,14 +63,14 @@ class Entry(NamedTuple):
     stop: int
 
 
-class Region(NamedTuple):
-    """A range of a bucket whose parameters share these properties."""
+class Segment(NamedTuple):
+    """A range [start, stop) of a bucket whose parameters share these properties."""
 
-    decay: bool
-    split: bool
-    """Split over tp; otherwise every tp rank holds the same values."""
     start: int
     stop: int
+    decay: bool
+    counted: bool
+    """In the norm of all ranks, by this one."""
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -114,14 +114,14 @@ class Bucket:
         self.sharded_grads = sharded_grads
         self.sharded_weights = sharded_weights
         uses = sorted({spec_of(owned.parameter).use for owned in parameters})
-        ordered = sorted(parameters, key=lambda owned: _region_key(spec_of(owned.parameter)))
+        ordered = sorted(parameters, key=lambda owned: _segment_key(spec_of(owned.parameter)))
         places: dict[str, Entry] = {}
         stop, region = 0, None
         for owned in ordered:
             spec = spec_of(owned.parameter)
             if spec.name not in places:
-                if region != _region_key(spec):
-                    region, stop = _region_key(spec), aligned(stop)
+                if region != _segment_key(spec):
+                    region, stop = _segment_key(spec), aligned(stop)
                 places[spec.name] = Entry(spec, stop, stop + spec.numel)
                 stop += spec.numel
         self.entries: list[Entry] = list(places.values())
@@ -150,14 +150,14 @@ class Bucket:
     def view(flat: Tensor, entry: Entry) -> Tensor:
         return flat[entry.start : entry.stop].view(entry.spec.sizes)
 
-    def regions(self) -> Iterator[Region]:
+    def segments(self) -> Iterator[Segment]:
         """The ranges of equal properties, in order."""
         start = 0
         for i, entry in enumerate(self.entries):
-            key = _region_key(entry.spec)
+            key = _segment_key(entry.spec)
             last = i + 1 == len(self.entries)
-            if last or _region_key(self.entries[i + 1].spec) != key:
-                yield Region(not key[0], not key[1], start, entry.stop)
+            if last or _segment_key(self.entries[i + 1].spec) != key:
+                yield Segment(start, entry.stop, entry.spec.decay, entry.spec.counted)
                 start = aligned(entry.stop)
 
     def add_uses(self) -> None:
@@ -218,8 +218,9 @@ def _restore(flat: Tensor) -> None:
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
-def _region_key(spec: LocalParameter) -> tuple[bool, bool]:
-    return not spec.decay, spec.split_dim is None
+def _segment_key(spec: LocalParameter) -> tuple[bool, bool]:
+    """By which segments come in order, the same on every tp rank."""
+    return not spec.decay, not spec.split
 
 
 def make_buckets(
@@ -247,10 +248,7 @@ def make_buckets(
         size = main_dtype(owned[0].parameter.dtype).itemsize
         least = None if whole else chunk_length(policy.chunk_mib, size)
         specs = {spec_of(each.parameter).name: spec_of(each.parameter) for each in owned}
-        sized = (
-            Sized(name, spec.numel, spec.decay, spec.split_dim is not None)
-            for name, spec in specs.items()
-        )
+        sized = (Sized(name, spec.numel, spec.decay, spec.split) for name, spec in specs.items())
         for own in cut(sized, least):
             yield Bucket(
                 index,

@@ -28,7 +28,7 @@ class Departure:
     def add(self, shard: Shard) -> None:
         """The bucket that leaves after those there are."""
         for entry in shard.bucket.entries:
-            if entry.spec.decay and entry.spec.split_dim is not None:
+            if entry.spec.decay and entry.spec.split:
                 self._place[entry.spec.name] = len(self.shards)
         self.shards.append(shard)
 

@@ -236,7 +236,7 @@ class Optimizer:
         """The part of the shard that this rank counts in the norm and writes to checkpoints."""
         for shard in self.shards:
             for entry in shard.bucket.entries:
-                if entry.spec.split_dim is None and self.mesh.tp.index > 0:
+                if not entry.spec.counted:
                     continue
                 a, b = max(entry.start, shard.own_start), min(entry.stop, shard.own_stop)
                 if a < b:

@@ -8,7 +8,6 @@ separate calls, so that the pipeline's computation runs beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +18,6 @@ from megapipe.optim.buffers import Bucket, Entry
 from megapipe.optim.norm import squared_norm
 from megapipe.optim.reduction import Reduction
 from megapipe.optim.state_store import StatePolicy, Store
-
-
-class Segment(NamedTuple):
-    """A range [start, stop) of a bucket, within a shard, whose parameters share properties."""
-
-    start: int
-    stop: int
-    decay: bool
-    split: bool
-    """Split over tp; otherwise every tp rank holds the same values."""
 
 
 class Shard:
@@ -76,9 +65,9 @@ class Shard:
         self._users = 0
         """Stages that need the whole weights now."""
         self.segments = [
-            Segment(max(r.start, self.start), min(r.stop, self.stop), r.decay, r.split)
-            for r in bucket.regions()
-            if max(r.start, self.start) < min(r.stop, self.stop)
+            s._replace(start=max(s.start, self.start), stop=min(s.stop, self.stop))
+            for s in bucket.segments()
+            if max(s.start, self.start) < min(s.stop, self.stop)
         ]
 
     def local(self, start: int, stop: int) -> slice:
@@ -135,12 +124,11 @@ class Shard:
                 part.copy_(total.view_as(part))
 
     def own_square(self) -> Tensor:
-        """Squared norm, fp64, of the owned gradients; what tp ranks hold in common counts on the
-        first."""
+        """Squared norm, fp64, of the owned gradients that this rank counts."""
         total = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for segment in self.segments:
             a, b = max(segment.start, self.own_start), min(segment.stop, self.own_stop)
-            if a < b and (segment.split or self.tp.index == 0):
+            if a < b and segment.counted:
                 total += squared_norm(self.grad[self.local(a, b)])
         return total
 

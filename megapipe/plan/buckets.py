@@ -103,7 +103,7 @@ class BucketPlan:
 
     @property
     def numel(self) -> int:
-        """Length of the buffer, with what :func:`aligned` adds between its regions and slices."""
+        """Length of the buffer, with what :func:`aligned` adds between its segments and slices."""
         sizes: dict[tuple[bool, bool], int] = defaultdict(int)
         for each in _sized(self.parameters, self.tp):
             sizes[each.decays, each.split] += each.numel
@@ -113,7 +113,7 @@ class BucketPlan:
     @property
     def whole(self) -> int:
         """Parameters that every tp rank holds whole."""
-        return self._values(spec for spec in self.parameters if spec.split_dim is None)
+        return self._values(spec for spec in self.parameters if not spec.split)
 
     @property
     def multiplied(self) -> int:
@@ -133,7 +133,7 @@ class BucketPlan:
 
 def _sized(parameters: Iterable[ParameterSpec], tp: int) -> Iterator[Sized]:
     for spec in parameters:
-        yield Sized(spec.name, spec.local_numel(tp), spec.decay, spec.split_dim is not None)
+        yield Sized(spec.name, spec.local_numel(tp), spec.decay, spec.split)
 
 
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:

@@ -67,7 +67,7 @@ class Modules(Family):
 
     @property
     def supports(self) -> tuple[Feature, ...]:
-        split = any(place.spec.split_dim is not None for place in self._places)
+        split = any(place.spec.split for place in self._places)
         return ("tp",) if split else ()
 
     @cached_property

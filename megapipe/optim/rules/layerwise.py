@@ -40,15 +40,13 @@ class TrustRatio(Rule):
                 self.apply(part, scale)
 
     def _squares(self, shard: Shard, count: int) -> Tensor:
-        """Squared norms of this tp rank's part of each parameter and its direction: [entries, 2].
-
-        What every tp rank holds counts on the first.
-        """
+        """Squared norms of the values that this rank counts of each parameter and its direction:
+        [entries, 2]."""
         entries = shard.bucket.entries
         squares = torch.zeros(len(entries), 2, dtype=torch.float64, device=shard.grad.device)
         for index, entry, part in self._parameters(shard):
             self.prepare(part, count)
-            if entry.spec.decay and (entry.spec.split_dim is not None or self.tp.index == 0):
+            if entry.spec.decay and entry.spec.counted:
                 for column, values in enumerate((part.master, part.grad)):
                     squares[index, column] += squared_norm(values)
         return all_reduce(squares, shard.axis)

@@ -89,24 +89,21 @@ def test_entries_lie_end_to_end_in_a_length_that_the_group_divides(dp: int) -> N
     assert len({entry.spec.name for entry in bucket.entries}) == 12
 
 
-def test_regions_have_equal_properties_and_cover_every_parameter() -> None:
+def test_segments_have_equal_properties_and_cover_every_parameter() -> None:
     (bucket,) = buckets_of({1: stage(MIDDLE)})
-    regions = list(bucket.regions())
-    kinds = [(region.decay, region.split) for region in regions]
+    segments = list(bucket.segments())
+    assert segments[0].start == 0
+    assert segments[-1].stop == bucket.entries[-1].stop
+    assert all(b.start == aligned(a.stop) for a, b in itertools.pairwise(segments))
+    kinds = []
+    for here in segments:
+        inside = [e.spec for e in bucket.entries if here.start <= e.start and e.stop <= here.stop]
+        ((decay, split),) = {(spec.decay, spec.split) for spec in inside}
+        assert (here.decay, here.counted) == (decay, split), "a second tp rank counts no copies"
+        kinds.append((decay, split))
+        matrices = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
+        assert all(decay == spec.name.endswith(matrices) for spec in inside)
     assert kinds == [(True, True), (False, True), (False, False)], "decay first, split first"
-    assert regions[0].start == 0
-    assert regions[-1].stop == bucket.entries[-1].stop
-    assert all(b.start == aligned(a.stop) for a, b in itertools.pairwise(regions))
-    for entry in bucket.entries:
-        (home,) = [r for r in regions if r.start <= entry.start and entry.stop <= r.stop]
-        assert (
-            home.decay
-            == entry.spec.decay
-            == entry.spec.name.endswith(
-                (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
-            )
-        )
-        assert home.split == (entry.spec.split_dim is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
