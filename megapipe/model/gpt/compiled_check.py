@@ -11,7 +11,7 @@ from torch.autograd import backward
 
 from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.parameter import Sharding
+from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.weight_grad import WeightGradQueue
 from megapipe.model.gpt.attention import rotary_tables
 from megapipe.model.gpt.block import Block, Rotary
@@ -51,16 +51,18 @@ def check_compiled(
     assert sharding.kernels.compiler is not None
     own = replace(sharding, queue=WeightGradQueue())
     compiled = CompiledBlock(sharding.kernels.compiler)
-    block = Block(own, config, 0, compiled).to_empty(device=device)
+    block = Block(own, config, 0, compiled)
+    specs = [spec_of(parameter) for parameter in block.parameters()]
+    block.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(sharding.dtype)
 
     with torch.no_grad():
-        for name, parameter in block.named_parameters():
+        for parameter, spec in zip(block.parameters(), specs, strict=True):
             drawn = draw(parameter.shape)
-            parameter.copy_(1 + drawn / 10 if "norm" in name else drawn * config.init_std)
+            parameter.copy_(spec.fill + drawn / 10 if spec.std is None else drawn * spec.std)
     split = sharding.tp.size if sharding.sequence_split else 1
     rotary: Rotary = None
     if config.positions == "rotary":
