@@ -19,6 +19,7 @@ from megapipe import presets, strict_yaml
 from megapipe.config import Config
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.keys import KEYS, SECTIONS, expected, literal_type_fits, unknown
+from megapipe.section import documentation
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
 
 OPTIONS = "model.options."
@@ -174,10 +175,11 @@ def _section_lines(name: str) -> list[str]:
 
 def _key_lines(key: str) -> list[str]:
     info = KEYS[key]
+    section, _, name = key.partition(".")
     default = _shown(info.get_default(call_default_factory=True))
     return [
         *_wrapped(f"{key} = {default}    {expected(info)}", "  "),
-        *_wrapped(" ".join((info.description or "").split()), "      "),
+        *_wrapped(documentation(SECTIONS[section])[name], "      "),
     ]
 
 

@@ -13,6 +13,7 @@ from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.keys import expected
+from megapipe.section import documentation
 
 DESCRIPTION = """\
 Tokenizes a corpus ahead of a run: what training would do itself at its start. The options are the
@@ -56,7 +57,7 @@ def parse(argv: Sequence[str]) -> DataConfig:
             f"--{name.replace('_', '-')}",
             default=field.default,
             type=type(field.default) if field.default is not None else str,
-            help=f"{field.description} (default: {field.default})".replace("%", "%%"),
+            help=f"{documentation(DataConfig)[name]} (default: {field.default})".replace("%", "%%"),
         )
     try:
         config = DataConfig(**vars(parser.parse_args(argv)))
