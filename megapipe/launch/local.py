@@ -10,6 +10,7 @@ import, such as those of a notebook, and have torch loaded. CUDA does not surviv
 from __future__ import annotations
 
 import datetime
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -171,7 +172,7 @@ def _collect(pipes: list[Any], deadline: float | None) -> list[Any]:
     waiting = dict(enumerate(pipes))
     while waiting:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = multiprocessing.connection.wait(list(waiting.values()), timeout=left)
+        ready = _ready(list(waiting.values()), left)
         if not ready:
             failures.update(dict.fromkeys(waiting, "did not end in time"))
             break
@@ -192,6 +193,20 @@ def _collect(pipes: list[Any], deadline: float | None) -> list[Any]:
     if failures:
         raise RankError(failures, len(pipes))
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _ready(pipes: list[Any], seconds: float | None) -> list[Any]:
+    """The pipes that have something, or nothing after so many seconds.
+
+    It waits a second at a time: a signal that comes just before a wait begins does not end it, so
+    Ctrl-C would be without effect.
+    """
+    ends = math.inf if seconds is None else time.monotonic() + seconds
+    while True:
+        left = ends - time.monotonic()
+        ready = multiprocessing.connection.wait(pipes, timeout=min(1.0, max(0.0, left)))
+        if ready or left <= 0:
+            return ready
 
 
 def _rank_main(
