@@ -1,7 +1,7 @@
 """The one-way channels of a schedule: what goes through each, and how much waits at its end.
 
-A channel is FIFO, so what a rank receives before an operation are the message that it needs and all
-that were sent before that one; see :mod:`megapipe.schedule.lower`.
+A channel is FIFO, so before an operation a rank receives the message that the operation needs and
+all that were sent on the channel earlier; see :mod:`megapipe.schedule.lower`.
 """
 
 from array import array

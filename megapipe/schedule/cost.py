@@ -16,18 +16,18 @@ PerLink = Time | Mapping[tuple[int, int], Time]
 
 
 class Leaving(NamedTuple):
-    """A bucket of a stage's gradients that is reduced for itself."""
+    """One bucket of a stage's gradients, reduced as soon as its gradients are complete."""
 
     after: Time
-    """Share of the last operation that adds gradients when those of the bucket are complete."""
+    """How much of the last W or B before the reduction has run by then, from 0 to 1."""
     share: Time
-    """Of the stage's reduction."""
+    """The bucket's share of the time of the stage's reduction."""
 
 
 Buckets = tuple[tuple[Leaving, ...], ...]
-"""By stage, in the order in which they leave."""
+"""The buckets of each stage, in the order in which they are reduced."""
 WHOLE = (Leaving(1, 1),)
-"""All gradients of a stage, after the operation."""
+"""One bucket: all gradients of a stage, reduced after the operation."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ class Cost:
     R: PerStage | None = None
     """Recomputation; default: F."""
     overlap_factor: Time = 1
-    """Two joined operations take the sum of both times this; below 1 where one hides what the
-    other waits for."""
+    """Two joined operations take this factor times the sum of both; it is below 1 where one
+    computes while the other waits."""
     latency: PerLink = 0
     """From the end of an operation to the arrival of its message on another rank: for all pairs
     of ranks or by (source, destination), 0 where a pair is not named. Hand-over within a rank is
     free."""
     bandwidth: PerLink | None = None
-    """Size sent per unit of time, likewise; default, also of a pair that is not named: infinite."""
+    """Size sent per unit of time, for all pairs or by (source, destination); infinite by default,
+    and for a pair that is not named."""
     message: Time = 0
     """Size of the message of a whole micro-batch, in the unit of bandwidth."""
     overlap: bool = True
@@ -61,12 +62,12 @@ class Cost:
     jitter: float = 0.0
     """Each operation takes up to this share more or less, drawn anew for each."""
     seed: int = 0
-    """Of the jitter."""
+    """Seed of the jitter's random numbers."""
     reduce: PerStage = 0
     """One reduction of a stage's gradients over its data-parallel peers."""
     buckets: Buckets = ()
-    """The buckets of that reduction, the last of which leaves after the operation; by default each
-    stage is reduced as a whole. Stages that several ranks hold are."""
+    """The buckets of each stage's reduction, the last complete when the operation ends. By default,
+    and always where a stage has several holders, the stage is reduced as a whole."""
     gather: PerStage = 0
     """One gathering of a stage's parameters from its data-parallel peers."""
 
@@ -137,8 +138,8 @@ class Cost:
         """Buckets of each stage's reduction.
 
         Raises:
-            ScheduleError: not one list of buckets per stage, or one whose shares are not 1 in all,
-                or that do not leave one after the other, the last at the end.
+            ScheduleError: not one list of buckets per stage, or a list whose shares do not add up
+                to 1, or that is not in the order of `after`, with 1 for the last bucket.
         """
         if self.buckets and len(self.buckets) != stages:
             raise ScheduleError(
@@ -163,7 +164,7 @@ class Cost:
         return any((*self.per_stage("gather", stages), *self.per_stage("reduce", stages)))
 
     def without_replicas(self) -> "Cost":
-        """The same with nothing to gather or reduce."""
+        """These costs with nothing to gather or reduce."""
         return replace(self, reduce=0, gather=0)
 
     def link(self, src: int, dst: int, size: Fraction = Fraction(1)) -> Time:
@@ -190,7 +191,7 @@ class Cost:
 
 
 def equal_buckets(count: int, stages: int) -> Buckets:
-    """Each stage's reduction in so many, which leave one by one."""
+    """`count` equal buckets per stage, complete at equal intervals within the operation."""
     part = Fraction(1, count)
     return (tuple(Leaving(plain(part * (i + 1)), plain(part)) for i in range(count)),) * stages
 

@@ -1,14 +1,13 @@
-"""When data-parallel replicas talk: actions for gradients and weights, put into a rank's program.
+"""When data-parallel replicas communicate: actions for gradients and weights in a rank's program.
 
-Gradients of a stage are sent off after its last weight gradient of the step and the message that
-goes with it, buckets of them within that operation (:func:`last_gradients`); where they have no
-memory of their own in between (ZeRO-2, 3), after each *run* of weight gradients of one stage: then
-a rank may have to wait for the reduction before, and its neighbour should not. A breadth-first
-order has one run per stage, so it reduces each once (Lamy-Poirier, 2211.05953). A stage of several
-holders is reduced once, when the last of them is through with it
-(:mod:`megapipe.schedule.holders`). Updated weights are awaited before the first operation that
-needs them. Where weights are gathered on demand (ZeRO-3), those of the next stages are on their way
-while one computes.
+The gradients of a stage are reduced once per step, after the stage's last weight gradient; buckets
+of them leave within that operation (:func:`last_gradients`). Under ZeRO-2 and 3 their memory is
+released in between, so they are reduced after each *run* of weight gradients of one stage; a
+breadth-first order (Lamy-Poirier, 2211.05953) has one run per stage. A reduction begins after the
+operation's message is sent: the rank may have to wait for an earlier reduction, and its neighbour
+should not wait too. A stage of several holders is reduced once, when the last of them is
+through with it (:mod:`megapipe.schedule.holders`). Updated weights are awaited before the first
+operation that needs them. ZeRO-3 gathers the weights of the next stages while one computes.
 """
 
 import itertools
@@ -29,9 +28,9 @@ class ReplicaPolicy(NamedTuple):
     """How often replicas reduce gradients and gather weights, and when."""
 
     zero: int = 1
-    """The ZeRO stage (Rajbhandari et al., 1910.02054): 2 and 3 share out gradients and weights."""
+    """The ZeRO stage (Rajbhandari et al., 1910.02054): 2 shards gradients, 3 weights too."""
     prefetch: int = 1
-    """Stages whose weights ZeRO-3 gathers before they are needed."""
+    """How many stages ahead of their use ZeRO-3 gathers weights."""
     chunked_loss: bool = False
     """The last stage computes its head's weight gradient within ``I``, not ``W``, as a loss that
     takes a few tokens at a time does. It matters to ZeRO-2 and 3."""
@@ -56,12 +55,13 @@ def synchronise(
     prefetch: int | None,
     unsplit: Collection[int] = (),
 ) -> Program:
-    """`program` with REDUCE (and OPEN), AWAIT, and UNSHARD and RESHARD put in.
+    """`program` with the replicas' actions: REDUCE, OPEN, AWAIT, UNSHARD and RESHARD.
 
-    `shared`: where stages that other ranks have too are reduced, once each. `in_runs`: reduce the
-    others after each run of weight gradients, and OPEN before it. `prefetch`: weights are gathered
-    on demand, those of so many stages ahead; None: they stay. `unsplit`: stages that compute weight
-    gradients within ``I`` too.
+    Args:
+        shared: where the stages of several holders are reduced, once each.
+        in_runs: reduce other stages after each run of weight gradients, and OPEN them before it.
+        prefetch: how many stages ahead weights are gathered; None: weights are never released.
+        unsplit: stages that compute weight gradients within ``I`` too.
     """
     actions: Sequence[Action] = program.actions
     actions = list(_with_reductions(actions, shared, unsplit, in_runs=in_runs))
@@ -77,7 +77,7 @@ def for_zero(
     schedule: Schedule,
     policy: ReplicaPolicy,
 ) -> Iterator[Program]:
-    """Programs of a schedule's ranks with what their replicas do together."""
+    """The programs of a schedule's ranks with the actions that `policy` asks of replicas."""
     shared = meetings(schedule)
     for program in programs:
         yield synchronise(
@@ -90,8 +90,8 @@ def for_zero(
 
 
 def operations(schedule: Schedule, rank: int) -> Program:
-    """A rank's operations without their messages, which make no difference to what replicas do
-    together between them."""
+    """A rank's operations as a program without messages, which do not change where
+    :func:`synchronise` puts its actions."""
     return Program(
         rank,
         tuple(Action(Do.COMPUTE, *op[:4]) for op in schedule.rank_ops(rank)),
@@ -99,10 +99,11 @@ def operations(schedule: Schedule, rank: int) -> Program:
 
 
 def last_gradients(actions: Sequence[Action]) -> dict[int, int]:
-    """Where a REDUCE follows a W or B of its stage, as it does but where a head's weight gradient
-    comes in an I and where others hold the stage too: the places of both.
+    """The place of each REDUCE that follows a W or B of its own stage -> the place of that W or B.
 
-    During that operation gradients come in for the last time before they are reduced.
+    The operation adds the last gradients before the reduction, which can begin within it. A REDUCE
+    may follow another operation where an I computes a head's weight gradient, or where the stage
+    has several holders; such a REDUCE is left out.
     """
     found, last = {}, -1
     for place, action in enumerate(actions):

@@ -49,7 +49,7 @@ class Flow(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Where what one kind of operation needs comes from, or where what it makes goes to."""
+    """The two ranks between which operations of one kind at one node send or receive."""
 
     src: int
     dst: int
@@ -81,7 +81,7 @@ class Dependencies:
 
     @property
     def plain(self) -> bool:
-        """Tokens are the operations themselves."""
+        """Whether codes are the operations themselves: one flow, one slice."""
         return len(self.flows) == 1 and self.schedule.slices == 1
 
     def codes(self, rank: int) -> "array[int]":
@@ -111,12 +111,12 @@ class Dependencies:
                     yield kind | (index * self.stages + stage) << STAGE_SHIFT, kind, flow, stage
 
     def rank_of(self, flow: Flow, stage: int) -> int:
-        """Where a node lives."""
+        """The rank that has a node."""
         return self.schedule.placement.table[flow.direction][stage]
 
     @cached_property
     def base(self) -> tuple[list[int], list[int]]:
-        """By low part: the slots, less the piece, that an operation needs and that it makes."""
+        """By low part: the slot for piece 0 that an operation needs, and the one that it makes."""
         need: list[int] = []
         make: list[int] = []
         for low, kind, _, stage in self.by_low():
@@ -140,12 +140,12 @@ class Dependencies:
 
     @cached_property
     def incoming(self) -> list[Link | None]:
-        """By low part: the ranks between which its input is sent; None if it is not."""
+        """By low part: the ranks between which an operation's input is sent; None if it is not."""
         return self._crossing(back=False)
 
     @cached_property
     def outgoing(self) -> list[Link | None]:
-        """By low part: the ranks between which its output is sent; None if it is not."""
+        """By low part: the ranks between which an operation's output is sent; None if it is not."""
         return self._crossing(back=True)
 
     def _crossing(self, *, back: bool) -> list[Link | None]:

@@ -1,12 +1,12 @@
 """When all holders of a stage are through with it, so that its gradients can be reduced.
 
-A stage of a bidirectional pipeline has several holders, which reduce its gradients together. Each
-may do so as soon as the last of them has run its last weight gradient (the eager synchronisation of
-Chimera, 2107.06925). When that is, and which of two stages comes first, all must see alike: here
-every operation takes a whole number of units, and each rank puts a reduction behind what it has
-done by then. So there is one order of all operations and reductions of all ranks, by their ends,
-of which each program is a part and in which nothing comes before what it needs; whatever waits for
-whatever, no circle can form.
+A stage of a bidirectional pipeline has several holders, which reduce its gradients together as soon
+as the last of them has run its last weight gradient (the eager synchronisation of Chimera,
+2107.06925). All holders must agree when that is, and which of two stages comes first. So the
+schedule is timed with a fixed length for each kind of operation (:data:`LENGTH`), and each rank
+puts the reduction after its operations that have ended by then. Sorted by their ends, the
+operations and reductions of all ranks form one order. Each program is a part of that order, and
+nothing in it comes before what it needs, so ranks can never wait for each other in a circle.
 """
 
 from bisect import bisect_right
@@ -16,20 +16,20 @@ from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencie
 from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_MASK, STAGE_SHIFT, Kind, Schedule
 
 LENGTH = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1, Kind.R: 1}
-"""Of an operation, in units."""
+"""Time of an operation by kind, the same on all ranks."""
 
 
 class Meeting(NamedTuple):
     """Where a rank takes part in the reduction of a stage that others hold too."""
 
     done: int
-    """Operations before it."""
+    """Operations of the rank before the reduction."""
     stage: int
 
 
 def meetings(schedule: Schedule) -> list[list[Meeting]]:
-    """By rank, what it reduces with other holders, in order. A holder that adds nothing to a stage
-    comes when its list is done."""
+    """Per rank, its reductions with other holders, in order. A holder that adds no gradient to a
+    stage is through with it when its list ends."""
     placement = schedule.placement
     shared = [s for s in range(placement.stages) if len(placement.holders(s)) > 1]
     found: list[list[Meeting]] = [[] for _ in schedule.ops]

@@ -57,8 +57,8 @@ class Op(NamedTuple):
     microbatch: int
     slice: int = 0
     joined: bool = False
-    """It and the next operation of the list run as one: they start when the inputs of both are
-    there, and what they make is there when both have ended (OVERLAP_F_B of
+    """This operation and the next of the list run as one: they start when the inputs of both are
+    there, and their outputs are there when both have ended (OVERLAP_F_B of
     torch.distributed.pipelining; the fused pairs of DualPipe)."""
 
     def __str__(self) -> str:
@@ -130,8 +130,8 @@ class Schedule:
     direction: tuple[int, ...] | None = None
     """The direction of the placement that each micro-batch runs through; default: 0 for all."""
     slices: int = 1
-    """Parts into which every sequence is cut. The F of a slice needs that of the slice before it
-    on the same stage (its keys and values); backwards it is the other way round."""
+    """Number of slices of every sequence. The F of a slice needs that of the slice before it on the
+    same stage (its keys and values); the I or B of a slice needs that of the slice after it."""
     sizes: tuple[Fraction, ...] | None = None
     """Share of a whole micro-batch's rows that each micro-batch holds; default: 1 for all."""
     recompute: frozenset[int] = frozenset()
@@ -185,7 +185,7 @@ class Schedule:
 
     @property
     def whole_microbatches(self) -> Fraction:
-        """Micro-batches of a step counted in whole ones; microbatches unless some are parts."""
+        """Micro-batches of a step in whole ones: `microbatches`, less where `sizes` are below 1."""
         return sum(self.sizes, start=Fraction(0)) if self.sizes else Fraction(self.microbatches)
 
     def rank_ops(self, rank: int) -> list[Op]:

@@ -1,4 +1,4 @@
-"""A schedule from where a user says it is: the registry, a function, or a file."""
+"""Loads the schedule that a user names: a registered one, a function's, or a file's."""
 
 from array import array
 from fractions import Fraction
@@ -25,7 +25,7 @@ def load(spec: str, *, ranks: int, microbatches: int, **options: Any) -> Schedul
 
     Raises:
         ScheduleError: nothing of that name, an exception in the user's code, or a schedule of
-            other sizes than asked for. Whether the schedule can be executed is not looked at;
+            other sizes than asked for. Whether the schedule can be executed is not checked here;
             :func:`~megapipe.schedule.proof.validate.validate` does that.
     """
     unknown = sorted(set(options) - set(OPTIONS) - set(HINTS))
@@ -44,15 +44,15 @@ def load(spec: str, *, ranks: int, microbatches: int, **options: Any) -> Schedul
 
 
 def goes_by_cost(spec: str) -> bool:
-    """Whether what :func:`load` makes of `spec` may depend on the cost that it is given; a function
-    of the user's may look at it."""
+    """Whether the schedule that :func:`load` returns for `spec` may depend on the `cost` option; a
+    function of the user's may use it."""
     if spec in names() or spec in aliases():
         return "cost" in accepts(spec)
     return is_own(spec) and not spec.endswith(".csv")
 
 
 def is_own(spec: str) -> bool:
-    """Whether `spec` is a function or a file of the user's, so nobody has proved what it makes."""
+    """Whether `spec` is a function or a file of the user's, whose schedules must be proved."""
     return ":" in spec or spec.endswith(".csv")
 
 
@@ -85,7 +85,7 @@ def _call(spec: str, given: dict[str, Any]) -> Schedule:
 
 
 def _refuse(spec: str, given: dict[str, Any], taken: tuple[str, ...]) -> None:
-    """Options of which the result does not show whether they were heeded."""
+    """Refuse options that are not taken and whose effect the result would not show."""
     for what in ("group", "pairs"):
         if what in given and what not in taken:
             raise ScheduleError(

@@ -1,12 +1,11 @@
 """From a schedule to per-rank programs with explicit messages.
 
-There is one one-way channel per ordered pair of ranks that have something to tell each other. Its
-messages are FIFO: the sender posts each directly after the operation that makes it, the receiver
-takes them in that order, as late as it can, so directly before the operation that needs one it
-takes that one and all before it. Two joined operations count as one: messages for both are taken
-before, and those of both are posted after them. Why this cannot deadlock is in
-:mod:`megapipe.schedule.proof.validate`. Neighbouring stages on one rank hand over by reference,
-without an action.
+Every ordered pair of ranks that exchange messages has a one-way FIFO channel. The sender posts each
+message directly after the operation that makes it. The receiver takes messages in that order and as
+late as possible: directly before an operation it takes the message that the operation needs and all
+earlier ones. Two joined operations count as one: messages for both are taken before, and those of
+both are posted after them. Why this cannot deadlock is in :mod:`megapipe.schedule.proof.validate`.
+Neighbouring stages on one rank hand over by reference, without an action.
 """
 
 import itertools
@@ -32,8 +31,8 @@ def lower(
 ) -> tuple[Program, ...]:
     """Programs of `ranks` (default: all), in that order.
 
-    Only these ranks and those that send to them are looked at, unless the schedule is still to be
-    `proved`.
+    A schedule that is `proved` is not validated again; then only `ranks` and those that send to
+    them are looked at.
 
     Raises:
         ScheduleError: the schedule is not valid.

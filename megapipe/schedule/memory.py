@@ -3,10 +3,11 @@
 Activations are counted in micro-batches of a full rank: what one stage keeps of one whole
 micro-batch is ranks / stages of that. There are two accountings, and published tables mix them:
 
-- *held*: from F to W (or B), as whoever keeps the saved tensors until the weight gradient;
+- *held*: all of it counts from F to W (or B), as where saved tensors are kept until W;
 - *weighted*: a share is free after I already, the rest after W (2401.10241 counts so).
 
-At a stage that recomputes, what counts begins at R (or at I or B); its input alone is kept before.
+At a stage that recomputes, activations count from R (or from I or B); the input that is kept before
+does not count.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +89,7 @@ def traffic(schedule: Schedule) -> dict[tuple[int, int], Fraction | int]:
 
 
 def volume(schedule: Schedule) -> dict[tuple[int, int], Fraction | int]:
-    """Messages of a step by (source, destination), in those of a whole micro-batch."""
+    """Volume sent in a step by (source, destination); a whole micro-batch's message is 1."""
     return _per_link(schedule, lambda size: size / schedule.slices)
 
 
@@ -115,7 +116,7 @@ def _per_link(
 
 
 def weight_copies(schedule: Schedule) -> tuple[Amount, ...]:
-    """Per rank, the weights that it holds, 1 being the model by the number of ranks."""
+    """Per rank, the weights that it holds; 1 is the model's weights / number of ranks."""
     placement = schedule.placement
     return tuple(
         _whole(len(placement.stages_of(rank)) * placement.stage_share)
@@ -124,7 +125,7 @@ def weight_copies(schedule: Schedule) -> tuple[Amount, ...]:
 
 
 class _Grains:
-    """Activations in grains: all that operations add and free are whole numbers of these."""
+    """Activations in grains, of which every operation adds or frees a whole number."""
 
     def __init__(self, schedule: Schedule, freed: Fraction) -> None:
         if not 0 <= freed <= 1:
@@ -142,11 +143,11 @@ class _Grains:
         """Those of them that I frees."""
 
     def amount(self, grains: int) -> Amount:
-        """In micro-batches of a full rank."""
+        """So many grains in micro-batches of a full rank."""
         return _whole(Fraction(grains, self._per_rank))
 
     def peak(self, rank: int) -> int:
-        """The most alive at once."""
+        """The most grains alive at once on a rank."""
         schedule = self._schedule
         if schedule.sizes or schedule.recompute:
             alive = peak = 0
@@ -166,7 +167,7 @@ class _Grains:
         return int(by_kind[kinds].cumsum().max(initial=0))
 
     def changes(self, rank: int) -> Iterator[_Change]:
-        """Of every operation of a rank."""
+        """The change that each operation of a rank makes, in order."""
         schedule = self._schedule
         ops = schedule.rank_ops(rank)
         ahead = {(op.stage, op.microbatch) for op in ops if op.kind == Kind.R}

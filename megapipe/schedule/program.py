@@ -18,7 +18,7 @@ class Do(IntEnum):
     SEND = 1
     RECV = 2
     REDUCE = 3
-    """Send off the gradients of a stage."""
+    """Begin to reduce the gradients of a stage."""
     OPEN = 4
     """Make room for the gradients of a stage."""
     UNSHARD = 5
@@ -34,7 +34,7 @@ class Action(NamedTuple):
 
     A message is named by what it carries, alike at both ends: kind F is the output of the forward
     of (stage, microbatch), for stage+1; kind I is the input gradient of its backward (I or B), for
-    stage-1. What data-parallel replicas do together names the stage alone
+    stage-1. Actions of data-parallel replicas name the stage alone
     (:mod:`megapipe.schedule.data_parallel`).
     """
 
@@ -46,8 +46,8 @@ class Action(NamedTuple):
     peer: int = -1
     """The rank at the other end of a message."""
     acks: int = 0
-    """On RECV: how many more of this rank's sends to the peer are known, now that this message is
-    here, to have been received: those that the peer received before it sent this message."""
+    """On RECV: how many further sends of this rank to the peer the message acknowledges: those that
+    the peer had received when it sent this message."""
 
 
 @dataclass(frozen=True)

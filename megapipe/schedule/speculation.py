@@ -1,8 +1,8 @@
-"""The prefix of a step that can be undone: forwards that all ranks can run before any goes on.
+"""The prefix of a step that can be undone: forwards that all ranks can run before any backward.
 
-Ranks stop before their first operation that is not a forward, or that needs one which a stopped
-rank has not run. So what is sent within the prefix can be received within it, and a step that is
-aborted at its end leaves nothing behind. There an optimizer step that was taken before the global
+Each rank stops before its first operation that is not a forward, or whose input a stopped rank has
+not made. So every message of the prefix can be received within it, and a step that is aborted after
+the prefix leaves nothing behind. At that point an optimizer step that was taken before the global
 norm was known is validated (:mod:`megapipe.train.post_validation`).
 """
 
@@ -33,8 +33,8 @@ def speculation(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _may_run(op: Op, done: set[tuple[int, int, int]]) -> bool:
-    """Whether it is a forward, on its own, whose input has been made; the slice before it, whose
-    keys and values it needs, comes before it on its own rank."""
+    """Whether an operation is a forward that is not joined and whose input has been made. The slice
+    before it, whose keys and values it needs, is earlier in the list of the same rank."""
     if op.kind != Kind.F or op.joined:
         return False
     return op.stage == 0 or (op.stage - 1, op.microbatch, op.slice) in done

@@ -2,8 +2,8 @@
 
 Cells are those of torch.distributed.pipelining's compute-only CSV: ``2F5`` is the forward of
 micro-batch 5 at stage 2, ``(0F4;3B1)OVERLAP_F_B`` two operations that run as one. ``2F5.1`` is
-slice 1 of it. A micro-batch goes to the ranks on which its cells stand, so directions
-need no word. What cells cannot say stands in lines before the first row::
+slice 1 of it. A micro-batch runs on the ranks in whose rows its cells stand, so directions are not
+written. Sizes and recomputing stages, which cells cannot say, stand in lines before the first row::
 
     # sizes 1/2 1/2 1 1
     # recompute 0 1 2

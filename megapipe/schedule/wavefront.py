@@ -1,8 +1,8 @@
 """Many ranks at once: rounds in which every rank that can runs its next operation.
 
-A loop over operations takes a microsecond for each. A round takes some twenty, but is one operation
-on every rank: with a few dozen ranks or more that is the faster way through millions of them. A
-schedule whose ranks mostly wait for each other is left to the loop.
+A loop over operations takes a microsecond for each. A round takes some twenty, but runs one
+operation on every rank that is ready: with a few dozen ranks or more that is faster for millions of
+operations. A schedule whose ranks mostly wait for each other is left to the loop.
 """
 
 from array import array
@@ -21,7 +21,7 @@ Ints = NDArray[np.integer]
 RANKS, WIDTH = 32, 12
 """With fewer ranks, or fewer operations per round, a loop is faster."""
 FILL = 64
-"""Rounds after which the width counts: a pipeline begins with one rank."""
+"""Rounds that may be narrower, since a pipeline begins with one rank."""
 
 
 class Round(NamedTuple):
@@ -60,7 +60,7 @@ class Wavefront:
 
     @staticmethod
     def suits(dependencies: Dependencies, lists: Sequence["array[int]"]) -> bool:
-        """Whether rounds may be worth their price, no operations are joined, and slots are numbers
+        """Whether rounds may be faster than a loop, no operations are joined, and slots are numbers
         of 32 bits."""
         if len(lists) < RANKS or dependencies.slots >= 1 << 31:
             return False
@@ -71,12 +71,12 @@ class Wavefront:
         return int(self._next[rank] - self._first[rank])
 
     def of(self, rank: int, times: NDArray[Any], typecode: str) -> list[Time]:
-        """Of times by place those of a rank's operations that have run, packed."""
+        """From times by place, those of a rank's operations that have run, packed."""
         own = array(typecode, times[self._first[rank] : self._next[rank]].tobytes())
         return cast("list[Time]", own)
 
     def rounds(self, made: NDArray[Any]) -> Iterator[Round]:
-        """The rounds up to the end, to where no rank can go on, or to where few ever can.
+        """The rounds up to the end, to where no rank can go on, or to where rounds are too narrow.
 
         Args:
             made: by slot, negative until it is filled. The caller fills what each round makes.

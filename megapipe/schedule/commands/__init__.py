@@ -1,4 +1,4 @@
-"""The commands of scripts/schedule.py, one file each."""
+"""The commands of ``megapipe schedule`` and scripts/schedule.py, one file each."""
 
 import argparse
 import contextlib

@@ -23,7 +23,7 @@ Commands = argparse._SubParsersAction  # the only name that argparse has for it
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are ours."""
+    """A parser that raises ConfigError where argparse would exit."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given, allow_abbrev=False)
@@ -44,7 +44,7 @@ def add_setting(parser: Parser) -> None:
 
 
 def add_size(parser: Parser) -> None:
-    """Ranks and micro-batches."""
+    """Add the arguments for ranks and micro-batches."""
     parser.add_argument("--ranks", type=count, metavar="P", required=True, help="pipeline ranks")
     parser.add_argument(
         "--microbatches",
@@ -56,14 +56,14 @@ def add_size(parser: Parser) -> None:
 
 
 def add_placement(parser: Parser) -> None:
-    """Where stages may be."""
+    """Add the argument that restricts the placement."""
     parser.add_argument(
         "--placement", choices=PLACEMENTS, help="take schedules with this placement only"
     )
 
 
 def add_costs(parser: Parser) -> None:
-    """Times, memory, and what is better than what."""
+    """Add the arguments for costs, replicas, the memory limit and the objective."""
     parser.add_argument(
         "--cost",
         type=costs,
@@ -196,12 +196,12 @@ def seed(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A number of ranks, or of anything of which a rank has a few."""
+    """A whole number, 1 or more, of ranks, stages, chunks and the like."""
     return _whole(text, 1, STAGE_MASK + 1)
 
 
 def none_or_more(text: str) -> int:
-    """A number of anything of which a rank has a few, or none."""
+    """A whole number, 0 or more, of stages and the like."""
     return _whole(text, 0, STAGE_MASK + 1)
 
 

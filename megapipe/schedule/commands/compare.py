@@ -26,7 +26,7 @@ COLUMNS = {
     "messages": "messages",
     "fits": "fits",
 }
-"""Key and heading; the keys sort and are those of the CSV."""
+"""Heading by key; --sort takes the keys, and the CSV has them."""
 SHARES = ("bubble", "bubble_ideal", "bubble_span")
 
 
@@ -70,7 +70,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def row(told: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a schedule; of what ranks differ in, the largest."""
+    """The columns of a schedule; of values per rank, the largest."""
     bubble = told["bubble"]
     return {
         **{key: told[key] for key in ("schedule", "chunks", "makespan", "span", "messages")},

@@ -14,7 +14,7 @@ from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.memory import weight_copies
 
 SAMPLE = {"ranks": 4, "microbatches": 16}
-"""A size that every schedule has."""
+"""Sizes at which every schedule can be built."""
 
 
 def add(commands: "Commands[Parser]") -> None:

@@ -91,7 +91,7 @@ def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> d
 
 
 def lines(told: dict[str, Any]) -> list[str]:
-    """The same for a reader."""
+    """The result of :func:`measure` as lines for a reader."""
     bubble, idle_by, limit = told["bubble"], told["idle"], told["memory_limit"]
     exposed, replicas = told["exposed"], told["replicas"]
     causes = {cause: sum(rank[cause] for rank in idle_by) for cause in idle_by[0]}

@@ -21,7 +21,7 @@ HINTS = ("cost", "memory_limit", "freed")
 def register(name: str, *aliases: str) -> Callable[[Generator], Generator]:
     """Decorator: make a generator known as `name`, and under further names.
 
-    A generator takes ``ranks`` and ``microbatches``, and those of these that it has, each with a
+    A generator takes ``ranks`` and ``microbatches``, and may take any of these, each with a
     default: ``chunks`` (virtual stages per rank), ``group``, ``slices``, ``pairs``; ``cost`` (a
     :class:`~megapipe.schedule.cost.Cost`), ``memory_limit`` (micro-batches of a full rank) and
     ``freed`` (the share of an activation that the limit counts as free after I; 0). It returns a

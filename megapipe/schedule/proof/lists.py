@@ -2,8 +2,8 @@
 
 Every operation is of a stage that is on the rank for the micro-batch's direction; every (stage,
 micro-batch, slice) has one F and one B, or one F, one I and one W, in that order; slices go forward
-in order and backward in reverse; an R is between F and I (or B), at a stage that recomputes. What
-comes before what is a comparison of places in a list, so millions of operations are read as arrays.
+in order and backward in reverse; an R is between F and I (or B), at a stage that recomputes. All
+checks compare places in a list, so millions of operations are read as arrays.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class Reading:
     """Properties of the lists of all ranks, each by itself."""
 
     seen: NDArray[np.uint8]
-    """By node and piece (see Dependencies), the bits of the kinds that there are of it."""
+    """By node and piece (see Dependencies), the kinds of its operations as a sum of BIT."""
     peaks: tuple[int, ...]
     """Per rank, the most chunk activations alive at once."""
     ascending: bool
@@ -88,7 +88,7 @@ def _batches(lengths: Sequence[int]) -> Iterator[range]:
 
 
 class _Batch:
-    """The lists of some ranks, laid end to end: all arrays are by place in that.
+    """The lists of some ranks, laid end to end; all arrays have an element for each operation.
 
     `first` has, by kind, node and piece, the place of the first such operation, and is filled in.
     """

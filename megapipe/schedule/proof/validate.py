@@ -3,17 +3,17 @@
 Two passes, each linear in the number of operations. The first reads each rank's list alone
 (:mod:`megapipe.schedule.proof.lists`). The second runs all lists against each other: F(s) needs
 F(s-1), and I(s) or B(s) needs I(s+1) or B(s+1). Two joined operations are one, that needs both
-inputs and makes both outputs. If a rank is left waiting, the operations that wait for each other
-are named.
+inputs and makes both outputs. If a rank is left waiting, the error names the operations that wait
+for each other.
 
-That the second pass ends also proves the communication that :mod:`megapipe.schedule.lower` posts:
+If no rank is left waiting, that also proves the communication of :mod:`megapipe.schedule.lower`:
 one FIFO channel per ordered pair of ranks, a send that completes only when its receive is posted,
 no wait for a send before the end of the step.
 
-1. A receive waits for nothing but its message: of the messages posted with message n of a channel,
-   all come earlier in the channel, so the sender has posted them when it posts n, directly after
-   the operation that makes it. So the only waits of the programs are the edges of the second
-   pass.
+1. A receive waits for nothing but its message. Before an operation a rank posts receives for the
+   message n that the operation needs and for earlier ones of the channel; the sender has posted all
+   of them when it posts n, directly after the operation that makes n. So the only waits of the
+   programs are the edges of the second pass.
 2. No send is left over: every message has a consumer (first pass), and every receive is posted
    before its consumer runs (second pass), so all sends have completed at the end of the step.
 """
@@ -51,7 +51,7 @@ class Report:
 
 
 def validate(schedule: Schedule) -> Report:
-    """Prove that a schedule is complete, ordered, within its promise, and free of deadlock.
+    """Prove that a schedule is complete, ordered, within its `held_limit`, and free of deadlock.
 
     Raises:
         ScheduleError: the rank, the place in its list (from 0), the operation, and what is wrong.

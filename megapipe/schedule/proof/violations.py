@@ -1,17 +1,17 @@
-"""Violations in words: rank, place in its list, operation, and why."""
+"""The errors of an invalid schedule: rank, place in its list, operation, and why."""
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.ir import KIND_MASK, Kind, Op, Schedule, unpack
 
 BIT = {Kind.F: 1, Kind.I: 2, Kind.W: 4, Kind.B: 8, Kind.R: 16}
-"""Kinds seen of one (stage, micro-batch, slice), as a sum of these."""
+"""A number for each kind; the kinds seen of a (stage, micro-batch, slice) are their sum."""
 
 
 def deadlock(
     dependencies: Dependencies, cursor: list[int], waiting: dict[int, int]
 ) -> ScheduleError:
-    """Follow the waits from the first blocked rank until they close, and tell the circle."""
+    """The error that names a circle of waits, found from the first blocked rank on."""
     schedule = dependencies.schedule
     wanted = {rank: dependencies.maker(slot) for slot, rank in waiting.items()}
     rank = min(wanted)
@@ -37,7 +37,7 @@ def deadlock(
 
 
 def misplaced(schedule: Schedule, rank: int, index: int) -> ScheduleError:
-    """An operation that no order could make right here."""
+    """The error of an operation that is wrong on this rank in any order."""
     code = schedule.ops[rank][index]
     kind = code & KIND_MASK
     if code < 0 or kind > Kind.R or code >> 61:
@@ -65,7 +65,7 @@ def misplaced(schedule: Schedule, rank: int, index: int) -> ScheduleError:
 
 
 def badly_joined(schedule: Schedule, rank: int, index: int) -> ScheduleError:
-    """An operation that cannot run as one with the next of its list."""
+    """The error of an operation that cannot run as one with the next of its list."""
     ops = schedule.ops[rank]
     if index + 1 == len(ops):
         return error(schedule, rank, index, "it is joined with the next operation; it is the last")
@@ -77,7 +77,7 @@ def badly_joined(schedule: Schedule, rank: int, index: int) -> ScheduleError:
 
 
 def out_of_order(schedule: Schedule, rank: int, index: int, seen: int) -> ScheduleError:
-    """An operation that is a duplicate, or comes before what it needs on its own rank."""
+    """The error of a duplicate, or of an operation before one that it needs on its own rank."""
     op = unpack(schedule.ops[rank][index])._replace(joined=False)
     plain = [other._replace(joined=False) for other in schedule.rank_ops(rank)]
     if seen & BIT[op.kind]:

@@ -1,4 +1,4 @@
-"""A timeline as bars: what every drawing and trace of a schedule is made from."""
+"""A timeline as bars, from which every drawing of a schedule is made."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
     op: Op
     chunk: int
-    """Position of its stage among those of its direction on the rank."""
+    """Position of the operation's stage among the rank's stages of this direction."""
     direction: int
     number: str
     """The micro-batch, and where sequences are cut the slice, as in ``3.1``."""
@@ -61,7 +61,7 @@ def most_chunks(placement: Placement) -> int:
 
 
 def usual_length(rows: list[list[Bar]]) -> Time:
-    """The lower median of the lengths above zero."""
+    """The lower median of the bars' lengths above zero; 1 if there are none."""
     lengths = sorted(bar.end - bar.start for row in rows for bar in row if bar.end > bar.start)
     return lengths[(len(lengths) - 1) // 2] if lengths else 1
 

@@ -29,22 +29,22 @@ LEFT, TOP, RIGHT = 64.0, 40.0, 62.0
 
 @dataclass(frozen=True)
 class Band:
-    """A part of the time, and where it is drawn."""
+    """A range of the time, and where it is drawn."""
 
     start: float
     end: float
     left: float
-    """Where it starts, in pixels."""
+    """Where the band starts, in pixels."""
     scale: float
     """Pixels per unit of time."""
 
     def x(self, time: Time) -> float:
-        """The place of a time, moved to the nearer end where it is outside."""
+        """The place of a time in pixels; a time outside the band is moved to the nearer end."""
         return self.left + (min(max(float(time), self.start), self.end) - self.start) * self.scale
 
     @property
     def right(self) -> float:
-        """Where it ends, in pixels."""
+        """Where the band ends, in pixels."""
         return self.x(self.end)
 
 
@@ -74,7 +74,7 @@ SWATCH = 14.0
 def legend(
     rows: list[list[Bar]], timeline: Timeline, chunks: int, x: float, y: float
 ) -> tuple[list[Shape], float]:
-    """The shapes of the legend with its upper left corner at (x, y), and where it ends."""
+    """The shapes of the legend with its upper left corner at (x, y), and the x where it ends."""
     kinds = sorted({part.op.kind for row in rows for bar in row for part in bar.parts})
     entries = [
         (NAMES[kind], [(shade(kind, chunk, chunks), 0) for chunk in range(chunks)])
@@ -108,8 +108,8 @@ Steps = Sequence[tuple[Time, Time]]
 def activations(
     held: Sequence[Steps], words: str, band: Band, top: float, height: float, pitch: float
 ) -> Iterator[Shape]:
-    """Words, and under them a curve per rank, all to one scale: `height` pixels for the largest
-    peak, `pitch` pixels from rank to rank."""
+    """A caption, and under it a curve of activations per rank, all to one scale: `height` pixels
+    for the largest peak, `pitch` pixels from rank to rank."""
     yield Words(band.left, top + 10, words, anchor="start", colour=LINE)
     most = float(max(value for steps in held for _, value in steps)) or 1.0
     size = min(11.0, height)
@@ -134,11 +134,11 @@ def _outline(
 
 
 USUAL = 26.0
-"""Width of an operation of usual length where there is room."""
+"""Pixels of an operation of usual length where there is room."""
 STRIP = 6.0
-"""Height of what is below a time line for gathers and reductions."""
+"""Height of the strip below a time line that shows gathers and reductions."""
 MOST_LINES = 128
-"""Time lines of all bands together; a picture that needs more has no numbers."""
+"""Most time lines of all bands together; a picture that needs more has one band, no numbers."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
     holds; a schedule is timed at unit costs first.
 
     Where operations would be too narrow for their numbers, the time is cut into bands below each
-    other, of about `width` pixels each. If even that is not enough, it is one band without them.
+    other, of about `width` pixels each; if that takes too many, there is one without numbers.
     """
     timeline = drawn if isinstance(drawn, Timeline) else simulate(drawn)
     schedule, chunks = timeline.schedule, most_chunks(timeline.schedule.placement)

@@ -36,14 +36,14 @@ class Rectangle:
     fill: str
     edge: str | None = None
     hatch: int = 0
-    """0: none; others are directions of lines over the fill."""
+    """0: none; other numbers stand for directions of the lines over the fill."""
 
 
 @dataclass(frozen=True)
 class Words:
     x: float
     y: float
-    """Of the baseline."""
+    """The place of the baseline."""
     words: str
     size: float = 11
     anchor: Literal["start", "middle", "end"] = "middle"
@@ -75,7 +75,7 @@ class Scene:
 
 
 def stack(scenes: Sequence[Scene]) -> Scene:
-    """One scene of all, the first on top."""
+    """One scene with all of these below each other, the first on top."""
     whole = Scene(max(scene.width for scene in scenes), 0)
     for scene in scenes:
         whole.shapes += [_lowered(shape, whole.height) for shape in scene.shapes]

@@ -21,7 +21,7 @@ from megapipe.schedule.timing.simulate import Timeline, simulate
 
 
 class Run(NamedTuple):
-    """Characters of a row that belong together, and to which operation, if any."""
+    """Characters of a row that belong together, and the operation that they show, if any."""
 
     words: str
     part: Part | None
@@ -52,9 +52,9 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
     """A drawing of one row per rank for a terminal; a schedule is timed at unit costs first.
 
     A cell is as wide as its operation is long: kind, micro-batch (and slice), and with several
-    chunks a letter for the chunk, as in ``F3b``; ``&`` joins a pair. Below a rank that gathers
-    parameters or reduces gradients is when it does, with the stage: ``<3<<<`` and ``>3>>>``. What
-    does not fit into width columns is left out in the middle of the time, alike in all rows.
+    chunks a letter for the chunk, as in ``F3b``; ``&`` joins a pair. A second row of a rank shows
+    when it gathers parameters and reduces gradients, with the stage: ``<3<<<`` and ``>3>>>``. If
+    `width` columns are too few, the same time in the middle is left out of all rows.
     """
     timeline = drawn if isinstance(drawn, Timeline) else simulate(drawn)
     chunks = most_chunks(timeline.schedule.placement)
@@ -105,7 +105,7 @@ class _Placed(NamedTuple):
     start: int
     cells: list[_Cell]
     short: list[_Cell]
-    """A bar that a window cuts is shown without a label."""
+    """The cells without a label, for a bar that a window cuts."""
 
 
 def _place(bar: Bar, origin: Time, scale: float, gap: int, chunked: bool) -> _Placed:

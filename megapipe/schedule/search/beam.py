@@ -2,8 +2,8 @@
 
 From each state branch the operations that one rank could begin before the earliest end that is
 possible on any rank (the active schedules of Giffler and Thompson, 1960). A rank that could only
-begin a forward may also be passed over, to save its memory for what arrives next. Of the states of
-a step the best are kept, by the idle time that is certain already.
+begin a forward may also be passed over, to save its memory for what arrives next. After each step
+the best states are kept: those with the least idle time that is certain already.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ AVERAGE = 0.1
 """Weight of the average rank against the worst one where states are compared."""
 
 Options = list[tuple[Time, int]]
-"""When each of some streams could go on."""
+"""(start, stream) pairs: when the next operation of a stream could begin."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _State:
     free: list[Time]
     held: list[int]
     left: list[Time]
-    """Work that a rank has still to do."""
+    """Time of the operations that a rank has still to run."""
     score: Time = 0
     last: int = NEVER
     """Stream of the last operation."""

@@ -7,18 +7,18 @@ from megapipe.schedule.search.problem import Problem
 
 
 def least(problem: Problem) -> Time:
-    """The work of the most loaded rank with the idle time that it cannot avoid.
+    """The largest sum, over ranks, of a rank's work and the idle time that it cannot avoid.
 
-    A rank waits for its first forward. Then, until its first input gradient can begin, it has
-    nothing to do but the forwards that it has room for. Under "makespan" the last micro-batch goes
-    back through all lower stages after the rank's last input gradient, and of the rank's weight
-    gradients only those that it has room for can come after it.
+    Until its first input gradient can begin, a rank has nothing to do but the forwards that it has
+    room for. Under "makespan" it also waits for its first forward, and the last micro-batch goes
+    back through all lower stages after the rank's last input gradient; meanwhile the rank can run
+    only as many weight gradients as it has room to delay.
     """
     return max(_of_rank(problem, rank) for rank in range(len(problem.chunks)))
 
 
 def cheapest(cost: Cost, stages: int) -> Cost:
-    """The costs with each backward the cheaper one of B and of I with W, for a bound."""
+    """Costs of split backwards, each as cheap as the cheaper of B and I + W, for a bound."""
     forward, fused, back, weight = cost.table(stages)[:4]
     first = tuple(map(min, back, fused))
     whole = [min(i + w, b) for i, w, b in zip(back, weight, fused, strict=True)]

@@ -1,7 +1,7 @@
 """The best order of a small instance, proved by a constraint solver.
 
-A referee for :mod:`megapipe.schedule.search`, and slow: some hundreds of operations are its limit.
-It needs OR-Tools (``pip install ortools``), loaded when it is called.
+This checks :mod:`megapipe.schedule.search`, and is slow: some hundreds of operations are the limit.
+It needs OR-Tools (``pip install ortools``), loaded when :func:`solve` is called.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Exact:
 
     @property
     def proved(self) -> bool:
-        """The schedule is the best one possible."""
+        """Whether the schedule is proved to be the best one possible."""
         return self.value == self.bound
 
 
@@ -54,9 +54,9 @@ def solve(
 
     Args:
         cost: whole numbers and fractions, nothing to gather or reduce; jitter is left out.
-        objective: "span" only where each rank's first start is the same in every order: the stages
-            before its lowest one are all the lowest of their ranks, as on loop, V and wave.
-        seconds: of the solver.
+        objective: "span" only where each rank's first start is the same in every order: all stages
+            before a rank's lowest one are themselves the lowest of a rank, as on loop, V and wave.
+        seconds: time limit of the solver.
 
     The other arguments are those of :func:`~megapipe.schedule.search.search`.
 
@@ -126,7 +126,7 @@ def _starts_are_fixed(problem: Problem) -> bool:
 
 
 def _first(problem: Problem) -> Timed:
-    """The best order that a rule makes, to begin with."""
+    """The best order that a rule makes, with which the solver begins."""
     orders = (problem.timed(greedy(problem, rule)) for rule in rules(problem))
     return min((timed for timed in orders if timed is not None), key=lambda timed: timed.value)
 

@@ -1,8 +1,8 @@
 """Orders made in one pass through time: a free rank takes the operation that its rule prefers.
 
-No rule gets stuck, however little room there is: a forward is admitted only if the oldest
-micro-batch that has still to pass stages of this rank forward finds room for all of them later.
-So the oldest micro-batch of all can always go on.
+No rule gets stuck, however little room there is: a rank admits a forward only if that leaves room
+for the oldest micro-batch, of those that have not passed all stages of the rank forward, to pass
+the rest of them. So the oldest micro-batch of all can always go on.
 """
 
 from collections import deque
@@ -26,11 +26,11 @@ class Rule:
     """Per rank, the most chunk activations between their F and their I; one for each stage of the
     rank are always allowed."""
     keep: tuple[int, ...]
-    """Per rank, the weight gradients that may wait while forwards are run."""
+    """Per rank, the most weight gradients that may wait while forwards are run."""
     overrun: float = 0.0
-    """How late an operation may make one that goes before it, as a share of its own time."""
+    """How much an operation may delay one of higher priority, as a share of its own time."""
     forward_first: bool = False
-    """Forwards go before input gradients."""
+    """Forwards have priority over input gradients."""
     deep: bool = True
     """Of several forwards that of the highest stage goes first, and of several input gradients
     that of the lowest stage; otherwise the opposite."""
@@ -83,7 +83,7 @@ def greedy(problem: Problem, rule: Rule) -> Order:
 def leaves_room(
     chunks: Sequence[int], done: Mapping[int, int] | Sequence[int], stage: int, room: int
 ) -> bool:
-    """After one more F at this stage, the oldest micro-batch can still pass all chunks.
+    """Whether the oldest micro-batch can still pass all chunks after one more F at `stage`.
 
     Args:
         chunks: stages of the rank, ascending.

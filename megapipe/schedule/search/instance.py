@@ -1,4 +1,4 @@
-"""From what a caller says to a problem, with every argument checked."""
+"""Makes a search problem of a caller's arguments, and checks these."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -90,7 +90,7 @@ def least_limit(placement: Placement) -> Fraction:
 
 
 def can_run(problem: Problem) -> bool:
-    """Each rank has room for one micro-batch at all its stages."""
+    """Whether each rank has room for one micro-batch at all its stages."""
     grain = problem.amount[0]
     return all(
         len(chunks) * grain <= room

@@ -1,10 +1,10 @@
 """Local search: tabu search along critical paths, and restarts from a shaken order.
 
-As in job-shop scheduling (Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998): an order gets
-shorter only if operations of a *block* change places, a run of critical operations that one rank
-performs without a gap. A move is judged by the longest path through the operations that it moves,
-heads and tails being those of the order before. The best move that is not forbidden is made, even
-where it makes the order longer, and to undo it is forbidden for a while.
+As in job-shop scheduling (Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998), a *block* is a
+run of critical operations that one rank performs without a gap, and an order gets shorter only if
+operations of a block change places. A move is judged by the longest path through the operations
+that it moves, with the heads and tails of the order before the move. The best move that is not
+forbidden is made, even where it makes the order longer; undoing it is then forbidden for a while.
 """
 
 import random
@@ -34,7 +34,7 @@ class Move(NamedTuple):
 
 
 def make(order: Order, move: Move) -> None:
-    """Change an order."""
+    """Make a move in an order, in place."""
     ops = order[move.rank]
     ops.insert(move.target, ops.pop(move.source))
 
@@ -50,7 +50,7 @@ class Tabu:
     def __init__(self, problem: Problem, order: Order, rng: random.Random) -> None:
         self.problem, self.order, self.rng = problem, copy(order), rng
         self.forbidden: dict[tuple[int, int], int] = {}
-        """Until which iteration the first may not be put before the second."""
+        """By pair of operations, until which iteration the first may not go before the second."""
         self.iteration = 0
         self.held: dict[int, list[int]] = {}
 
@@ -138,7 +138,7 @@ class Tabu:
             place = stop = order[rank].index(need)
 
     def legal(self, move: Move) -> bool:
-        """No operation comes before its own input on the rank, and all fits."""
+        """Whether every operation stays after its input on the rank, and memory suffices."""
         problem = self.problem
         first, moved, others = self._parts(move)
         if any(_depends(problem, before, after) for after, before in _pairs(move, moved, others)):
@@ -210,7 +210,7 @@ def _pairs(move: Move, moved: int, others: list[int]) -> Iterator[tuple[int, int
 
 
 def _depends(problem: Problem, before: int, after: int) -> bool:
-    """The second of two operations of a rank needs the first one itself."""
+    """Whether the second of two operations of a rank directly needs the first one."""
     if before // problem.microbatches == after // problem.microbatches:
         return True
     weight = before >= problem.row and after == before + problem.row

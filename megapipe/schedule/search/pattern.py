@@ -1,8 +1,8 @@
 """Orders that repeat one pattern for every micro-batch, as building blocks do (2405.15362).
 
 A *pattern* gives each stream an offset in time, and micro-batch n follows n periods later. A rank
-runs its operations in the order of these times, which need not be possible ones: the order alone
-counts. However little room there is, a pattern fits when its period is made long enough.
+runs its operations in the order of these times; only the order counts, the times need not be
+feasible. However little room there is, a pattern fits when its period is made long enough.
 """
 
 import random
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megapipe.schedule.search.problem import Order, Problem, Timed
 
 LATE_ACCEPTANCE = 20
-"""A change is taken where it is no longer than what was held this many changes ago."""
+"""A change is accepted if it is no longer than the present order or that of so many changes ago."""
 
 
 class Pattern(NamedTuple):

@@ -3,7 +3,7 @@
 1. Orders made by rules, by beam search and from random patterns and, where there are more
    micro-batches than fill the pipeline, what a search with fewer finds, stretched.
 2. Tabu search from the best of them.
-3. From each of the elite, again and again: shake, a short tabu search, and go on from the better.
+3. From each of the few best, repeatedly: shake it, run a short tabu search, keep the better order.
 
 Effort is counted in operations timed, so what is found depends on the arguments alone.
 """
@@ -25,7 +25,7 @@ RULE, STATE, ITERATION, SHAKE = 13, 60, 5, 25
 """Prices in timings of a whole order: a greedy pass, a state of the beam's width, an iteration of
 tabu search, and shaking an order."""
 STRETCHED = 12
-"""Shorter orders that are made longer."""
+"""How many orders of the search with fewer micro-batches are stretched."""
 ELITE = 4
 POLISHED = 6
 WIDTH, SAMPLES, CLIMBS, CHANGES = 300, 200, 3, 300
@@ -33,7 +33,7 @@ WIDTH, SAMPLES, CLIMBS, CHANGES = 300, 200, 3, 300
 POLISH, RESTART = 300, 60
 """Iterations of tabu search from an order as made, and from a shaken one."""
 SLACK = 0.01
-"""Share of the best value by which an order may be longer and still be gone on from."""
+"""How much longer than the best an order may be, as a share, for restarts to continue from it."""
 
 
 class Portfolio:
@@ -41,8 +41,8 @@ class Portfolio:
 
     Args:
         effort: operations that may be timed.
-        starts: gives orders of a problem to start from.
-        told: is given the best value now and then.
+        starts: returns orders of a problem to start from.
+        told: is called with the best value now and then.
     """
 
     def __init__(

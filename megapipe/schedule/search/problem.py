@@ -87,9 +87,9 @@ class Problem:
         self.rank = self._each(placement.table[0] * len(self.kinds))
         self.duration = self._each(times)
         self.lag = self._each(lags)
-        """Of the message that an operation waits for."""
+        """The time of the message that an operation waits for."""
         self.amount = self._each(amounts)
-        """Activations that an operation adds to those alive on its rank."""
+        """Change in the activations alive on its rank, in units of 1 / `freed`'s denominator."""
         self.needs = [self.size] * self.size
         """The operation whose message an operation waits for; size if there is none. (A W needs
         its I, which is earlier in the list of the same rank.)"""
@@ -140,7 +140,7 @@ class Problem:
         return times, lags
 
     def _amounts(self) -> tuple[list[int], list[int]]:
-        """By stream what an operation adds, and by rank what there is room for."""
+        """By stream, what an operation adds to activations alive; by rank, the room for them."""
         grain = self.freed.denominator
         changes = {Kind.F: grain, Kind.B: -grain}
         changes[Kind.I] = -int(self.freed * grain)
@@ -151,7 +151,7 @@ class Problem:
         return amounts, [floor(limit * grain / self.placement.stage_share) for limit in self.limits]
 
     def fits(self, order: Order) -> bool:
-        """No rank holds more than it has room for."""
+        """Whether no rank holds more than it has room for."""
         amount = self.amount
         for room, ops in zip(self.room, order, strict=True):
             held = 0
@@ -164,7 +164,8 @@ class Problem:
     def ends(self, order: Order) -> tuple[list[Time], list[int]] | None:
         """When each operation ends, and all operations in an order in which they can run.
 
-        The list of ends has a zero more, for what needs nothing. None where the order deadlocks.
+        The list of ends has one more, 0, for operations that need nothing. None where the order
+        deadlocks.
         """
         needs, lag, duration = self.needs, self.lag, self.duration
         ends: list[Time] = [NEVER] * self.size
@@ -197,13 +198,13 @@ class Problem:
         return None if waiting else (ends, sequence)
 
     def offsets(self, order: Order, ends: list[Time]) -> list[Time]:
-        """Per rank, the time from which its last end counts."""
+        """Per rank, the time from which the objective counts: 0, or its first start for "span"."""
         if self.objective == "makespan":
             return [0] * len(order)
         return [ends[ops[0]] - self.duration[ops[0]] for ops in order]
 
     def value(self, order: Order, ends: list[Time]) -> Time:
-        """The objective."""
+        """The objective of an order, given the ends of its operations."""
         offsets = self.offsets(order, ends)
         return max(ends[ops[-1]] - offset for ops, offset in zip(order, offsets, strict=True))
 
@@ -213,8 +214,8 @@ class Problem:
         return None if run is None else Timed(self.value(order, run[0]), order)
 
     def tails(self, order: Order, ends: list[Time], sequence: list[int]) -> list[Time]:
-        """From the start of each operation to the end of what follows from it; one more for what
-        feeds nothing.
+        """From the start of each operation to the end of all that depends on it; one more entry,
+        for operations that feed nothing.
 
         An operation is critical where start + tail is the objective.
         """
@@ -239,7 +240,8 @@ class Problem:
         return Schedule("searched", self.placement, self.microbatches, lists)
 
     def order(self, schedule: Schedule) -> Order | None:
-        """The order of a plain schedule on this placement; None where it has none here.
+        """The order of a plain schedule on this placement; None if it has other kinds of operations
+        or not each in micro-batch order.
 
         A B becomes an I and a W, unless the problem is fused.
         """

@@ -34,8 +34,8 @@ PLACEMENTS: dict[str, Callable[[int], Placement]] = {
 STARTS = 4
 """Registered schedules to start from, the best ones."""
 FULL, SMALL, LEAST = 15_000_000, 3000, 40
-"""The default effort: operations timed on one placement for schedules of up to SMALL operations,
-quickly less for larger ones, but no less than LEAST whole orders."""
+"""The default effort: FULL operations timed on one placement for schedules of up to SMALL
+operations, falling with the cube of the size above, but no less than LEAST whole orders."""
 
 
 COMPARED = 16
@@ -50,9 +50,9 @@ class Found:
     schedule: Schedule
     """Its name is "searched", or that of a registered one that could not be beaten."""
     value: Time
-    """Its makespan, or its longest span."""
+    """The schedule's makespan, or its longest span."""
     lower_bound: Time
-    """No schedule on any of the placements takes less; it need not be within reach."""
+    """No schedule on any of the placements takes less; one that takes this need not exist."""
     baseline: str | None
     """The best registered schedule that fits; None where none does."""
     baseline_value: Time | None
@@ -69,9 +69,9 @@ class Progress(NamedTuple):
     """How far a search is."""
 
     placement: Placement
-    """Where it searches now."""
+    """The placement that is searched now."""
     value: Time
-    """The best found there so far."""
+    """The best value found on it so far."""
 
 
 def search(
@@ -91,8 +91,8 @@ def search(
 ) -> Found:
     """Find a schedule for uneven stages, latency and a memory limit.
 
-    It keeps the limit, and is at least as good as every registered schedule on one of the
-    placements that keeps it too. Equal arguments give equal results.
+    The schedule keeps the limit, and is at least as good as every registered schedule on one of the
+    placements that keeps the limit too. Equal arguments give equal results.
 
     Args:
         ranks: pipeline ranks.

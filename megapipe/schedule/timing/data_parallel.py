@@ -1,17 +1,17 @@
 """When a rank's stages are gathered and reduced over its data-parallel peers.
 
-Where these begin and are awaited is what :mod:`megapipe.schedule.data_parallel` puts into a rank's
-program, so a simulation and a training step cannot differ in it. Every rank has one lane for them,
-beside computation and beside messages: one at a time, in the order in which its program begins
-them. Operations wait for their weights. Under ZeRO-2 and 3, where two stages at most have memory
-for gradients (:mod:`megapipe.optim.optimizer`), a rank waits with a reduction until the one before
-is over, and adds to a stage's gradients again when those that it sent off are gone. A reduction in
+The programs of :mod:`megapipe.schedule.data_parallel` say where these collectives begin and where a
+rank waits for them, so a simulation and a training step cannot differ in that. Every rank has one
+lane for them, beside computation and messages: they run one at a time, in the program's order.
+Operations wait for their weights. Under ZeRO-2 and 3, where two stages at most have memory for
+gradients (:mod:`megapipe.optim.optimizer`), a rank waits before a run of weight gradients (OPEN)
+until all reductions but the latest are over, and any reduction of the same stage. A reduction in
 buckets begins within the operation that completes them.
 
 A stage with several holders is reduced when the programs and the lanes of all have come to it, and
-all take part from start to end; what follows on their lanes waits. Weights are gathered by each
-holder for itself. One thing is not in the programs: under ZeRO-0, 1 and 2 all gathers begin at the
-end of the step before, here from time 0 on, in the order in which the rank uses its stages.
+all take part from start to end; later collectives on their lanes wait. Each holder gathers weights
+for itself. One thing is not in the programs: under ZeRO-0, 1 and 2 all gathers begin at the end of
+the step before, here from time 0 on, in the order in which the rank uses its stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
     end: Time
 
     def scaled(self, per_unit: int) -> "Interval":
-        """The same in another unit, of so many of which this one is a part."""
+        """The interval, which is in ticks, in a unit of `per_unit` ticks."""
         times = (scaled(time, per_unit) for time in (self.start, self.end))
         return Interval(self.stage, self.rank, *times)
 
@@ -43,7 +43,7 @@ class Stop(NamedTuple):
     """Where a rank's program has an action between operations."""
 
     done: int
-    """Operations before it."""
+    """Operations before the action."""
     action: Action
     in_buckets: bool = False
     """A REDUCE that begins within the operation before it, as buckets are complete."""
@@ -52,9 +52,9 @@ class Stop(NamedTuple):
 class Lane:
     """The gathers and reductions of one rank, begun one after the other.
 
-    A simulation runs the rank's operations up to the next of its `stops`, calls :meth:`act` and
-    goes on when that says, if the lane is not :attr:`held`. `gathers` and `reductions` are what has
-    begun so far. `company` has the lanes of all holders of each stage that others hold too.
+    A simulation runs the rank's operations up to the next of its `stops`, calls :meth:`act`, and
+    goes on at the time that it returns unless the lane is :attr:`held`. `gathers` and `reductions`
+    are those begun so far. `company` has, by stage with several holders, the lanes of all holders.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Lane:
         self._gather, self._reduce, self._buckets = times.gather, times.reduce, times.buckets
         self._gathered: dict[int, Time] = {}
         self._reduced: dict[int, Time] = {}
-        """When the last reduction of a stage ends; of all, in order, in `_ends`."""
+        """By stage, when its latest reduction ends; `_ends` has the ends of all in order."""
         self._ends: list[Time] = []
         self._meeting: tuple[int, Time] | None = None
         """The stage that this lane has come to reduce with others, and when."""
         self.stops = self._stops(ops, actions)
-        """Those to come, the next one last."""
+        """The stops to come, the next one last."""
         if times.policy.zero < 3:
             for action in actions:
                 if action.do == Do.AWAIT:
@@ -93,8 +93,8 @@ class Lane:
         return self.stops[-1].done if self.stops else self._length
 
     def _stops(self, ops: Sequence[int], actions: Sequence[Action]) -> list[Stop]:
-        """The stops of a program, the last first. Two joined operations run as one: what comes
-        between them is done before both, but a reduction after them."""
+        """The stops of a program, the last first. Two joined operations run as one: an action
+        between them is done before both, a reduction after both."""
         found: list[Stop] = []
         index = 0
         completed_within = last_gradients(actions)
@@ -109,7 +109,7 @@ class Lane:
 
     @property
     def held(self) -> bool:
-        """Whether others have not come yet for what the lane is to do next."""
+        """Whether the lane waits for other holders to come to its next reduction."""
         return self._meeting is not None
 
     def _takes_time(self, action: Action) -> bool:
@@ -120,13 +120,13 @@ class Lane:
         return action.do in (Do.UNSHARD, Do.AWAIT) and self._gather[action.stage] > 0
 
     def gathered(self, stage: int) -> Time:
-        """When the weights are there that were gathered last; 0 where that takes no time."""
+        """When a stage's latest gathered weights are there; 0 where gathering takes no time."""
         return self._gathered.get(stage, 0)
 
     def act(self, began: Time, ended: Time, now: Time) -> tuple[Time, list[int]]:
-        """Do what the program says at the next stop: when the rank goes on, and which ranks may.
+        """Do the action of the next stop; returns when the rank goes on, and which ranks may.
 
-        The operation before `began` and `ended` then, and its messages are sent `now`.
+        The operation before the stop ran from `began` to `ended`, and its message is sent by `now`.
         """
         _, action, in_buckets = self.stops.pop()
         if action.do == Do.REDUCE and action.stage in self._company:
@@ -134,7 +134,7 @@ class Lane:
         if action.do == Do.REDUCE:
             self._begin_reduce(action.stage, began if in_buckets else ended, ended)
         elif action.do == Do.OPEN:
-            # of all but the last: the run before this one has waited for the others
+            # the last reduction but one: the run before this one has waited for earlier ones
             now = max(now, self._reduced.get(action.stage, 0), *self._ends[-2:-1])
         elif action.do == Do.UNSHARD:
             self._begin_gather(action.stage, now)
@@ -171,7 +171,7 @@ class Lane:
         self._gathered[stage] = self._next(self.gathers, stage, ready, self._gather[stage])
 
     def _next(self, done: list[Interval], stage: int, ready: Time, time: Time) -> Time:
-        """The end of what comes next on the lane."""
+        """Put a collective of length `time` on the lane; returns its end."""
         if not time:
             return ready
         start = max(ready, self.free)
@@ -181,7 +181,7 @@ class Lane:
 
 
 def make_lanes(schedule: Schedule, times: Times) -> list[Lane]:
-    """A lane for each rank; none where nothing takes time."""
+    """A lane for each rank; no lanes where neither gathers nor reductions take time."""
     placement = schedule.placement
     if not any((*times.gather, *times.reduce)):
         return []
@@ -203,7 +203,7 @@ def make_lanes(schedule: Schedule, times: Times) -> list[Lane]:
 def replay(
     lanes: Sequence[Lane], starts: Sequence[Sequence[Time]], ends: Sequence[Sequence[Time]]
 ) -> None:
-    """Do all that is left to do, of operations whose `starts` and `ends` are known, per rank."""
+    """Run all stops of the lanes, given each rank's `starts` and `ends` of operations."""
     ready = [lane.rank for lane in lanes]
     while ready:
         lane = lanes[ready.pop()]

@@ -3,7 +3,7 @@
 Within the makespan a rank's time that is not computation is
 
 - *warm-up*: before the first backward of the rank starts;
-- *drain*: after its last forward has ended, with the reductions that nothing hides;
+- *drain*: after its last forward has ended, exposed reductions included;
 - and in between *waiting*, while the message that the next operation needs is on its way (or is
   being sent, where messages do not overlap with computation), the parameters of its stage are
   gathered or a reduction is to be over first, and *imbalance*, while the operation that makes the
@@ -74,10 +74,10 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
 
 
 def typical_latency(timeline: Timeline) -> Time:
-    """The time from the end of an operation to the start of one that it kept waiting on another
-    rank: the (upper) median over all that waited, 0 where none did.
+    """The median time from the end of an operation to the start of one on another rank that waited
+    for its message: the upper median over all that waited, 0 where none did.
 
-    An operation waited for its message if its rank was idle when that was sent.
+    An operation waited for its message if its rank was idle when the message was sent.
     """
     dependencies = Dependencies(timeline.schedule)
     lists = [dependencies.codes(rank) for rank in range(len(timeline.start_ticks))]
@@ -92,8 +92,7 @@ def typical_latency(timeline: Timeline) -> Time:
 
 
 def _made(dependencies: Dependencies, lists: Sequence["array[int]"], timeline: Timeline) -> Numbers:
-    """By slot, when what operations make was there, in ticks; what is always there, at the
-    beginning."""
+    """By slot, the tick at which its operation ended; the beginning for what is always there."""
     make = np.array(dependencies.base[1])
     columns = [_numbers(ends) for ends in timeline.end_ticks]
     made = np.full(dependencies.slots, timeline.begin_ticks, np.result_type(*columns))
@@ -104,17 +103,17 @@ def _made(dependencies: Dependencies, lists: Sequence["array[int]"], timeline: T
 
 
 def _made_for(codes: Numbers, need: Numbers, made: Numbers) -> Numbers:
-    """When what operations need was made."""
+    """When the inputs of operations were made."""
     return made[need[codes & LOW] + (codes >> PIECE_SHIFT & PIECES)]
 
 
 def _numbers(times: Sequence[Time]) -> Numbers:
-    """Times as an array: of Python's numbers where they are not packed."""
+    """Times as an array, with Python numbers as elements where they are not packed."""
     return np.array(times) if isinstance(times, array) else np.array(list(times), object)
 
 
 def _sum(times: Numbers) -> Time:
-    """Their sum, as one of Python's numbers."""
+    """The sum of times, as a Python number."""
     total = times.sum()
     return total.item() if isinstance(total, np.generic) else total
 

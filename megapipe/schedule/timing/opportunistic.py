@@ -2,8 +2,8 @@
 
 A static list is made for expected times. Where operations take longer or shorter than that, its
 head may still wait for a message when an operation behind it could run. The executor keeps to the
-list, so that results are the same bitwise and memory is what was promised; this says what that
-costs. Whoever deviates runs forwards ahead and may hold more.
+list, so that results are the same bitwise and memory is as promised; this module says what that
+costs. A rank that deviates runs forwards ahead and may hold more activations.
 """
 
 from dataclasses import replace
@@ -22,8 +22,8 @@ from megapipe.schedule.timing.times import Times
 def deviate(
     schedule: Schedule, cost: Cost, window: int, policy: ReplicaPolicy = REPLICAS
 ) -> Timeline:
-    """A valid schedule in time if a rank whose next operation waits may run one of the `window`
-    next ones instead, the first whose input is there.
+    """Time a valid schedule whose ranks, if their next operation waits, may run another one of the
+    `window` next ones: the first whose input is there.
 
     Operations of one kind at one stage keep their order, and every operation takes as long as in
     :func:`~megapipe.schedule.timing.simulate.simulate`, jitter included. The timeline's schedule

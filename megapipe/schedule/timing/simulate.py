@@ -35,10 +35,11 @@ class Timeline:
     gather_ticks: tuple[Interval, ...] = ()
     """When parameters are gathered, by rank and start; none where that takes no time."""
     reduction_ticks: tuple[Interval, ...] = ()
-    """When gradients are reduced, by start, on each holder of a stage; likewise."""
+    """When gradients are reduced, by start, on each holder of a stage; none where that takes no
+    time."""
     policy: ReplicaPolicy = REPLICAS
     per_unit: int = 1
-    """Ticks in the unit of time of the costs. All that is not called ticks is in that unit."""
+    """Ticks per unit of the costs' time, in which all times not named ticks are given."""
 
     @cached_property
     def starts(self) -> tuple[Sequence[Time], ...]:
@@ -109,8 +110,8 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[Time, ...]:
-        """Per rank, from the start of its first operation to the end of its last, so without what
-        it gathers before and reduces after; 0 where it does nothing."""
+        """Per rank, the time from the start of its first operation to the end of its last, without
+        gathers before and reductions after; 0 for a rank without operations."""
         return tuple(
             self.time(ends[-1] - starts[0]) if ends else 0
             for starts, ends in zip(self.start_ticks, self.end_ticks, strict=True)
@@ -127,7 +128,7 @@ class Timeline:
         )
 
     def _twice(self, rank: int) -> Time:
-        """The ticks of operations that are joined with their next, so stand twice."""
+        """Ticks that the lists count twice: joined operations have the same start and end."""
         codes = self.schedule.ops[rank]
         if not codes or max(codes) < JOINED:
             return 0
@@ -255,7 +256,7 @@ def _abreast(
     finished: "array[int] | array[float]",
 ) -> tuple[list[list[Time]], list[list[Time]], list[Time]]:
     """Starts and ends of the operations that a wavefront reaches, per rank, and when each rank can
-    go on. The same numbers as in the loop, to the bit."""
+    go on: bitwise the numbers of the loop."""
     code = finished.typecode
     made = np.frombuffer(finished, code)
     lag, length, hold = (np.array(x, code) for x in (times.lag, times.length, times.hold))

@@ -18,12 +18,12 @@ _LARGEST = (1 << 63) - 1
 
 
 def per_unit(times: Iterable[Time]) -> int:
-    """The least number of ticks in a unit of time with which all these are whole."""
+    """The least number of ticks in a unit of time that makes all these times whole numbers."""
     return lcm(*{time.denominator for time in times if isinstance(time, Fraction)})
 
 
 def whole(time: Time, ticks: int) -> int:
-    """A time in ticks, of which there are so many in a unit; it must be whole."""
+    """A time as a number of ticks, with `ticks` in a unit of time; it must be whole."""
     number = plain(time * ticks)
     assert isinstance(number, int)
     return number
@@ -67,8 +67,8 @@ class Wide:
 
 
 def room(value: Time, count: int, largest: Time) -> list[Time]:
-    """Equal numbers in a packed array that is used as a list: of floats where `largest` is one,
-    else of whole numbers up to `largest`, which may be of any size."""
+    """A packed array, used as a list, with `value` `count` times. It takes floats if `largest` is
+    one, else whole numbers up to `largest`, however large that is."""
     if isinstance(largest, float):
         return cast("list[Time]", array("d", [float(value)]) * count)
     number = int(value)

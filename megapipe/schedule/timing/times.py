@@ -36,11 +36,11 @@ class Times:
                 "give one per slice"
             )
         self.length: list[Time] = []
-        """The time of an operation; with shares of slices, that of a whole sequence."""
+        """The time of an operation; of one on the uncut sequence if the costs have `slices`."""
         self.lag: list[Time] = []
-        """From where its input is sent to its arrival."""
+        """The time of its input's message; 0 unless messages overlap with computation."""
         self.hold: list[Time] = []
-        """From its end to when its rank goes on."""
+        """The time of its output's message, for which the rank waits; 0 if messages overlap."""
         self._read(cost.table(dependencies.stages))
         self.gather = list(cost.per_stage("gather", dependencies.stages))
         self.reduce = list(cost.per_stage("reduce", dependencies.stages))
@@ -78,7 +78,7 @@ class Times:
                 self.hold[low] = plain(cost.link(*goes, flow.size * part))
 
     def _serial(self) -> int:
-        """More ticks than the schedule takes: all that it has, one after the other."""
+        """More ticks than the schedule takes: those of everything in it, one after the other."""
         cost = self.cost
         each = 2 * max(self.length) * max(1, *(cost.slices or ()), cost.overlap_factor)
         each += max(self.lag) + max(self.hold)
@@ -86,7 +86,7 @@ class Times:
         return int(each * sum(map(len, self.dependencies.schedule.ops))) + 1
 
     def many(self, value: int, count: int) -> list[Time]:
-        """Equal times, packed."""
+        """`count` equal times, packed."""
         return room(value, count, self._longest)
 
     def together(self, first: Time, second: Time) -> Time:
@@ -94,7 +94,7 @@ class Times:
         return plain((first + second) * self.cost.overlap_factor)
 
     def by_operation(self, rank: int, codes: "array[int]") -> list[Time] | None:
-        """The time that each operation of a list takes, where `length` does not tell."""
+        """The time of each operation of a rank's list; None where `length` has them."""
         cost, schedule = self.cost, self.dependencies.schedule
         if not (schedule.recompute or cost.slices or cost.jitter):
             return None
@@ -120,9 +120,9 @@ class Times:
 
 
 def in_ticks(placement: Placement, cost: Cost) -> tuple[Cost, int]:
-    """The costs of whole micro-batches on a placement in ticks, and how many are a unit of time.
+    """The costs of whole micro-batches on a placement in ticks, and the ticks in a unit of time.
 
-    Costs with a float among them stay as they are.
+    Costs with a float among them are returned as they are, with 1.
     """
     stages, home = placement.stages, placement.table[0]
     rows = dict(zip((kind.name for kind in Kind), cost.table(stages), strict=True))

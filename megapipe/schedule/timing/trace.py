@@ -21,7 +21,7 @@ def trace(timelines: Mapping[str, Timeline], *, unit: float = 1000.0) -> dict[st
 
     Args:
         timelines: simulated or measured ones.
-        unit: microseconds per unit of their time; 1e6 for seconds.
+        unit: microseconds per unit of the timelines' time; 1e6 for seconds.
     """
     events: list[Event] = []
     for number, (name, timeline) in enumerate(timelines.items()):
@@ -96,7 +96,7 @@ def _collectives(timeline: Timeline, process: int, unit: float) -> Iterator[Even
 
 
 def _arrows(timeline: Timeline, process: int, unit: float) -> Iterator[Event]:
-    """From each operation to what its message lets another rank do."""
+    """Arrows from each operation to the one on another rank that its message is for."""
     made: dict[tuple[bool, int, int, int], tuple[int, float, float]] = {}
     uses: list[tuple[tuple[bool, int, int, int], int, float]] = []
     for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
@@ -118,5 +118,5 @@ def _arrows(timeline: Timeline, process: int, unit: float) -> Iterator[Event]:
 
 
 def _key(op: Op) -> tuple[bool, int, int, int]:
-    """The result of an operation: of a forward or a backward."""
+    """Names the result of an operation: whether of a backward, stage, micro-batch, slice."""
     return op.kind != Kind.F, op.stage, op.microbatch, op.slice
