@@ -1,7 +1,7 @@
 """Checkpoints that any layout can load: safetensors shards and a JSON manifest, no pickle.
 
-An entry is a global tensor named by what it is (``model/layers.0.attention.qkv.weight``,
-``optimizer.exp_avg/layers.0...``), stored as regions of it in the files of the ranks that held it.
+An entry is a global tensor (``model/layers.0.attention.qkv.weight``,
+``optimizer.exp_avg/layers.0...``), stored as regions in the files of the ranks that held them.
 A checkpoint folder holds nothing but::
 
     manifest.json                  see megapipe.checkpoint.manifest

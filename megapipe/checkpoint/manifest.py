@@ -105,7 +105,7 @@ class Manifest(Record):
     layout: dict[Key, JsonValue]
     """Mesh sizes and whatever else describes the layout that wrote it; loading needs none of it."""
     coordinates: dict[Key, JsonValue]
-    """Where the run stands: consumed samples and the like."""
+    """The progress of the run: consumed samples and the like."""
     config: dict[Key, JsonValue]
     """The run's configuration by dotted key."""
     digests: dict[Key, Sha256]

@@ -1,8 +1,8 @@
 """Rectangles of an n-dimensional tensor: what a shard holds, whatever the layout that wrote it.
 
 Tensor parallelism cuts a parameter along one dimension, and ZeRO cuts the flat buffer behind it
-anywhere at all. Both are a few rectangles of the global tensor, so a checkpoint needs no other
-notion, and loading into another layout is the intersection of rectangles.
+anywhere. Either result is a few rectangles of the global tensor, so a checkpoint stores rectangles
+alone, and loading into another layout intersects rectangles.
 """
 
 from collections import defaultdict

@@ -1,9 +1,9 @@
 """One safetensors file of a checkpoint: written in one pass, read piece by piece.
 
-The file is a plain safetensors file, but its header is a function of the manifest: which pieces
-it holds, in a fixed order. So the reader compares the header's bytes instead of parsing it, and
-a piece's position is known before the file is opened. Together with the pieces' CRC-32 that
-leaves no byte of a shard that a reader of all its pieces has not checked.
+The file is a plain safetensors file, but its header follows from the manifest: the pieces that the
+file holds, in a fixed order. So the reader compares the header's bytes instead of parsing it, and
+a piece's position is known before the file is opened. With the pieces' CRC-32, a reader of all
+pieces has checked every byte of a shard.
 """
 
 import json
@@ -37,7 +37,7 @@ _BLOCK = 1 << 24
 
 
 class Slot(NamedTuple):
-    """A region of an entry as a shard's tensor."""
+    """A tensor of a shard: one region of an entry."""
 
     name: str
     dtype: Dtype

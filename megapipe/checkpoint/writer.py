@@ -62,7 +62,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Meta:
-    """Facts about the run that a checkpoint carries; rank 0's are written.
+    """Facts about the run that a checkpoint records; those of rank 0 are written.
 
     `digests` are SHA-256 of what the run read (corpus, tokenizer), in hexadecimal.
     """
@@ -123,7 +123,7 @@ def save(
 
     `root` must be on a file system that all ranks share. `pieces` may be a generator; at most
     `shard_bytes` (or one larger piece) of it are held at a time, and it must not communicate. The
-    folder is ``step-<step>``, with a suffix if there is one already: none is ever overwritten.
+    folder is ``step-<step>``, with a suffix if that exists: no folder is ever overwritten.
 
     Raises CheckpointError on every rank if any rank cannot write, or if the pieces do not tile
     every entry exactly; staging is then removed and earlier checkpoints are as they were. Any

@@ -20,7 +20,7 @@ class Batches:
 
     Args:
         dataset: where the samples come from.
-        seed: of the order of the samples.
+        seed: seed of the order of the samples.
         vocab_size: token ids must be below it.
         mask_document_ends: leave the prediction of `eod` out of the loss.
         eod: the id that ends a document; also fills what is masked.
@@ -104,8 +104,8 @@ def build_batches(
 ) -> tuple[Batches, Batches]:
     """Training and validation batches of a prepared corpus, or of the user's data set.
 
-    Training never ends. Validation has every held-out token as a label once, in an order that is
-    mixed, so that its first samples stand for all, and the same for every `run.seed`.
+    Training never ends. Validation has every held-out token as a label once. Its order is shuffled,
+    so that its first samples stand for all, and is the same for every `run.seed`.
 
     Raises:
         DataError: a split is damaged, or too short for one sample.

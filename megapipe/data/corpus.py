@@ -42,9 +42,9 @@ def documents(config: DataConfig) -> Iterator[str]:
 def identity(config: DataConfig) -> list[Any]:
     """A key that changes when the corpus changes, as JSON values, without reading the texts.
 
-    A local corpus is known by the paths, sizes and modification times of its files, the standard
-    library by the version of Python and the names and sizes of its files, a hub data set by its
-    name alone.
+    A local corpus is identified by the paths, sizes and modification times of its files, the
+    standard library by the version of Python and the names and sizes of its files, a hub data set
+    by its name alone.
 
     Raises:
         DataError: as `documents`, for what is visible without reading.
@@ -155,7 +155,7 @@ def _file(path: Path, config: DataConfig) -> Iterator[str]:
         return
 
     def load() -> Any:
-        path.open("rb").close()  # the readers do not say what the system says
+        path.open("rb").close()  # raises the system's error, which the readers hide
         if _has_no_rows(path, kind):
             return None
         return _library().load_dataset(
@@ -237,7 +237,7 @@ def _column(origin: str, field: str, table: Any) -> Iterator[str]:
 
 
 def _library() -> Any:
-    """`datasets`, told to leave errors to its caller and progress to ours."""
+    """The module `datasets`, with its own logging and progress bars switched off."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

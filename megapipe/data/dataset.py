@@ -12,7 +12,7 @@ from megapipe.errors import DataError
 
 
 class Sample(NamedTuple):
-    """Positions of a sequence of L: inputs [L] and labels [L], at the end of a stream fewer."""
+    """Inputs [L] and labels [L] of a sequence of L positions; fewer at the end of a stream."""
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class Dataset(Protocol):
 
 
 class TokenDataset:
-    """Cuts the stream of a token file into windows of one input and one label per position.
+    """Cuts the stream of a token file into windows that give each position an input and a label.
 
     Sample i is tokens i*L .. i*L+L (L+1 of them): neighbours share one token, so every token but
     the first of the stream is the label of exactly one position.

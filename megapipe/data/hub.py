@@ -13,7 +13,7 @@ _REQUEST_TIMEOUT_S = 10.0
 def is_hub_name(name: str, file_suffixes: tuple[str, ...]) -> bool:
     """Whether `name` has the form of a name on the Hugging Face hub: ``name`` or ``owner/name``.
 
-    A name that ends like one of the files that are read is meant as a path.
+    A name that ends in one of `file_suffixes` is taken for a path.
     """
     return _HUB_NAME.fullmatch(name) is not None and not name.lower().endswith(file_suffixes)
 
@@ -21,7 +21,8 @@ def is_hub_name(name: str, file_suffixes: tuple[str, ...]) -> bool:
 def check_reachable(what: str, name: str, repo_type: Literal["model", "dataset"]) -> None:
     """One request to the hub, so that a wrong name or a missing network is reported in seconds.
 
-    The libraries that load from the hub repeat a failed request for most of a minute.
+    The libraries that load from the hub repeat a failed request for most of a minute. Raises
+    :class:`DataError` if the request fails.
     """
     from huggingface_hub import HfApi
 

@@ -1,14 +1,15 @@
 """A folder that several processes need, and one of them makes.
 
-Who makes ``corpus`` works in ``.corpus.1`` beside it. To make that folder is to own it: mkdir finds
-it there or makes it, on network file systems too. A rename gives it its name when it is complete.
-Meanwhile its file ``maker`` says who that is, and is written anew every few seconds with a higher
-count. The others wait, and read it: a maker is gone if its machine is this one and has no such
-process, or if the count stands still for longer than network file systems delay what others wrote.
-Clocks of machines are not compared. Who finds the maker gone goes on in ``.corpus.2``.
+The process that makes ``corpus``, its maker, works in ``.corpus.1`` beside it. It owns that folder
+by having created it: mkdir succeeds for one process only, on network file systems too. When the
+folder is complete, a rename gives it its name. Until then the maker rewrites the file ``maker`` in
+it every few seconds, with its identity and a rising count. Other processes wait and read that file.
+A maker is gone if it is of the reader's machine and has ended, or if the count stands still for
+longer than network file systems delay what others wrote. Clocks of machines are not compared. A
+process that finds the maker gone makes the folder anew in ``.corpus.2``.
 
-Nothing depends on that judgement: a maker that only slept goes on in its own folder, the first to
-finish wins, and both have made the same.
+A wrong judgement does no harm: a maker that was only suspended goes on in its own folder, the first
+to finish wins, and both make the same.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 BEAT_S = 5.0
-"""Seconds between counts."""
+"""Seconds between two writes of the maker's count."""
 STALE_S = 90.0
-"""A count that stands still for so long is of a maker that is gone. NFS shows a file that is opened
-as it is, but may hide for 60 s that there is one."""
+"""Seconds without a new count after which a maker is taken for gone. NFS shows the present content
+of a file that is opened, but may hide a new file for 60 s."""
 POLL_S = 0.2, 2.0
 """Seconds between looks, at first and after a while."""
 MAKER = "maker"
@@ -38,11 +39,11 @@ MAKER = "maker"
 def make_once(
     folder: Path, fill: Callable[[Path], None], note: Callable[[str], None] | None = None
 ) -> None:
-    """Return when `folder` is there: made here, by `fill` in another folder, or by a process that
-    was first. `note` is given a line if there is one to wait for, or to take over from; by default
-    it goes to stderr.
+    """Return when `folder` exists, made here or by another process that was first.
 
-    Raises what `fill` does, and OSError; then nothing is left of it.
+    `fill` fills a folder of another name, which is then renamed. `note` is given a line if there is
+    a maker to wait for, or to take over from; by default the line goes to stderr. Raises what
+    `fill` raises, and OSError; the unfinished folder is then removed.
     """
     note = note or _say
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +107,7 @@ class _Maker:
 
     @property
     def ended(self) -> bool:
-        """Whether it is known to have ended: a process of this machine that is not there."""
+        """Whether the process is known to have ended: it is of this machine and not there."""
         if self.machine != _machine():
             return False
         began = _start_of(self.process)
@@ -138,7 +139,7 @@ def _start_of(process: int) -> float | None:
 
 @contextlib.contextmanager
 def _beating(path: Path) -> Iterator[None]:
-    """Keep `path` telling that this process is alive; it is not there afterwards."""
+    """Write to `path` every few seconds that this process is alive; remove it afterwards."""
     me, done = asdict(_Maker.me()), threading.Event()
 
     def beat() -> None:
@@ -174,7 +175,7 @@ class _Watch:
         self._told: Path | None = None
 
     def is_gone(self, attempt: Path) -> bool:
-        """Whether the maker in `attempt` is gone; takes its time to say no."""
+        """Whether the maker in `attempt` is gone; if not, returns after a pause."""
         maker, now = _read(attempt), time.monotonic()
         if self._seen != (attempt, maker):
             self._seen, self._since = (attempt, maker), now
@@ -190,7 +191,7 @@ class _Watch:
 
 
 def _read(attempt: Path) -> _Maker | None:
-    """Who works there; None if that is not told, or not yet."""
+    """The maker that works in `attempt`; None if its file is missing or unreadable."""
     try:
         return _Maker(**json.loads((attempt / MAKER).read_bytes()))
     except (OSError, ValueError, TypeError):

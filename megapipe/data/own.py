@@ -1,9 +1,9 @@
 """A data set of the user's: ``data.source=module:name``.
 
 The function is called in every process, once for each split, with those of :data:`ARGUMENTS` that
-its signature takes. What it returns has a length and samples by number, and is asked for them when
-a step needs them: nothing of it is copied or cached. A sample is token ids [L+1], or a tuple of
-tokens, labels and mask [L] each, where L is ``train.sequence_length``.
+its signature takes. It returns a data set with len() and [i]; samples are read when a step needs
+them, and nothing is copied or cached. A sample is token ids [L+1], or a tuple of tokens, labels and
+mask [L] each, where L is ``train.sequence_length``.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ ARGUMENTS = ("split", "sequence_length", "vocab_size", "tokenizer", "seed")
 CORPUS_KEYS = ("subset", "text_field", "validation_fraction", "cache")
 """Keys of ``data`` that only a corpus of texts has a use for."""
 _PROBES = 16
-"""Samples of a split by which it is known again."""
+"""Samples of a split that its digest covers."""
 
 
 def is_own(source: str) -> bool:
@@ -35,7 +35,7 @@ def is_own(source: str) -> bool:
 
 
 def load(source: str, error: type[MegapipeError]) -> UserCode:
-    """The code that `source` names. Raises `error` if there is none, or for what it asks for."""
+    """The code that `source` names. Raises `error` if there is none, or for wrong arguments."""
     code = UserCode(source, what="data.source=", error=error)
     code.check(ARGUMENTS)
     if not code.takes_all and "split" not in code.parameters():
@@ -47,7 +47,7 @@ def load(source: str, error: type[MegapipeError]) -> UserCode:
 
 
 class OwnSplit:
-    """One side of the hold-out, as `code` has returned it.
+    """One split, training or validation, as `code` has returned it.
 
     Raises :class:`DataError` if it has no length, or no samples.
     """
@@ -75,7 +75,7 @@ class OwnSplit:
     def labelled(self, index: int) -> Sample:
         """Sample `index`, of `sequence_length` positions; ids may be outside the vocabulary.
 
-        Raises :class:`DataError` for whatever is no sample.
+        Raises :class:`DataError` if the user's code fails, or returns other shapes or types.
         """
         try:
             sample = self._samples[index]
@@ -119,8 +119,7 @@ class OwnSplit:
             )
 
     def digest(self) -> bytes:
-        """SHA-256 of the number of samples and of some of them, the first and the last among
-        them."""
+        """SHA-256 of the number of samples and of some samples, the first and the last included."""
         found = hashlib.sha256(str(len(self)).encode())
         for index in np.unique(np.linspace(0, len(self) - 1, _PROBES).astype(int)):
             for values in self.labelled(int(index)):
@@ -130,10 +129,10 @@ class OwnSplit:
 
 @dataclass(frozen=True)
 class OwnData:
-    """Both sides of the hold-out.
+    """The training and the validation split.
 
     Attributes:
-        content: SHA-256, in hex, of what is known of both: their lengths and a few samples.
+        content: SHA-256, in hex, of the lengths and a few samples of both.
     """
 
     train: OwnSplit
@@ -142,12 +141,12 @@ class OwnData:
 
     @property
     def digest(self) -> str:
-        """The same, as code says nothing of what it reads."""
+        """The same as `content`: what the user's code reads is not known."""
         return self.content
 
     @property
     def entropy(self) -> None:
-        """The unigram entropy, which is not known without reading all."""
+        """None: the unigram entropy is not known without reading all samples."""
 
 
 def own_data(config: Config, tokenizer: Tokenizer) -> OwnData:

@@ -218,7 +218,7 @@ def _side(number: int, validation_fraction: float) -> str:
 
 
 def _batches(texts: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Lists of one or more texts, a list ending where it reaches the size worth a call."""
+    """Lists of texts, each ending where it has the characters that are tokenized in one call."""
     batch: list[tuple[str, str]] = []
     characters = 0
     for split, text in texts:

@@ -16,8 +16,8 @@ from megapipe.errors import DataError
 TokenIds = npt.NDArray[np.integer[Any]]
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
-"""End marks that a bare tokenizer.json, which does not say what its tokens are for, is searched
-for, first one wins."""
+"""Names of end marks; the first in the vocabulary is taken where a tokenizer declares no eos_token
+or sep_token, as a bare tokenizer.json does not."""
 
 
 class Tokenizer(Protocol):
@@ -63,7 +63,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of `transformers`; texts are plain, so a mark spelled out in one is no mark.
+    """A tokenizer of `transformers`; special tokens spelled out in a text are plain text.
 
     Args:
         tokenizer: a ``transformers.PreTrainedTokenizerBase``.

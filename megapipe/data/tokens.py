@@ -1,4 +1,4 @@
-"""Token files: all tokens of a corpus in one ``.bin``, where its documents lie in one ``.idx``.
+"""Token files: the tokens of a corpus in a ``.bin``, the places of its documents in an ``.idx``.
 
 The format is Megatron-LM's indexed data set, version 1, little-endian, no padding. The ``.bin`` is
 the concatenated tokens; the ``.idx``, for S sequences and D-1 documents, is:
@@ -112,7 +112,7 @@ class TokenWriter:
 class TokenFile:
     """Reads a token file through memory maps, after checking that its two parts fit together.
 
-    A process holds nothing of it but the pages that it touches, and those the node holds once.
+    A process loads only the pages that it touches, and the processes of a node share them.
 
     Attributes:
         tokens: all ids of the file as one stream [T], in the file's own type.

@@ -1,1 +1,1 @@
-"""From a configuration to everything that is decided before a process group exists. No torch."""
+"""Decides all that a configuration determines before a process group exists. No torch."""

@@ -17,9 +17,9 @@ def stage_spans(
 ) -> tuple[tuple[Span, ...], ...]:
     """The spans of each stage's blocks, in order.
 
-    The stages that run `again` as a whole, because of their policy or of the schedule, have blocks
-    that keep all: no block is run a third time. Raises :class:`ConfigError` for a list of another
-    length than the stages, or a negative number.
+    Stages in `again` are recomputed as a whole, by their policy or by the schedule; their blocks
+    keep all activations, so that no block is run a third time. Raises :class:`ConfigError` for a
+    list that is not one item per stage, or a negative number.
     """
     policies = _for_each("policy", config.policy, len(stages))
     blocks = _for_each("blocks", config.blocks, len(stages))
@@ -40,7 +40,7 @@ def stage_spans(
 
 
 def repeated(config: ActivationsConfig) -> Repeated | None:
-    """The policy of all layers, if it is one; otherwise it depends on their stages."""
+    """The policy that all layers share; None if it depends on a layer's stage."""
     if config.blocks is not None or not isinstance(config.policy, str):
         return None
     policy = BlockPolicy(*_modules(config, config.policy))
@@ -48,13 +48,13 @@ def repeated(config: ActivationsConfig) -> Repeated | None:
 
 
 def recomputed_stages(config: ActivationsConfig, stages: int) -> frozenset[int]:
-    """The stages that are run again as a whole."""
+    """The stages that are recomputed as a whole."""
     policies = _for_each("policy", config.policy, stages)
     return frozenset(stage for stage, policy in enumerate(policies) if policy == "stage")
 
 
 def _modules(config: ActivationsConfig, policy: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Modules that `policy` runs again, and modules that are offloaded then."""
+    """Modules that `policy` runs again, and modules whose activations are offloaded with it."""
     if policy == "full":
         return frozenset({"block"}), frozenset({"block"} if "norm" in config.offload else ())
     again = config.modules if policy == "selective" else ()

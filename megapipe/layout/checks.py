@@ -194,7 +194,7 @@ def _check_device(log: LogConfig) -> None:
 
 
 def shortened(config: Config) -> list[str]:
-    """Defaults and wishes that a short run cuts, in one line each."""
+    """Notes, one line each, on settings of which the run is too short to make full use."""
     optimizer, train = config.optimizer, config.train
     notes = []
     warmup = optimizer.warmup(train.steps)
@@ -238,7 +238,7 @@ def _check_kernels(config: Config, family: Family) -> None:
 
 
 def _check_activations(activations: ActivationsConfig) -> None:
-    """Refuse settings that the policy has no use for."""
+    """Refuse settings that do not go with the policy."""
     policies = activations.policy
     policies = [policies] if isinstance(policies, str) else policies
     if "selective" in policies and not activations.modules:

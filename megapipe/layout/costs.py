@@ -24,8 +24,8 @@ def stage_work(
     spans: Sequence[Sequence[Span]],
     again: Collection[int],
 ) -> tuple[Work, ...]:
-    """FLOPs of each stage. The layers' policies are `spans`; the stages `again` are run again as a
-    whole."""
+    """FLOPs per token of each stage, with `spans` as its layers' policies; the stages `again` are
+    recomputed as a whole."""
     return tuple(
         family.work(stage, own, again=number in again)
         for number, (stage, own) in enumerate(zip(stages, spans, strict=True))
@@ -43,7 +43,7 @@ def relative_cost(
 
 
 def scaled(cost: Cost, factor: float) -> Cost:
-    """The same costs of operations in another unit, of which one of the old ones is `factor`."""
+    """The costs with the times of F, I, W and R multiplied by `factor`."""
 
     def times(row: PerStage | None) -> tuple[float, ...]:
         assert isinstance(row, tuple)
@@ -53,7 +53,7 @@ def scaled(cost: Cost, factor: float) -> Cost:
 
 
 def placement_cost(config: Config, placement: Placement) -> Cost:
-    """The costs of a resolved model's stages on a placement, its layers shared out for it; 1 is
+    """The costs of a resolved model's stages on a placement for which its layers are balanced; 1 is
     the forward of a layer."""
     family, activations = family_of(config), config.activations
     text = balanced(family.unit_costs(repeated(activations)), placement, ends=family.ends)

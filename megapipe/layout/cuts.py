@@ -1,4 +1,4 @@
-"""How a configuration has sequences cut: by which times, and into which lengths."""
+"""The lengths of a configuration's slices, and the model of time by which they are chosen."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +31,8 @@ def is_cut_by_time(config: Config) -> bool:
 def fastest_cut(config: Config, family: Family, microbatches: int, cost: Cost) -> tuple[int, ...]:
     """Lengths of the slices of terapipe by dynamic programming.
 
-    `cost` is that of the stages. A pipeline of stages that differ fills as one of fewer equal
-    ones, each as slow as the slowest. Raises :class:`ConfigError` for too many slices.
+    `cost` is that of the stages. A pipeline of unequal stages counts as one of fewer equal stages,
+    each as slow as the slowest. Raises :class:`ConfigError` for too many slices.
     """
     assert isinstance(cost.F, tuple)
     F, B, *_ = cost.table(len(cost.F))
@@ -48,7 +48,7 @@ def fastest_cut(config: Config, family: Family, microbatches: int, cost: Cost) -
 
 
 def balanced_cut(config: Config, family: Family, slices: int) -> tuple[int, ...]:
-    """Lengths of so many slices of equal times. Raises :class:`ConfigError` for too many."""
+    """Lengths of `slices` slices of equal times. Raises :class:`ConfigError` for too many."""
     length = config.train.sequence_length
     if slices == 1:
         return (length,)
@@ -58,7 +58,7 @@ def balanced_cut(config: Config, family: Family, slices: int) -> tuple[int, ...]
 
 
 def check_timeable(config: Config, slices: int) -> None:
-    """Refuse to time slices (``--time-slices``) where there are none, or hardly any."""
+    """Refuse to time slices (``--time-slices``) of uncut or very short sequences."""
     length, least = config.train.sequence_length, 4 * multiple_of(config)
     if slices == 1:
         raise ConfigError(
@@ -72,7 +72,7 @@ def check_timeable(config: Config, slices: int) -> None:
 
 
 def multiple_of(config: Config) -> int:
-    """What the lengths of slices are multiples of."""
+    """The number that divides every slice length: tp under sequence parallelism, else 1."""
     return config.parallel.tp if config.parallel.sequence_parallel else 1
 
 

@@ -21,8 +21,8 @@ class Device(NamedTuple):
 
     tflops: float
     memory_gb: float | None
-    """Billions of bytes. What the data sheets sell as GB has 2 to 7% more of them, in which CUDA's
-    own data have room."""
+    """Billions of bytes: the GB of the data sheets. Devices have 2 to 7% more, room enough for
+    CUDA's own data."""
 
 
 _DEVICES = (
@@ -61,8 +61,8 @@ _DEVICES = (
 def device(name: str) -> Device | None:
     """Known figures of the device that torch calls `name`, as in ``NVIDIA A100-SXM4-80GB``.
 
-    A part of the name that tells devices apart will do. Where it says how much memory there is,
-    that is what there is; but for GH200, where it is that of the CPU.
+    A part of the name that identifies the device is enough. A memory size in the name is taken
+    rather than the table's, but for GH200, where it is that of the CPU.
     """
     if re.search(r"\b(MIG|Laptop)\b|RTX \d+ D\b", name):
         return None

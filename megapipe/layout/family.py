@@ -64,7 +64,7 @@ def family_of(config: Config, device: DeviceKind | None = None) -> Family:
 
 
 def make_family(model: ModelConfig, conditions: Conditions) -> Family:
-    """The family of a resolved model section. Raises :class:`ConfigError` for `source`."""
+    """The family of a resolved model section; :class:`ConfigError` if `source` cannot be used."""
     if model.source is None:
         return GPT(model, conditions)
     code = UserCode(model.source, what="model.source=", error=ConfigError)

@@ -36,16 +36,16 @@ class Layout:
     sends_tuples: bool
     """Stages pass on more than one tensor, or one of another type than the model's."""
     scatters: bool
-    """Tensor-parallel ranks send a share each of a message that they all have."""
+    """Each tensor-parallel rank sends only its share of a message that all of them have."""
     slice_lengths: tuple[int, ...]
     """Positions of each slice of a sequence; one where the schedule does not cut them."""
     loss_chunk: int
-    """Most tokens whose logits there are at a time; 0: all of them."""
+    """Most tokens whose logits exist at a time; 0: all tokens of a micro-batch."""
     replicas: ReplicaPolicy
     """The ZeRO stage in force, and when replicas communicate."""
     schedule: Schedule = field(repr=False)
     proof: Report = field(repr=False)
-    """That the schedule can be executed."""
+    """The result of the proof that the schedule can be executed."""
     spans: tuple[tuple[Span, ...], ...] = field(repr=False)
     """How the blocks of each stage keep their activations."""
     cost: Cost = field(repr=False)

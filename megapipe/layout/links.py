@@ -17,11 +17,11 @@ def sends_tuples(config: Config, family: Family, stages: Sequence[StageSpec]) ->
 
 
 def scatters(config: Config, tuples: bool) -> bool:
-    """Whether tensor-parallel ranks send a share each of the hidden states that they all have;
-    `tuples` are sent whole. Raises :class:`ConfigError` if they are asked to and cannot.
+    """Whether each tensor-parallel rank sends only its share of the hidden states that all of them
+    have; `tuples` are sent whole. Raises :class:`ConfigError` if that is ``on`` and impossible.
 
-    Sending M bytes takes M / p at the pipeline's p bytes per second; in shares of t ranks it takes
-    M / (t p) + M (t - 1) / (t g), with g that of the tensor-parallel gather: less, if g > p.
+    Sending M bytes takes M / p at the pipeline's p bytes per second. In shares of t ranks it takes
+    M / (t p) + M (t - 1) / (t g), where the tensor-parallel gather runs at g: less, if g > p.
     """
     parallel, chosen = config.parallel, config.pipeline.scatter_gather
     crosses = parallel.pp > 1 and config.pipeline.channels == "process_group"
@@ -46,7 +46,7 @@ def scatters(config: Config, tuples: bool) -> bool:
 
 
 def speed(config: Config, neighbours: int) -> float:
-    """GB/s within groups of so many neighbouring processes, by the slowest link."""
+    """GB/s of the slowest link in groups of `neighbours` neighbouring processes."""
     parallel = config.parallel
     alone = processes(config) <= parallel.per_node
     within = alone or parallel.per_node % neighbours == 0
@@ -54,6 +54,6 @@ def speed(config: Config, neighbours: int) -> float:
 
 
 def processes(config: Config) -> int:
-    """Of the job, where each pipeline rank is one."""
+    """Number of processes of the job where each pipeline rank is a process."""
     parallel = config.parallel
     return parallel.pp * (parallel.dp or 1) * parallel.cp * parallel.tp

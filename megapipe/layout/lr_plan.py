@@ -56,8 +56,8 @@ class LearningRatePlan:
         return float(rate)
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` for keys that it has no use for, and for what it returns for
-        the first step, the one after the warm-up, one in the middle and the last."""
+        """Raise :class:`ConfigError` for keys that the function does not take, and for a wrong rate
+        at the first step, the one after the warm-up, one in the middle or the last."""
         config = self._config
         for name in ("min_lr", "warmup_steps", "decay_steps"):
             default = OptimizerConfig.model_fields[name].default

@@ -1,11 +1,11 @@
-"""How data-parallel replicas share what they all need, as far as a configuration decides it."""
+"""The ZeRO policy of data-parallel replicas that follows from a configuration."""
 
 from megapipe.config import OptimizerConfig
 from megapipe.schedule.data_parallel import ReplicaPolicy
 
 
 def zero_stage(optimizer: OptimizerConfig, dp: int) -> int:
-    """The ZeRO stage in force: 1 at most where a group of one has nothing to share out."""
+    """The ZeRO stage in force: at most 1 where the shard group has one member."""
     return optimizer.zero if (optimizer.shard_size or dp) > 1 else min(optimizer.zero, 1)
 
 

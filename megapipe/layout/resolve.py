@@ -52,8 +52,8 @@ def resolve(
     layer until the configuration is resolved with the tokenizer at hand; an order that goes by
     costs then has one micro-batch. `device` is what the run computes on; None takes what can be
     said without torch (:func:`~megapipe.layout.devices.device_kind`).
-    `before` is the layout of `config` if that was resolved before: to make an order and to prove it
-    may take seconds, so it stays what it is unless the tokenizer or the device changes it.
+    `before` is the layout of `config` if that was resolved before: making a schedule and proving it
+    may take seconds, so its schedule is kept unless the tokenizer or the device changes it.
 
     Raises :class:`ConfigError` (:class:`LaunchError` for a wrong number of processes), in one
     line that begins with `where`.
@@ -141,7 +141,7 @@ def _resolve(
 
 
 def _prove(config: Config, schedule: Schedule, limit: float | None) -> Report:
-    """That the schedule can be executed, with no more than `limit` micro-batches on a rank."""
+    """Prove that the schedule can be executed, with at most `limit` micro-batches on a rank."""
     try:
         proof = validate(schedule)
     except ScheduleError as error:
@@ -220,8 +220,8 @@ def _partition(config: Config, family: Family, placement: Placement) -> tuple[St
 def _schedule(
     config: Config, microbatches: int, cost: Cost | None = None, slices: int | None = None
 ) -> Schedule:
-    """The schedule, of which only the placement counts if it goes by a cost that is not given.
-    `slices`: their number where the configuration may leave it open."""
+    """The schedule. If it depends on costs and none is given, only its placement counts. `slices`
+    is their number where the configuration may leave it open."""
     pipeline, pp = config.pipeline, config.parallel.pp
     passes = microbatches * pp * (pipeline.chunks or 1)
     if passes > MOST_PASSES:

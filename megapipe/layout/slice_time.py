@@ -30,28 +30,28 @@ class SliceTime:
     overhead: Fraction = Fraction(0)
     """Time of an operation besides its slice's FLOPs, in positions that attend to themselves."""
     attention: Fraction = Fraction(1)
-    """Time that the scores of a position with those before it take, by FLOP, in that of the
-    rest."""
+    """Time per FLOP of the scores between a position and those before it; that of other FLOPs is
+    1."""
 
     def first(self, length: int) -> int:
-        """Time of the first `length` positions as one of many slices: without the overhead."""
+        """Time of the first `length` positions of a sequence, without the overhead."""
         alone = length * self.flops(1)
         scores = self.flops(length) - alone
         return self._times(1) * alone + self._times(self.attention) * scores
 
     def __call__(self, length: int, before: int) -> int:
-        """Time of a slice of so many positions after those `before` it."""
+        """Time of a slice of `length` positions that has `before` positions before it."""
         overhead = self._times(self.overhead) * self.flops(1)
         return overhead + self.first(before + length) - self.first(before)
 
     def _times(self, factor: Fraction | int) -> int:
-        """The factor in a unit in which both numbers are whole."""
+        """`factor` in a unit of time in which `overhead` and `attention` are whole numbers."""
         unit = lcm(self.overhead.denominator, self.attention.denominator)
         return factor.numerator * (unit // factor.denominator)
 
     def shares(self, lengths: Sequence[int]) -> tuple[Fraction, ...]:
-        """Times of slices, the operation on the whole sequence being 1 (for `Cost.slices`): with an
-        overhead they are more than 1 in all."""
+        """Time of each slice as a share of the operation on the whole sequence, for `Cost.slices`;
+        with an overhead the shares add up to more than 1."""
         whole = self(sum(lengths), 0)
         starts = accumulate(lengths, initial=0)
         return tuple(

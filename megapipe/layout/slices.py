@@ -15,8 +15,8 @@ from typing import NamedTuple
 from megapipe.errors import ConfigError
 
 MOST_PIECES = 128
-"""Into which a sequence is divided at first where the fastest cut is looked for; with a number of
-slices the next multiple of it."""
+"""Ranges into which :func:`fastest_slices` first divides a sequence, rounded up to a multiple of
+the number of slices if that is given."""
 
 
 def balanced_slices(
@@ -64,18 +64,18 @@ def fastest_slices(
     """The slice lengths with the shortest pipeline, by dynamic programming (TeraPipe, 2102.07988).
 
     m micro-batches in slices that take t_1 .. t_k take m (t_1 + .. + t_k) + (p-1) max t_i on p
-    equal stages. The cheapest cut is found, then the cheapest without so long a slice, and so on
-    until the sum alone is more than the best pipeline.
+    equal stages. The search takes the cut with the least sum, then the one with the least sum among
+    those with shorter longest slices, and so on until m times the sum exceeds the best pipeline.
 
     A sequence of up to 128 multiples may be cut at each, and the cut is the best of all. A longer
-    one is divided into pieces of equal time, which are put together to slices in the same way; then
-    the cuts are moved, all at once, by half a piece or more, by a quarter, and so on to a multiple.
+    one is divided into ranges of equal time, which are joined to slices in the same way; then the
+    cuts are moved, all at once, by half a range or more, by a quarter, and so on to a multiple.
 
     Args:
         time: measured or modelled time of a slice in whole numbers, from its length and the tokens
             before it; the longer the slice, the longer it takes.
         length: tokens of the whole sequence.
-        ranks: pipeline ranks, p; of unequal stages, the sum of their times by that of the slowest.
+        ranks: pipeline ranks, p; for unequal stages, the sum of their times / that of the slowest.
         count: number of slices, k; default: any up to 128.
         microbatches: micro-batches of a step, m.
         multiple: each length is a multiple of this.
@@ -111,13 +111,13 @@ def fastest_slices(
 
 
 class _Cut(NamedTuple):
-    """A cut from the beginning of the sequence; the better of two is the smaller."""
+    """The slices of a beginning of the sequence; of two cuts the smaller tuple is better."""
 
     total: int
     longest: int
     """Time of the longest slice."""
     ends: tuple[int, ...]
-    """Of the slices, behind a 0."""
+    """0, and the end of each slice."""
 
 
 def _fastest(
@@ -172,7 +172,7 @@ def _cheapest(
 
 
 def _points(length: int, count: int, multiple: int) -> int:
-    """Places where the sequence may end a slice."""
+    """The number of places where a slice may end; refuses lengths and counts that do not fit."""
     if length % multiple:
         below = length - length % multiple
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Traces of single steps by torch's profiler, one file per rank, for ui.perfetto.dev.
 
-``python -m megapipe.observe.profile runs/NAME/profile/step_000020`` makes one file of the ranks',
-in which every rank has processes of its own. Times of one host fit together; those of several as
-far as their clocks do.
+``python -m megapipe.observe.profile runs/NAME/profile/step_000020`` merges the files of all ranks
+into one, in which every rank has process numbers of its own. Times of one host are comparable;
+those of several hosts are as far as their clocks agree.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StepProfile:
         self._profile.add_metadata_json("megapipe", self._about)
 
     def stop(self) -> None:
-        """End, when the device has done what it was given, and write the file. Raises OSError."""
+        """Wait for the device, end the profile and write its file, or raise OSError."""
         if ProfilerActivity.CUDA in self._profile.activities:
             torch.cuda.synchronize()
         self._profile.stop()
@@ -53,7 +53,7 @@ class StepProfile:
 
 
 def merge(folder: Path) -> Path:
-    """Make one trace of those of all ranks in `folder`; returns its path.
+    """Merge the traces of all ranks in `folder` into one; returns its path.
 
     Raises:
         DataError: there are none, or one is damaged.

@@ -51,8 +51,8 @@ def provenance(root: Path) -> Provenance:
 
 
 def start_mark(run_folder: Path, step: int) -> str:
-    """The suffix of the record of a start that goes on at `step`, beside that of the first start:
-    ``-step-00000018``, with a number where the run has gone on from there before."""
+    """The suffix in the file names of a resumed start's records, as in ``-step-00000018`` for
+    `step` 18; with a number added if the run has resumed at that step before."""
     mark = f"-step-{step:08d}"
     before = len(list(run_folder.glob(f"config{mark}*.yaml")))
     return f"{mark}.{before}" if before else mark

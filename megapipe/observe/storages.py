@@ -1,4 +1,4 @@
-"""Which tensor memory is alive, measured: a finaliser on every storage that an operation makes."""
+"""Measures which tensor memory is alive, with a finaliser on every storage that is made."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Live(NamedTuple):
 
     bytes: int
     in_host: bool
-    """A copy of an activation in host memory: made empty, as bytes."""
+    """An activation's copy in host memory: these are the tensors made by ``empty`` as uint8."""
 
 
 class LiveStorages(TorchDispatchMode):
-    """While it is entered, notes every new storage; then knows which of them are alive.
+    """Records the storages that are made while it is entered, and knows which of them are alive.
 
-    It may be entered several times. Storages of `known` tensors are left out. It slows operations
-    down: it is for tests and measurements.
+    It may be entered several times. Storages of `known` tensors are left out. Since it slows
+    operations down it is for tests and measurements.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -35,12 +35,12 @@ class LiveStorages(TorchDispatchMode):
         self.know(known)
         self._alive: dict[int, Live] = {}
         self.bytes = 0
-        """Of all that is alive, but for copies in host memory."""
+        """Bytes of all storages alive, without copies in host memory."""
         self.peak = 0
-        """The most that this was, also within operations; may be set back to `bytes`."""
+        """The most that `bytes` was, also within operations; callers may reset it to `bytes`."""
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Leave these out from now on."""
+        """Leave the storages of these tensors out from now on."""
         self._known.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def __torch_dispatch__(
@@ -84,5 +84,5 @@ class LiveStorages(TorchDispatchMode):
 
     @property
     def host_sizes(self) -> list[int]:
-        """The same of copies in host memory."""
+        """Bytes of each copy in host memory that is alive, ascending."""
         return sorted(live.bytes for live in self._alive.values() if live.in_host)

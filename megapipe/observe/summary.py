@@ -1,4 +1,4 @@
-"""The closing words on a run: ``python -m megapipe summary RUN_FOLDER``."""
+"""The summary of a finished run: ``python -m megapipe summary RUN_FOLDER``."""
 
 import os
 import shlex
@@ -63,7 +63,7 @@ def format_summary(summary: Summary, commands: dict[str, str] | None = None) -> 
 
 
 def next_commands(run_folder: Path) -> dict[str, str]:
-    """Commands for this folder that go on from the run's recorded configuration; none without."""
+    """Commands, by purpose, for going on from the run's recorded configuration; none without it."""
     path = run_folder / "config.yaml"
     if not path.is_file():
         return {}

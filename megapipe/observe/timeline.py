@@ -18,9 +18,9 @@ def write_timeline(folder: Path, step: int, measured: Timeline, plan: Cost) -> s
     """Write ``timeline/step_<step>.json`` and ``.svg``; returns a line about the step.
 
     The JSON file is for ui.perfetto.dev. Both hold the measured step and its simulation with the
-    measured costs (medians by stage and kind; no latency). Its idle share is told next to that at
-    the costs of the `plan`: they differ as far as stages take other shares of the time than of the
-    FLOPs. Raises OSError.
+    measured costs (medians by stage and kind; no latency). The line also gives the idle share of a
+    simulation at the costs of the `plan`: it differs as far as stages' shares of the time differ
+    from their shares of the FLOPs. Raises OSError if a file cannot be written.
     """
     simulated = simulate(measured.schedule, measured.cost)
     planned = simulate(measured.schedule, plan)

@@ -25,7 +25,7 @@ Dropout draws from the device's default generator."""
 class Sdpa:
     """torch's scaled_dot_product_attention; torch chooses among its backends at each call.
 
-    `pinned` makes the context that leaves it one backend only.
+    `pinned` makes a context manager that allows one backend only.
     """
 
     def __init__(self, pinned: Callable[[], AbstractContextManager[Any]] | None = None) -> None:

@@ -41,13 +41,13 @@ class Attended:
     documents: bool = False
     """Tokens attend within their document only."""
     cut: bool = False
-    """Sequences come in slices, whose queries attend to more keys than they are."""
+    """Sequences come in slices, whose queries also attend to the keys of earlier slices."""
     compiled: bool = False
     """Attention is part of a compiled block."""
 
 
 def candidates(given: Attended) -> list[Candidate[AttentionKernel]]:
-    """Flash for packed documents first, then SDPA; the others are used when named."""
+    """Flash for packed documents on a GPU, then SDPA; the others are used when named."""
     flash_attn = Candidate(
         "flash_attn", partial(_flash_attn, given), partial(_check, given), "flash-attn"
     )
@@ -68,9 +68,9 @@ _BACKENDS = {
 
 
 def torch_choice(given: Attended, only: str | None = None) -> str:
-    """The SDPA backend that torch chooses for what a run attends to; `only` rules out others.
+    """The SDPA backend that torch chooses for a run's attention; `only` allows no other.
 
-    Raises :class:`Unavailable` with torch's reasons where it has none.
+    Raises :class:`Unavailable`, with torch's reasons, where torch has none for it.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -107,7 +107,7 @@ def torch_choice(given: Attended, only: str | None = None) -> str:
 
 
 def _reason(messages: Sequence[str]) -> str:
-    """torch's reasons in one line, without its headings and its places in its sources."""
+    """torch's reasons in one line, without headings and places in torch's sources."""
     said = [message.partition(" (Triggered internally")[0].strip() for message in messages]
     return "; ".join(dict.fromkeys(line.rstrip(".") for line in said if "because:" not in line))
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""From a function to its compiled form; the first calls of that compile."""
+"""From a function to its compiled form, which compiles at its first calls."""
 
 
 def torch_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One graph or an error, by inductor, for the shapes that come; others compile again."""
+    """Compile with inductor to one graph, or raise at the first call; new shapes compile again."""
     return torch.compile(function, fullgraph=True, dynamic=False)

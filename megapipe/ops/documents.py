@@ -11,7 +11,7 @@ from megapipe.ops.transfer import to_device
 
 
 class Runs(NamedTuple):
-    """Lengths of documents, row after row, as flash kernels with variable lengths take them."""
+    """Where documents end, row after row, as flash kernels with variable lengths take them."""
 
     q_ends: Tensor
     """[n + 1] int32: where each document's queries end, from 0; some may have none."""

@@ -27,7 +27,7 @@ class Kernels:
     compiler: Compiler | None = None
     """The compiler of the blocks, if there is one."""
     loss_chunk: int = 0
-    """Tokens whose logits there are at a time; 0: all of a micro-batch's."""
+    """Tokens whose logits exist at a time; 0: all tokens of a micro-batch."""
     overlap: bool = True
     """Tensor-parallel collectives run beside weight gradients."""
     choices: Sequence[Choice[Any]] = ()

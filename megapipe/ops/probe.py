@@ -32,16 +32,16 @@ class Mismatch(Unavailable):
 class Candidate(Generic[K]):
     """A kernel by the name that the configuration gives it.
 
-    `load` imports it, and raises :class:`Unavailable` with the reason where it cannot be used;
-    `check` compares it with torch's, and raises :class:`Mismatch`. What torch itself has always
-    computed needs no check.
+    `load` imports the kernel, or raises :class:`Unavailable` with the reason where it cannot be
+    used; `check` compares it with torch's, and raises :class:`Mismatch` where they disagree. It is
+    None for torch's usual kernels.
     """
 
     name: str
     load: Callable[[], K]
     check: Callable[[K], None] | None = None
     package: str | None = None
-    """The distribution whose version is worth telling."""
+    """The distribution whose version is reported with the kernel."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def load_module(name: str, package: str) -> Any:
     """Import module `name`, which the distribution `package` installs.
 
     An extension module is asked for by its own name: on PyPI `apex` is an unrelated package.
+    Raises :class:`Unavailable` with the reason if it is missing or does not load.
     """
     try:
         if importlib.util.find_spec(name) is None:
@@ -145,7 +146,7 @@ def needs_fp32(dtype: torch.dtype) -> None:
 
 
 def needs_no_graph(compiled: bool) -> None:
-    """`compiled`: the blocks are, and what they call has to be part of their graph."""
+    """Refuse a kernel that cannot be in a graph where the blocks that call it are `compiled`."""
     if compiled:
         raise Unavailable("cannot be part of a compiled block (kernels.compile)")
 
@@ -156,10 +157,10 @@ def agree(
     results: Callable[[K, torch.dtype], Sequence[Tensor]],
     dtype: torch.dtype,
 ) -> None:
-    """Raise :class:`Mismatch` if `kernel` is further from the fp64 result than torch may be.
+    """Raise :class:`Mismatch` if `kernel` is over :data:`MARGIN` times as far from exact as torch.
 
     `results(kernel, dtype)` are outputs and gradients on the same small data in any precision.
-    `reference` is torch's kernel: in fp64 it gives what is right, in `dtype` what is usual.
+    `reference` is torch's kernel: in fp64 it gives the exact results, in `dtype` the usual error.
     """
     exact = results(reference, torch.float64)
     usual = results(reference, dtype)

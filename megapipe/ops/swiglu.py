@@ -28,7 +28,7 @@ _silu, _silu_grad = torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_i
 
 
 class _Swiglu(Function):
-    """Keeps gate and up alone, and computes silu(gate) again; as much memory as the results."""
+    """Saves gate and up alone; the backward computes silu(gate) again, in its result's memory."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def torch_swiglu(both: Tensor) -> Tensor:
 
 
 def liger_swiglu(function: Any) -> SwigluKernel:
-    """Liger's autograd function. Its backward writes over what it saved: inputs that are not
-    contiguous, as the two halves of one projection are, are copied by it first."""
+    """Liger's autograd function. Its backward overwrites the tensors that it saved; they are copies
+    where inputs are not contiguous, as the two halves of one projection are not."""
 
     def swiglu(both: Tensor) -> Tensor:
         return function.apply(*both.chunk(2, dim=-1))

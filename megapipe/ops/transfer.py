@@ -9,7 +9,7 @@ from torch import Tensor
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor`, which is in host memory, on `device`; a copy to a GPU is not waited for.
 
-    It is made from pinned memory, which torch does not give away before the copy is done.
+    The copy is made from pinned memory, which torch does not reuse before the copy is done.
     """
     if device.type == "cuda":
         tensor = tensor.pin_memory()

@@ -23,9 +23,10 @@ AccumulateKernel = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def torch_accumulate(main: Tensor, left: Tensor, right: Tensor) -> None:
-    """In one GEMM where the types are equal, else a product in main's type, then a sum.
+    """One GEMM where the types are equal, else a product and a sum.
 
-    Only CUDA has GEMMs whose result is wider than their factors.
+    The product has main's type on CUDA, and the factors' type elsewhere: only CUDA has GEMMs whose
+    result is wider than their factors.
     """
     if left.dtype == main.dtype:
         main.addmm_(left.t(), right)

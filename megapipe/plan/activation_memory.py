@@ -1,4 +1,4 @@
-"""Bytes of activations that a pipeline rank holds, as its list of operations goes."""
+"""Bytes of activations that a pipeline rank holds while it runs its list of operations."""
 
 import functools
 from collections.abc import Iterator
@@ -25,21 +25,21 @@ _NOTHING = Activations(0, 0)
 
 
 class _Piece(NamedTuple):
-    """Bytes of a micro-batch, a part or a slice of one, at one stage."""
+    """Bytes of one piece at one stage."""
 
     held: Held
     received: int
-    """Of the stage's input, or its gradient; 0 at the first stage."""
+    """The stage's input, or its gradient; 0 at the first stage."""
     sent: int
-    """Of the stage's output, or its gradient; 0 at the last stage."""
+    """The stage's output, or its gradient; 0 at the last stage."""
     cached: int
-    """Keys and values of the whole micro-batch; 0 unless this is a slice of it."""
+    """Keys and values of the whole micro-batch; 0 unless the piece is a slice of it."""
     cached_gradients: int
-    """Gradients that its I leaves to the slice before it."""
+    """Gradients that the slice's I leaves to the slice before it."""
     within: Peaks | None
-    """The most that it takes while an operation runs, where the family knows."""
+    """The most that the piece takes while an operation runs, where the family knows."""
     within_built: Peaks | None
-    """The same, where the graph of a stage that is run again is there already."""
+    """The same where an R has built the graph of a recomputed stage before."""
 
 
 def peak_activations(
@@ -47,10 +47,11 @@ def peak_activations(
 ) -> Activations:
     """The most that pipeline rank `rank` holds for its pieces, in either memory.
 
-    Pieces hold from F to I or B what their stage saves, from I to W what weight gradients wait
-    with. A stage that is run again holds its input, until the backward builds the graph. While an
-    operation runs its piece takes more , as far as its family knows; without `inside` that
-    is left out, and the peak is that between operations. Messages on their way come on top.
+    A piece holds the tensors that its stage saves from F to I or B, and those that its weight
+    gradients need from I to W. At a recomputed stage it holds the input alone until R, I or B
+    builds the graph. While an operation runs its piece takes more, as far as the model's family
+    knows; without `inside` only the moments between operations count. Messages in transit are left
+    out.
     """
     held: dict[_Owner, Activations] = {}
     device = host = most_device = most_host = 0
@@ -69,9 +70,9 @@ def peak_activations(
 def _moments(
     config: Config, layout: Layout, rank: int, inside: bool
 ) -> Iterator[dict[_Owner, Activations]]:
-    """Changes of what is held: after each operation, and in one when a graph is built again.
+    """Changes of the bytes held: after each operation, and where an I or B recomputes its stage.
 
-    With `inside` also at the fullest moment of each.
+    With `inside` also at the fullest moment of each operation.
     """
     schedule, train = layout.schedule, config.train
     rows = [int(schedule.size_of(i) * train.microbatch) for i in range(schedule.microbatches)]

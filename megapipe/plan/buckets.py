@@ -1,4 +1,4 @@
-"""The flat buffers of a process, counted before it exists: what is reduced, sharded and gathered.
+"""Sizes of the flat buffers that a process will reduce, shard and gather.
 
 A stage's parameters lie in one bucket, or in several that are reduced one by one, and tied
 embeddings in one of their own; see :mod:`megapipe.optim.buffers`, whose sizes these are.
@@ -15,12 +15,12 @@ from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.layout.layout import Layout
 
 ALIGNMENT = 16
-"""Ranges that an update touches begin at multiples of this many values. Vector instructions then
-cut a parameter alike, and round alike, whatever slice of a bucket it is in."""
+"""Ranges that an update touches begin at multiples of this many values, so that vector instructions
+cut and round a parameter in the same way whatever slice of a bucket it is in."""
 
 
 def aligned(length: int, parts: int = 1) -> int:
-    """`length`, padded so that it has so many equal parts that are aligned."""
+    """`length` padded so that each of `parts` equal slices is a multiple of :data:`ALIGNMENT`."""
     multiple = ALIGNMENT * parts
     return -(-length // multiple) * multiple
 
@@ -40,15 +40,15 @@ class Cut(NamedTuple):
 
     names: frozenset[str]
     start: int
-    """Where they begin in the one buffer that the whole stage would have."""
+    """Where they would begin in one buffer of the whole stage."""
 
 
 def cut(parameters: Iterable[Sized], least: int | None) -> list[Cut]:
-    """Cut a stage's parameters, in the order of the forward, into buckets of `least` values.
+    """Cut a stage's parameters, in forward order, into buckets of at least `least` values.
 
-    In the order in which a backward completes them: matrices that are split over tp, the last
-    layers first, then everything else. The bucket of the first matrices may be smaller. There is
-    one bucket if there is too little to cut, or `least` is None.
+    Buckets come in the order in which a backward completes them: matrices that are split over tp,
+    the last layers first, then everything else. The bucket of the first matrices may be smaller.
+    There is one bucket if there is too little to cut, or `least` is None.
     """
     listed = list(parameters)
     matrices = [each for each in listed if each.decays and each.split]
@@ -69,7 +69,7 @@ def cut(parameters: Iterable[Sized], least: int | None) -> list[Cut]:
 
 
 def chunk_length(chunk_mib: float | None, size: int) -> int | None:
-    """``optimizer.reduce_chunk_mib`` as a number of gradients of `size` bytes."""
+    """``optimizer.reduce_chunk_mib`` as a number of gradients of `size` bytes; None stays None."""
     return None if chunk_mib is None else max(1, int(chunk_mib * 2**20) // size)
 
 
@@ -78,8 +78,8 @@ class Group:
     """Processes that share a bucket, or a slice of it."""
 
     axis: str
-    """dp, or what part of it (dp:shard, dp:replicate), by pipeline indices if several: dp*pp[0,3];
-    pp where it is that axis."""
+    """dp or a part of it (dp:shard, dp:replicate), times the pipeline indices if there are several,
+    as in dp*pp[0,3]; pp for all of them without dp."""
     members: int
 
 
@@ -88,22 +88,22 @@ class BucketPlan:
     """One bucket of a stage (or that of the tied embedding) that a tensor-parallel rank holds."""
 
     stage: int
-    """Its number; the tied bucket's is the number of stages."""
+    """Number of the stage; for the tied bucket the number of stages."""
     parameters: tuple[ParameterSpec, ...]
-    """One use of each."""
+    """Each once, also a tied one that a process uses twice."""
     tp: int
     shard: Group
-    """Its members own equal slices."""
+    """Processes that own different slices of equal length."""
     replicate: Group
-    """Its members own the same slice."""
+    """Processes that own the same slice."""
     shared: bool
-    """Of several stages or holders, so reduced once a step."""
+    """Several stages or holders share the bucket, so it is reduced once a step."""
     uses: int = 1
-    """Gradients that a process accumulates apart: 2 where it uses a tied matrix twice."""
+    """Gradient buffers of the bucket: 2 where the process uses a tied matrix twice."""
 
     @property
     def numel(self) -> int:
-        """Length of the buffer, with what :func:`aligned` adds between its segments and slices."""
+        """Values in the buffer, padded by :func:`aligned` between its segments and slices."""
         sizes: dict[tuple[bool, bool], int] = defaultdict(int)
         for each in _sized(self.parameters, self.tp):
             sizes[each.decays, each.split] += each.numel
@@ -112,22 +112,21 @@ class BucketPlan:
 
     @property
     def whole(self) -> int:
-        """Parameters that every tp rank holds whole."""
+        """Values of parameters that every tp rank holds whole."""
         return self._values(spec for spec in self.parameters if not spec.split)
 
     @property
     def multiplied(self) -> int:
-        """Values of matrices whose gradients are products: not of an embedding, whose rows are
-        added up."""
+        """Values of parameters whose gradients are matrix products; an embedding's are not."""
         return self._values(spec for spec in self.parameters if spec.multiplied)
 
     @property
     def norms(self) -> int:
-        """Parameters whose gradients are computed within I."""
+        """Values of parameters whose gradients autograd computes within I."""
         return self._values(spec for spec in self.parameters if spec.by_autograd)
 
     def _values(self, parameters: Iterable[ParameterSpec]) -> int:
-        """Of one tp rank."""
+        """Values of these parameters on one tp rank."""
         return sum(spec.local_numel(self.tp) for spec in parameters)
 
 
@@ -137,8 +136,8 @@ def _sized(parameters: Iterable[ParameterSpec], tp: int) -> Iterator[Sized]:
 
 
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
-    """Buckets of a process at pipeline index `rank`: by stage, those of a stage in the order in
-    which they are reduced, the tied one last."""
+    """Buckets of a process at pipeline index `rank`, in the order of stages and, within a stage, of
+    reduction; the tied one comes last."""
     placement = layout.schedule.placement
     least = chunk_length(config.optimizer.reduce_chunk_mib, main_bytes(layout.model.dtype))
 

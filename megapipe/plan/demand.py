@@ -11,7 +11,7 @@ from megapipe.schedule.timing.simulate import Timeline
 
 
 def process_memory(config: Config, layout: Layout) -> list[tuple[ModelMemory, Activations]]:
-    """The most that each pipeline rank that is a process holds."""
+    """The most that each process along the pipeline axis holds: one if ranks share a process."""
     each = [peak_activations(config, layout, rank) for rank in range(layout.pp)]
     if layout.in_process:
         whole = Activations(sum(a.device for a in each), sum(a.host for a in each))
@@ -20,7 +20,7 @@ def process_memory(config: Config, layout: Layout) -> list[tuple[ModelMemory, Ac
 
 
 def memory_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
-    """Bytes of the process that holds most, those of all, and whether they fit."""
+    """Lines of the plan: bytes of the process that holds most, of all, and whether they fit."""
     each = process_memory(config, layout)
     totals = [memory.total + activations.device for memory, activations in each]
     most = max(totals)
@@ -54,7 +54,7 @@ def _fits(most: int, speeds: Speeds) -> str:
 
 
 def pace_lines(config: Config, layout: Layout, speeds: Speeds, timeline: Timeline) -> list[str]:
-    """How long a step takes, and what was assumed."""
+    """Lines of the plan: how long a step takes, and what was assumed."""
     if speeds.tflops is None:
         return ["time          not known: set log.device (as in H100) or log.peak_tflops"]
     alone = layout.in_process

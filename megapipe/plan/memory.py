@@ -23,9 +23,9 @@ class ModelMemory:
     optimizer: int
     """States, and master weights where they are no alias of the parameters."""
     passing: int
-    """Most that comes on top during a step: this process' slices of the summed gradients, under
-    ZeRO-2 and 3 the gradients of two stages, which are added to or being reduced, and gathered
-    weights, and what post-validation undoes an update from. Slices on their way are left out."""
+    """The most that a step needs on top: the process' slices of the summed gradients; under ZeRO-2
+    and 3 the gradients of two stages, being accumulated or reduced; under ZeRO-3 gathered weights;
+    and the copy from which post-validation undoes an update. Buffers in transit are left out."""
     elsewhere: int
     """Optimizer state in host memory or on a disk."""
 
@@ -39,7 +39,7 @@ class ModelMemory:
 
 
 def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
-    """Memory of the model's share of a process at pipeline index `rank`."""
+    """Bytes that a process at pipeline index `rank` holds of the model."""
     zero, size = layout.replicas.zero, DTYPE_BYTES[config.model.dtype]
     main = main_bytes(config.model.dtype)
     parameters = gradients = optimizer = copies = 0
@@ -71,7 +71,7 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
 def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[BucketPlan]) -> int:
     """Most bytes of summed slices, whole gradients and gathered weights at once in a step.
 
-    Where one process runs all pipeline ranks, theirs are taken to be there together.
+    Where one process runs all pipeline ranks, the peaks of all ranks are added up.
     """
     zero, main = layout.replicas.zero, main_bytes(config.model.dtype)
     at_the_end = sum(_slice(bucket) * main for bucket in buckets if bucket.shard.members > 1)
@@ -119,7 +119,7 @@ def _passing(
 
 
 def _slice(bucket: BucketPlan) -> int:
-    """Length of the part that one process owns."""
+    """Length of the slice that one process owns."""
     return bucket.numel // bucket.shard.members
 
 

@@ -1,10 +1,11 @@
 """How long a step takes, at speeds that are assumed.
 
-Operations take the FLOPs of their stage at a share of the device's peak, and the collectives of
-tensor parallelism on top, at the speed of a node's links or of the network: those of B and W as far
-as they outlast the weight gradients beside which they run (``kernels.overlap``). Messages and what
-replicas exchange travel beside them, as the simulator has it. Latencies, the update and what
-operations wait for in memory are not in it but as far as the share of the peak is.
+An operation takes the time of its stage's FLOPs at a share of the device's peak
+(``log.efficiency``), and that of its tensor-parallel collectives at the speed of a node's links or
+of the network; with ``kernels.overlap`` collectives of B and W count only as far as they outlast
+the weight gradients beside which they run. The simulator lets messages and the collectives of
+replicas run beside operations. Latencies, the update and waits for memory are not modelled; the
+share of the peak has to cover them.
 """
 
 from collections.abc import Sequence
@@ -36,16 +37,16 @@ class Speeds:
     """Assumptions on devices and links; None where nothing is known."""
 
     name: str | None
-    """Of the device."""
+    """Name of the device."""
     memory_gb: float | None
     tflops: float | None
-    """Peak."""
+    """Peak of the device in TFLOP/s."""
     efficiency: float
     """Share of the peak that is reached."""
 
     @classmethod
     def of(cls, config: Config) -> "Speeds":
-        """From the configuration, and where it says nothing from what is known of the device."""
+        """From the configuration, or where that says nothing from known figures of the device."""
         log, cpu = config.log, config.parallel.device == "cpu"
         name = log.device or (None if cpu else local_device())
         known = None if name is None else device(name)
@@ -58,8 +59,8 @@ class Speeds:
 
 
 def expected(config: Config, layout: Layout, speeds: Speeds) -> Timeline:
-    """A step as far as it is known: in seconds, or if a speed is missing at the FLOPs of the
-    stages, where 1 is the forward of a layer."""
+    """Simulate a step: in seconds, or if the device's peak is not known in FLOPs, with those of a
+    layer's forward as 1."""
     if speeds.tflops is None:
         cost = scaled(layout.cost, 1 / layout.model.unit_of_work())
         return simulate(layout.schedule, cost, layout.replicas)

@@ -1,5 +1,5 @@
-"""How often a process reduces gradients and gathers weights with its replicas in a step, counted
-before it exists: from the very actions that :mod:`megapipe.schedule.data_parallel` gives it."""
+"""How often a process reduces gradients and gathers weights with its replicas in a step, counted in
+the actions that :mod:`megapipe.schedule.data_parallel` puts into its programs."""
 
 from collections.abc import Collection, Sequence
 
@@ -22,18 +22,18 @@ def replica_actions(layout: Layout, rank: int) -> list[list[Action]]:
 
 
 def reductions_of(programs: Sequence[Sequence[Action]], stage: int) -> int:
-    """How often the gradients of a stage are sent off."""
+    """How often the gradients of a stage are reduced in a step."""
     return sum(
         (action.do, action.stage) == (Do.REDUCE, stage) for own in programs for action in own
     )
 
 
 def gathers_of(programs: Sequence[Sequence[Action]], users: Collection[int]) -> int:
-    """How often ZeRO-3 gathers a bucket that the stages `users` compute with: not again while one
-    of them has it.
+    """How often ZeRO-3 gathers a bucket that the stages `users` compute with. While one of them has
+    it, others need not gather it.
 
-    Pipeline ranks in one process that use a tied bucket may have it at the same time; then this is
-    the most that it can be.
+    Each of `programs` is counted by itself. Pipeline ranks in one process may have a tied bucket at
+    the same time; then this is an upper bound.
     """
     count = 0
     for actions in programs:

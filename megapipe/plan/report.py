@@ -81,7 +81,7 @@ def _model_lines(layout: Layout) -> list[str]:
 
 
 def _padded(layout: Layout) -> str:
-    """To how many rows the matrices of a vocabulary are padded, where some are."""
+    """A remark on the rows to which matrices of a vocabulary are padded; empty where none are."""
     vocabulary = layout.model.vocab_size
     assert vocabulary is not None
     rows = (spec for spec in layout.model.parameters(layout.model.whole) if spec.multiple > 1)

@@ -1,12 +1,12 @@
-"""Bytes on the wire: what a process says in one training step, counted before it exists.
+"""Bytes on the wire: what a process sends in one training step, counted before it exists.
 
 :func:`step_traffic` lists every collective of a step, by the mesh axis over which it runs. Two
 conventions of bytes:
 
-- :attr:`Exchange.bytes` is what is handed to the collective, the whole tensor: what an all-reduce
-  sums, what a reduce-scatter takes, what an all-gather gives, what an all-to-all trades, a message;
-- :attr:`Exchange.wire` is what the process itself sends under a ring of n members: of the former
-  (n-1)/n for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, a message whole.
+- :attr:`Exchange.bytes` is the size of the whole tensor: the input of an all-reduce, a
+  reduce-scatter or an all-to-all, the output of an all-gather, a message;
+- :attr:`Exchange.wire` is what the process itself sends in a ring of n members: (n-1)/n of `bytes`
+  for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, all of a message.
 
 Tensor parallelism (Shoeybi et al., 1909.08053) all-reduces the hidden states x twice per layer in
 the forward and twice in the input gradient; with sequence parallelism (2205.05198) each of these
@@ -14,8 +14,8 @@ is an all-gather and a reduce-scatter, and the weight gradients gather again wha
 inputs, and where they wait for ``W`` the gradients too.
 Gradients are reduced and weights gathered once per step, with ZeRO-2 and 3 (1910.02054) after each
 run of weight gradients and before each run of uses. The pipeline sends x and its gradient, or
-shares of them that are gathered on arrival (:mod:`megapipe.layout.links`). What
-the optimizers that look at whole parameters (LARS, LAMB, Muon) and ``pipeline.debug`` add is not
+shares of them that are gathered on arrival (:mod:`megapipe.layout.links`). Traffic of optimizers
+that need norms or matrices of whole parameters (LARS, LAMB, Muon) and of ``pipeline.debug`` is not
 counted.
 """
 
@@ -40,7 +40,7 @@ SCALAR = 8
 """Counts, losses and norms are summed in fp64."""
 
 _OTHER_TOTALS = 5
-"""Numbers that ranks add up beside squared norms: loss, tokens, two wishes, memory."""
+"""Numbers in the totals beside squared norms: loss, tokens, requests to stop and save, memory."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def by_axis(exchanges: Iterable[Exchange]) -> dict[str, Fraction]:
 def message_bytes(
     layout: Layout, stage: int, rows: int, length: int, *, gradient: bool = False
 ) -> int:
-    """The output of `stage` for so many rows and positions, as one tensor-parallel rank sends it to
-    the next pipeline rank; or its gradient, as that one sends it back."""
+    """Bytes of the output of `stage`, for `rows` rows of `length` positions, that one
+    tensor-parallel rank sends to the next pipeline rank; or of its `gradient`, sent back."""
     tensors = layout.model.message(layout.stage_layers[stage], rows, length)
     if gradient:
         tensors = tuple(each for each in tensors if each.has_grad)
@@ -116,7 +116,7 @@ def largest_message(config: Config, layout: Layout) -> int:
 
 def operation_traffic(config: Config, layout: Layout, stage: int, kind: str) -> Fraction:
     """Bytes of hidden states that a process sends to its tp peers in one F, I, W or B of a whole
-    micro-batch; those of a forward that is run again are with the F."""
+    micro-batch; a recomputed forward counts with the F."""
     if layout.tp == 1:
         return Fraction(0)
     traffic = _stage_traffic(layout, stage, fused=kind == "B")
@@ -167,8 +167,8 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
 
 
 def _pieces(config: Config, layout: Layout, stage: int, rank: int, *, fused: bool) -> Iterator[int]:
-    """Tokens of each piece of a micro-batch that `stage` computes on pipeline rank `rank`, of those
-    whose backward is one operation, or of the others."""
+    """Tokens of each piece that `stage` computes on pipeline rank `rank` and whose backward is a B
+    (`fused`), or an I and a W (otherwise)."""
     schedule = layout.schedule
     kind = Kind.B if fused else Kind.I
     for own in layout.process_ranks(rank):
@@ -207,9 +207,10 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
 
 
 def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchange]:
-    """Gradients of a bucket are summed over shard x replicate, `count` times in a step.
+    """Collectives that sum a bucket's gradients over shard x replicate, `count` times in a step.
 
-    In a narrower type, pieces are traded and added up by their owners, then gathered.
+    In a type narrower than the main gradients', all-to-alls bring each slice to its owner, which
+    adds it up; the replicate group then gathers the sums.
     """
     shard, replicate = bucket.shard, bucket.replicate
     piece = bucket.numel // shard.members
