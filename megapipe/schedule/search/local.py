@@ -21,8 +21,6 @@ TENURE = (8, 20)
 SHAKES = (10, 40)
 REACH = 6
 """Places that an operation moves at most when an order is shaken."""
-SLACK = 0.01
-"""Share of the best value by which a restart may be longer and still be gone on from."""
 
 
 class Move(NamedTuple):
