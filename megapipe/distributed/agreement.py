@@ -1,4 +1,4 @@
-"""One rank's error is every rank's error."""
+"""An error of one rank, raised on every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from megapipe.errors import MegapipeError
 
 
 def all_or_none(mesh: ParallelMesh, error: MegapipeError | None) -> None:
-    """Raise an error of any rank on every rank, of the kind that it has where it happened."""
+    """Raise the `error` of any rank on every rank, with its exit code; all ranks call it.
+
+    A rank with an error of its own raises that one.
+    """
     text = mesh.agree(None if error is None else f"{error.exit_code} {error}")
     if text is None:
         return

@@ -2,15 +2,15 @@
 
 The functions hide two differences: torch 2.13 renamed the tensor collectives, and gloo
 takes CUDA tensors for some operations only, so with gloo they travel through host memory (which
-lets several ranks share one GPU). Each is its partner's gradient: all-gather and reduce-scatter,
-all-reduce and identity; the layers pair them in their own backward, where the weight gradient
-is split off.
+lets several ranks share one GPU). Collectives come in pairs of which each is the other's gradient:
+all-gather and reduce-scatter, all-reduce and identity; the layers pair them in their own backward,
+where the weight gradient is split off.
 
-Each operation is one routine, ``start_...``, which returns before it is done: what it is given must
-stay as it is, and what it returns must not be read, until the returned wait has been called. The
-functions that wait at once are the same routine, so values do not depend on when one waits. On gloo
-gathers and reduce-scatters of CPU tensors are messages between the members
-(:mod:`megapipe.distributed.gloo`); all-reduces are so where the order of the terms matters.
+A collective ``start_...`` returns a wait before it is complete: until that wait has been called,
+its arguments must stay as they are and its results must not be read. :func:`all_reduce`,
+:func:`all_gather` and :func:`reduce_scatter` call the same routine and wait at once, so values do
+not depend on when one waits. On gloo, gathers and reduce-scatters of CPU tensors are messages
+between the members (:mod:`megapipe.distributed.gloo`), and so are all-reduces with `in_order`.
 """
 
 from __future__ import annotations
@@ -110,8 +110,10 @@ def start_gathering(piece: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
 
 
 def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Wait:
-    """Fill `whole` [size * n, ...] with every member's `piece` [n, ...], which may be its own part
-    of it."""
+    """Fill `whole` [size * n, ...] with every member's `piece` [n, ...].
+
+    `piece` may be a view of this member's own rows of `whole`.
+    """
     if axis.group is None:
         if piece.data_ptr() != whole.data_ptr():
             whole.copy_(piece)
@@ -137,7 +139,7 @@ def start_all_to_all(tensor: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
 
 
 def done() -> None:
-    """The wait of what is complete already."""
+    """A wait for a collective that is complete already."""
 
 
 def _started(collective: Callable[..., Any], *tensors: Tensor, group: Any) -> Wait:

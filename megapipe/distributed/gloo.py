@@ -1,11 +1,11 @@
-"""Sums and gathers over gloo by messages, each member's to each other one.
+"""Sums and gathers over gloo, by messages from each member to each other one.
 
 torch's reduce-scatter for gloo all-reduces a copy of the whole array, twice the bytes that anybody
 needs, and its all-gather hands pieces on around a ring. Here a piece goes once, from where it is to
-where it is used. Members' values are added in the order of the members, wherever in the array they
-stand: a sum has the same bits in a piece and in the whole.
+where it is used. Values are added in the order of the members at every place of the array, so a
+reduce-scatter and an all-reduce give the same bits.
 
-Members start operations of one kind, and wait for all-reduces, in one order.
+All members start collectives of one kind, and wait for all-reduces, in the same order.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def start_all_reduce(whole: Tensor, axis: Axis) -> Callable[[], None]:
 
 
 def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Callable[[], None]:
-    """Fill `whole` [size * n, ...] with every member's `piece` [n, ...], which may be its own part
-    of it."""
+    """Fill `whole` [size * n, ...] with every member's `piece` [n, ...].
+
+    `piece` may be a view of this member's own rows of `whole`.
+    """
     return _start_gather(whole, piece, axis, GATHER)
 
 
@@ -78,8 +80,8 @@ def _pieces(whole: Tensor, axis: Axis) -> tuple[Tensor, ...]:
 
 
 class _Exchange:
-    """Messages on their way, and their `tensors`. gloo cannot take back what it has begun, so they
-    are waited for even if nobody asks for what they bring."""
+    """Messages on their way, and their `tensors`. gloo cannot cancel a message, so the destructor
+    waits for those that nobody has waited for."""
 
     def __init__(self, works: list[Any], tensors: Sequence[Tensor]) -> None:
         self._works = works

@@ -158,7 +158,7 @@ class ParallelMesh:
         return self._axis(ranks, self._new_group(ranks, options))
 
     def connected(self, axis: Axis) -> Axis:
-        """`axis`, after its communicator for collectives is up."""
+        """Set up the axis' communicator for collectives, by an all-reduce; returns `axis`."""
         if axis.group is not None:
             dist.all_reduce(torch.zeros(1, device=self.scalar_device), group=axis.group)
         return axis
@@ -166,8 +166,8 @@ class ParallelMesh:
     def _new_group(self, ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
         """A group as of ``dist.new_group``, under a name on which the members agree.
 
-        They find each other by the name, and torch's says how many groups a process has made, of
-        any ranks: members need not have made equally many.
+        They find each other by the name. torch's own name counts the groups that a process has
+        made, of whatever ranks, and members need not have made equally many.
         """
         assert list(ranks) == sorted(ranks), f"{ranks} are not in ascending order"
         c10d = dist.distributed_c10d
@@ -198,8 +198,9 @@ class ParallelMesh:
         return torch.device("cpu") if self.backend == "gloo" else self.device
 
     def ordered_sum(self, vector: torch.Tensor, *axes: AxisName, largest: int = 0) -> torch.Tensor:
-        """Sum a 1-D `vector` over the axes, one after the other, each by :func:`sum_in_pairs`; of
-        the last `largest` values take the largest instead.
+        """Sum a 1-D `vector` over the axes, one after the other, each by :func:`sum_in_pairs`.
+
+        The last `largest` values are not summed: the result has their maxima over the axes.
 
         Unlike an all-reduce, the order of the additions does not depend on the backend or on
         the place in a buffer, so the result is bitwise the same on every rank and in every
@@ -215,7 +216,7 @@ class ParallelMesh:
     def start_ordered_sum(
         self, vector: torch.Tensor, name: AxisName, *, largest: int = 0
     ) -> Callable[[], torch.Tensor]:
-        """Begin an :meth:`ordered_sum` over one axis; what is returned waits for it."""
+        """Begin an :meth:`ordered_sum` over one axis; the returned function waits for the sum."""
         axis: Axis = getattr(self, name)
         if axis.group is None:
             return lambda: vector
@@ -263,7 +264,7 @@ class ParallelMesh:
         return values or []
 
     def await_all(self, patience: datetime.timedelta) -> None:
-        """Wait until every rank is here, in the store: for longer than a collective may take."""
+        """Wait until every rank is here, for up to `patience`, also beyond a group's timeout."""
         if self.world == 1:
             return
         key = self._next_key()
@@ -273,7 +274,7 @@ class ParallelMesh:
         store.wait([key], patience)
 
     def agree(self, error: str | None) -> str | None:
-        """The error text of any rank, on every rank; None if there is none."""
+        """The error text of one rank that has one, the same on every rank; None if none has."""
         if self.world == 1:
             return error
         key = self._next_key()

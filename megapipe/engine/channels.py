@@ -39,7 +39,7 @@ Message = Any
 
 
 def message_of(action: Action) -> Op:
-    """A message is named by the op that produced it."""
+    """The name of the message that `action` sends or receives: the op that produced it."""
     return Op(action.kind, action.stage, action.microbatch, action.slice)
 
 
@@ -50,23 +50,23 @@ class Outgoing(Protocol):
         """Send without blocking; the tensor must not be written afterwards."""
 
     def acknowledge(self, messages: int) -> None:
-        """The oldest `messages` that were not acknowledged before have been received."""
+        """The peer has received the oldest `messages`, a number, that were not yet acknowledged."""
 
     def finish(self) -> None:
-        """End a step: every message has been received."""
+        """End a step: wait for the sends that are not acknowledged, and let go of their tensors."""
 
 
 class Incoming(Protocol):
     """The receiver's end of a channel."""
 
     def expect(self, expected: Expected) -> None:
-        """These messages follow those that were expected before."""
+        """Announce the messages that come next, after those announced before."""
 
     def arrived(self) -> bool:
-        """Whether :meth:`receive` would return without another rank's program going on."""
+        """Whether :meth:`receive` returns without this process running another rank's program."""
 
     def receive(self) -> Message:
-        """The next message."""
+        """Wait for the next message and return it."""
 
 
 class Channels(Protocol):
@@ -275,7 +275,10 @@ class _DebugIncoming(_Incoming):
 
 
 class ProcessGroupChannels:
-    """Channels over two-rank process groups; `debug` checks every message (see above)."""
+    """Channels over two-rank process groups, by the peer's pipeline rank.
+
+    With `debug` every message has a header that is checked, and buffers are filled with NaN.
+    """
 
     def __init__(
         self,

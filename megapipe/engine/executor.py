@@ -31,23 +31,25 @@ class Synchroniser(Protocol):
     """Collectives of data-parallel replicas for one stage, none of which holds up the rest."""
 
     def reduce(self, stage: int) -> None:
-        """REDUCE: the gradients in the stage's buffers are complete for now; send them off."""
+        """REDUCE: no operation adds to the stage's gradients for now; send them off."""
 
     def gradient_came(self, stage: int, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
-        """In the last operation before a REDUCE: a parameter has got its gradient, while those of
-        others wait to be computed. What is complete may leave."""
+        """`parameter` has got its gradient; the gradients of `waiting` are yet to be computed.
+
+        Called in the last operation before a REDUCE: gradients that are complete may be sent off.
+        """
 
     def open_grads(self, stage: int) -> None:
-        """OPEN: weight gradients are about to come."""
+        """OPEN: make room for the weight gradients that come next."""
 
     def unshard(self, stage: int) -> None:
         """UNSHARD: begin to gather the weights."""
 
     def await_weights(self, stage: int) -> None:
-        """AWAIT: the weights are there when this returns."""
+        """AWAIT: wait until the weights are gathered."""
 
     def reshard(self, stage: int) -> None:
-        """RESHARD: the weights are not needed for a while."""
+        """RESHARD: let go of the gathered weights until the next UNSHARD."""
 
 
 class Speculation(NamedTuple):
@@ -61,9 +63,9 @@ class Speculation(NamedTuple):
 class Executor:
     """Runs `program` with this rank's `stages` (by global stage number) over its `channels`.
 
-    `shape` is that of the messages. With `train` false the forward ops build no graph
-    (validation). With a `recorder` it is told when each op starts and stops. `wrap` may give every
-    action's call something around it. `synchroniser` is needed where the program synchronises
+    `shape` gives the shape of each message. With `train` false the forward ops build no graph
+    (validation). A `recorder` is told when each op starts and stops. `wrap` may put something
+    around every action's call. `synchroniser` is needed where the program synchronises
     data-parallel replicas.
     """
 
@@ -136,7 +138,7 @@ class Executor:
         assert not self._inbox, f"never consumed: {sorted(self._inbox)}"
 
     def run(self, microbatches: Mapping[Key, MicroBatch]) -> None:
-        """A whole step."""
+        """Run a whole step."""
         self.begin(microbatches)
         self._run_to(len(self._calls))
         self.finish()
@@ -160,7 +162,7 @@ class Executor:
         self.finish()
 
     def abort(self) -> None:
-        """Leave nothing of the prefix behind. All pipeline ranks do so, or none."""
+        """Undo the prefix: receive and drop its messages. All pipeline ranks do so, or none."""
         assert self._speculation is not None
         taken = Counter(
             action.peer
@@ -195,7 +197,7 @@ class Executor:
         return call if self.recorder is None else self.recorder.timed(action, call)
 
     def _watched(self, call: Call, stage: int) -> Call:
-        """An operation whose gradients may leave as they come in."""
+        """`call`, which tells the synchroniser of each weight gradient as it comes in."""
         assert self.synchroniser is not None
         queue, watch = self.stages[stage].queue, partial(self.synchroniser.gradient_came, stage)
 
@@ -287,7 +289,7 @@ def _key(action: Action) -> Key:
 
 
 def run_together(executors: Sequence[Executor], microbatches: Mapping[Key, MicroBatch]) -> None:
-    """A whole step of all pipeline ranks in one process.
+    """Run a whole step of all pipeline ranks in one process.
 
     Each rank in turn runs until it must wait: an order that depends on the programs alone, so
     tensor- and data-parallel peers, whose groups are real, follow the same one.

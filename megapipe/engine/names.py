@@ -29,7 +29,7 @@ def name_of(action: Action) -> str:
 
 
 def named(action: Action, call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """`call`, which does `action`, under its name."""
+    """Wrap `call`, which runs `action`, in a profiler's range with the action's name."""
     name = name_of(action)
     on_gpu = device.type == "cuda"
 

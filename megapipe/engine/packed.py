@@ -17,7 +17,7 @@ ALIGNMENT = 16
 
 
 class PackedTensor(NamedTuple):
-    """A tensor of a message."""
+    """Shape and type of one tensor of a message."""
 
     shape: Shape
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class PackedOutgoing:
 
 
 class PackedIncoming:
-    """Receives bytes over `line`, and gives the tensors that they are."""
+    """Receives bytes over `line`, and returns the tensors that were packed into them."""
 
     def __init__(self, line: Incoming) -> None:
         self._line = line
@@ -86,7 +86,7 @@ class PackedIncoming:
 
 
 class PackedChannels:
-    """The ends of `channels`, whose messages are bytes."""
+    """`channels` of bytes, for messages of several tensors."""
 
     def __init__(self, channels: Channels) -> None:
         self.outgoing = {peer: PackedOutgoing(end) for peer, end in channels.outgoing.items()}

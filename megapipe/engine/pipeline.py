@@ -92,12 +92,13 @@ class Pipeline:
         speculate: bool = False,
         shape: MessageShape | None = None,
     ) -> list[Executor]:
-        """Executors that run `schedule` on each of the pipeline ranks here.
+        """Executors that run `schedule`, one for each pipeline rank of this process.
 
         `stages` are those of the process by number; `synchroniser` reduces their gradients and
         gathers their weights. `proved`: the schedule was validated. With `record`, :meth:`records`
-        tells when each operation ran. With `name` profilers are told what runs. With `speculate` a
-        step can begin by a prefix. `shape` is that of messages, by default the schedule's.
+        tells when each operation ran. With `name` profilers see the names of actions. With
+        `speculate` a step can begin with a prefix that can be undone (:meth:`Executor.run_prefix`).
+        `shape` gives the shapes of messages, by default those of the schedule.
         """
         recorders = self._recorders if record else [None] * len(self.ranks)
         executors = [
@@ -127,7 +128,7 @@ class Pipeline:
             executors[0].run(microbatches)
 
     def records(self) -> list[Record]:
-        """The last recorded step of every pipeline rank, on the processes of the first one."""
+        """The last recorded step of all pipeline ranks, on processes of the first; else empty."""
         own = [recorder.record() for recorder in self._recorders]
         return [record for records in self.mesh.gather(own, "pp") for record in records]
 
@@ -137,7 +138,7 @@ class Pipeline:
 
 
 def _set_speculation(executor: Executor, schedule: Schedule) -> None:
-    """Tell how long a prefix of the executor's steps can be undone."""
+    """Let steps of the executor begin with the prefix that can be undone."""
     rank, operations = executor.program.rank, speculation(schedule)
     executor.set_speculation(
         Speculation(cut(executor.program, operations[rank]), arriving(schedule, rank, operations))

@@ -8,8 +8,8 @@ Clocks. On the CPU a stamp is CLOCK_MONOTONIC, which all ranks of a host share. 
 event of the current stream, counted from one that is recorded at :meth:`Recorder.begin` when the
 device is idle; it is placed in the host's time with an error of one kernel launch (about 10
 microseconds). Hosts do not share a clock: their earliest ranks are taken to begin at the same
-moment. If all ranks pass a barrier directly before `begin`, that is wrong by no more than what the
-barrier takes to let go of all of them.
+moment. If all ranks pass a barrier directly before `begin`, the error is at most the time that the
+barrier takes to release all of them.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def measured_cost(schedule: Schedule, records: Iterable[Record]) -> Cost:
 
     `records` are of all ranks, over any number of steps. What was not measured is filled in: a B
     is an I that leaves nothing for W, an I and a W make a B, and R costs what F does. Where I or
-    B recomputed itself, R is taken off, which the simulator adds. With slices, their shares are
-    those of the sum of all medians.
+    B has recomputed, the time of R is subtracted, since the simulator adds it. The share of a slice
+    is that of its medians in the sum of all medians.
 
     Raises:
         ScheduleError: a stage without a forward in the records.

@@ -69,7 +69,7 @@ class GatheredIncoming:
 
 
 class SharingChannels:
-    """The ends of `channels`, between pipeline ranks of which each is `tp` processes."""
+    """`channels` whose messages travel in shares, one for each tensor-parallel rank of `tp`."""
 
     def __init__(self, channels: Channels, tp: Axis) -> None:
         self.outgoing = {p: ScatteredOutgoing(end, tp) for p, end in channels.outgoing.items()}

@@ -1,4 +1,4 @@
-"""A model chunk and its operations: forward, recomputation, input gradient, weight gradient.
+"""A stage and its operations: forward, recomputation, input gradient, weight gradient.
 
 The stage keeps, per (micro-batch, slice) in flight, the input (whose ``.grad`` the backward fills)
 and the *edge* of the output in the autograd graph, not the output itself: once sent, the output's
@@ -33,15 +33,16 @@ class _InFlight(NamedTuple):
     input: Tensor | Entrance | None
     """Where the backward leaves the gradient of the input."""
     edge: GradientEdge | None
-    """None where no parameter and no input is behind the output."""
+    """None where the output depends on no parameter and no input."""
 
 
 class Stage:
     """Runs the ops of one virtual stage; `loss_sums` collects the last stage's losses.
 
-    The blocks keep what `spans` say, by default all that autograd saves; with `recompute` the
-    forward leaves no graph, and they should keep all of the one that is built later. Random numbers
-    are functions of coordinates, so that has the same values bitwise.
+    `spans` say which activations the blocks keep, by default all that autograd saves. With
+    `recompute` the forward builds no graph; ``R`` or the backward builds it from the input, and the
+    blocks should keep all that autograd saves. Random numbers are functions of coordinates, so the
+    values are bitwise the same.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class Stage:
     def input_grad(self, key: Key, grad: Message) -> Message:
         """Run ``I``: back-propagate, queue the weight gradients, return the input's gradient.
 
-        Recomputes first where that is due and no ``R`` did it. The slices of a micro-batch come
-        in descending order.
+        A stage with `recompute` recomputes first, unless an ``R`` has done so. The slices of a
+        micro-batch come in descending order.
         """
         if key in self._inputs:
             self.recompute_ahead(key)
@@ -123,11 +124,11 @@ class Stage:
         return grad
 
     def weight_grad(self, key: Key) -> None:
-        """Run ``W``: the queued weight gradients, of tensors without a graph."""
+        """Run ``W``: compute the weight gradients that ``I`` has queued; they need no graph."""
         self.queue.run(key)
 
     def backward(self, key: Key, grad: Message) -> Message:
-        """Run ``B``: ``I`` and ``W``, with each weight gradient as early as can be."""
+        """Run ``B``: ``I`` and ``W``, with weight gradients computed while the graph is walked."""
         self.queue.at_once = True
         grad = self.input_grad(key, grad)
         self.queue.at_once = False
@@ -149,7 +150,7 @@ class Stage:
         return y.detach()
 
     def _scaled(self, loss: Tensor, mb: MicroBatch) -> Tensor:
-        """The loss as the backward begins with it."""
+        """The loss that the backward begins with: `loss` times the scale of the micro-batch."""
         if not loss.requires_grad:
             raise ConfigError(
                 "the loss has no gradient: expected one that depends on a parameter of the last "

@@ -1,7 +1,7 @@
 """A stage whose messages may be tuples of tensors.
 
-Tensors of whole numbers and booleans have no gradient, so the gradient of a message has those of
-its floating-point tensors alone, in order; a single one is no tuple.
+Tensors of whole numbers and booleans have no gradient, so the gradient of a message is the tuple of
+the gradients of its floating-point tensors, in order; a single gradient is a tensor, not a tuple.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class _Ends(NamedTuple):
     inputs: tuple[Tensor, ...]
     """The floating-point ones, where the backward leaves their gradients."""
     edges: tuple[GradientEdge | None, ...]
-    """Of the floating-point outputs; None where no parameter and no input is behind one."""
+    """Of the floating-point outputs; None for one that depends on no parameter and no input."""
 
 
 class TupleStage(Stage):
-    """Takes and gives a tensor or a tuple, of whole sequences."""
+    """A stage whose input and output are a tensor or a tuple of tensors, of whole sequences."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

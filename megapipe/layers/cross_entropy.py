@@ -93,5 +93,5 @@ def vocab_parallel_cross_entropy(
 
 
 def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the losses that are not masked; what a masked one is does not matter."""
+    """Sum of the losses whose mask is not 0; masked losses may have any value, NaN included."""
     return losses.masked_fill(mask == 0, 0).sum()

@@ -11,7 +11,10 @@ from megapipe.layers.rng import seed_of, seeded
 
 
 def dropout_seed(mb: MicroBatch, purpose: str, layer: int, tp_index: int) -> int:
-    """`tp_index` is 0 where every tp rank holds the same values and must drop the same ones."""
+    """Seed of a dropout mask.
+
+    `tp_index` is 0 where every tp rank holds the same values and must drop the same ones.
+    """
     within = (mb.first_row, mb.start) if mb.first_row or mb.start else ()
     return seed_of(mb.seed, purpose, mb.step, mb.index, layer, tp_index, *within)
 

@@ -27,7 +27,7 @@ from megapipe.layers.weight_grad import main_grad
 
 @dataclass
 class _WordTask:
-    """tokens [b, s], grad [s(/tp), b, h]."""
+    """The weight gradient for tokens [b, s] and output gradient grad [s(/tp), b, h]."""
 
     layer: WordEmbedding
     tokens: Tensor
@@ -102,7 +102,7 @@ class WordEmbedding(nn.Module):
         self.weight = new_parameter(sharding, weight)
 
     def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Row in this rank's range (0 where it is elsewhere) and whether it is elsewhere."""
+        """Each token's row in this rank's range, and whether another rank has it (then row 0)."""
         spec = spec_of(self.weight)
         row = tokens - spec.offsets[0]
         elsewhere = (row < 0) | (row >= spec.sizes[0])
@@ -158,13 +158,13 @@ class PositionEmbedding(nn.Module):
         self.weight = new_parameter(sharding, weight)
 
     def rows(self, start: int, length: int) -> tuple[int, int]:
-        """Positions of this rank's part, `length` of them, of a slice that begins at `start`."""
+        """Range of the `length` positions that this rank has of a slice that begins at `start`."""
         first = start + (length * self.sharding.tp.index if self.sharding.sequence_split else 0)
         return first, first + length
 
     def forward(self, x: Tensor, start: int = 0, positions: Tensor | None = None) -> Tensor:
-        """`start` is the first position of the slice, where x is one. `positions` [s, b] are
-        those of every row, for sequences that are not split, without a gradient."""
+        """Add the vectors to x; `start` is its first position. `positions` [s, b] give each token
+        its own, for sequences that are not split; the table then gets no gradient."""
         if positions is not None:
             return x + self.weight.detach()[positions]
         return _PositionFunction.apply(x, self.weight, self, start)

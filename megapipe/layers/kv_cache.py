@@ -41,7 +41,7 @@ class KVCache:
         return _Extend.apply(k, keys, start), _Extend.apply(v, values, start)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with some of the b sequences, by number; without gradients."""
+        """Keep those of the b sequences whose numbers are `rows` [n]; for use without gradients."""
         for pair in self._rows.values():
             for each in pair:
                 each.values = each.values[:, rows]

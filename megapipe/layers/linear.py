@@ -5,10 +5,11 @@ A column-parallel layer holds rows of the weight [out/tp, in], a row-parallel on
 With sequence parallelism (Korthikanti et al., 2205.05198) the activations around the pair hold
 s/tp positions, and each all-reduce becomes an all-gather and a reduce-scatter.
 
-The weight gradient is queued (:mod:`megapipe.layers.weight_grad`). What was gathered is not kept:
-the queue holds the shard, and ``W`` gathers it again. A ``B`` uses the gradient that it gathered
-for both products, and hides its collectives behind the weight gradients: a column layer's own runs
-while its input gradient is summed, a row layer's waits for the next gradient to be gathered.
+The weight gradient is queued (:mod:`megapipe.layers.weight_grad`). Gathered tensors are not kept:
+the queue holds this rank's positions, and ``W`` gathers them again. A ``B`` uses the gradient that
+it gathered for both products, and hides its collectives behind weight gradients: that of a column
+layer runs while its input gradient is summed, that of a row layer while the next gradient is
+gathered.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from megapipe.layers.weight_grad import add_product, main_grad
 
 
 class LinearTask:
-    """Main gradients of one linear layer: x [s(/tp), b, in], grad [s(/tp), b, out].
+    """Weight and bias gradient of a linear layer, from x [s(/tp), b, in], grad [s(/tp), b, out].
 
-    They are kept as matrices, [tokens, in] and [tokens, out].
+    x and grad are kept as matrices, [tokens, in] and [tokens, out].
     """
 
     __slots__ = ("_arrived", "grad", "layer", "whole", "x")
@@ -48,8 +49,8 @@ class LinearTask:
         self.x = x.detach().flatten(0, -2)
         self.grad = grad.flatten(0, -2)
         self.whole: Tensor | None = None
-        """With sequence parallelism, all positions of the one that is split, where they are
-        gathered or on their way."""
+        """With sequence parallelism, all positions of x or grad, whichever is split, once their
+        gather has begun."""
         self._arrived: Wait = done
 
     @property
@@ -131,9 +132,11 @@ def column_input_grad(grad: Tensor, weight: Tensor, sharding: Sharding) -> Tenso
 
 
 def start_sum(partial: Tensor, sharding: Sharding) -> tuple[Tensor, Wait]:
-    """Begin to add up input gradients of which each tp rank has a term: [s, b, in] -> [s(/tp), b,
-    in], there after the wait; `partial` may be overwritten. Without ``kernels.overlap`` it is there
-    at once."""
+    """Begin to sum input gradients over tp: [s, b, in] -> [s(/tp), b, in].
+
+    The sum is complete after the wait, without ``kernels.overlap`` at once; `partial` may be
+    overwritten.
+    """
     if sharding.sequence_split:
         total, summed = start_reduce_scatter(partial, sharding.tp)
     else:
@@ -190,8 +193,7 @@ class _ColumnFunction(Function):
 class ColumnParallelLinear(ParallelLinear):
     """y = x W^T + b with the rows of W split over tp: [s(/tp), b, in] -> [s, b, k * out/tp].
 
-    With `graph_only` what is returned can be back-propagated through, but has no value: nothing
-    is gathered and no GEMM is done.
+    With `graph_only` the output has a graph but no values: nothing is gathered and no GEMM is done.
     """
 
     rows_split = True
@@ -234,8 +236,7 @@ class _RowFunction(Function):
 class RowParallelLinear(ParallelLinear):
     """y = x W^T + b with the columns of W split over tp: [s, b, in/tp] -> [s(/tp), b, out].
 
-    With `graph_only` what is returned can be back-propagated through, but has no value: no GEMM
-    and no reduction are done.
+    With `graph_only` the output has a graph but no values: no GEMM and no reduction are done.
     """
 
     rows_split = False

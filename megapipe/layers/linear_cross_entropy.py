@@ -1,15 +1,15 @@
 """Head and cross-entropy in one, a chunk of tokens at a time.
 
-The logits of a micro-batch, [tokens, V/tp], are the largest array of the model, and in fp32 at
-that. Here there are never more of them than a chunk's. Their gradient follows from the logits
-alone, so one pass over the chunks does everything (Liger does so in its forward, Hsu et al.,
-2410.10989): logits, losses, gradient of the logits, and from it those of the hidden states and of
-the weight. Three GEMMs, as without chunks.
+The logits of a micro-batch, [tokens, V/tp] in fp32, are the largest array of the model. Here only
+those of one chunk exist at a time. Their gradient follows from the logits alone, so one pass over
+the chunks does everything (Liger does so in its forward, Hsu et al., 2410.10989): it computes
+logits, losses, the gradient of the logits, and from that the gradients of the hidden states and of
+the weight. It takes three GEMMs, as without chunks.
 
-Here the pass is the *backward*. Nobody asks for a loss before the step is over, and only there the
-gradient of the loss is known, and the main gradients are open. The forward keeps the hidden states
-and does no work. The price is that the weight gradient is part of ``I``, not of ``W``: what it
-needs is gone with the chunk.
+Here the pass is part of the *backward*, since the loss is not needed before the step is over, and
+only in the backward are the gradient of the loss known and the main gradients open. The forward
+keeps the hidden states and does no work. The price is that the weight gradient is computed in
+``I``, not in ``W``: the logits that it needs are gone with the chunk.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Loss:
-    """A head, the labels [s, b] and the mask [s, b] of its micro-batch, and how to go about it."""
+    """A head, labels [s, b] and mask [s, b] of a micro-batch, and the most tokens of a chunk."""
 
     head: ColumnParallelLinear
     labels: Tensor
@@ -89,9 +89,9 @@ class _Loss:
         return self.total([chunk.losses for chunk in self.chunks(self.whole(hidden))])
 
     def backward(self, hidden: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the unmasked losses, and the gradient of `hidden` for `grad` [] of it.
+        """The sum of the unmasked losses, and the gradient of `hidden` for `grad` [] of the sum.
 
-        Adds that of the weight into its main gradient.
+        Adds the gradient of the weight into its main gradient.
         """
         sharding, weight = self.head.sharding, self.head.weight
         matrix, x = self.head.matrix(), self.whole(hidden)
@@ -138,10 +138,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the unmasked token losses in nats, [], in fp32 (fp64 for fp64).
 
-    `hidden` is [s(/tp), b, h]; `labels`, global ids, and `mask` are [s, b]. The logits of `chunk`
-    tokens are there at a time (:func:`~megapipe.layers.policy.loss_chunk`). Over tp there is one
-    small all-gather per chunk, and one reduction of the gradient of `hidden`. With a graph the
-    value is NaN until the backward has run: only there is it computed, together with the gradients.
+    `hidden` is [s(/tp), b, h]; `labels`, global ids, and `mask` are [s, b]. The logits of at most
+    `chunk` tokens exist at a time (:func:`~megapipe.layers.policy.loss_chunk`). Over tp there is
+    one small all-gather per chunk, and one reduction of the gradient of `hidden`. With a graph the
+    result is NaN until the backward has run, which computes it together with the gradients.
     """
     loss = _Loss(head, labels, mask, vocab_size, chunk)
     if not torch.is_grad_enabled():

@@ -17,14 +17,14 @@ class MicroBatch:
     """
 
     index: int
-    """Global micro-batch index within the step: the same rows have it in every layout."""
+    """Number of the micro-batch in the global batch; it has the same rows in every layout."""
     step: int
     seed: int
     tokens: Tensor | None = None
     labels: Tensor | None = None
     mask: Tensor | None = None
     documents: Documents | None = None
-    """Where attention ends at documents: those of the tokens up to the last one here."""
+    """Documents of the tokens up to the last one here; None: attention crosses documents."""
     scale: float = 1.0
     """1 / unmasked tokens of the global batch (0 if there are none)."""
     first_row: int = 0

@@ -16,11 +16,11 @@ from megapipe.layers.recompute import Keeping, Segment, keep, recompute
 
 
 class HostMemory:
-    """Keeps what the parts of one stage save in host memory, in storages of its own.
+    """Keeps the tensors that the segments of one stage save for the backward in host memory.
 
-    On CUDA the host's copies are pinned and both ways go over a side stream; the first tensor that
-    the backward of a segment asks for fetches all of that segment, and those of the segment before
-    it ahead of their use.
+    On CUDA the host's copies are pinned, and copies run on a side stream; the first tensor that
+    the backward of a segment asks for fetches all tensors of that segment, and those of the segment
+    before it ahead of their use.
     """
 
     def __init__(self) -> None:
@@ -28,16 +28,16 @@ class HostMemory:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self) -> None:
-        """A forward begins: its parts are not behind those of the one before."""
+        """Begin a forward: its first segment has none before it to fetch ahead."""
         self._last = None
 
     def offload(
         self, inner: Keeping, segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False
     ) -> Tensor:
-        """Run `segment` as `inner` does; the activations that that keeps are kept here instead.
+        """Run `segment` as `inner` does, but keep in host memory the activations that it saves.
 
-        What needs no gradient stays where it is: tables, masks, statistics of norms. So do
-        parameters.
+        Parameters stay on the device, and so do tensors that need no gradient: tables, masks,
+        statistics of norms.
         """
         if not torch.is_grad_enabled():
             return inner(segment, x, *rest, graph_only=graph_only)
@@ -109,7 +109,7 @@ class _Parcel:
         self.previous = previous
         self.stream = stream
         self.copies: list[weakref.ref[_Copy]] = []
-        """Each is held by what was saved of it, and gone when the backward is through with that."""
+        """Weak: a copy lives as long as the saved tensors that are views of it."""
         self._open: dict[int, tuple[torch.UntypedStorage, _Copy]] = {}
         """Address -> a storage and its copy; holding it keeps its address from being given away
         while the segment runs."""
@@ -147,6 +147,6 @@ class _Parcel:
 
 
 def keeping(policy: BlockPolicy, module: str, host: HostMemory) -> Keeping:
-    """How `policy` keeps what a module of a block saves; `host` is the stage's."""
+    """The way of keeping that `policy` has for a module of a block; `host` is the stage's."""
     inner = recompute if module in policy.recompute else keep
     return partial(host.offload, inner) if module in policy.offload else inner

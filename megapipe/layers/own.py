@@ -35,7 +35,7 @@ class Linear(nn.Linear):
         self.bound: ParallelLinear | None = None
 
     def bind(self, sharding: Sharding, weight: ParameterSpec, bias: ParameterSpec | None) -> None:
-        """Become a layer of a stage, whose parameters have no storage yet."""
+        """Become a layer of a stage, with new parameters that have no storage yet."""
         if self.split_dim is None:
             sharding = replace(sharding, tp=Axis.alone())
         del self.weight, self.bias
@@ -59,7 +59,7 @@ class Linear(nn.Linear):
         return super().forward(x) if self.bound is None else self.bound(x)
 
     def __getattr__(self, name: str) -> Any:
-        """A bound layer's weight and bias too, to read a type or a device off them."""
+        """Find a bound layer's weight and bias too, for code that reads their type or device."""
         bound = self.__dict__.get("_modules", {}).get("bound")
         if bound is not None and name in ("weight", "bias"):
             return getattr(bound, name)
@@ -69,8 +69,8 @@ class Linear(nn.Linear):
 class ColumnLinear(Linear):
     """Outputs are split over tp: [..., in] -> [..., out/tp]; a :class:`RowLinear` follows.
 
-    Between the two, a module has to work on as many values as there are: elementwise functions,
-    and heads whose number it reads off the width.
+    Between the two, a module must accept any width: elementwise functions do, and attention that
+    derives its number of heads from the width.
     """
 
     split_dim = 0
@@ -89,7 +89,7 @@ def own_parameter(
     """The spec of a plain parameter, with the values that it has now.
 
     Autograd computes its gradient, within ``I``. Weight decay applies to two dimensions or more.
-    `use`: 0 and 1 are the first and the last unit's use of a tied one.
+    `use` of a tied parameter: 0 in the first unit, 1 in the last; None: it is not tied.
     """
     return ParameterSpec(
         name=name,

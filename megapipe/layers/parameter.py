@@ -1,4 +1,4 @@
-"""The parameters of a rank: its parts of global tensors."""
+"""The parameters of a rank: its regions of global tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the layers of one stage are split, where their weight gradients wait, what computes."""
+    """How the layers of one stage are split over tp, their weight-gradient queue, their kernels."""
 
     tp: Axis
     sequence_parallel: bool
@@ -46,8 +46,8 @@ class Sharding:
 class LocalParameter(ParameterSpec):
     """A parameter, and the region of it that this rank holds.
 
-    The region may reach beyond `shape` where the vocabulary is padded. `sequence_partial` is as it
-    is here: false where activations are not split by sequence.
+    The region may reach beyond `shape` where the vocabulary is padded. `sequence_partial` is false
+    where this run does not split activations by sequence.
     """
 
     offsets: tuple[int, ...]
@@ -72,7 +72,7 @@ class LocalParameter(ParameterSpec):
 
 
 def local_parameter(sharding: Sharding, spec: ParameterSpec) -> LocalParameter:
-    """The part of a parameter that this tp rank holds."""
+    """A parameter with the region of it that this tp rank holds."""
     sizes, offsets = spec.local_shape(sharding.tp.size), [0] * len(spec.shape)
     if spec.split_dim is not None:
         offsets[spec.split_dim] = sizes[spec.split_dim] * sharding.tp.index
@@ -95,7 +95,7 @@ def spec_of(parameter: Parameter) -> LocalParameter:
 
 
 def release_initial(parameters: Iterable[Parameter]) -> None:
-    """Let go of values that parameters began with, once they are in their place."""
+    """Free the :class:`InitialValues` of `parameters`, once they are copied into the buffers."""
     for parameter in parameters:
         initial = spec_of(parameter).initial
         if initial is not None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LEAST = 128
-"""Tokens whose logits are small enough to be there at once: halves would save little memory, and
-each has products and, over tp, an exchange of its own."""
+"""The loss of up to so many tokens is not cut in half: chunks below that would save little memory,
+and each costs GEMMs and, over tp, an all-gather of its own."""
 
 
 VOCAB_MULTIPLE = 128
@@ -20,10 +20,9 @@ and rows of logits then begin at multiples of a cache line."""
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """How a block keeps its activations; by default autograd does.
+    """Which activations of a block are recomputed or offloaded; by default all are kept.
 
-    The names are those of modules, `norm`, `attention` and `mlp_activation`, or `block`, which
-    stands for whole blocks.
+    Modules are named `norm`, `attention` and `mlp_activation`; `block` stands for whole blocks.
     """
 
     recompute: frozenset[str] = frozenset()
@@ -38,7 +37,7 @@ class BlockPolicy:
 
 
 class Span(NamedTuple):
-    """Consecutive blocks with one policy; if they are run again, they are so together."""
+    """Consecutive blocks with one policy; where it recomputes whole blocks, they rerun together."""
 
     blocks: int
     policy: BlockPolicy
@@ -51,7 +50,9 @@ def padded_vocabulary(vocab_size: int, tp: int) -> int:
 
 
 def loss_chunk(tokens: int, most: int) -> int:
-    """Length of the chunks in which the loss of `tokens` is computed, `most` being
-    ``kernels.loss_chunk``: at most half of them, so that their logits are never there in full, but
-    for few tokens."""
+    """Length of the chunks in which the loss of `tokens` is computed.
+
+    It is at most `most` (``kernels.loss_chunk``), and at most half of `tokens` unless they are few,
+    so that not all logits exist at once.
+    """
     return min(most, tokens, max(LEAST, -(-tokens // 2)))

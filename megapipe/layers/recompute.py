@@ -1,11 +1,11 @@
 """How a segment of a model keeps what its backward needs.
 
 A segment is a function from one tensor to one tensor. It can :func:`keep` what autograd saves,
-:func:`recompute` it in the backward from its input (Chen et al., 1604.06174; of parts of a layer:
-Korthikanti et al., 2205.05198), or have what it would keep wait in host memory
+:func:`recompute` it in the backward from its input (Chen et al., 1604.06174; of modules of a layer:
+Korthikanti et al., 2205.05198), or offload what it would keep to host memory
 (:class:`~megapipe.layers.offload.HostMemory`).
 
-Parts end in one of the project's linear layers, which queue their weight gradients
+Segments end in one of the project's linear layers, which queue their weight gradients
 (:mod:`megapipe.layers.weight_grad`). A segment that is run again has ``graph_only`` set: the linear
 layer at its end is given what it needs for the backward, but its product, whose value nobody
 needs, is left out. So recomputing a norm costs a norm, and recomputing an activation function
@@ -32,7 +32,7 @@ Segment = Callable[..., Tensor]
 
 
 class Keeping(Protocol):
-    """Runs a segment and keeps for its backward what it sees fit."""
+    """A way to run a segment that decides what is kept for its backward, such as :func:`keep`."""
 
     def __call__(
         self, segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False
@@ -74,9 +74,10 @@ class _Recomputed(Function):
 
 
 class Entrance:
-    """The gradient of a stage's input, for an input whose values the graph alone may hold.
+    """Receives the gradient of a stage's input without holding the input.
 
-    A leaf, the usual input of a graph, is held by its own gradient accumulator.
+    A leaf, the usual input of a graph, is held by its gradient accumulator; here the graph alone
+    holds the input, so it can be offloaded.
     """
 
     def __init__(self) -> None:

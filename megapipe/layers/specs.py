@@ -18,12 +18,12 @@ Role = Literal["matrix", "embedding", "head", "vector"]
 
 @dataclass
 class InitialValues:
-    """The values that a whole tensor begins with, until they are in their place."""
+    """Initial values of a global tensor, held until they are copied into the buffers."""
 
     tensor: Any
 
     def release(self) -> None:
-        """Hold them no longer."""
+        """Free the values."""
         self.tensor = None
 
 
@@ -39,7 +39,7 @@ class ParameterSpec:
     split_dim: int | None = None
     """The dimension split over tp; None: every tp rank holds all of it."""
     multiple: int = 1
-    """The parts of `split_dim` are padded to a multiple of this; by 1 to nothing, as tp divides."""
+    """Each tp rank's length of `split_dim` is padded to a multiple of this; 1: tp divides it."""
     decay: bool = False
     """Weight decay applies to it."""
     std: float | None = None
@@ -55,7 +55,7 @@ class ParameterSpec:
     use: int = 0
     """Which use of a tied tensor this is: 0 the input embedding, 1 the head."""
     initial: InitialValues | None = field(default=None, compare=False, repr=False)
-    """The initial values, where neither `std` nor `fill` says."""
+    """Given initial values, which go before `std` and `fill`."""
 
     @property
     def split(self) -> bool:
@@ -68,7 +68,7 @@ class ParameterSpec:
         return self.role in ("matrix", "head")
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """The shape of one tp rank's part, padding included."""
+        """The shape of one tp rank's region, padding included."""
         local = list(self.shape)
         if self.split_dim is not None:
             length = self.shape[self.split_dim]
@@ -78,7 +78,7 @@ class ParameterSpec:
         return tuple(local)
 
     def local_numel(self, tp: int) -> int:
-        """Values of one tp rank's part."""
+        """Values of one tp rank's region, padding included."""
         return prod(self.local_shape(tp))
 
 
@@ -122,8 +122,8 @@ def vocabulary(
     std: float,
     tied: bool = False,
 ) -> ParameterSpec:
-    """A matrix of one row for each word of a vocabulary, split over tp: the head is the second use
-    of a `tied` one."""
+    """A matrix with a row for each token id, split over tp. Where it is `tied`, embedding and head
+    are the first and the second use of one tensor."""
     return ParameterSpec(
         name=name,
         shape=(size, hidden),

@@ -9,8 +9,8 @@ the GEMM needs. ``W`` runs the queued tasks, which add straight into the main gr
 
 ``B`` is ``I`` and ``W`` through the same kernels, so fused and split schedules agree bitwise. Only
 that it lets each task run as soon as it comes (:attr:`WeightGradQueue.at_once`), or beside the next
-collective of the backward, which then costs no time. In the last ``W`` or ``B`` of a step someone
-may watch the gradients come in (:attr:`WeightGradQueue.watch`), and send them off.
+collective of the backward, which then costs no time. In the last ``W`` or ``B`` before a reduction
+a callback learns of each gradient (:attr:`WeightGradQueue.watch`) and may send it off early.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WeightGradTask(Protocol):
         """The parameter whose gradient this is, with that of its bias if it has one."""
 
     def begin(self) -> None:
-        """Begin to bring here what is to be gathered; :meth:`run` does so where nobody did."""
+        """Begin to gather the operands over tp; without this call :meth:`run` gathers them."""
 
     def run(self) -> None:
         """Add the gradient into the parameter's main gradient."""
@@ -42,7 +42,7 @@ class WeightGradTask(Protocol):
 
 
 Watch = Callable[[Parameter, Iterable[Parameter]], None]
-"""Told of a parameter that has got a gradient, and of those whose gradients wait to be computed."""
+"""Called with a parameter that has got a gradient, and those whose gradients are queued."""
 
 
 class WeightGradQueue:
@@ -61,8 +61,8 @@ class WeightGradQueue:
         self._filling = self._tasks[key] = []
 
     def put(self, *tasks: WeightGradTask, later: bool = False) -> None:
-        """Hand tasks over. Of those that may run at once some had better run `later`: beside the
-        next collective (:meth:`beside`), or at the end of the backward."""
+        """Queue `tasks`, or run them if `at_once` is set. With `later` they wait even then: for the
+        next collective (:meth:`beside`), or the end of the backward."""
         assert self._filling is not None, "a backward pass ran outside the engine"
         if self.at_once and not later:
             self._run_in_turn(list(tasks))
@@ -70,12 +70,12 @@ class WeightGradQueue:
             self._filling.extend(tasks)
 
     def beside(self) -> None:
-        """A collective has begun, and is waited for next: run what was put for later."""
+        """With `at_once`, run the tasks put for later, beside a collective that has begun."""
         if self.at_once and self._filling:
             self._run_in_turn(self._filling)
 
     def run(self, key: Hashable) -> None:
-        """Compute the gradients of `key` and let go of what they held."""
+        """Compute the gradients of `key` and let go of the tensors that their tasks held."""
         self._run_in_turn(self._tasks.pop(key))
 
     def pending(self) -> dict[Hashable, list[WeightGradTask]]:
@@ -89,7 +89,7 @@ class WeightGradQueue:
         self.watch = None
 
     def _run_in_turn(self, tasks: list[WeightGradTask]) -> None:
-        """Run and remove all tasks; what the next one gathers travels while one computes."""
+        """Run and remove all tasks; while one computes, the operands of the next are gathered."""
         tasks.reverse()
         if tasks:
             tasks[-1].begin()

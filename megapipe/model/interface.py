@@ -1,4 +1,4 @@
-"""What everything else knows of a model: a *family* that describes it, and the stages it builds.
+"""The interface of models: a *family* describes a model, and builds stages that the engine runs.
 
 A model is a chain of units that is cut into stages: layers, and where the family has them an
 embedding before and a head after these (:mod:`megapipe.model.partition`). The partition, the plan,
@@ -59,11 +59,11 @@ class Work(NamedTuple):
     I: Time  # noqa: E741
     W: Time
     R: Time
-    """Running it again, if it is run again as a whole."""
+    """Of the recomputation, where the stage recomputes as a whole; otherwise 0."""
 
 
 class Repeated(NamedTuple):
-    """The policy of every layer, where it is the same for all."""
+    """The recomputation policy of all layers, where they have the same."""
 
     policy: BlockPolicy
     span: int
@@ -91,7 +91,7 @@ class Sizes(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Bytes that a stage holds for one piece."""
+    """Bytes that a stage holds for one piece between operations."""
 
     device: int
     """From F to I, on the device."""
@@ -102,9 +102,9 @@ class Held(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """The most bytes of one piece at a stage, on the device, within each of its operations.
+    """The most bytes that one piece takes at a stage, on the device, within each operation.
 
-    Messages that come in and go out are among them. B is a backward that lets nothing wait.
+    Incoming and outgoing messages are counted. In B no weight gradient waits.
     """
 
     F: int
@@ -121,7 +121,7 @@ class TensorTraffic(NamedTuple):
     """Tensor-parallel collectives of a stage in one pass of a piece."""
 
     hidden: Mapping[tuple[Collective, str], tuple[int, int]]
-    """Of hidden states, by kind and operation (F, I, W): how many, and their values per token."""
+    """By kind and operation (F, I, W): how many collectives, and the values per token of all."""
     loss_numbers: int = 0
     """Values per token and rank that the loss gathers."""
 
@@ -178,9 +178,9 @@ Feature = Literal[
     "loss_chunk",
     "kv_cache",
 ]
-"""What a family may support: tensor parallelism, sequence parallelism, slices of sequences, modules
-or whole layers that are run again, activations in host memory, torch.compile, attention that ends
-at documents, a loss in chunks, keys and values that are kept while a text grows."""
+"""Features that a family may support: tensor parallelism, sequence parallelism, slices of
+sequences, recomputation of modules or of whole layers, activations in host memory, torch.compile,
+attention that ends at documents, a loss in chunks, and a key/value cache for generation."""
 
 
 class Family(ABC):
@@ -199,7 +199,7 @@ class Family(ABC):
         vocab_size: int | None,
         conditions: Conditions,
     ) -> Self:
-        """A family that ``model.source`` names, from ``model.options``; raises ConfigError."""
+        """Make a family that ``model.source`` names, from ``model.options``; raises ConfigError."""
         raise NotImplementedError(f"{cls.__name__} is not made from options")
 
     # what it is
@@ -230,7 +230,7 @@ class Family(ABC):
 
     @abstractmethod
     def parameters(self, stage: StageSpec) -> Iterator[ParameterSpec]:
-        """The parameters of a stage in the order of the forward, every use of a tied one."""
+        """The parameters of a stage in the order of the forward, a tied one once for each use."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -269,12 +269,13 @@ class Family(ABC):
 
     @abstractmethod
     def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
-        """FLOPs per token, forward and backward, of every unit of the chain. `repeated`: what a
-        policy has run again, where it is known before the stages are."""
+        """FLOPs per token, forward and backward, of every unit of the chain. `repeated` is the
+        policy of all layers; None where it depends on the stages, which are not known yet."""
 
     @abstractmethod
     def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
-        """FLOPs of a stage whose layers keep what `spans` say, or that is run `again` whole."""
+        """FLOPs per token of a stage whose layers recompute as `spans` say; with `again` the whole
+        stage recomputes."""
 
     @abstractmethod
     def unit_of_work(self) -> Time:
@@ -302,12 +303,12 @@ class Family(ABC):
     def peaks(
         self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool
     ) -> Peaks | None:
-        """The most within each operation; None where only what lies between them is known."""
+        """The most bytes within each operation; None if only those between operations are known."""
         return None
 
     def cached(self, stage: StageSpec, sizes: Sizes) -> tuple[int, int]:
-        """Bytes that the slices of a micro-batch share at a stage, and of the gradients that the I
-        of a slice leaves to the slice before it; `sizes` are those of the slice."""
+        """Bytes of keys and values that the slices of a micro-batch share at a stage, and of the
+        gradients that the I of one slice, of `sizes`, leaves to the slice before it."""
         raise NotImplementedError(f"{self.name} does not support slices")
 
     @abstractmethod
@@ -317,7 +318,7 @@ class Family(ABC):
     def tensor_traffic(
         self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
     ) -> TensorTraffic:
-        """Tensor-parallel collectives of one pass; `fused`: the backward is one operation."""
+        """Tensor-parallel collectives of one pass of a piece; `fused`: B in place of I and W."""
         raise NotImplementedError(f"{self.name} does not support tensor parallelism")
 
     # how it is built
@@ -340,7 +341,7 @@ class Family(ABC):
         documents: bool,
         device: device,
     ) -> None:
-        """Compare what is compiled with what is not; raises :class:`ConfigError`."""
+        """Compare compiled layers with uncompiled ones; :class:`ConfigError` where they differ."""
         raise NotImplementedError(f"{self.name} does not support torch.compile")
 
 
@@ -348,14 +349,14 @@ Loss = Callable[[Any, "Tensor", "Tensor"], "Tensor"]
 """(the last layer's output, labels [b, s], mask [b, s]) -> the sum of the unmasked losses, []."""
 
 Message = Any
-"""What a stage passes on: a tensor, or a tuple of tensors."""
+"""The output of a stage, or its gradient: a tensor, or a tuple of tensors."""
 
 
 class StageModule(Protocol):
     """A stage as the engine runs it: an ``nn.Module`` whose parameters carry their specs."""
 
     is_first: bool
-    """It takes tokens."""
+    """It takes the tokens of the micro-batch."""
     is_last: bool
     """It computes the loss."""
     queue: WeightGradQueue
@@ -363,14 +364,14 @@ class StageModule(Protocol):
     training: bool
 
     def use(self, spans: Sequence[Span]) -> None:
-        """Keep what the layers save as `spans`, which cover all of them in order, say."""
+        """Set which activations the layers keep: `spans` cover all layers in order."""
 
     def __call__(
         self, x: Message, mb: MicroBatch, cache: KVCache | None = None, *, graph_only: bool = False
     ) -> Message:
-        """x (None at the first stage, which takes the tokens) -> x or, at the last stage, the sum
-        of the unmasked token losses in nats, []. With `graph_only` what is passed on may have no
-        value."""
+        """Run the stage: its input (None at the first stage) -> its output or, at the last stage,
+        the sum of the unmasked token losses in nats, []. With `graph_only` the output that is
+        passed on may have a graph but no values."""
 
     def logits(
         self, x: Message, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
@@ -387,7 +388,7 @@ class StageModule(Protocol):
 
 
 def load_loss(given: Conditions) -> Loss | None:
-    """``train.loss``. Raises :class:`ConfigError`, when it is called too."""
+    """The loss that ``train.loss`` names, if any. Raises :class:`ConfigError`, as the loss may."""
     if given.loss is None:
         return None
     code = UserCode(given.loss, what="train.loss=", error=ConfigError)

@@ -83,10 +83,9 @@ def balanced(costs: Sequence[Time], placement: Placement, *, ends: bool = True) 
     squared stage costs counts, and of stages that cost the same the later one is given the next
     layer: fewer micro-batches wait there for their backward.
 
-    Where all layers cost the same it is optimal if no rank holds a stage together with more than
-    one other holder of it: for pipelines in one direction, and in two. Where they differ the
-    slowest stage comes first: it is the least there can be, and borders are then moved layer by
-    layer as long as that helps.
+    Where all layers cost the same, the layout is optimal if every stage has at most two holders:
+    for pipelines in one direction, and in two. Where they differ, it begins with the least possible
+    slowest stage, and borders are then moved unit by unit as long as that helps.
 
     Raises :class:`ConfigError` for more stages than there are units.
     """
@@ -163,14 +162,14 @@ def _moved(units: Sequence[Fraction], placement: Placement, borders: list[int]) 
 
 
 def _layer_counts(borders: Sequence[int], layers: int, *, ends: bool) -> list[int]:
-    """Layers of each stage, of those that begin at the given units."""
+    """Layers of each stage; `borders` are the first unit of each, and the number of units."""
     at = [min(max(border - ends, 0), layers) for border in borders]
     return [b - a for a, b in pairwise(at)]
 
 
 def rank_loads(placement: Placement, costs: Sequence[Time]) -> list[Time]:
-    """Cost of a micro-batch through all stages of each rank, replicas taking turns; times the
-    number of replicas."""
+    """Cost of the stages of each rank, added up over all directions: what the rank computes for one
+    micro-batch of each direction."""
     loads: list[Time] = [0] * placement.ranks
     for row in placement.table:
         for rank, cost in zip(row, costs, strict=True):

@@ -1,4 +1,4 @@
-"""Bytes that an operation takes and gives back, one after the other."""
+"""Bytes that operations allocate and free, one after the other, and their peak."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class PutOff:
-    """A weight gradient that a B computes beside the next gather, and what it lets go of then."""
+    """A weight gradient that a B computes beside the next gather, and the bytes freed then."""
 
     matrix: str
     frees: int
@@ -29,6 +29,6 @@ class Tape:
         assert self.now >= 0, "more is freed than was held"
 
     def pass_by(self, *sizes: int) -> None:
-        """Bytes that exist for a moment."""
+        """Take bytes that exist for a moment only."""
         self.take(*sizes)
         self.drop(*sizes)

@@ -43,15 +43,15 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
 
 
 def traced_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same for a compiler, in memory of its own."""
+    """:func:`rotate_` for a compiler: returns a new tensor."""
     (x1, x2), (sin1, sin2) = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)
     return x * cos + torch.cat((-x2 * sin1, x1 * sin2), dim=-1)
 
 
 class _Turned(Function):
-    """Rotates queries and keys where they are, and their gradients back; only the tables are kept.
+    """Rotates queries and keys in place, and their gradients back; only the tables are kept.
 
-    What it is given must be nobody else's, and saved by nobody.
+    No other function may use or save its input.
     """
 
     @staticmethod
@@ -104,7 +104,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Normed [s(/tp), b, h] -> [s, b, (heads + 2 kv_heads) d / tp], rotated by `rotary`.
 
-        That is for the positions of these. With `graph_only` the output has no value.
+        `rotary` are the tables of these positions. With `graph_only` the output has no value.
         """
         qkv = self.qkv(x, graph_only)
         return qkv if rotary is None else _Turned.apply(qkv, self, rotary, graph_only)
@@ -132,7 +132,7 @@ class Attention(nn.Module):
         return q.reshape(*q.shape[:2], -1, self.head_dim), k.squeeze(3), v.squeeze(3)
 
     def turning(self, qkv: Tensor) -> Tensor:
-        """The rotated part of [s, b, (heads + 2 kv_heads) d / tp], [s, b, groups, n, d]: a view."""
+        """View of the queries and keys in the output of :meth:`project`, [s, b, groups, n, d]."""
         return self._grouped(qkv)[..., :-1, :]
 
     def _grouped(self, qkv: Tensor) -> Tensor:

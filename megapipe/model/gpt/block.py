@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.use(BlockPolicy(), HostMemory())
 
     def use(self, policy: BlockPolicy, host: HostMemory) -> None:
-        """Keep what the parts save as `policy` says."""
+        """Let segments recompute and offload as `policy` says, offloading to `host`."""
         self.of_norms = keeping(policy, "norm", host)
         self.of_attention = keeping(policy, "attention", host)
         self.of_activation = keeping(policy, "mlp_activation", host)
@@ -107,7 +107,7 @@ class Blocks(nn.ModuleList):
         self._spans: list[tuple[Segment, Keeping]] = [(partial(_through, blocks), keep)]
 
     def use(self, spans: Sequence[Span]) -> None:
-        """Keep what the blocks save as `spans`, which cover all of them in order, say."""
+        """Set which activations the blocks keep: `spans` cover all blocks in order."""
         assert sum(span.blocks for span in spans) == len(self)
         self._spans.clear()
         stop = 0

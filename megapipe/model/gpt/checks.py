@@ -1,4 +1,4 @@
-"""Sizes of a GPT that do not fit each other, each in one line that says what would be right."""
+"""Checks that the sizes of a GPT fit each other; an error says in one line what would be right."""
 
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
@@ -41,7 +41,7 @@ def check(model: ModelConfig, given: Conditions) -> None:
 
 
 def resolved(model: ModelConfig, vocab_size: int | None, sequence_length: int) -> ModelConfig:
-    """The model with every default filled in; ``vocab_size`` stays None where nobody knows it."""
+    """The model with every default filled in; ``vocab_size`` stays None if neither is given."""
     if model.head_dim is None and model.hidden % model.heads:
         raise ConfigError(
             f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "

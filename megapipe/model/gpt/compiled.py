@@ -1,7 +1,7 @@
 """Blocks under torch.compile, whose weight gradients still wait for ``W``.
 
-What a compiled graph keeps to itself, inductor may write over, so all that is queued has to leave
-the graph. A block is traced as a pure function. The inputs of its linear layers are further
+Inductor may write over a tensor that a compiled graph keeps to itself, so all that is queued has to
+leave the graph. A block is traced as a pure function. The inputs of its linear layers are further
 outputs of the forward. Each layer has a *sink*, an input that the forward does not read, whose
 gradient is that of the layer's output. Outside the graph an autograd function gives out the sinks,
 is given their gradients when the compiled backward is done, and queues the pairs for the kernels
@@ -35,10 +35,10 @@ from megapipe.ops.documents import Documents
 
 
 class CompiledBlock:
-    """Runs blocks that are alike by one graph. Dropout and slices are for uncompiled blocks.
+    """Runs the blocks of a stage, which have the same sizes, by shared graphs.
 
-    The graph is made by the first call, one for each shape and for each of what a block is asked:
-    to train, to leave its output without a value, to keep nothing.
+    The first call of a kind compiles its graph: there is one for each shape, in training, with
+    `graph_only`, and without gradients. Dropout and slices are for uncompiled blocks.
     """
 
     def __init__(self, compiler: Compiler) -> None:

@@ -25,7 +25,7 @@ TOLERANCE = {
     torch.float16: 0.2,
     torch.bfloat16: 0.2,
 }
-"""Most that a result may differ, in norms. What was written over differs by about 1."""
+"""Largest relative error of a result, in norms; a tensor written over differs by about 1."""
 
 
 def check_compiled(
@@ -38,15 +38,15 @@ def check_compiled(
     documents: bool,
     device: torch.device,
 ) -> None:
-    """Compare a compiled block of random weights with the same block as it is.
+    """Compare a compiled block of random weights with the same block uncompiled.
 
-    Of two micro-batches of `length` tokens in each of as many `rows`, both in flight at once:
-    outputs, with a graph and without, input gradients, gradients of norms, and everything that is
-    queued for the weight gradients; if forwards are run `again`, also with nothing but the graph.
-    The processes of a tp group do it together. Raises :class:`ConfigError`.
+    For each number in `rows`, two micro-batches of that many sequences of `length` tokens are in
+    flight at once. Compared are outputs, with a graph and without, input gradients, gradients of
+    norms, and all that is queued for the weight gradients; if forwards are run `again`, also with
+    `graph_only`. All processes of a tp group call it. Raises :class:`ConfigError`.
 
-    All graphs of training steps and validation are there when they begin. Compiling waits for the
-    device, which within a step would wait for a receive, and so for another pipeline rank.
+    This compiles all graphs of training steps and validation before they begin. Compiling waits for
+    the device, which within a step would wait for a receive, and so for another pipeline rank.
     """
     assert sharding.kernels.compiler is not None
     own = replace(sharding, queue=WeightGradQueue())

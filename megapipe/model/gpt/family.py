@@ -1,6 +1,6 @@
 """GPT as a family: GPT-2, GPT-3 and Llama are settings of it.
 
-What only a plan or only a run needs is loaded when it is asked for.
+Modules that only a plan or only a run needs are imported when they are asked for.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def head(model: ModelConfig) -> ParameterSpec:
 
 
 def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
-    """The parameters of one layer. What is added to the residual stream begins smaller by
-    sqrt(2 layers), as in GPT-2."""
+    """The parameters of one layer. The matrices that write to the residual stream have initial
+    values smaller by a factor of sqrt(2 layers), as in GPT-2."""
     name, h, std = f"layers.{layer}", model.hidden, model.init_std
     heads = model.heads * known(model.head_dim)
     qkv = heads + 2 * known(model.kv_heads) * known(model.head_dim)
@@ -82,7 +82,7 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
 
 
 def norm_parameters(model: ModelConfig, name: str) -> Iterator[ParameterSpec]:
-    """The parameters of a norm; a root mean square needs no bias."""
+    """The parameters of a norm; rmsnorm has no bias."""
     return norm(name, model.hidden, bias=model.bias and model.norm == "layernorm")
 
 
@@ -92,7 +92,7 @@ def layer_of(named: Named, name: str) -> tuple[ParameterSpec, ParameterSpec | No
 
 
 def known(size: int | None) -> int:
-    """A size that :meth:`ModelConfig.resolved` fills in."""
+    """`size`, which :meth:`ModelConfig.resolved` fills in; raises ValueError if it is None."""
     if size is None:
         raise ValueError("the model is not resolved: a size is still None")
     return size

@@ -5,9 +5,8 @@ out what is run again, and from what its weight gradients wait with (:func:`queu
 lists are those of torch's own kernels: fused attention keeps no scores, but the CPU's cannot drop
 any out.
 
-A piece is a micro-batch, a part of its rows, or a slice of its sequences. Keys and values of
-slices are not in the pieces' own storages but in the cache, which is the whole micro-batch's
-(:func:`cache_bytes`).
+A piece is a micro-batch, some of its rows, or a slice of its sequences. Keys and values of slices
+are not among the bytes of a piece but in the cache of the whole micro-batch (:func:`cache_bytes`).
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class Saved(NamedTuple):
     name: str
     bytes: int
     is_input: bool = False
-    """Its module is run again from it."""
+    """Its module recomputes from it."""
     is_saved: bool = True
-    """It is saved where the module is not run again."""
+    """It is saved where the module does not recompute."""
     has_grad: bool = True
     """It is offloaded where its module is; masks and statistics are not."""
 
@@ -115,8 +114,8 @@ def cache_bytes(model: ModelConfig, blocks: int, sizes: Sizes) -> int:
 
 
 def cache_gradients(model: ModelConfig, blocks: int, sizes: Sizes) -> int:
-    """Gradients of those up to a slice's end, in fp32 (fp64 for fp64): what the I of a slice leaves
-    to the slice before it."""
+    """Gradients of the keys and values up to a slice's end, in fp32 (fp64 for fp64), which the I of
+    the slice leaves to the slice before it."""
     attended = Widths.of(model, sizes._replace(sequence=sizes.attended))
     return blocks * 2 * attended.tokens * attended.keys * max(DTYPE_BYTES[model.dtype], 4)
 
@@ -132,7 +131,7 @@ class Widths(NamedTuple):
     """Key/value heads."""
     queries: int
     keys: int
-    """Of the keys; and of the values."""
+    """Of the keys, and as many of the values."""
     ffn: int
     up: int
 

@@ -77,7 +77,7 @@ class GPTStage(nn.Module):
         self._rotary: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def use(self, spans: Sequence[Span]) -> None:
-        """Keep what the blocks save as `spans`, which cover all of them in order, say."""
+        """Set which activations the blocks keep: `spans` cover all blocks in order."""
         self.layers.use(spans)
 
     def forward(
@@ -88,8 +88,8 @@ class GPTStage(nn.Module):
         *,
         graph_only: bool = False,
     ) -> Tensor:
-        """With `graph_only`, hidden states that are returned may have no value: a recomputed
-        stage needs its graph, and nobody its output."""
+        """The hidden states, or the loss at the last stage. With `graph_only` hidden states may
+        have no value: recomputation needs the graph, not the output."""
         x = self.hidden(x, mb, cache, graph_only=graph_only and self.head is None)
         if self.head is None:
             return x

@@ -17,9 +17,9 @@ def stage_collectives(
 ) -> dict[tuple[Collective, str], int]:
     """Collectives of hidden states in one pass through a stage, by kind and operation.
 
-    What is run again in the backward ends in a linear layer without its product, and so without
-    the last reduction. A `fused` backward gathers the gradients of row layers once, a compiled one
-    twice all the same.
+    A recomputation leaves out the product of its last linear layer, and so the last reduction. A
+    `fused` backward gathers the gradients of row layers once; compiled blocks gather them twice
+    even so.
     """
     linears = PAIRS * len(stage.layers)
     if again:

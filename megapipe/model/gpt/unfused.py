@@ -1,7 +1,7 @@
-"""Memory of attention while it runs, where no kernel does it in one go.
+"""Memory of attention while it runs, where no fused kernel does it.
 
-That is torch's on the CPU with dropout: it makes all scores, as several arrays, at least in fp32,
-and keeps three of them for the backward.
+That is torch's attention on the CPU with dropout: it computes all scores, as several arrays, at
+least in fp32, and keeps three of them for the backward.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from megapipe.model.interface import Sizes
 
 
 class Unfused(NamedTuple):
-    """Bytes: the most at once, its output among them, on top of the copies."""
+    """The most bytes of unfused attention at once, its output included, on top of `copies`."""
 
     copies: int
-    """Of queries, keys and values that lie between those of other heads; gone after its output
-    layer."""
+    """Copies of queries, keys and values that lie between those of other heads; freed after the
+    output layer."""
     forward: int
-    """With what it saves."""
+    """In a forward, with the tensors that it saves."""
     without_graph: int
-    """Saving nothing."""
+    """In a forward that saves nothing."""
     backward: int
-    """Besides what was saved, and the gradient that it is given."""
+    """In the backward, besides the saved tensors and the gradient of the output."""
     from_host: int
-    """The same where what was saved is on the host, but for the mask of what was dropped."""
+    """In the backward, where the saved tensors but the dropout mask come from host memory."""
 
     @staticmethod
     def of(model: ModelConfig, sizes: Sizes, saved: int) -> Unfused | None:
-        """Of one block; `saved` is what it keeps of its own. None where one kernel does it."""
+        """The bytes of one block, whose attention saves `saved`; None where a fused kernel runs."""
         if sizes.cuda or not model.dropout:
             return None
         size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)

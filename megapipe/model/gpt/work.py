@@ -5,7 +5,7 @@ backward; the share of the model's own FLOPs in them is :mod:`megapipe.model.gpt
 
 A linear layer takes as many in F as in I and in W. The products of attention have no weights: F
 once, I twice. A loss in chunks has all three products of the head in I
-(:mod:`megapipe.layers.linear_cross_entropy`). Looking up an embedding is none.
+(:mod:`megapipe.layers.linear_cross_entropy`). Looking up an embedding takes no FLOPs.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ class Once(NamedTuple):
 
     layer: int
     scores: int
-    """Of those, what attention computes between the projections."""
+    """The part of `layer` that attention computes between its projections."""
     last: int
-    """Of those, the last product, which is left out where a layer is run again."""
+    """The part of `layer` of its last product, which recomputation of the layer leaves out."""
     head: int
-    """As a layer, where the vocabulary is not known yet."""
+    """Taken as those of a layer where the vocabulary is not known yet."""
 
     @classmethod
     def of(cls, model: ModelConfig, length: int, tp: int) -> "Once":
-        """Those of a resolved model at sequences of `length` tokens."""
+        """The FLOPs of a resolved model at sequences of `length` tokens."""
         layer = layer_flops(model, length)
         head = layer
         if model.vocab_size is not None:
@@ -66,8 +66,8 @@ def stage_work(
 ) -> Work:
     """FLOPs of a stage whose blocks keep what `spans` say.
 
-    `again`: it is run again as a whole, which is not in its I but in R. `chunked`: the loss is
-    computed in chunks.
+    `again`: the stage recomputes as a whole, which is counted in R and not in I. `chunked`: the
+    loss is computed in chunks.
     """
     layers, repeated = len(stage.layers), 0
     for blocks, policy in spans:

@@ -8,7 +8,7 @@ allocator must have had.
 
 The kernels are torch's own. Left out are what they use inside (flash attention's on a GPU), a few
 numbers per token of the loss, gradients of vectors, and the wait between a collective's members.
-Carries of slices are counted between operations.
+Gradients that slices leave to each other are counted between operations.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def peaks(
 
 
 class _Way:
-    """Bytes of what a stage makes of one piece."""
+    """The memory, in bytes, of one piece's way through a stage."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class _Way:
             for t in self.saved["attention"]
             if t.has_grad and not t.is_input and t.name not in ("output", "residual mask")
         )
-        """The part of these bytes that is offloaded with the attention."""
+        """The part of `attended` that is offloaded with the attention."""
         self.unfused = Unfused.of(model, sizes, self.attended)
         self.keeps_qkv = self.saved["attention"][0].is_saved
         hidden, tp = model.hidden, sizes.tp
@@ -109,7 +109,7 @@ class _Way:
     # forward
 
     def forward(self, *, keep: bool) -> int:
-        """F, or R with `keep`; without it the graph is left out."""
+        """The most bytes of a forward; with `keep` it builds a graph."""
         tape = Tape()
         if not self.stage.embedding:
             tape.take(self.local)
@@ -136,7 +136,7 @@ class _Way:
         self._dropped(tape, keep)
 
     def _block_forward(self, tape: Tape, policy: BlockPolicy, *, keep: bool) -> None:
-        """Its input is held already, and is left so; the output comes on top."""
+        """The block's input is held before and after; its output comes on top."""
         again, away = (policy.recompute, policy.offload) if keep else (frozenset(), frozenset())
         stays = {module: keep and module not in again for module in self.saved}
         self._norm_and_column(tape, self.qkv, stays["norm"], "norm" in away)
@@ -146,7 +146,7 @@ class _Way:
         self._row_product(tape)
         tape.drop(let_go)
         self._dropped(tape, stays["attention"])
-        if stays["attention"] and "attention" in away:  # to the host when the part is over
+        if stays["attention"] and "attention" in away:  # to the host when the segment is over
             tape.drop(self.copies, self.queries)
         tape.take(self.local)  # the sum
         tape.drop(self.local)
@@ -169,8 +169,8 @@ class _Way:
             tape.drop(self.up)
 
     def _attend(self, tape: Tape, stays: bool) -> int:
-        """From queries, keys and values to the input of the output layer; returns what is let go
-        of after that."""
+        """From queries, keys and values to the input of the output layer; returns the bytes freed
+        after that layer."""
         let_go, saved = 0, self.attended
         if self.unfused is not None:
             tape.take(self.unfused.copies)
@@ -243,7 +243,7 @@ class _Way:
     # backward
 
     def backward(self, *, again: bool, at_once: bool) -> int:
-        """I, or B with `at_once`; `again`: from the stage's input."""
+        """The most bytes of I, or of B with `at_once`; `again`: the stage first recomputes."""
         tape = Tape(0 if self.stage.head else self.local)
         if again:
             tape.pass_by(self.forward(keep=True))  # the input it keeps is the one it begins with
@@ -453,7 +453,7 @@ class _Way:
     # weight gradients
 
     def weight_grads(self) -> int:
-        """W: one after the other, each of which frees what it waited with."""
+        """The most bytes of W: each weight gradient in turn frees what it waited with."""
         tape = Tape(self.held.queued)
         gathered = self.whole if self.split > 1 else 0
         if self.stage.head and not self.most_tokens:

@@ -100,7 +100,7 @@ class Modules(Family):
         return {}
 
     def measured(self, rows: int, length: int, tp: int) -> list[Measured]:
-        """The layers on so many sequences of so many tokens, on one of `tp` ranks."""
+        """Sizes of the layers for `rows` sequences of `length` tokens, on one of `tp` ranks."""
         from megapipe.layers.own import Linear
         from megapipe.model.modules.measure import measure
 
@@ -118,7 +118,7 @@ class Modules(Family):
         return self._measured[rows, length, tp]
 
     def _usual(self, tp: int) -> list[Measured]:
-        """On a whole micro-batch."""
+        """Sizes for a whole micro-batch."""
         return self.measured(self.conditions.microbatch, self.conditions.sequence_length, tp)
 
     @property

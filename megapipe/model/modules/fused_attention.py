@@ -1,6 +1,6 @@
 """Attention on the meta device as fused kernels run it: no scores are kept.
 
-There ``scaled_dot_product_attention`` takes torch's plain formulas, which keep scores
+On the meta device ``scaled_dot_product_attention`` takes torch's plain formulas, which keep scores
 [b, h, s, s]; on a CPU or a GPU it has kernels that keep inputs, output and one sum per row.
 """
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""The kernel whose shapes are taken; without dropout it draws nothing."""
+"""The kernel that stands in for all fused ones; without dropout it draws no random numbers."""
 
 
 def _flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
@@ -29,8 +29,8 @@ SDPA_FLOPS: dict[Any, Callable[..., int]] = {FUSED: _flops}
 
 
 class FusedAttention(TorchFunctionMode):
-    """Takes the fused kernel's shapes where one would be chosen: without dropout, of as many key
-    heads as queries."""
+    """Runs the fused kernel where torch would choose one: without dropout, and with as many key
+    heads as query heads."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

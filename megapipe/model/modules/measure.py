@@ -1,6 +1,6 @@
 """Sizes of a user's layers, found by running them on torch's meta device.
 
-Nothing is computed there: shapes, FLOPs and what autograd keeps are all that there is.
+Nothing is computed there, but shapes, FLOPs and the tensors that autograd keeps are known.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
 
 
 class _Linears(NamedTuple):
-    """What the linear layers whose weight gradients wait do in one forward."""
+    """Sizes noted in one forward of the linear layers whose weight gradients wait."""
 
     deferred: list[int]
     queued: list[int]
@@ -62,11 +62,11 @@ def measure(
     dtype: Dtype,
     tp: int,
 ) -> list[Measured]:
-    """Run `tokens`, sequences and their length, through modules on the meta device, as one of `tp`
-    ranks does; with the last layer is what `loss` keeps.
+    """Sizes of each layer on one of `tp` ranks, from a run on the meta device.
 
-    `deferred`: the linear layers whose weight gradients wait. Raises :class:`ConfigError` where a
-    layer cannot be run there, returns no tensors, or would be wrong on several ranks.
+    `tokens`: the number of sequences and their length. `deferred`: the linear layers whose weight
+    gradients wait. What `loss` keeps is counted with the last layer. Raises :class:`ConfigError`
+    where a layer fails on that device, returns no tensors, or would be wrong on several ranks.
     """
     x: Any = (torch.empty(tokens, dtype=torch.int64, device="meta"),)
     found = []
@@ -92,7 +92,7 @@ def measure(
 
 
 class _Memory:
-    """Storages that were seen, held so that no other one takes the place of one."""
+    """Bytes of storages. Holds all that it has seen, so that none gets the identity of another."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
@@ -119,7 +119,7 @@ class _Memory:
 
 
 def _kept_by(loss: Loss, y: Any, tokens: tuple[int, int], memory: _Memory) -> Mapping[Any, int]:
-    """What autograd keeps for a loss; nothing where it asks for values, which are not there."""
+    """Bytes that autograd keeps for a loss, by storage; none for a loss that needs real values."""
     labels = torch.empty(tokens, dtype=torch.int64, device="meta")
     mask = torch.empty(tokens, dtype=torch.bool, device="meta")
     with memory.saved(()) as kept:
@@ -185,7 +185,7 @@ def _run(
 
 @contextmanager
 def _hooked(modules: Sequence[Linear], shares: Shares) -> Iterator[_Linears]:
-    """Note what linear layers do, and tell `shares` of it."""
+    """Within the context, note the sizes of linear layers, and tell `shares` of their forwards."""
     seen = _Linears([], [], [], [])
 
     def before(module: Any, given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Follows a layer's forward on the meta device, to find what would be wrong silently.
+"""Follows a layer's forward on the meta device, to refuse what would give wrong results silently.
 
 Between a :class:`ColumnLinear` and the :class:`RowLinear` after it each tensor-parallel rank works
 on its *share* of the values. A parameter used there would get a part of its gradient on each rank,
@@ -24,7 +24,7 @@ from megapipe.model.modules.fused_attention import FUSED
 
 @contextmanager
 def one_rank(modules: Iterable[Linear], tp: int) -> Iterator[None]:
-    """Column and row layers as one of `tp` ranks has them."""
+    """Within the context, column and row layers have the weights of one of `tp` ranks."""
     whole = [
         (module, name, parameter)
         for module in modules
@@ -65,7 +65,7 @@ class Shares(TorchDispatchMode):
         self._inside = module
 
     def leave(self, module: Linear, x: Tensor, y: Tensor) -> None:
-        """It ends."""
+        """The forward of a linear layer ends: `x` -> `y`."""
         self._inside = None
         if self._tp == 1:
             return
@@ -125,5 +125,5 @@ class Shares(TorchDispatchMode):
 
 
 def storage(tensor: Tensor) -> Any:
-    """What tells the memory of a tensor apart, also without memory."""
+    """The identity of a tensor's storage, which tensors on the meta device have too."""
     return tensor.untyped_storage()._cdata

@@ -66,7 +66,7 @@ class ModuleStage(nn.Module):
             module.bind(sharding, specs["weight"], specs.get("bias"))
 
     def use(self, spans: Sequence[Span]) -> None:
-        """Layers keep what autograd saves."""
+        """Accept spans without recomputation or offloading: layers keep what autograd saves."""
         assert not any(span.policy.recompute or span.policy.offload for span in spans)
 
     def forward(
@@ -77,7 +77,7 @@ class ModuleStage(nn.Module):
         *,
         graph_only: bool = False,
     ) -> Any:
-        """The values are those of a full forward with `graph_only` too."""
+        """The output, or the loss; its values are computed with `graph_only` too."""
         y = self.outputs(x, mb)
         if not self.is_last:
             return y
@@ -86,11 +86,11 @@ class ModuleStage(nn.Module):
         return self.loss(y, mb.labels, mb.mask)
 
     def outputs(self, x: Any, mb: MicroBatch) -> Any:
-        """What the last layer here returns."""
+        """The output of the last layer of this stage, a tensor or a tuple."""
         return _view(self.run(mb.tokens if self.is_first else x, mb))
 
     def run(self, y: Any, mb: MicroBatch) -> Any:
-        """The layers one after the other, from what the first of them takes."""
+        """Run the layers one after the other, from the input `y` of the first."""
         for number, layer in self.layers.items():
             given = y if isinstance(y, tuple) else (y,)
             with seeded(given[0].device, dropout_seed(mb, "layer", int(number), 0)):

@@ -65,8 +65,8 @@ class Source(NamedTuple):
     def sketch(self) -> list[nn.Module]:
         """All modules without values, on torch's meta device.
 
-        Where the function asks for a value, as ``linspace(0, 0.1, 8).tolist()`` does, they are made
-        on the CPU first.
+        Where the function needs a value, as ``linspace(0, 0.1, 8).tolist()`` does, the modules are
+        made on the CPU first.
         """
         try:
             with torch.device("meta"):
