@@ -67,7 +67,7 @@ class OutOfMemory(MegapipeError):
 
 
 class CallbackError(MegapipeError):
-    """A callback of the user's has raised an exception, or asked for what cannot be."""
+    """A callback of the user's has raised an exception, or has made a request too late."""
 
 
 class Preempted(MegapipeError):

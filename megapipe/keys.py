@@ -52,7 +52,7 @@ def expected(info: FieldInfo) -> str:
 
 
 def unknown(key: str) -> str:
-    """The words on a key that does not exist: the nearest that does, or which there are."""
+    """The words of an error about an unknown key: the nearest key, or which keys there are."""
     name, _, leaf = key.partition(".") if "." in key else ("", "", key)
     section = _close(name, SECTIONS)
     same = [other for other in KEYS if other.partition(".")[2] == leaf]

@@ -7,7 +7,7 @@ FOLDERS = (
     Path(__file__).resolve().parents[1] / "configs",
     Path(sysconfig.get_path("data")) / "share/megapipe/configs",
 )
-"""In a checkout; beside an installed package."""
+"""Where the configurations are: in a checkout, or beside an installed package."""
 
 
 def names() -> list[str]:

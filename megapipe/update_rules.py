@@ -77,7 +77,7 @@ RULES: Mapping[str, Declaration] = {
 
 
 def declaration(rule: str) -> Declaration:
-    """What `rule`, a value of ``optimizer.rule``, declares. Raises :class:`ConfigError`."""
+    """The declaration of `rule`, a value of ``optimizer.rule``. Raises :class:`ConfigError`."""
     if rule in RULES:
         return RULES[rule]
     declared: Declaration = getattr(own_rule(rule).function, "declaration")  # noqa: B009

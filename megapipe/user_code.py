@@ -1,7 +1,7 @@
 """Code of the user's that a configuration names as ``module:name``.
 
-It is imported with the current directory on the path. Whatever is wrong with it becomes one line
-that says which code that was.
+It is imported with the current directory on the path. Every problem with it becomes an error of one
+line, which names the code.
 """
 
 import contextlib
@@ -72,9 +72,10 @@ class UserCode:
         return function
 
     def call(self, given: Mapping[str, Any], able: Sequence[str]) -> Any:
-        """What it returns for those of the `given` arguments that its signature takes.
+        """Call it with those of the `given` arguments that its signature takes; returns its result.
 
-        `able` are all arguments that could be given; one that it asks for must be `given`.
+        `able` names all arguments that could be given. It is an error if the signature requires one
+        that is not `given`.
         """
         with _current_directory_on_path():
             arguments = self._arguments(given, able)
@@ -84,11 +85,11 @@ class UserCode:
                 raise self.failed(error) from error
 
     def check(self, able: Sequence[str]) -> None:
-        """Raise where its signature asks for an argument that is none of `able`."""
+        """Raise an error if its signature requires an argument that is none of `able`."""
         self._arguments(dict.fromkeys(able), able)
 
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Its signature."""
+        """The parameters of its signature, by name."""
         try:
             return inspect.signature(self.function).parameters
         except (TypeError, ValueError):
@@ -119,7 +120,7 @@ class UserCode:
         return self._error(f"{self._where}: {text}")
 
     def failed(self, error: Exception, during: str = "") -> MegapipeError:
-        """An exception of its own in one line, with the place where it was raised.
+        """An error of one line for an exception of the user's code, with the place where it arose.
 
         `during`, such as ``sample 3: ``, stands before it.
         """

@@ -127,7 +127,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
-    """Those of the command line, then those of a file; an empty one if neither is given."""
+    """The prompts of the command line, then those of a file; one empty prompt without both."""
     prompts = list(given or ([] if file else [""]))
     if file is not None:
         try:
@@ -143,7 +143,7 @@ def read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
 
 
 def device_named(name: str) -> torch.device:
-    """The device, once it was tried."""
+    """The device `name`, after a test that it works; raises :class:`ConfigError`."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)

@@ -115,7 +115,7 @@ class Generator:
         return [self.tokenizer.eod, *map(int, self.tokenizer.encode(prompt))]
 
     def read(self, texts: Sequence[Sequence[int]], *, room: int) -> Texts:
-        """A reading of some texts, given as ids, to which up to `room` tokens will be added."""
+        """Begin to read texts, given as ids, to each of which up to `room` tokens will be added."""
         if not self.keeps:
             return Rereading(self.module, texts, context=self.context, device=self.device)
         return Reading(

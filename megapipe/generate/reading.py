@@ -30,7 +30,7 @@ from megapipe.ops.documents import Documents, document_ids
 
 
 class Texts(Protocol):
-    """Texts that grow."""
+    """Texts that grow by a token at a time, and the logits of their next tokens."""
 
     def logits(self) -> Tensor:
         """Logits of the token that follows each text, [texts, padded vocabulary]."""

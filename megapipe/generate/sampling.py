@@ -42,7 +42,7 @@ class Sampling:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected {expected}")
 
     def source(self, number: int) -> torch.Generator:
-        """Random numbers for a text: the `number`th that begins with the same prompt."""
+        """Random numbers for a text whose prompt was given `number` times before."""
         return torch.Generator().manual_seed(seed_of(self.seed, "generate", number))
 
 

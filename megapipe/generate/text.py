@@ -9,13 +9,13 @@ from megapipe.data.tokenizer import Tokenizer
 UNKNOWN = "\ufffd"
 """The character that a tokenizer makes of bytes that are none, or not yet."""
 MOST_UNKNOWN = 3
-"""Of these at the end of a text, so many may become a character (of four bytes) with the next."""
+"""Most unknown characters at a text's end that the next token may complete to a character."""
 
 
 class TextStream:
-    """Hands on what is certain of a text: whole characters, and no beginning of a stop string.
+    """Returns text as it becomes certain: whole characters, and no beginning of a stop string.
 
-    `stopped` tells that a stop string came up; it and what follows are not handed on.
+    `stopped` tells that a stop string came up; that string and all after it are not returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -27,9 +27,9 @@ class TextStream:
         self._ids: list[int] = []
         """Tokens since the last boundary but one; what is before has no influence."""
         self._boundary = 0
-        """Tokens of those up to the last boundary, a place between two characters."""
+        """How many of `_ids` come before the last boundary, a place between two characters."""
         self._given = ""
-        """Text of theirs that is certain."""
+        """The text of `_ids` that is certain."""
 
     def add(self, token: int) -> str:
         """The text that becomes certain by one more token."""

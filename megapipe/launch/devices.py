@@ -49,7 +49,7 @@ class Query(Protocol):
         """Devices that it sees."""
 
     def identity(self, index: int) -> str:
-        """Name of one of them that no other device of any host has."""
+        """A name of device `index` that no other device of any host has."""
 
 
 class Cuda:
@@ -61,7 +61,7 @@ class Cuda:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def identity(self, index: int) -> str:
-        """The UUID; of a part of a GPU (MIG) the part's, which is how it was made visible."""
+        """The GPU's UUID, or for a part of a GPU (MIG) the UUID by which it was made visible."""
         import torch
 
         mig = mig_of(os.environ, index)
@@ -95,7 +95,7 @@ def choose(
     """This process' device, and the backend of all groups.
 
     All processes call it with the same `parallel`. Raises :class:`ConfigError` or
-    :class:`LaunchError`, the same on every rank, where they do not go together.
+    :class:`LaunchError`, the same on every rank, where the devices do not allow what it asks for.
     """
     import torch
 
@@ -132,8 +132,8 @@ def _agree(parallel: Wanted, info: LaunchInfo, store: Store, own: Found) -> str:
 def decide(parallel: Wanted, found: Sequence[Found]) -> str:
     """The backend for processes that have found these devices.
 
-    Raises :class:`ConfigError` where it is not the one that was asked for, :class:`LaunchError`
-    where some have a device and others none.
+    Raises :class:`ConfigError` where the devices do not allow what `parallel` asks for,
+    :class:`LaunchError` where some processes have a device and others none.
     """
     without = [each.rank for each in found if each.device == CPU]
     if without and parallel.device == "cuda":

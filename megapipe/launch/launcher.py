@@ -1,10 +1,10 @@
 """Starts the processes of a job on this node: ``python -m megapipe.launch --nproc 8 train.py ...``.
 
 torchrun's agent does the work: it meets the agents of other nodes, hosts the store, starts a
-process per rank and ends all when one fails. What differs is how it ends. The ranks say themselves
-what went wrong, so nothing is added to that; the exit code is that of the first rank to fail; and a
-signal is handed on to the ranks, which may take as long as they need to save; a second one ends
-them at once. torchrun kills them after half a minute.
+process per rank and ends all when one fails. The end of a job is different. The ranks themselves
+report what went wrong, so nothing is added to that, and the exit code is that of the first rank to
+fail. A signal is handed on to the ranks, which may take as long as they need to save, while
+torchrun kills them after half a minute; a second signal ends them at once.
 
 On several nodes, run on each of them with the same ``--rdzv-id``::
 
@@ -47,10 +47,10 @@ def launch(
     rdzv_id: str | None = None,
     rdzv_timeout_s: int = RDZV_TIMEOUT_S,
 ) -> int:
-    """Run ``python *command`` in `nproc` processes here, as a part of `nnodes` alike; by default in
-    as many as there are GPUs, or one.
+    """Run ``python *command`` in `nproc` processes on this node, one of `nnodes` that do the same.
 
-    Returns the exit code: that of the first rank to fail, 128 + n where signal n killed it. Raises
+    By default there is a process per GPU, or one. Returns the exit code: that of the first rank to
+    fail, 128 + n where signal n killed it; 0 if none fails. Raises
     :class:`LaunchError` if the nodes do not meet. To be called in the main thread.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded

@@ -33,7 +33,7 @@ from megapipe.errors import LaunchError
 GROUP_TIMEOUT_S = 600.0
 """How long ranks wait for each other in a collective."""
 PEERS_S = 2.0
-"""How long the peers of a failed rank may take to fail too; they have less to say."""
+"""How long the peers of a failed rank may take to fail too, before they are ended."""
 
 
 class RankError(LaunchError):
@@ -63,8 +63,8 @@ class World:
     def restart(self) -> None:
         """Give up all process groups and start anew.
 
-        The keys of each life are its own: groups of the same ranks would otherwise find the
-        addresses of their dead namesakes in the store.
+        Each life has its own keys in the store: new groups would otherwise find the addresses of
+        earlier groups of the same ranks there.
         """
         if dist.is_initialized():
             dist.barrier()
@@ -140,7 +140,7 @@ def run_ranks(
     group_timeout_s: float,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """What :func:`spawn` does, with processes of `context` and at most `timeout_s` for all."""
+    """Do as :func:`spawn` does, in processes of `context`, within `timeout_s` seconds if given."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes: list[Any] = []
     processes: list[Any] = []

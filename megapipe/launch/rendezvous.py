@@ -244,9 +244,10 @@ T = TypeVar("T")
 
 
 def first_on_host(store: Store, name: str, act: Callable[[], T], timeout_s: float) -> T:
-    """The result of `act`; one process of each host calls it before the others do.
+    """Call `act` in one process of each host, then in the others, which find what it has fetched.
 
-    They find what it has fetched. Raises what `act` does, and its DataError on all of the host.
+    Returns its result. A DataError of the first process is raised in all of the host;
+    :class:`LaunchError` where that process takes longer than `timeout_s`.
     """
     key = f"{name} on {socket.gethostname()}"
     if store.add(key, 1) > 1:

@@ -2,9 +2,9 @@
 
 The first process to fail claims the failure in the rendezvous store and speaks for the job; the
 others leave with its exit code. A thread of every process waits for that claim, because a peer
-may wait for the failed one inside a collective that notices nothing. Who is killed from outside
-claims nothing: then the first peer to notice speaks. If the store died too, only rank 1 and the
-first process of each node do, since nobody can ask who has.
+may wait for the failed one inside a collective that notices nothing. A process that is killed from
+outside claims nothing: then the first peer to notice claims the failure and speaks. If the store
+died too, nobody can claim it; rank 1 and the first process of each node speak.
 
 The process that hosts the store leaves last.
 """
@@ -44,8 +44,8 @@ FAILED = "failed"
 class Shutdown:
     """How this process leaves the job that meets in `store`.
 
-    Watches for failures of others from the start; if one comes and this process does not end by
-    itself, it calls `cleanup` (settable) and ends it.
+    A thread watches for failures of others from the start; if there is one and this process does
+    not end by itself, the thread calls `cleanup` (settable) and ends the process.
     """
 
     def __init__(self, info: LaunchInfo, store: Store, *, linger_s: float = LINGER_S) -> None:
@@ -112,7 +112,7 @@ class Shutdown:
         return 1
 
     def leave(self) -> None:
-        """Say that this process needs the store no more; its host waits for the others' word."""
+        """Tell the store that this process is done with it; the host of the store waits for all."""
         from torch.distributed import DistError
 
         self._leaving.set()
@@ -123,7 +123,7 @@ class Shutdown:
                 self._store.wait(["all left"], datetime.timedelta(seconds=self.linger_s))
 
     def _claim(self, exit_code: int) -> bool:
-        """Whether this process is the one to speak."""
+        """Claim the failure in the store; whether this process was first, and so is to speak."""
         from torch.distributed import DistError
 
         try:
@@ -148,8 +148,8 @@ class Shutdown:
 def end_early(error: MegapipeError, info: LaunchInfo) -> int:
     """End on an error from before the processes have met. Returns the exit code.
 
-    As a rule all of them have the same one, so rank 0 prints it at once, and another only when it
-    has heard that rank 0 is well.
+    As a rule all processes have the same error, so rank 0 prints it at once, and another process
+    prints its own only when it has heard that rank 0 is well.
     """
     if info.rank == 0:
         say(error)
@@ -177,10 +177,10 @@ def _hear_from_first(store: Store) -> None:
 
 
 def speaks_alone(info: LaunchInfo) -> bool:
-    """Whether a process that cannot reach the store says so.
+    """Whether a process that cannot reach the store reports that.
 
-    Not where the port is taken on its own host, and stays so: that is rank 0's to report. A rank 0
-    that was killed gives it back in a moment.
+    Rank 1 and the first process of each node do, unless the port stays taken on their host: then
+    rank 0 reports it. A rank 0 that was killed gives the port back in a moment.
     """
     if info.rank > 1 and info.local_rank > 0:
         return False
@@ -211,7 +211,7 @@ def say(error: MegapipeError) -> None:
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether it comes from an exchange with a peer, which may have failed or be lost."""
+    """Whether the error is that of a message or collective, whose peer may have failed."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or (

@@ -40,7 +40,7 @@ class StopRequest:
     def __init__(self, *, speaks: bool = False) -> None:
         self.signal: signal.Signals | None = None
         self.phase: Literal["setup", "training", "leaving"] = "setup"
-        """State to save: nothing yet, a step, nothing more."""
+        """There is nothing to save yet, a step to save, or nothing left to save."""
         self._speaks = speaks
         self._last: float | None = None
         """When the last SIGINT or SIGTERM came that counts, monotonic seconds."""
@@ -65,7 +65,7 @@ class StopRequest:
         return self.signal is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, which thus knows before it goes on."""
+        """Note the signal in the main thread, before that goes on."""
         self.signal = self.signal or signal.Signals(number)
 
     def _watch(self, reader: int) -> None:

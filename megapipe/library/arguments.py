@@ -17,7 +17,7 @@ DEFAULT_RANKS = 2
 
 
 def list_of_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules, if that is what they are."""
+    """`modules` as a list; raises :class:`ConfigError` for anything else."""
     is_list = isinstance(modules, (list, tuple, nn.Sequential, nn.ModuleList))
     found = list(modules) if is_list else []
     if not found:
@@ -30,7 +30,7 @@ def list_of_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def number_of_ranks(ranks: int | None, schedule: str | Schedule, *, distributed: bool) -> int:
-    """Pipeline ranks."""
+    """Pipeline ranks: as given, or those of the process group or the schedule, or two."""
     if distributed:
         world = world_size()
         if world is None:
@@ -47,7 +47,7 @@ def number_of_ranks(ranks: int | None, schedule: str | Schedule, *, distributed:
 
 
 def fitting(schedule: Schedule, ranks: int, microbatches: int) -> Schedule:
-    """The schedule, if it has these sizes and whole sequences."""
+    """The schedule; raises :class:`ConfigError` unless it has these sizes and no slices."""
     if schedule.slices > 1:
         raise ConfigError(
             f"schedule {schedule.name} cuts sequences into {schedule.slices} slices, which modules "
@@ -68,7 +68,7 @@ def fitting(schedule: Schedule, ranks: int, microbatches: int) -> Schedule:
 def tensors_of(
     batch: Sequence[Tensors], device: torch.device
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Inputs and targets as tuples of tensors on `device`."""
+    """The inputs and the targets of a batch, each as a tuple of tensors on `device`."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise ConfigError("batch: expected (inputs, targets) or (tokens, labels, mask)")
 
@@ -86,8 +86,8 @@ def tensors_of(
 
 
 def cost_of(module: nn.Module) -> int:
-    """What a sample costs in a module of linear layers: its weights, besides those of embeddings,
-    of which few are used."""
+    """Estimated cost of a sample in a module: 1 and the number of its parameters, without those of
+    embeddings, of which a sample uses few."""
     return 1 + sum(
         parameter.numel()
         for inner in module.modules()

@@ -14,10 +14,10 @@ from megapipe.errors import ConfigError
 
 
 class Holders:
-    """The parameters that this rank shares with others, and whom with.
+    """The parameters that this rank holds together with other ranks, and the groups of these ranks.
 
-    `parameters` are those of every stage, `homes` its ranks in ascending order. All ranks make one
-    together.
+    `parameters` and `homes` have an item for each stage: its parameters, and its ranks in ascending
+    order. All ranks make this object together.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Holders:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Sum the gradients that come in within it over the ranks, and add them to those before."""
+        """Sum gradients that arise in the context over the holders; then add the earlier ones."""
         before = {parameter: parameter.grad for parameter in self._shared}
         for parameter in self._shared:
             parameter.grad = None

@@ -16,7 +16,7 @@ Weigh = Callable[[int], float]
 
 
 class Objective:
-    """The `loss` of a micro-batch, and how those of a step are put together: see
+    """The `loss` of a micro-batch, and the weights with which those of a step make the batch's: see
     :class:`~megapipe.library.pipeline.Pipeline`."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Objective:
         self._of_tokens = loss is None
 
     def weights(self, targets: tuple[Tensor, ...], samples: int) -> Weigh:
-        """For a batch of so many `samples`."""
+        """The factors of the micro-batches' losses in a batch of `samples` samples."""
         if self._of_tokens:
             if len(targets) > 2:
                 raise ConfigError(
@@ -46,5 +46,5 @@ class Objective:
 
 
 def _token_losses(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Their sum, []."""
+    """Sum of the token losses that `mask` does not leave out, []."""
     return cross_entropy(logits, labels, torch.ones_like(labels) if mask is None else mask)

@@ -1,8 +1,8 @@
 """A pipeline of a list of modules, for a training loop of one's own.
 
-In one process it runs all pipeline ranks, so the order of the operations, and all that follows from
-it, can be looked at in a notebook; over the ranks of a process group each runs its own stages. It
-is the engine of training either way, around modules whose values it leaves alone::
+In one process it runs all pipeline ranks, so the order of the operations and its effects can be
+looked at in a notebook; over a process group each rank runs its own stages. Both use the engine of
+training. The values of the modules are left alone: an optimizer of one's own updates them::
 
     pipe = Pipeline(modules, schedule="1f1b", microbatches=4, ranks=2)
     optimizer = torch.optim.AdamW(pipe.parameters())
@@ -106,7 +106,7 @@ class Pipeline:
             schedule = load(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
         self.schedule = fitting(schedule, ranks, microbatches)
         self.stage_specs = self._cut(layout)
-        """The modules of each stage, as ``layers``."""
+        """The stages; ``layers`` are the numbers of the modules of one."""
         self.seed = seed
         self.steps = 0
         """Steps taken, which random numbers depend on."""
@@ -249,7 +249,7 @@ class Pipeline:
         return found
 
     def _made(self, microbatches: dict[Key, Rows], inputs: tuple[Tensor, ...]) -> list[Executor]:
-        """Executors for such a batch."""
+        """Executors for batches of these shapes, made at the first one."""
         key = tuple((tuple(each.shape), each.dtype) for each in inputs)
         if key not in self._executors:
             shape = self._message_shape(microbatches)
@@ -276,7 +276,7 @@ class Pipeline:
         return [PackedChannels(lines)]
 
     def _message_shape(self, microbatches: dict[Key, Rows]) -> MessageShape:
-        """The tensors of a message, by what produced it; within a process nobody needs to know."""
+        """The tensors of a message, by the op that produced it; not needed within one process."""
         if self._mesh is None:
             return lambda message: ()
         found: dict[int, list[tuple[PackedTensor, ...]]] = {}

@@ -1,4 +1,4 @@
-"""A stage of modules as they are: their parameters stay where they are, gradients go to ``.grad``.
+"""A stage of unchanged modules: parameters keep their storage, gradients go to ``.grad``.
 
 Autograd computes all gradients within ``I``, so a ``W`` has nothing left to do.
 """
@@ -51,7 +51,7 @@ class PlainStage(ModuleStage):
     def forward(
         self, x: Any, mb: MicroBatch, cache: KVCache | None = None, *, graph_only: bool = False
     ) -> Any:
-        """The values are those of a full forward with `graph_only` too."""
+        """The output, or the loss; its values are computed with `graph_only` too."""
         assert isinstance(mb, Rows)
         y = self.run(mb.inputs if self.is_first else x, mb)
         if not self.is_last:

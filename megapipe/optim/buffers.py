@@ -29,7 +29,7 @@ from megapipe.plan.buckets import Sized, aligned, chunk_length, cut
 
 
 class Modules(Protocol):
-    """What has parameters: a model, or a stage of one."""
+    """Modules with parameters: a model, or a stage of one."""
 
     def modules(self) -> Iterator[nn.Module]: ...
 
@@ -79,13 +79,13 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Bucket:
-    """Flat weights and main gradients of a stage or of a part of it, or of the tied embedding.
+    """Flat weights and main gradients of all or some parameters of a stage, or of a tied embedding.
 
-    `index` is the stage number; the tied bucket's is the number of stages. `start` is where a part
-    would begin in one bucket of the whole stage. Gradients are summed over `shard` x `replicate`;
-    the members of `shard` own equal slices. Regions and slices are :func:`aligned`, with zeros in
-    between. A `shared` bucket has several stages or several holders: `holders` of these are
-    pipeline ranks of this process, and it is complete when the last one is through with it.
+    `index` is the stage number; the tied bucket's is the number of stages. `start` is where this
+    bucket would begin in one bucket of the whole stage. Gradients are summed over `shard` x
+    `replicate`; the members of `shard` own slices of equal length. Regions and slices are
+    :func:`aligned`, with zeros in between. A `shared` bucket has several stages or several holders;
+    `holders` counts those in this process, and the last of them completes the gradients.
 
     With `sharded_grads` the main gradients have memory between :meth:`open_grads` and
     :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise.
@@ -177,16 +177,16 @@ class Bucket:
 
     @property
     def early(self) -> list[Tensor]:
-        """Gradients that are kept apart from `grads`, because they may come before these."""
+        """Gradients that are kept apart, as they may come before `grads` has memory."""
         return list(self._early.values())
 
     def open_grads(self) -> None:
-        """Zeros to add weight gradients to."""
+        """Give sharded gradients memory, with zeros."""
         _restore(self.grads[0])
         self.grads[0].zero_()
 
     def collect_early(self) -> None:
-        """Move what ``I`` has left so far to its place among the gradients."""
+        """Move the gradients that autograd has computed so far into `grads`."""
         for entry in self.entries:
             early = self._early.get(entry.spec.name)
             if early is not None:
@@ -197,10 +197,10 @@ class Bucket:
         _release(self.grads[0])
 
     def open_weights(self) -> Tensor:
-        """Memory for the weights, to be filled through what is returned.
+        """Give sharded weights memory; returns a tensor through which it is to be filled.
 
-        That shares the memory but not the version by which autograd knows of changes: the values
-        that come back are those that it has seen.
+        That tensor has the memory of the weights but not their version counter, so autograd sees no
+        change: the values that come back are those that it has seen before.
         """
         _restore(self.weights)
         return self.weights.data
@@ -210,7 +210,7 @@ class Bucket:
 
 
 def _release(flat: Tensor) -> None:
-    """Give the memory back; views stay valid and get it back with it."""
+    """Free the memory; views stay valid, and have memory again after :func:`_restore`."""
     flat.untyped_storage().resize_(0)
 
 
@@ -231,12 +231,12 @@ def make_buckets(
     holders: Sequence[Sequence[int]],
     in_process: bool = False,
 ) -> list[Bucket]:
-    """Give the parameters of this process' stages their storage.
+    """Make the buckets of this process' stages, which give the parameters their storage.
 
-    holders[stage] are the pipeline ranks that hold a stage. A stage with several holders, and
-    tied parameters, which the first and the last stage hold, are reduced over them too, unless the
-    pipeline is `in_process` and they are one. Buckets come in stage order, those of a stage as
-    they are reduced, the tied last.
+    holders[stage] are the pipeline ranks that hold a stage. Gradients of a stage with several
+    holders, and of tied parameters, which the first and the last stage hold, are reduced over the
+    holders too, unless the pipeline is `in_process`. Buckets are in stage order, those of a stage
+    in the order in which they are reduced, the tied one last.
     """
     groups = BucketGroups(mesh, policy)
 

@@ -11,9 +11,9 @@ from megapipe.layout.lr_plan import LearningRatePlan
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Learning rate of optimizer step `step`, counted from 0, in a run of `steps`.
 
-    That of a plan of the user's may raise :class:`~megapipe.errors.ConfigError`. Otherwise linear
-    warm-up reaches the peak after its last step; the decay ends at `min_lr` with the
-    last step. wsd (Hu et al., 2404.06395) holds the peak in between and decays linearly.
+    A schedule of the user's may raise :class:`~megapipe.errors.ConfigError`. In the others linear
+    warm-up reaches the peak after its last step, and the decay ends at `min_lr` with the last step
+    of the run. wsd (Hu et al., 2404.06395) holds the peak in between and decays linearly.
     """
     if config.own_schedule:
         return LearningRatePlan(config, steps).rate(step)

@@ -53,8 +53,8 @@ class MappedFile:
 class Array:
     """A flat array [n] of state, zeros at first, or `given` memory.
 
-    `away` from the device it is seen through copies; `narrow`, of a type that is not the
-    update's, through wider ones.
+    If it is `away` from the device, an update works on copies there; if it is `narrow`, of another
+    type than the update's, on copies in that type.
     """
 
     def __init__(
@@ -133,9 +133,8 @@ class _Copies:
 class Staging:
     """The buffers through which the ranges of some arrays pass, one after the other.
 
-    For each range in turn: :meth:`fetch` it before the range in front of it is computed with,
-    :meth:`widen` it, change the values, :meth:`put_back`. At the end, also after an error,
-    :meth:`end`.
+    For each range in turn: :meth:`fetch` it before the previous range is updated, :meth:`widen` it,
+    change the values, :meth:`put_back`. At the end, also after an error, :meth:`end`.
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class Staging:
         ]
 
     def fetch(self, index: int) -> None:
-        """Begin to bring a range here, if there is one of this number."""
+        """Begin to copy a range to the device, if there is one of this number."""
         if index >= len(self._ranges):
             return
         a, b = self._ranges[index]
@@ -185,7 +184,7 @@ class Staging:
         ]
 
     def put_back(self, index: int, narrow: Narrow) -> None:
-        """Keep what :meth:`widen` gave and the update changed."""
+        """Store the values of :meth:`widen`, which the update has changed, rounded where narrow."""
         a, b = self._ranges[index]
         near = self._near(index)
         for x, kept, wide in zip(self._arrays, near, self._wide, strict=True):

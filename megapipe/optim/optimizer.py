@@ -1,9 +1,8 @@
 """The optimizer of one process: reduces, clips and applies the gradients of its buckets.
 
 The pipeline's programs say when a stage's gradients are sent off and when its weights are needed
-(:mod:`megapipe.schedule.data_parallel`); what then happens is the buckets' business
-(:mod:`megapipe.optim.shard`), and how a slice is updated that of the rule
-(:mod:`megapipe.optim.rules`).
+(:mod:`megapipe.schedule.data_parallel`). :mod:`megapipe.optim.shard` says what a bucket then does,
+:mod:`megapipe.optim.rules` how a slice is updated.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from megapipe.optim.state_store import StatePolicy
 
 
 class OwnSlice(NamedTuple):
-    """This rank's share of one parameter: flat range [start, stop) of its local region."""
+    """The range of a parameter that this rank owns: flat [start, stop) of its local region."""
 
     spec: LocalParameter
     start: int
@@ -73,12 +72,11 @@ class Optimizer:
         self._own: dict[int, Departure] = defaultdict(Departure)
         """Shards whose gradients are complete with one stage's."""
         self._through: Counter[int] = Counter()
-        """How many pipeline ranks of this process are through with a stage."""
+        """How often pipeline ranks of this process have completed a stage's gradients."""
         self._of_stage: dict[int, list[Shard]] = defaultdict(list)
-        """All that a stage computes with."""
+        """Shards of all weights that a stage computes with, tied ones included."""
         self._reducing: list[int] = []
-        """Stages that were sent off of those that give their gradients' memory back, the oldest
-        first."""
+        """Stages with sharded gradients whose reduction is under way, the oldest first."""
         for shard in self.shards:
             index = shard.bucket.index
             users = [index] if index < stages else [0, stages - 1]
@@ -88,7 +86,7 @@ class Optimizer:
                 self._own[index].add(shard)
 
     def zero_grad(self) -> None:
-        """Begin a step; what is left of one that was given up is let go."""
+        """Begin a step with zero gradients; reductions that an aborted step left are dropped."""
         self._reducing.clear()
         self._through.clear()
         for own in self._own.values():
@@ -106,7 +104,7 @@ class Optimizer:
             shard.bucket.open_grads()
 
     def _sharded(self, stage: int) -> list[Shard]:
-        """Those of a stage whose gradients have memory at times only."""
+        """The shards of a stage whose gradients are sharded (ZeRO-2, 3)."""
         return [shard for shard in self._own[stage].shards if shard.bucket.sharded_grads]
 
     def gradient_came(self, stage: int, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
@@ -139,10 +137,10 @@ class Optimizer:
             shard.reshard()
 
     def finish_reduce(self, loss_scale: float = 1.0) -> Tensor:
-        """Complete the gradients of the step over the replicas, without the loss scale.
+        """Complete the sum of the step's gradients over the replicas, and divide by `loss_scale`.
 
-        Returns the squared norms of what this rank owns, fp64: of each stage, and of the tied
-        bucket. Over all ranks they add up to the squares of the whole model's.
+        Returns fp64 [stages + 1]: squared norms of the gradients that this rank owns, of each stage
+        and of the tied bucket. Added up over all ranks they are those of the whole model.
         """
         for shard in self.shards:
             if shard.bucket.index == self.stages:
@@ -160,12 +158,12 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, lr: float, factor: float = 1.0) -> None:
-        """Take one step by the gradients times `factor`."""
+        """Take one step with learning rate `lr` by the gradients times `factor`."""
         if factor != 1.0:
             for shard in self.shards:
                 shard.grad.mul_(factor)
         for shard in self.shards:
-            shard.await_weights()  # an earlier gather still reads what is about to change
+            shard.await_weights()  # an earlier gather still reads weights that are about to change
             shard.store.begin(self.count)
         self.rule.step(self.shards, lr, self.count)
         self.count += 1
@@ -181,7 +179,7 @@ class Optimizer:
     def undo(self) -> None:
         """Put weights and states back to what :meth:`keep` saw, bitwise; gradients stay.
 
-        All ranks do so, those too that have not made an update since.
+        All ranks call it, also those that have made no update since.
         """
         self.count = self._kept
         for shard in self.shards:
@@ -197,12 +195,12 @@ class Optimizer:
                 shard.publish()
 
     def _in_use_order(self) -> list[Shard]:
-        """As a step first uses them, alike on all ranks that share one: the stages, the tied
-        embedding beside the first."""
+        """Shards in the order in which a step first uses them, the same on all ranks that share
+        one: by stage, the tied embedding beside the first stage."""
         return sorted(self.shards, key=lambda shard: shard.bucket.index % self.stages)
 
     def await_all_weights(self) -> None:
-        """Until the weights that the last update made are everywhere."""
+        """Wait until the weights of the last update are gathered."""
         for shard in self.shards:
             shard.await_weights()
 
@@ -233,7 +231,7 @@ class Optimizer:
                 yield shard, entry, torch.zeros(entry.spec.sizes, dtype=dtype)
 
     def own_slices(self) -> Iterator[OwnSlice]:
-        """The part of the shard that this rank counts in the norm and writes to checkpoints."""
+        """The parts of its shards that this rank counts in the norm and writes to checkpoints."""
         for shard in self.shards:
             for entry in shard.bucket.entries:
                 if not entry.spec.counted:

@@ -30,7 +30,7 @@ _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class BucketAxes(NamedTuple):
-    """Who holds a bucket: slices are over `shard`, equal slices over `replicate`."""
+    """The axes of a bucket: slices differ over `shard`, and are the same over `replicate`."""
 
     shard: Axis
     replicate: Axis

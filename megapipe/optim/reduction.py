@@ -19,10 +19,11 @@ from megapipe.distributed.mesh import Axis
 class Reduction:
     """The sum of a flat array over shard x replicate, of which this rank gets its slice.
 
-    Begins when it is made, and does not hold up the computation: first within the shard group, and
-    of the slices between groups from :meth:`advance` on. With `dtype` values travel in that type
-    and are added up in their own: pieces are exchanged, then each owner adds its own in rank order.
-    `grads` must stay untouched until :meth:`wait` returns.
+    Values are summed within the shard group, then slices between groups: the constructor begins
+    the first sum that there is, :meth:`advance` the second; neither holds up the computation. With
+    `dtype` values travel in that type and are added up in their own: an all-to-all brings each
+    owner its slice's values, which it adds in rank order. `grads` must stay untouched until
+    :meth:`wait` returns.
     """
 
     def __init__(
@@ -33,13 +34,13 @@ class Reduction:
         self._values = grads
         self._narrow = dtype if dtype != grads.dtype else None
         self._hops = [axis for axis in (shard, replicate) if axis.group is not None]
-        """Those to come, the one that has begun among them."""
+        """The axes still to be summed over; the sum over the first one has begun."""
         self._arriving = grads
         self._wait: Wait = done
         self._begin()
 
     def advance(self) -> None:
-        """Begin what follows the sum within the shard group, which is waited for."""
+        """Where there are two sums, wait for that within the shard group and begin the other."""
         if len(self._hops) > 1:
             self._complete()
             self._begin()

@@ -24,7 +24,7 @@ class LossScaler:
 
     def __init__(self, config: OptimizerConfig, dtype: Dtype) -> None:
         self.scales = dtype == "fp16"
-        """Whether gradients may be out of range for want of a better scale."""
+        """Whether the loss is scaled: the model is fp16, whose gradients may be out of range."""
         self.dynamic = self.scales and config.loss_scale is None
         self.window = config.loss_scale_window
         self.good_steps = 0
@@ -34,7 +34,7 @@ class LossScaler:
             self.scale = config.loss_scale or FIRST
 
     def update(self, *, finite: bool) -> bool:
-        """Take note of whether the reduced gradients are finite; True: make the step.
+        """Adjust the scale by whether the reduced gradients are finite; returns whether to update.
 
         All ranks must be told the same. Raises NumericError if nothing is left to try: the scale
         is fixed, or not even the smallest one keeps the gradients finite.
@@ -71,7 +71,7 @@ class LossScaler:
     def load(self, state: Mapping[str, float]) -> None:
         """Go on from a :meth:`state`; a scale that is not dynamic stays as configured.
 
-        Raises CheckpointError if that is not one.
+        Raises CheckpointError if `state` is not valid.
         """
         if not self.dynamic:
             return

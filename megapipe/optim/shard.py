@@ -1,7 +1,7 @@
 """One bucket's way through a step: gradients are summed, a slice updated, weights gathered.
 
-What is done is the same at every ZeRO stage; only the axes of the bucket, and what of it has
-memory when, differ (:mod:`megapipe.optim.policy`). Communication is started and awaited in
+The way is the same at every ZeRO stage; only the axes of the bucket differ, and when its gradients
+and weights have memory (:mod:`megapipe.optim.policy`). Communication is started and awaited in
 separate calls, so that the pipeline's computation runs beside it.
 """
 
@@ -23,9 +23,9 @@ from megapipe.optim.state_store import StatePolicy, Store
 class Shard:
     """The part [start, stop) of a bucket that this rank updates.
 
-    `own_start` to `own_stop` is what it alone answers for, in the norm and in checkpoints: where
-    several ranks update the same slice it is a part of that. `states` are those of the rule, kept
-    as `policy` says.
+    [own_start, own_stop) is the part of the shard that this rank counts in the norm and writes to
+    checkpoints: an equal share where several ranks update the same shard, else all of it. `states`
+    are those of the rule, kept as `policy` says.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Shard:
         return slice(start - self.start, stop - self.start)
 
     def zero_grad(self) -> None:
-        """Begin a step; the sum of the last one's gradients is let go."""
+        """Begin a step: zero the gradients, and free the sum of the last step's."""
         self._reduction = None
         self.bucket.zero_grad()
         self.grad = self.grad.new_empty(0)
@@ -93,12 +93,12 @@ class Shard:
         )
 
     def advance_reduction(self) -> None:
-        """Begin the second part, if there is one, of the reduction that was sent off."""
+        """Begin the sum between shard groups, if any, of the reduction that was sent off."""
         if self._reduction is not None:
             self._reduction.advance()
 
     def finish_reduce(self) -> None:
-        """Wait for what was sent off, and add it to `grad`."""
+        """Wait for the reduction that was sent off, if any, and take its sum into `grad`."""
         if self._reduction is None:
             return
         piece = self._reduction.wait()
@@ -110,7 +110,7 @@ class Shard:
         self.grad = piece
 
     def _sum_sequence_parts(self) -> None:
-        """One tp all-reduce for what each tp rank saw a share of the sequence of."""
+        """All-reduce over tp, once, the gradients that cover only this rank's positions."""
         bucket = self.bucket
         parts = [
             bucket.view(bucket.grads[0], entry)
@@ -124,7 +124,7 @@ class Shard:
                 part.copy_(total.view_as(part))
 
     def own_square(self) -> Tensor:
-        """Squared norm, fp64, of the owned gradients that this rank counts."""
+        """Squared norm, fp64 [], of the gradients in [own_start, own_stop) that this rank counts."""
         total = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for segment in self.segments:
             a, b = max(segment.start, self.own_start), min(segment.stop, self.own_stop)
@@ -133,43 +133,43 @@ class Shard:
         return total
 
     def start_gather(self) -> None:
-        """Begin to bring every member's slice of the weights here."""
+        """Begin to gather the weights from the members of the shard axis."""
         bucket = self.bucket
         assert self._gathered is done, f"bucket {bucket.index} is being gathered already"
         whole = bucket.open_weights() if bucket.sharded_weights else bucket.weights
         self._gathered = start_all_gather(whole, self.weights, bucket.shard)
 
     def await_weights(self) -> None:
-        """The whole weights are there when this returns."""
+        """Wait until the whole weights are gathered."""
         self._gathered()
         self._gathered = done
 
     def unshard(self) -> None:
-        """Begin to gather the weights for a stage, unless they are there for another."""
+        """Begin to gather the weights for a stage, unless another stage has them gathered."""
         self._users += 1
         if self._users == 1 and self.bucket.sharded_weights:
             self.start_gather()
 
     def reshard(self) -> None:
-        """A stage needs them no longer."""
+        """A stage is done with the weights; sharded ones are freed when no stage needs them."""
         self._users -= 1
         if self._users == 0 and self.bucket.sharded_weights:
             self.await_weights()
             self.bucket.close_weights()
 
     def publish(self) -> None:
-        """Begin to bring updated weights to all members, unless they are gathered on demand."""
+        """Begin to gather the updated weights, unless they are gathered on demand (ZeRO-3)."""
         if not self.bucket.sharded_weights:
             self.start_gather()
 
     def set_weights(self, entry: Entry, values: Tensor) -> None:
-        """Give a whole local parameter its values, in full precision."""
+        """Set weights and master of a parameter to `values`, its local region in full precision."""
         if not self.bucket.sharded_weights:
             self.bucket.view(self.bucket.weights, entry).copy_(values)
         self.set_state("model", entry, values)
 
     def set_state(self, name: str, entry: Entry, values: Tensor) -> None:
-        """Set this rank's part of a state of a parameter from the values of all of it."""
+        """Set this shard's part of a state; `values` are those of the whole local region."""
         a, b = max(entry.start, self.start), min(entry.stop, self.stop)
         if a < b:
             flat = values.reshape(-1)[a - entry.start : b - entry.start]

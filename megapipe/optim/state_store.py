@@ -43,7 +43,7 @@ class StatePolicy:
     def of(
         cls, config: OptimizerConfig, seed: int, run_folder: Path, device: torch.device
     ) -> StatePolicy:
-        """Raises :class:`ConfigError` where random numbers would leave no room in the windows."""
+        """The policy of a run; :class:`ConfigError` for windows too small for random rounding."""
         least = 2 * scratch_bytes(device) / MIB
         narrow = config.state_dtype == "bf16" or config.master == "none"
         if narrow and config.rounding == "stochastic" and config.window_mib < least:
@@ -89,7 +89,7 @@ class Store:
     """Master weights and states `names` of a shard, whose `weights` [n] are in the model dtype.
 
     fp32 and fp64 weights are their own masters: ``read("model", ...)`` is a view of them. Other
-    masters are copies, and the weights follow what is done to them. `bucket` and `start` say where
+    masters are copies, from which the weights are set. `bucket` and `start` say where
     in the model the shard begins: random numbers depend on it, not on how shards are cut.
     """
 
@@ -150,8 +150,8 @@ class Store:
         return max(budget // each // ALIGNMENT, 1) * ALIGNMENT
 
     def begin(self, step: int) -> None:
-        """Random numbers from here on are those of this step, counted from 0. What was read of
-        files since the last one does not stay in memory."""
+        """Begin an update: rounding draws the random numbers of `step`, counted from 0, and files
+        read since the last update leave memory."""
         self._step = step
         for array in self._arrays:
             array.release(0, self.weights.numel())
@@ -159,8 +159,8 @@ class Store:
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """The range [start, stop) of the shard, in windows.
 
-        Whatever was changed in a window is kept, and the weights follow the master, when the
-        iteration goes on.
+        When the iteration goes on, the values of the window are stored, and the weights are set
+        from the master.
         """
         if self._window is None and start < stop:
             master, *states = (array.values[start:stop] for array in self._arrays)
@@ -218,7 +218,7 @@ class Store:
             self.weights[start:stop].copy_(values)
 
     def keep(self) -> None:
-        """Remember all values, for :meth:`undo`; state in host memory or on a disk is not."""
+        """Remember all values, for :meth:`undo`. State must be on the device."""
         assert self.policy.place == "device"
         if not self.kept:
             self.kept = [torch.empty_like(array.values) for array in self._arrays]

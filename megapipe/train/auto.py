@@ -2,8 +2,8 @@
 
 The first step warms up, the next few are timed, and as many recorded. Rank 0 then searches an order
 for the medians of what was recorded, on the placement that the run has, and tells it to all ranks;
-they go on with it from the next step, and time it as they timed the first. It is written into the
-run folder, where a resumed run finds it.
+they go on with it from the next step, and time it as they timed the first. The new schedule is
+written into the run folder, where a resumed run finds it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ WARM_UP = 1
 MEASURED = 3
 """Steps that are timed before and after the switch, and recorded in between."""
 WORTH = 0.01
-"""Share of the step below which another schedule is not worth a word."""
+"""Least gain, as a share of the step, for which another schedule is taken or mentioned."""
 QUICK = 300
-"""Effort on each placement that the run does not have, in timings of an order."""
+"""Orders that are timed in a search on each placement other than the run's."""
 FILE = "schedule.csv"
 
 
@@ -63,7 +63,7 @@ class AutoSchedule:
         self.limit = config.pipeline.memory_limit or float(max(peak_held(step.schedule)))
         self.steps = 0
         self.recorded = 0
-        """Steps."""
+        """Steps recorded so far."""
         self.records: list[Record] = []
         self.last_step: list[Record] = []
         self.seconds: list[float] = []
@@ -92,7 +92,7 @@ class AutoSchedule:
         return True
 
     def _saved(self) -> str:
-        """The text of the run folder's schedule. Raises what reading or using it would."""
+        """The text of the run folder's schedule; raises if it cannot be read or used here."""
         if not self.path.exists():
             return ""
         text = self.path.read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ class AutoSchedule:
 
     @property
     def _timing(self) -> bool:
-        """Whether the step that has ended is one whose time tells."""
+        """Whether the time of the step that has ended is to be noted."""
         return (self.searching or self.before is not None) and self.steps > WARM_UP
 
     def _switch(self, typical: float) -> None:

@@ -35,7 +35,7 @@ HARMLESS = (
     *("train.microbatch", "train.validate_every", "train.validation_samples", "train.stop_after"),
     "model.init_std",
 )
-"""Keys, and sections of which all other keys are."""
+"""Harmless keys, and sections whose keys are harmless unless they are refused."""
 ORDER = ("run.seed", "train.sequence_length")
 """Keys that decide, with the corpus, which tokens a sample number stands for."""
 REFUSED = (*ORDER, "data.mask_document_ends", "data.document_mask", "train.loss")
@@ -88,8 +88,8 @@ class Changes:
 def check(checkpoint: Checkpoint, config: Config, *, own: bool, corpus: Change | None) -> Changes:
     """Changes since a checkpoint, of this run (`own`) or another.
 
-    `corpus` is the change of the corpus if it is known and another. Raises
-    :class:`CheckpointError` for what cannot go on.
+    `corpus` is the change of the corpus; None where it is the same, or not known yet. Raises
+    :class:`CheckpointError` for changes with which the run cannot go on.
     """
     changes = [*compare(checkpoint.manifest.config, config), *([corpus] if corpus else [])]
     for change in changes:

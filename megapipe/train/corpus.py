@@ -21,7 +21,7 @@ PATIENCE = datetime.timedelta(days=7)
 def prepare_on_all(
     config: Config, tokenizer: Tokenizer, mesh: ParallelMesh, *, local_rank: int
 ) -> Prepared | OwnData:
-    """The corpus, asked for by one process of each node at first.
+    """The corpus; one process of each node prepares it before the others ask for it.
 
     Raises a :class:`MegapipeError` of any rank on all of them.
     """
@@ -60,8 +60,8 @@ def _compare_ranks(data: OwnData, source: str, mesh: ParallelMesh) -> None:
 def change_of_corpus(
     checkpoint: Checkpoint | None, prepared: Prepared | OwnData, source: str
 ) -> Change | None:
-    """None where the checkpoint's corpus came out as the one `prepared` from `source`, whatever
-    its name."""
+    """How the corpus `prepared` from `source` differs from the checkpoint's; None where its tokens
+    are the same, whatever its name, or there is no checkpoint."""
     if checkpoint is None:
         return None
     manifest = checkpoint.manifest

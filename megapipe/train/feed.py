@@ -1,8 +1,8 @@
 """From rows of the global batch to the micro-batches that a schedule runs.
 
 Micro-batch i of data-parallel replica d is number i * dp + d of the global batch, in every layout.
-A schedule may run parts of it (fewer rows) or slices of it (fewer positions); a process fetches
-what its own first and last stages need.
+A schedule may run some of its rows, or slices of it (fewer positions); a process fetches what its
+own first and last stages need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
 
 
 class Piece(NamedTuple):
-    """The part of a whole micro-batch that one (micro-batch, slice) of a schedule takes."""
+    """Rows and positions of a whole micro-batch: one (micro-batch, slice) of a schedule."""
 
     key: Key
     whole: int
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def pieces(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> Iterator[Piece]:
-    """All pieces of a step; `rows` per whole micro-batch. Parts of one are consecutive."""
+    """All pieces of a step, those of a micro-batch in a row; `rows` are those of a whole one."""
     stop = 0
     for microbatch in range(schedule.microbatches):
         start, stop = stop, stop + int(schedule.size_of(microbatch) * rows)
@@ -120,7 +120,7 @@ class Feed:
     def _documents(
         self, fetched: Mapping[int, tuple[Tensor, Tensor, Tensor]], piece: Piece
     ) -> Documents | None:
-        """Those of the piece's tokens, and of the tokens before it in the same samples."""
+        """Documents of the piece's tokens, and of the tokens before it in the same samples."""
         if self.document_end is None:
             return None
         tokens = fetched[piece.whole][0][piece.rows, : piece.positions.stop]
@@ -129,7 +129,7 @@ class Feed:
     def _over_replicas(self, schedule: Schedule, own: int) -> int:
         """Unmasked tokens of the global batch, on the ranks that hold a last stage.
 
-        Only where there are several of those do pipeline ranks have to wait for each other.
+        Pipeline ranks wait for each other only where several of them hold a last stage.
         """
         count = torch.tensor([own], dtype=torch.float64)
         several = len({homes[-1] for homes in schedule.placement.table}) > 1

@@ -1,8 +1,8 @@
 """Python's garbage collector, at the same step on all ranks.
 
-By itself it runs when a process has made so many objects, each rank in another step; its peers wait
-for it every time. What is there before the first step stays, and need not be looked at again.
-Tensors do not wait for it: a step leaves none in a cycle of references, which a test holds.
+By default it runs when a process has made so many objects, on each rank in another step, and peers
+wait for that rank every time. Objects from before the first step are not looked at again. Tensors
+are freed without it: a step leaves none in a cycle of references, which a test holds.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import gc
 
 
 class Garbage:
-    """Collects after every so many steps and at no other time, while it is entered; 0: leaves it to
-    Python."""
+    """A context in which garbage is collected after every `every` steps and at no other time; 0:
+    Python decides."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -27,7 +27,7 @@ class Garbage:
         return self
 
     def after(self, step: int) -> None:
-        """After step `step`, counted from 1."""
+        """Collect, if it is time for it after step `step`, counted from 1."""
         if self.every and step % self.every == 0:
             gc.collect()
 

@@ -30,9 +30,9 @@ def agreed_kernels(
 ) -> Kernels:
     """This process' kernels for a run of `schedule`, checked, compiled blocks included.
 
-    Raises on every rank if one cannot have what is asked for by name, or :class:`LaunchError` if
-    it would use others than rank 0: a package may be missing on a node. A rank whose compiler
-    fails raises alone, as its tp peers may be within a collective of the compiled block.
+    Raises on every rank if one cannot use a kernel that is asked for by name, or
+    :class:`LaunchError` if one would use other kernels than rank 0, as where a package is missing.
+    A rank whose compiler fails raises alone: its tp peers may be in a collective of the block.
     """
     kernels = _selected(config, layout.model.kernels, mesh, cut=schedule.slices > 1)
     if kernels.compiler is not None:
@@ -104,7 +104,7 @@ def select_kernels(
 
 
 def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Sharding:
-    """How the layers of one more stage are split, with a queue of their own."""
+    """The :class:`Sharding` of one stage, with a weight-gradient queue of its own."""
     dtype = TORCH_DTYPES[config.model.dtype]
     return Sharding(mesh.tp, config.parallel.sequence_parallel, dtype, kernels=kernels)
 

@@ -25,10 +25,10 @@ from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.update import StepResult, Update
 
 Fetch = Callable[[int, Rows], tuple[Mapping[Key, MicroBatch], int]]
-"""(step, rows) -> its micro-batches, and the number of unmasked tokens that count here."""
+"""(step, rows) -> micro-batches, and the number of unmasked tokens of the last stages here."""
 Asked = Callable[[], Wishes]
 OwnTotals = Callable[[int, Asked], Totals]
-"""(tokens, what this rank wants) -> what it adds to the totals of a step that has run."""
+"""(tokens, wishes of this rank) -> this rank's totals of a step that has run."""
 
 
 class _Taken(NamedTuple):
@@ -42,7 +42,7 @@ class _Taken(NamedTuple):
 
 
 class PostValidation:
-    """Trains with validation after the fact."""
+    """Takes steps whose updates are validated only after they are made."""
 
     def __init__(
         self, update: Update, mesh: ParallelMesh, fetch: Fetch, own_totals: OwnTotals
@@ -53,7 +53,7 @@ class PostValidation:
         self._own_totals = own_totals
         self._taken: _Taken | None = None
         self.undone = 0
-        """Updates that were taken back, or held back, so far."""
+        """Updates so far that were undone, or not made before validation."""
 
     @property
     def open(self) -> bool:
@@ -75,7 +75,7 @@ class PostValidation:
         return result
 
     def settle(self) -> StepResult | None:
-        """Validate the last step."""
+        """Validate the last step; returns its result, None if that was done before."""
         result, _ = self._validate()
         return result
 

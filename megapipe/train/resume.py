@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Finished(Exception):
-    """There is nothing to do for this start of a run; the text says so, and what to do."""
+    """The run has reached its end, so there is nothing to do; the text says how to train on."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ def load(checkpoint: Checkpoint, config: Config, step: TrainStep, mesh: Parallel
 def _newest(
     checkpoints: Path, damaged: set[Path], skipped: list[str], mesh: ParallelMesh
 ) -> Path | None:
-    """Rank 0 looks; why it passed something over goes into its `skipped`, once."""
+    """The newest checkpoint that rank 0 finds; its `skipped` gets why it passed over others."""
     text, error = "", None
     if mesh.rank == 0:
         try:

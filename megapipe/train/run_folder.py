@@ -1,4 +1,4 @@
-"""The folder of a run: made before anything takes time, told what runs once that is known."""
+"""The folder of a run: made before anything takes time; what runs is written there later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapipe.observe.provenance import provenance, start_mark
 
 
 def make(folder: Path, mesh: ParallelMesh) -> None:
-    """Make it on rank 0. Raises :class:`ConfigError` on all ranks."""
+    """Make the folder on rank 0. Raises :class:`ConfigError` on all ranks."""
     error = None
     if mesh.rank == 0:
         try:
@@ -26,10 +26,10 @@ def make(folder: Path, mesh: ParallelMesh) -> None:
 
 
 def open_reports(folder: Path, config: Config, resumed_at: int | None) -> Observer:
-    """Record configuration, versions and git state; returns who takes the records of the run.
+    """Write configuration, versions and git state; returns the observer for the run's records.
 
-    Where the run goes on from a step of its own, `resumed_at`, the files of earlier starts stay.
-    To be called on rank 0. Raises :class:`ConfigError`.
+    `resumed_at` is the step of the run's own checkpoint from which it goes on, if it does: then the
+    files of earlier starts stay. To be called on rank 0. Raises :class:`ConfigError`.
     """
     mark = "" if resumed_at is None else start_mark(folder, resumed_at)
     try:

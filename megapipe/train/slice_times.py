@@ -1,10 +1,10 @@
-"""``train.py --time-slices``: what ``pipeline.slice_overhead`` and ``slice_attention`` are here.
+"""``train.py --time-slices`` measures ``pipeline.slice_overhead`` and ``slice_attention``.
 
 Every process runs the layers of one stage, the one with most of them, forward and backward on a
 micro-batch whose sequences are cut into 1, 2, 4, 8 and 16 slices of equal length, several times
-over. So slices of one length begin at several places, which tells the time of attention, and the
-lengths differ by far, which tells the overhead. Peers in tensor parallelism work together, as in
-a run; the embedding, the head and messages between stages are left out.
+over. Slices of one length that begin at several places tell the time of attention, and lengths that
+differ by far tell the overhead. Peers in tensor parallelism work together, as in a run; the
+embedding, the head and messages between stages are left out.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ROUNDS = 5
 
 
 class Slice(NamedTuple):
-    """Positions of a sequence."""
+    """A slice of a sequence."""
 
     length: int
     before: int
-    """Positions that its own attend to besides."""
+    """Positions before the slice, which it attends to as well."""
 
 
 class Fit(NamedTuple):
@@ -56,7 +56,7 @@ class Fit(NamedTuple):
 
 
 def report(config: Config, layout: Layout, mesh: ParallelMesh) -> str:
-    """The keys that fit the times of this process, on lines for a reader; all ranks take part."""
+    """Time slices and return lines with the keys that fit the times; all ranks take part."""
     times = measure(config, layout, mesh)
     found = fit(slice_time(config, layout.model).flops, times)
     return (
@@ -68,7 +68,7 @@ def report(config: Config, layout: Layout, mesh: ParallelMesh) -> str:
 
 
 def measure(config: Config, layout: Layout, mesh: ParallelMesh) -> dict[Slice, float]:
-    """Seconds of the forward and the backward of slices: medians."""
+    """Median seconds of forward and backward together, by slice."""
     multiple, rows, model = multiple_of(config), config.train.microbatch, layout.model
     length, dtype = config.train.sequence_length, TORCH_DTYPES[model.dtype]
     stage = _stage(config, layout, mesh)
@@ -104,7 +104,7 @@ def measure(config: Config, layout: Layout, mesh: ParallelMesh) -> dict[Slice, f
 
 
 def fit(flops: CausalFlops, times: Mapping[Slice, float]) -> Fit:
-    """The two numbers, neither below 0, of least squares of relative errors."""
+    """The overhead and attention, neither below 0, with least squares of the relative errors."""
     rows = []
     for length, before in times:
         alone = length * flops(1)

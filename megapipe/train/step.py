@@ -73,7 +73,7 @@ class Evaluation(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far the data are consumed; between two such points a step takes a global batch."""
+    """How far the data are consumed; every further step takes a global batch."""
 
     step: int
     """Steps done."""
@@ -147,7 +147,7 @@ class TrainStep:
         self.settled = True
         """Whether all steps so far are validated, and their weights gathered."""
         self._seconds: dict[int, float] = {}
-        """Of each step, counted from 0, whose result is not known."""
+        """Seconds of the steps, counted from 0, whose results are not known yet."""
         self.last = self.stages.get(self.placement.stages - 1)
         seed = config.run.seed
         self.optimizer.set_weights(initial or (lambda spec, out: spec.initialise(out, seed)))
@@ -254,12 +254,12 @@ class TrainStep:
         """Take optimizer step `step`, counted from 0; returns the results that are known by now and
         were not before, oldest first.
 
-        That is its own. With ``optimizer.post_validation`` it is that of the step before, none at
-        first; its own too if it is settled (:meth:`settle`), because `settle` says so or a rank
-        wishes to stop or to save. `wishes` tells, at the end, what this rank wants. With
-        `record`, :meth:`records` then tells when each op ran; with `name` profilers see what runs
-        under its name. Raises :class:`NumericError` before an update with a gradient that is not
-        finite.
+        As a rule that is the result of this step. With ``optimizer.post_validation`` it is that of
+        the step before, if there is one, and that of this step only if it is settled
+        (:meth:`settle`): with `settle`, or when a rank wishes to stop or to save. `wishes` is
+        called once, after the backward passes, for what this rank wants. With `record`,
+        :meth:`records` tells afterwards when each op ran; with `name` profilers see names of
+        actions. Raises :class:`NumericError` before an update with a gradient that is not finite.
         """
         start = time.perf_counter()
         result = self._train(step, rows, record=record, name=name, wishes=wishes)
@@ -293,7 +293,7 @@ class TrainStep:
         return self.update.apply(step, totals)
 
     def settle(self) -> list[StepResult]:
-        """Make sure of all steps so far; returns the result of the last if it was still open.
+        """Wait for the weights of the last step; if it is open, validate it and return its result.
 
         To be called before weights are used for anything but the next step.
         """
@@ -318,7 +318,7 @@ class TrainStep:
         return [replace(result, seconds=self._seconds.pop(result.step)) for result in results]
 
     def fetch(self, step: int, rows: Rows) -> tuple[dict[Key, MicroBatch], int]:
-        """The micro-batches of a step, and the number of unmasked tokens that count here."""
+        """Micro-batches of a step, and the number of unmasked tokens of the last stages here."""
         return self._feed.fetch(self.schedule, rows, step, self.samples(step), self.scaler.scale)
 
     def samples(self, step: int) -> int:
@@ -344,7 +344,7 @@ class TrainStep:
 
         Returns the checkpoint's own folder in it, ``step-<step>``, on every rank. To be called by
         all of them, once the steps are settled (:meth:`settle`). `run_id` and the `digests` of the
-        data are for those who go on from it. Raises :class:`CheckpointError` on all.
+        data are stored for runs that resume from it. Raises :class:`CheckpointError` on all.
         """
         self._require_settled("save")
         axes = ("pp", "dp", "cp", "tp", "chunks")
@@ -364,8 +364,8 @@ class TrainStep:
         return save(Path(folder), step=step, pieces=pieces, meta=meta, group=self.mesh)
 
     def load(self, path: Path | str) -> None:
-        """Take over the state of a checkpoint, of any layout: its folder, or one with several, of
-        which it is the newest; :attr:`position` tells its step.
+        """Take over the state of a checkpoint, of any layout. `path` is its folder, or a folder of
+        checkpoints, for the newest; :attr:`position` tells its step.
 
         To be called by all ranks. Raises :class:`CheckpointError` on all if it is damaged or of
         another model.
@@ -390,15 +390,15 @@ class TrainStep:
         last settled step.
 
         To be called by all ranks with the same tokens; each gets all logits. Raises
-        :class:`DataError` for sequences longer than ``train.sequence_length`` or ids that there are
-        not.
+        :class:`DataError` for sequences longer than ``train.sequence_length`` or ids beyond the
+        vocabulary.
         """
         self._require_settled("logits")
         logits.check(self, tokens)
         return logits.read(self, tokens, self._shape_of(*tokens.shape), self._feed.document_end)
 
     def records(self) -> list[Record]:
-        """The last recorded step of every pipeline rank, on the processes of the first one."""
+        """The last recorded step of all pipeline ranks, on processes of the first; else empty."""
         return self.pipeline.records()
 
     def evaluate(

@@ -20,7 +20,7 @@ class Wishes(NamedTuple):
 
 
 LARGEST = 1
-"""Values at the end of a packed vector of which ranks take the largest; the rest they add up."""
+"""How many values at the end of a packed vector are not summed: their maxima are taken."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Totals:
     tokens: int
     """Unmasked tokens."""
     wishes: Wishes = field(default_factory=Wishes)
-    """Those of any rank."""
+    """The requests of all ranks together."""
     memory_gib: float = 0.0
     """Memory of the fullest rank; 0 where no rank knows its own."""
 

@@ -38,9 +38,9 @@ from megapipe.train.totals import Wishes
 class Trainer:
     """Runs `config` on this process' part of the mesh.
 
-    `local_rank` 0 asks for the corpus for its node, once everything that can be known to be wrong
-    without it is known; of those that share a cache one prepares it. `stop` ends it after a step.
-    `callbacks` are called after those of megapipe, but before it validates and saves; every rank is
+    The process with `local_rank` 0 prepares the corpus for its node, after all checks that need no
+    corpus; of processes that share a cache only one does. `stop` ends the run after a step.
+    `callbacks` are called after those of megapipe, but before validation and saving; every rank is
     to give the same ones. Raises a :class:`MegapipeError` on every rank when any rank meets one
     while setting up, a failing compiler excepted (:func:`~megapipe.train.kernels.agreed_kernels`).
     """
@@ -143,7 +143,7 @@ class Trainer:
             self.callbacks.end(self.context)
 
     def _turn(self, step: Step) -> None:
-        """Train a step, and let everybody know."""
+        """Train a step, and call the hooks before and after it."""
         self.callbacks.before_step(self.context, step)
         step.results = self.train_step.train(
             step.number - 1,

@@ -29,7 +29,7 @@ class StepResult:
     loss_scale: float = 1.0
     """Factor of the loss in the backward pass (fp16)."""
     wishes: Wishes = field(default_factory=Wishes)
-    """Requests of ranks by then."""
+    """Requests of all ranks together, at the end of the step."""
     memory_gib: float | None = field(default=None, compare=False)
     """Memory of the fullest rank; see :mod:`megapipe.observe.memory`."""
     seconds: float = field(default=math.nan, compare=False)
@@ -50,7 +50,8 @@ class Update:
     def apply(self, step: int, totals: Totals) -> StepResult:
         """Update by gradients with these totals of all ranks; fp16 may skip the update instead.
 
-        Raises :class:`NumericError`, before the update, where there is nothing to go on with.
+        Raises :class:`NumericError`, before the update, where loss or gradients are not finite and
+        no smaller loss scale could mend that.
         """
         result = self.result(step, totals)
         overflow = self.scaler.scales and math.isfinite(totals.loss_sum)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Elementwise(Rule):
-    """A rule that is given by what it does to one part."""
+    """A rule whose :meth:`update` changes one part of a shard, independently of all others."""
 
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
         for shard in shards:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TrustRatio(Rule):
-    """Two passes over the shards: what the norms need, then the update."""
+    """A rule in two passes over the shards: directions and their norms, then the update."""
 
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
         squares = [self._squares(shard, count) for shard in shards]
@@ -54,8 +54,8 @@ class TrustRatio(Rule):
     def _parameters(self, shard: Shard) -> Iterator[tuple[int, Entry, Part]]:
         """The parameters that reach into the shard, each in one block or several.
 
-        State comes in by ranges and not by parameters: what is rounded at random is so in long
-        pieces, which use most of the random numbers that are drawn for them.
+        Windows of state are taken by ranges, not by parameters: random rounding draws numbers for
+        whole tiles, and long ranges use most of them.
         """
         for range_ in ranges(shard):
             start = range_.start
@@ -71,11 +71,11 @@ class TrustRatio(Rule):
 
     @abstractmethod
     def prepare(self, part: Part, count: int) -> None:
-        """Make the gradient into that whose norm counts; master weights stay as they are."""
+        """Turn the gradient into the direction whose norm counts; master weights do not change."""
 
     @abstractmethod
     def ratio(self, weight: Tensor, direction: Tensor) -> Tensor:
-        """PostValidation ratios from the two norms, fp64: [entries]."""
+        """Trust ratios from the norms of weights and directions, fp64: [entries]."""
 
     @abstractmethod
     def apply(self, part: Part, scale: Tensor | float) -> None:
@@ -88,7 +88,7 @@ class LARS(TrustRatio):
     declaration = update_rules.LARS
 
     def prepare(self, part: Part, count: int) -> None:
-        """The norm is that of the gradient itself."""
+        """Nothing to do: the direction is the gradient itself."""
 
     def ratio(self, weight: Tensor, direction: Tensor) -> Tensor:
         decayed = direction + self.config.weight_decay * weight

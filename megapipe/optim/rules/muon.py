@@ -35,7 +35,7 @@ EPS = 1e-7
 
 
 class Muon(Rule):
-    """exp_avg is the momentum of matrices too; exp_avg_sq is used by AdamW alone."""
+    """Muon; exp_avg is the momentum of matrices too, exp_avg_sq is used by AdamW alone."""
 
     declaration = update_rules.MUON
 
@@ -64,7 +64,7 @@ class Muon(Rule):
                 part.master.mul_(1.0 - lr * part.weight_decay).add_(part.grad, alpha=-adjusted)
 
     def _add_momentum(self, shard: Shard) -> None:
-        """Make the gradients of matrices into what is to be orthogonalised."""
+        """Replace the gradients of matrices by their (Nesterov) momentum, to be orthogonalised."""
         momentum = self.config.momentum
         for part in self.parts(shard, ranges(shard, is_hidden_matrix)):
             average = part.states[0].lerp_(part.grad, 1.0 - momentum)

@@ -41,7 +41,7 @@ class Part(NamedTuple):
     weight_decay: float
 
     def blocks(self) -> Iterator[Part]:
-        """The part in pieces whose temporaries are small; those of a CPU stay in its cache."""
+        """The part in blocks, so that temporaries are small; those of a CPU stay in its cache."""
         length = CPU_BLOCK if self.master.device.type == "cpu" else GPU_BLOCK
         for start in range(0, len(self.master), length):
             yield self.cut(start, start + length)
@@ -74,11 +74,11 @@ class Rule(DeclaredRule, ABC):
         """Take one step, after `count` earlier ones.
 
         Every member of a shard's axis and of the tp axis calls it with its shards of the same
-        buckets, in the same order. Gradients are used up.
+        buckets, in the same order. Gradients may be overwritten.
         """
 
     def parts(self, shard: Shard, ranges: Iterable[Range]) -> Iterator[Part]:
-        """The ranges, cut further where the shard's store keeps its state piece by piece."""
+        """The `ranges` with gradients and states, cut into the windows of the shard's store."""
         for range_ in ranges:
             weight_decay = self.config.weight_decay if range_.decay else 0.0
             for window in shard.store.windows(range_.start, range_.stop):
@@ -87,7 +87,7 @@ class Rule(DeclaredRule, ABC):
 
 
 def overlap(shard: Shard, entry: Entry) -> Range:
-    """The part of a parameter that lies in the shard; stop <= start where none does."""
+    """The range of a parameter in the shard, from the shard's start; stop <= start if empty."""
     start = max(entry.start, shard.start) - shard.start
     stop = min(entry.stop, shard.stop) - shard.start
     return Range(start, stop, entry.spec.decay)

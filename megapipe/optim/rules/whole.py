@@ -91,7 +91,7 @@ def _on_parts(parts: Tensor, spec: LocalParameter, function: Callable[[Tensor], 
 
 
 def deal(work: Sequence[float], hands: int) -> list[list[int]]:
-    """Indices of `work`, dealt so that hands get about equal sums: largest first, to the least."""
+    """Indices of `work` in `hands` lists of about equal sums: largest first, to the least sum."""
     dealt: list[list[int]] = [[] for _ in range(hands)]
     totals = [0.0] * hands
     for i in sorted(range(len(work)), key=lambda i: -work[i]):

@@ -58,7 +58,7 @@ class Run:
     observer: Observer | None
     """Takes records for the console and the logs; on rank 0 alone."""
     callbacks: Callback
-    """All those of the run, as one."""
+    """All callbacks of the run, as one."""
 
     def note(self, text: str) -> None:
         """Tell the user a line, on the console and in the logs; on other ranks than 0 nothing."""
@@ -124,11 +124,11 @@ class Callback:
         """Make requests for a step that is about to begin, from what all ranks know alike."""
 
     def wishes(self, run: Run) -> Wishes:
-        """Ask to stop the run, or for a checkpoint, on any rank: what one wishes all of them do.
+        """Ask to stop the run, or for a checkpoint. If any rank asks, all of them do it.
 
-        Asked once a step, and heard after that step; with ``optimizer.post_validation`` perhaps
-        after the next. A run that is stopped so ends as after a signal: it saves, says by which
-        callback, and exits with 75.
+        Called once a step; the run acts on it after that step, or after the next one with
+        ``optimizer.post_validation``. A run that is stopped so ends as after a signal: it saves,
+        says by which callback, and exits with 75.
         """
         return Wishes()
 

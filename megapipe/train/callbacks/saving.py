@@ -16,7 +16,7 @@ from megapipe.train.totals import Wishes
 
 
 class Saving(Callback):
-    """Saves into the folder `checkpoints`, and deletes there what is older than is to be kept.
+    """Saves into the folder `checkpoints`, and deletes older ones there (``checkpoint.keep``).
 
     `clock` says when a checkpoint is due by time: that of rank 0 decides.
     """
@@ -71,7 +71,7 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Begin to wait."""
+        """Count the seconds from now on."""
         self._began = time.monotonic()
 
     @property

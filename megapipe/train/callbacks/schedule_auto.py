@@ -7,7 +7,7 @@ from megapipe.train.callbacks.callback import Callback, Run, Step
 
 
 class ScheduleAuto(Callback):
-    """Has steps timed and recorded, and the run go on with a schedule that is searched for them.
+    """Times and records steps, then lets the run go on with a schedule searched for their costs.
 
     With `resumed` the schedule of the run folder is used.
     """

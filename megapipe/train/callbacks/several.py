@@ -1,4 +1,4 @@
-"""All callbacks of a run as one, which knows whose error an error is."""
+"""All callbacks of a run as one, which names the user's callback that raises an error."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 class Callbacks(Callback):
-    """Calls `first`, then those of the `user`, then `last`; to close them, in the other order.
+    """Calls `first`, then those of the `user`, then `last`; closes them in the reverse order.
 
-    Validation and saving are `last`, so that a checkpoint has what the user's know of its step.
+    Validation and saving are `last`, so that the user's have seen a step before it is saved.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Callbacks(Callback):
         return Wishes(stop, save)
 
     def stopper(self, run: Run) -> str:
-        """Who has asked for the end of the run, in the same words on all ranks, which call it."""
+        """Who has asked to stop the run, the same text on all ranks; all of them call it."""
         return (run.mesh.agree(self._stopper) if self._user else None) or "a signal"
 
     def after_step(self, run: Run, step: Step) -> None:
@@ -68,7 +68,7 @@ class Callbacks(Callback):
         self._each(run, "end", lambda callback: callback.end(run))
 
     def close(self, run: Run) -> None:
-        """At the second time nothing is left to close."""
+        """Close all callbacks; a second call does nothing."""
         left, self._all = self._all, []
         for callback in reversed(left):
             try:
@@ -83,7 +83,7 @@ class Callbacks(Callback):
 
     @contextlib.contextmanager
     def _blaming(self, run: Run, hook: str, callback: Callback) -> Iterator[None]:
-        """Errors of a user's callback in one line; what the job reports in its own way stays."""
+        """Raise a user's error as :class:`CallbackError`; those with a report of their own pass."""
         try:
             yield
         except (MegapipeError, torch.OutOfMemoryError):
@@ -95,13 +95,13 @@ class Callbacks(Callback):
 
 
 def _told(run: Run, hook: str, callback: Callback, error: BaseException) -> str:
-    """What was raised, by which callback, where."""
+    """One line for an error: the callback, the hook, the rank, and what was raised where."""
     name = type(callback).__name__
     return f"callback {name}, {hook} on rank {run.mesh.rank}: {in_one_line(error)}"
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Raise :class:`ConfigError` for what is no callback, such as a class of them."""
+    """Raise :class:`ConfigError` for anything but a Callback object, such as a class."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(
