@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megapipe.errors import ConfigError
 
-LaunchInfo = Literal["device", "host", "disk"]
+StateDevice = Literal["device", "host", "disk"]
 Narrow = Callable[[str, Tensor, Tensor, int], None]
 """(an array's name, out, wide values, the place of the first) rounds the values into out."""
 LANES = 2
@@ -64,7 +64,7 @@ class Array:
         dtype: torch.dtype,
         main: torch.dtype,
         device: torch.device,
-        place: LaunchInfo,
+        place: StateDevice,
         *,
         folder: Path | None = None,
         given: Tensor | None = None,

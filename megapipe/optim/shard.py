@@ -124,7 +124,7 @@ class Shard:
                 part.copy_(total.view_as(part))
 
     def own_square(self) -> Tensor:
-        """Squared norm, fp64 [], of the gradients in [own_start, own_stop) that this rank counts."""
+        """Squared norm, fp64 [], of what this rank counts of the gradients in its own range."""
         total = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for segment in self.segments:
             a, b = max(segment.start, self.own_start), min(segment.stop, self.own_stop)

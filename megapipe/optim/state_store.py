@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megapipe.config import OptimizerConfig
 from megapipe.errors import ConfigError
-from megapipe.optim.offload import Array, LaunchInfo, Staging
+from megapipe.optim.offload import Array, Staging, StateDevice
 from megapipe.optim.rounding import round_at_random, scratch_bytes
 
 MASTER = "model"
@@ -34,7 +34,7 @@ class StatePolicy:
     master: Literal["fp32", "none"] = "fp32"
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    place: LaunchInfo = "device"
+    place: StateDevice = "device"
     folder: Path | None = None
     window_bytes: int = 64 * MIB
     seed: int = 0

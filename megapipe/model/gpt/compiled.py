@@ -128,7 +128,7 @@ class _Product(Function):
         ctx.save_for_backward(weight)
         ctx.sharding, ctx.column = sharding, column
         if graph_only:
-            assert not column, "it is the row-parallel layer at its end that a part leaves out"
+            assert not column, "it is the row-parallel layer at its end that a segment leaves out"
             split = sharding.tp.size if sharding.sequence_split else 1
             return x.new_zeros(x.shape[0] // split, *x.shape[1:-1], len(weight))
         product = column_product if column else row_product
