@@ -8,13 +8,11 @@ plain torch. Bound, it splits its backward: the weight gradient waits for ``W``
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megapipe.distributed.axis import Axis
 from megapipe.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.specs import InitialValues, ParameterSpec
@@ -37,7 +35,7 @@ class Linear(nn.Linear):
     def bind(self, sharding: Sharding, weight: ParameterSpec, bias: ParameterSpec | None) -> None:
         """Become a layer of a stage, with new parameters that have no storage yet."""
         if self.split_dim is None:
-            sharding = replace(sharding, tp=Axis.alone())
+            sharding = sharding.unsplit()
         del self.weight, self.bias
         self.bound = self.parallel(sharding, weight, bias)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -35,6 +35,13 @@ class Sharding:
     dtype: torch.dtype
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
     kernels: Kernels = field(default_factory=Kernels)
+
+    copy: int = 0
+    """Which of the tensor-parallel ranks that compute the same this is, where `tp` is one alone."""
+
+    def unsplit(self) -> Sharding:
+        """For a layer that every tensor-parallel rank computes alike."""
+        return replace(self, tp=Axis.alone(), sequence_parallel=False, copy=self.tp.index)
 
     @cached_property
     def sequence_split(self) -> bool:
@@ -78,7 +85,7 @@ def local_parameter(sharding: Sharding, spec: ParameterSpec) -> LocalParameter:
         offsets[spec.split_dim] = sizes[spec.split_dim] * sharding.tp.index
     given = {field.name: getattr(spec, field.name) for field in fields(ParameterSpec)}
     given["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
-    counted = spec.split or sharding.tp.index == 0
+    counted = spec.split or sharding.tp.index == sharding.copy == 0
     return LocalParameter(**given, offsets=tuple(offsets), sizes=sizes, counted=counted)
 
 
