@@ -140,20 +140,20 @@ class ParallelMesh:
             self.connected(self._axis(peers[axis], self._groups[axis])) for axis in AXES
         )
 
-    def group_of(self, ranks: Sequence[int], *, channel: bool = False) -> Axis:
+    def group_of(self, ranks: Sequence[int], *, ctas: int | None = None) -> Axis:
         """A new process group of `ranks` (ascending), entered by its members alone.
 
-        NCCL gives a `channel` two of the GPU's multiprocessors at most: a receive that waits for
-        its message keeps them busy.
+        `ctas`: the most thread blocks that NCCL runs for it, each on a multiprocessor of the GPU's,
+        also while a receive waits for its message.
 
         NCCL connects a group on first use, and where first uses come in different orders on
         different ranks they hang. The caller therefore uses it at once, in an order that all its
         members share (:meth:`connected` does so with an all-reduce).
         """
         options = None
-        if channel and self.backend == "nccl":
+        if ctas is not None and self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = 2
+            options.config.max_ctas = ctas
             options._timeout = self.timeout
         return self._axis(ranks, self._new_group(ranks, options))
 

@@ -6,7 +6,8 @@ plain queues for the case that one process runs all pipeline ranks.
 
 Each process-group channel has a two-rank process group of its own. A shared one would serialise
 both directions (NCCL), and communicators made on first use are made in different orders on
-different ranks and hang. At most one receive is posted ahead per channel.
+different ranks and hang. At most one receive is posted ahead per channel, when
+:mod:`megapipe.engine.receives` says.
 
 On gloo a send completes only when the peer posts its receive, and asking whether it has completed
 needs a wait. So sends are never waited for: the lowering knows which of them must have arrived
@@ -62,11 +63,14 @@ class Incoming(Protocol):
     def expect(self, expected: Expected) -> None:
         """Announce the messages that come next, after those announced before."""
 
+    def post(self) -> None:
+        """Begin to receive the next message announced; at most one at a time."""
+
     def arrived(self) -> bool:
         """Whether :meth:`receive` returns without this process running another rank's program."""
 
     def receive(self) -> Message:
-        """Wait for the next message and return it."""
+        """Wait for the next message, posted or not, and return it."""
 
 
 class Channels(Protocol):
@@ -97,6 +101,9 @@ class Queue:
 
     def expect(self, expected: Expected) -> None:
         self.expected.extend(message for message, _ in expected)
+
+    def post(self) -> None:
+        pass
 
     def arrived(self) -> bool:
         return bool(self.messages)
@@ -181,7 +188,7 @@ class _PolledOutgoing(_Outgoing):
 
 
 class _Incoming(_Line):
-    """Keeps one receive posted ahead."""
+    """Has one receive posted at most."""
 
     def __init__(
         self, ends: Axis, device: torch.device, wire: torch.device, dtype: torch.dtype
@@ -193,11 +200,8 @@ class _Incoming(_Line):
 
     def expect(self, expected: Expected) -> None:
         self.expected.extend(expected)
-        if expected and self.posted is None:
-            self.post()
 
     def post(self) -> None:
-        """Post the receive of the next message expected."""
         buffer = torch.empty(self.expected[0][1], dtype=self.dtype, device=self.wire)
         self.posted = self.group.recv([buffer], self.peer, 0), buffer
 
@@ -205,13 +209,13 @@ class _Incoming(_Line):
         return True
 
     def receive(self) -> Tensor:
+        if self.posted is None:
+            self.post()
         assert self.posted is not None
         work, buffer = self.posted
         self.posted = None
         work.wait()
         self.expected.popleft()
-        if self.expected:
-            self.post()
         return buffer.to(self.device) if self.staged else buffer
 
 
@@ -258,6 +262,8 @@ class _DebugIncoming(_Incoming):
         self.posted = self.group.recv([header], self.peer, 0), header
 
     def receive(self) -> Tensor:
+        if self.posted is None:
+            self.post()
         assert self.posted is not None
         work, header = self.posted
         self.posted = None
@@ -269,15 +275,14 @@ class _DebugIncoming(_Incoming):
         )
         buffer = _spoil(torch.empty(shape, dtype=self.dtype, device=self.wire))
         self.group.recv([buffer], self.peer, 0).wait()
-        if self.expected:
-            self.post()
         return buffer.to(self.device)
 
 
 class ProcessGroupChannels:
     """Channels over two-rank process groups, by the peer's pipeline rank.
 
-    With `debug` every message has a header that is checked, and buffers are filled with NaN.
+    With `debug` every message has a header that is checked, and buffers are filled with NaN. NCCL
+    runs `ctas` thread blocks for each channel at most.
     """
 
     def __init__(
@@ -287,6 +292,7 @@ class ProcessGroupChannels:
         *,
         dtype: torch.dtype,
         debug: bool = False,
+        ctas: int = 1,
     ) -> None:
         wire = torch.device("cpu") if mesh.backend == "gloo" else mesh.device
         plain = _Outgoing if mesh.backend == "gloo" else _PolledOutgoing
@@ -298,7 +304,7 @@ class ProcessGroupChannels:
             if mesh.pp.index not in pair:
                 continue
             source, target = pair
-            ends = mesh.group_of([mesh.pp.ranks[i] for i in sorted(pair)], channel=True)
+            ends = mesh.group_of([mesh.pp.ranks[i] for i in sorted(pair)], ctas=ctas)
             # a first message connects the channel now, while all ranks go by the same rounds
             greeting = torch.zeros(1, device=wire)
             if source == mesh.pp.index:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.nn import Parameter
 
 from megapipe.engine.channels import Channels, Message, MessageShape, message_of
+from megapipe.engine.receives import posts
 from megapipe.engine.recorder import Recorder
 from megapipe.engine.stage import Key, Stage
 from megapipe.layers.microbatch import MicroBatch
@@ -67,6 +68,10 @@ class Executor:
     (validation). A `recorder` is told when each op starts and stops. `wrap` may put something
     around every action's call. `synchroniser` is needed where the program synchronises
     data-parallel replicas.
+
+    Receives are posted `receive_ahead` operations before they are needed, from the second step on.
+    In the first one kernels are loaded and memory is found: on a GPU both may wait for all that
+    runs there, and a receive that spins would be among it.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Executor:
         recorder: Recorder | None = None,
         wrap: Callable[[Action, Call], Call] | None = None,
         synchroniser: Synchroniser | None = None,
+        receive_ahead: int = 1,
     ) -> None:
         self.program = program
         self.stages = stages
@@ -102,7 +108,11 @@ class Executor:
         if wrap is not None:
             self._calls = list(map(wrap, program.actions, self._calls))
         self._next = 0
+        self._receive_ahead = receive_ahead
+        self._stepped = False
+        """Whether a step has been run to its end."""
         self._speculation: Speculation | None = None
+        self._parts = self._cut()
 
     def begin(self, microbatches: Mapping[Key, MicroBatch]) -> None:
         """Start a step over this replica's micro-batches."""
@@ -136,29 +146,32 @@ class Executor:
         for channel in self.channels.outgoing.values():
             channel.finish()
         assert not self._inbox, f"never consumed: {sorted(self._inbox)}"
+        self._stepped = True
 
     def run(self, microbatches: Mapping[Key, MicroBatch]) -> None:
         """Run a whole step."""
         self.begin(microbatches)
-        self._run_to(len(self._calls))
+        self._run(0)
+        self._run(1)
         self.finish()
 
     def set_speculation(self, speculation: Speculation) -> None:
         """Let steps begin with :meth:`run_prefix` from now on."""
         self._speculation = speculation
+        self._parts = self._cut()
 
     def run_prefix(self, microbatches: Mapping[Key, MicroBatch]) -> None:
         """Begin a step by its prefix that can be undone; then :meth:`resume` or :meth:`abort`."""
         assert self._speculation is not None
         self.begin(microbatches)
-        self._run_to(self._speculation.actions)
+        self._run(0)
 
     def resume(self) -> None:
         """Run what follows the prefix."""
         assert self._speculation is not None
         for peer, expected in self._expected.items():
             self.channels.incoming[peer].expect(expected[self._speculation.arriving[peer] :])
-        self._run_to(len(self._calls))
+        self._run(1)
         self.finish()
 
     def abort(self) -> None:
@@ -175,10 +188,21 @@ class Executor:
         self._inbox.clear()
         self.finish()
 
-    def _run_to(self, stop: int) -> None:
-        for call in self._calls[self._next : stop]:
+    def _run(self, part: int) -> None:
+        """Run the prefix that can be undone (0), or what follows it (1)."""
+        for call in self._parts[self._stepped][part]:
             call()
-        self._next = stop
+
+    def _cut(self) -> tuple[tuple[list[Call], list[Call]], tuple[list[Call], list[Call]]]:
+        """Prefix and rest of the calls, without receives that are posted ahead and with them."""
+        stop = 0 if self._speculation is None else self._speculation.actions
+        posted = posts(self.program.actions, self._receive_ahead, stop)
+        ahead: tuple[list[Call], list[Call]] = [], []
+        for index, call in enumerate(self._calls):
+            own = ahead[index >= stop]
+            own += [self.channels.incoming[peer].post for peer in posted.get(index, ())]
+            own.append(call)
+        return (self._calls[:stop], self._calls[stop:]), ahead
 
     def _bind(self, action: Action) -> Call:
         if action.do == Do.SEND:

@@ -68,6 +68,9 @@ class PackedIncoming:
             [(message, (sum(part.bytes for part in parts),)) for message, parts in expected]
         )
 
+    def post(self) -> None:
+        self._line.post()
+
     def arrived(self) -> bool:
         return self._line.arrived()
 

@@ -42,6 +42,8 @@ class Pipeline:
 
     With `in_process` this process runs all pipeline ranks. With `scatter` each tensor-parallel rank
     sends a share of what all of them have. With `debug` messages carry headers that are checked.
+    Receives are posted `receive_ahead` operations before they are needed; NCCL runs `ctas` thread
+    blocks for each channel at most.
     """
 
     def __init__(
@@ -56,27 +58,32 @@ class Pipeline:
         scatter: bool = False,
         packed: bool = False,
         debug: bool = False,
+        receive_ahead: int = 1,
+        ctas: int = 1,
     ) -> None:
         self.mesh = mesh
         self.placement = placement
         self.policy = policy
         self.shape_of = shape_of
         self.in_process = in_process
+        self.receive_ahead = receive_ahead
         self.ranks: Sequence[int] = range(placement.ranks) if in_process else [mesh.pp.index]
-        self._channels = self._connect(dtype, scatter=scatter, packed=packed, debug=debug)
+        self._channels = self._connect(
+            dtype, scatter=scatter, packed=packed, debug=debug, ctas=ctas
+        )
         self._recorders = [Recorder(mesh.device) for _ in self.ranks]
 
     def _connect(
-        self, dtype: torch.dtype, *, scatter: bool, packed: bool, debug: bool
+        self, dtype: torch.dtype, *, scatter: bool, packed: bool, debug: bool, ctas: int
     ) -> list[Channels]:
         """This process' channel ends, one per pipeline rank that it runs."""
         if self.in_process:
             return list(InProcessChannels.connect(self.placement.ranks))
+        wire = torch.uint8 if packed else dtype
         used = pairs(self.placement)
+        channels = ProcessGroupChannels(self.mesh, used, dtype=wire, debug=debug, ctas=ctas)
         if packed:
-            lines = ProcessGroupChannels(self.mesh, used, dtype=torch.uint8, debug=debug)
-            return [PackedChannels(lines)]
-        channels = ProcessGroupChannels(self.mesh, used, dtype=dtype, debug=debug)
+            return [PackedChannels(channels)]
         return [SharingChannels(channels, self.mesh.tp) if scatter else channels]
 
     def executors(
@@ -111,6 +118,7 @@ class Pipeline:
                 recorder=recorder,
                 wrap=partial(named, device=self.mesh.device) if name else None,
                 synchroniser=synchroniser,
+                receive_ahead=self.receive_ahead,
             )
             for program, channels, recorder in zip(
                 self._programs(schedule, proved=proved), self._channels, recorders, strict=True

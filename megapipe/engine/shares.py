@@ -59,6 +59,9 @@ class GatheredIncoming:
         ]
         self._line.expect(shares)
 
+    def post(self) -> None:
+        self._line.post()
+
     def arrived(self) -> bool:
         return self._line.arrived()
 

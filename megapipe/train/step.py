@@ -119,6 +119,8 @@ class TrainStep:
             scatter=layout.scatters,
             packed=layout.sends_tuples,
             debug=config.pipeline.debug,
+            receive_ahead=config.pipeline.receive_ahead,
+            ctas=config.pipeline.channel_ctas,
         )
         self.modules = {
             s: layout.model.build(layout.stage_layers[s], make_sharding(config, mesh, self.kernels))

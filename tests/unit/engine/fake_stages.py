@@ -126,6 +126,9 @@ class FakeEnd:
         texts = [f"{message} {list(shape)}" for message, shape in expected]
         self.log.append(f"from {self.peer} expect {', '.join(texts)}")
 
+    def post(self) -> None:
+        self.log.append(f"from {self.peer} posted")
+
     def arrived(self) -> bool:
         return True
 

@@ -209,7 +209,7 @@ def order(mesh: ParallelMesh, seen: Seen) -> None:
                 there.finish()
 
 
-def one_receive_ahead(mesh: ParallelMesh, seen: Seen) -> None:
+def receives_ahead(mesh: ParallelMesh, seen: Seen) -> None:
     channels = connect(mesh)
     if mesh.rank == 0:
         for message in FORWARD:
@@ -218,11 +218,12 @@ def one_receive_ahead(mesh: ParallelMesh, seen: Seen) -> None:
     else:
         line = channels.incoming[0]
         watched = line.group = Watched(line.group)
-        line.expect([])
-        seen.posted.append(len(watched.posted))
         line.expect(expected(FORWARD))
         seen.posted.append(len(watched.posted))
-        for _ in FORWARD:
+        for number in range(len(FORWARD)):
+            if number % 2:
+                line.post()
+                seen.posted.append(len(watched.posted))
             line.receive()
             seen.posted.append(len(watched.posted))
 
@@ -289,7 +290,7 @@ def wrong_messages(mesh: ParallelMesh, seen: Seen) -> None:
 def visit(world: World) -> Seen:
     mesh, seen = world.mesh(Grid(pp=2)), Seen()
     order(mesh, seen)
-    one_receive_ahead(mesh, seen)
+    receives_ahead(mesh, seen)
     tensors_with_gaps(mesh, seen)
     buffers_are_nan(mesh, seen)
     wrong_messages(mesh, seen)
@@ -311,8 +312,8 @@ def test_acknowledged_sends_are_let_go_at_once_and_the_rest_at_the_end(ranks: li
     assert ranks[0].under_way == [*plain, *plain, *with_headers, *with_headers]
 
 
-def test_one_receive_is_posted_ahead_and_none_after_the_last(ranks: list[Seen]) -> None:
-    assert ranks[1].posted == [0, 1, 2, 3, 4, 4]
+def test_a_receive_is_posted_once_ahead_or_when_it_is_needed(ranks: list[Seen]) -> None:
+    assert ranks[1].posted == [0, 1, 2, 2, 3, 4, 4]
 
 
 def test_debug_fills_buffers_with_nan(ranks: list[Seen]) -> None:

@@ -1,0 +1,42 @@
+"""When a receive is posted: a few operations before its message is needed, and no earlier.
+
+A receive that is posted lets the message travel while the rank computes. On NCCL it is a kernel
+that spins until its message is there: it takes a multiprocessor from the operations that run
+meanwhile, and whatever waits for the whole device waits for it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from megapipe.schedule.program import Action, Do
+
+
+def posts(actions: Sequence[Action], ahead: int, stop: int) -> dict[int, list[int]]:
+    """The channels, by peer, on which a receive is posted right before an action, by its index.
+
+    A receive is posted before the operation that is `ahead` operations earlier in the program, but
+    after the one before it on the same channel, and not before index `stop` if it is not before
+    that itself: what lies before may be undone. One with nothing between is not listed, as it need
+    not be posted ahead.
+    """
+    found: dict[int, list[int]] = defaultdict(list)
+    for index, peer, place in _places(actions, ahead):
+        early = stop if place < stop <= index else place
+        if early < index:
+            found[early].append(peer)
+    return found
+
+
+def _places(actions: Sequence[Action], ahead: int) -> Iterator[tuple[int, int, int]]:
+    """Each receive: its index, its peer, and the index before which it may be posted."""
+    operations: list[int] = []
+    after: dict[int, int] = defaultdict(int)
+    for index, action in enumerate(actions):
+        if action.do == Do.COMPUTE:
+            operations.append(index)
+        elif action.do == Do.RECV:
+            place = index
+            if ahead:
+                place = operations[-ahead] if len(operations) >= ahead else 0
+            yield index, action.peer, max(place, after[action.peer])
+            after[action.peer] = index + 1
