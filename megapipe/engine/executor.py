@@ -151,8 +151,7 @@ class Executor:
     def run(self, microbatches: Mapping[Key, MicroBatch]) -> None:
         """Run a whole step."""
         self.begin(microbatches)
-        self._run(0)
-        self._run(1)
+        self._run(0, 1)
         self.finish()
 
     def set_speculation(self, speculation: Speculation) -> None:
@@ -188,10 +187,11 @@ class Executor:
         self._inbox.clear()
         self.finish()
 
-    def _run(self, part: int) -> None:
-        """Run the prefix that can be undone (0), or what follows it (1)."""
-        for call in self._parts[self._stepped][part]:
-            call()
+    def _run(self, *parts: int) -> None:
+        """Run the prefix that can be undone (0), what follows it (1), or both."""
+        for part in parts:
+            for call in self._parts[self._stepped][part]:
+                call()
 
     def _cut(self) -> tuple[tuple[list[Call], list[Call]], tuple[list[Call], list[Call]]]:
         """Prefix and rest of the calls, without receives that are posted ahead and with them."""

@@ -144,20 +144,19 @@ class Stage:
         elif x is not None:
             source = x = x.detach().requires_grad_()
         y = self.module(x, mb, self._cache_of(key, mb), graph_only=graph_only)
-        root = self._scaled(y, mb) if self.is_last else y
-        edge = get_gradient_edge(root) if root.requires_grad else None
+        root = y * mb.scale if self.is_last else y
+        edge = get_gradient_edge(root) if root.requires_grad else self._no_edge()
         self._in_flight[key] = _InFlight(source, edge)
         return y.detach()
 
-    def _scaled(self, loss: Tensor, mb: MicroBatch) -> Tensor:
-        """The loss that the backward begins with: `loss` times the scale of the micro-batch."""
-        if not loss.requires_grad:
+    def _no_edge(self) -> GradientEdge | None:
+        """The edge of an output without a gradient, which the last stage's needs."""
+        if self.is_last:
             raise ConfigError(
                 "the loss has no gradient: expected one that depends on a parameter of the last "
                 "stage or on what that takes"
             )
-        self._unit = torch.ones_like(loss) if self._unit is None else self._unit
-        return loss * mb.scale
+        return None
 
     def _cache_of(self, key: Key, mb: MicroBatch) -> KVCache | None:
         microbatch, slice_ = key
@@ -171,5 +170,6 @@ class Stage:
     def _emit(self, key: Key, y: Message) -> Message:
         if not self.is_last:
             return y
+        self._unit = torch.ones_like(y) if self._unit is None else self._unit
         self.loss_sums[key] = y
         return None

@@ -63,10 +63,10 @@ class TupleStage(Stage):
             leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in _as_tuple(x)]
             given = tuple(leaves) if isinstance(x, tuple) else leaves[0]
         y = self.module(given, mb, None, graph_only=graph_only)
-        root = self._scaled(y, mb) if self.is_last else y
+        root = y * mb.scale if self.is_last else y
         inputs = () if x is None else tuple(t for t in leaves if t.is_floating_point())
         outputs = (t for t in _as_tuple(root) if t.is_floating_point())
-        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
+        edges = tuple(get_gradient_edge(t) if t.requires_grad else self._no_edge() for t in outputs)
         self._ends[key] = _Ends(inputs, edges)
         return tuple(t.detach() for t in y) if isinstance(y, tuple) else y.detach()
 
