@@ -25,7 +25,12 @@ import torch
 import torch.distributed as dist
 
 from megapipe.distributed.axis import Axis as Axis
-from megapipe.distributed.collectives import all_gather, start_all_gather
+from megapipe.distributed.collectives import (
+    all_gather,
+    reduce_scatter,
+    start_all_gather,
+    start_all_to_all,
+)
 from megapipe.errors import LaunchError
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
@@ -135,10 +140,18 @@ class ParallelMesh:
         self.timeout = datetime.timedelta(seconds=timeout_s)
         self._exchanges = 0
         peers = {axis: grid.peers(self.rank, axis) for axis in AXES}
-        self._groups = {axis: self._new_group(ranks) for axis, ranks in peers.items()}
-        self.pp, self.dp, self.cp, self.tp = (
-            self.connected(self._axis(peers[axis], self._groups[axis])) for axis in AXES
-        )
+
+        def axes_of(backend: str, names: Sequence[AxisName]) -> dict[AxisName, Axis]:
+            groups = {name: self._new_group(peers[name], backend) for name in names}
+            return {name: self.connected(self._axis(peers[name], groups[name])) for name in names}
+
+        nccl = self.backend == "nccl"
+        self._host = axes_of("gloo" if nccl else self.backend, AXES)
+        """For numbers that the host has and needs: no GPU waits, or is waited for."""
+        own = axes_of(self.backend, AXES[1:]) if nccl else self._host
+        self.pp = self._host["pp"]
+        """Pipeline ranks share numbers alone; messages between stages have channels."""
+        self.dp, self.cp, self.tp = own["dp"], own["cp"], own["tp"]
 
     def group_of(self, ranks: Sequence[int], *, ctas: int | None = None) -> Axis:
         """A new process group of `ranks` (ascending), entered by its members alone.
@@ -155,15 +168,24 @@ class ParallelMesh:
             options = dist.ProcessGroupNCCL.Options()
             options.config.max_ctas = ctas
             options._timeout = self.timeout
-        return self._axis(ranks, self._new_group(ranks, options))
+        return self._axis(ranks, self._new_group(ranks, options=options))
 
     def connected(self, axis: Axis) -> Axis:
-        """Set up the axis' communicator for collectives, by an all-reduce; returns `axis`."""
-        if axis.group is not None:
-            dist.all_reduce(torch.zeros(1, device=self.scalar_device), group=axis.group)
+        """Set up the axis' communicator for collectives, by making some; returns `axis`."""
+        if axis.group is None:
+            return axis
+        on_nccl = dist.get_backend(axis.group) == "nccl"
+        numbers = torch.zeros(axis.size, device=self.device if on_nccl else "cpu")
+        dist.all_reduce(numbers, group=axis.group)
+        if on_nccl:  # which makes ready for each kind at its first call
+            all_gather(numbers, axis)
+            reduce_scatter(numbers, axis)
+            start_all_to_all(numbers, axis)[1]()
         return axis
 
-    def _new_group(self, ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
+    def _new_group(
+        self, ranks: Sequence[int], backend: str | None = None, *, options: Any = None
+    ) -> dist.ProcessGroup:
         """A group as of ``dist.new_group``, under a name on which the members agree.
 
         They find each other by the name. torch's own name counts the groups that a process has
@@ -178,7 +200,7 @@ class ParallelMesh:
             len(ranks),
             ranks.index(self.rank),
             list(ranks),
-            dist.Backend(self.backend),
+            dist.Backend(backend or self.backend),
             c10d._get_default_store(),
             name,
             backend_options=options,
@@ -192,13 +214,9 @@ class ParallelMesh:
             return Axis.alone(self.rank)
         return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group)
 
-    @property
-    def scalar_device(self) -> torch.device:
-        """Where a tensor must live to be exchanged without staging."""
-        return torch.device("cpu") if self.backend == "gloo" else self.device
-
     def ordered_sum(self, vector: torch.Tensor, *axes: AxisName, largest: int = 0) -> torch.Tensor:
-        """Sum a 1-D `vector` over the axes, one after the other, each by :func:`sum_in_pairs`.
+        """Sum a 1-D `vector` in host memory over the axes, one after the other, each by
+        :func:`sum_in_pairs`.
 
         The last `largest` values are not summed: the result has their maxima over the axes.
 
@@ -206,36 +224,34 @@ class ParallelMesh:
         the place in a buffer, so the result is bitwise the same on every rank and in every
         schedule.
         """
-        total = vector.to(self.scalar_device)
         for name in axes:
-            axis: Axis = getattr(self, name)
+            axis = self._host[name]
             if axis.group is not None:
-                total = _combine(all_gather(total, axis).view(axis.size, -1), largest)
-        return total.to(vector.device)
+                vector = _combine(all_gather(vector, axis).view(axis.size, -1), largest)
+        return vector
 
     def start_ordered_sum(
         self, vector: torch.Tensor, name: AxisName, *, largest: int = 0
     ) -> Callable[[], torch.Tensor]:
         """Begin an :meth:`ordered_sum` over one axis; the returned function waits for the sum."""
-        axis: Axis = getattr(self, name)
+        axis = self._host[name]
         if axis.group is None:
             return lambda: vector
-        piece = vector.to(self.scalar_device)
-        parts = piece.new_empty(axis.size * len(piece))
-        wait = start_all_gather(parts, piece, axis)
+        parts = vector.new_empty(axis.size * len(vector))
+        wait = start_all_gather(parts, vector, axis)
 
         def result() -> torch.Tensor:
             wait()
-            return _combine(parts.view(axis.size, -1), largest).to(vector.device)
+            return _combine(parts.view(axis.size, -1), largest)
 
         return result
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank."""
-        if self.world == 1:
-            return flag
-        value = torch.tensor([float(flag)], device=self.scalar_device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        value = torch.tensor([float(flag)])
+        for axis in self._host.values():
+            if axis.group is not None:
+                dist.all_reduce(value, op=dist.ReduceOp.MAX, group=axis.group)
         return bool(value.item())
 
     def barrier(self) -> None:
@@ -256,7 +272,7 @@ class ParallelMesh:
 
     def gather(self, value: T, name: AxisName) -> list[T]:
         """The values of an axis by index, on its first rank; nothing on the others."""
-        axis: Axis = getattr(self, name)
+        axis = self._host[name]
         if axis.group is None:
             return [value]
         values: list[Any] | None = [None] * axis.size if axis.index == 0 else None

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from megapipe.cli import Command, flatten, show
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.errors import LaunchError, MegapipeError
+from megapipe.errors import MegapipeError
 from megapipe.launch import devices, rendezvous
+from megapipe.launch.environment import set_environment
 from megapipe.launch.rendezvous import LaunchInfo
 from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
@@ -22,10 +23,6 @@ from megapipe.plan.report import report as plan_report
 
 if TYPE_CHECKING:
     from megapipe.train.callbacks.callback import Callback
-
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Hardware queues: work in one queue waits for what is ahead of it, a receive that waits for its
-message included, so every channel and group needs one of its own."""
 
 
 def run(command: Command, info: LaunchInfo) -> int:
@@ -47,7 +44,9 @@ def start(
 ) -> int:
     """:func:`run` with a `stop`, a kind of `shutdown` and `callbacks` of the caller's."""
     if not command.dry_run:  # before code of the user's may load torch
-        set_environment(deterministic=command.config.run.deterministic)
+        given = command.config
+        alone = given.parallel.pp == 1 or given.pipeline.channels == "in_process"
+        set_environment(os.environ, sends_messages=not alone, deterministic=given.run.deterministic)
     world = None if command.dry_run and not info.launched else info.world
     config, layout = resolve(command.config, world, None, where=command.where)
     check_sinks(config.log)
@@ -130,21 +129,6 @@ def start(
         return ending.report_unexpected(error)
     finally:
         ending.cleanup()  # after the peers know: an upload may take its time
-
-
-def set_environment(*, deterministic: bool) -> None:
-    """Set variables that torch, CUDA and NCCL read when they are loaded; those set already stay."""
-    if os.environ.setdefault(CONNECTIONS, "32") == "1":
-        raise LaunchError(
-            f"{CONNECTIONS}=1 makes pipeline messages wait for each other; unset it, or use 32"
-        )
-    # a kernel loaded on first use waits for all that runs, a posted receive included
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler tells when it starts
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("NCCL_ALGO", "Ring")
-        os.environ.setdefault("NCCL_PROTO", "Simple")
 
 
 def torch_version() -> str:

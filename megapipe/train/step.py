@@ -331,8 +331,10 @@ class TrainStep:
     def own_totals(self, tokens: int, wishes: Callable[[], Wishes]) -> Totals:
         """This rank's part of the totals of a step whose backward passes are done."""
         squares = self.optimizer.finish_reduce(self.scaler.scale)
+        loss, tokens = self._own_loss(tokens)
+        *numbers, loss_sum = torch.cat([squares, loss]).tolist()  # the step's one wait for a GPU
         memory = memory_gib(self.mesh.device) or 0.0
-        return Totals(tuple(squares.tolist()), *self._own_loss(tokens), wishes(), memory)
+        return Totals(tuple(numbers), loss_sum, tokens, wishes(), memory)
 
     def save(
         self,
@@ -428,23 +430,24 @@ class TrainStep:
             schedule, executors = self._validators[m]
             microbatches, own = self._feed.fetch(schedule, masked, 0, first)
             self.pipeline.run(executors, microbatches)
-            sums = torch.tensor([*self._own_loss(own), stop()], dtype=torch.float64)
-            loss_sum, count, stopped = self.mesh.ordered_sum(sums, "tp", "dp", "pp").tolist()
+            loss, count = self._own_loss(own)
+            sums = torch.tensor([loss.item(), count, stop()], dtype=torch.float64)
+            loss_sum, seen, stopped = self.mesh.ordered_sum(sums, "tp", "dp", "pp").tolist()
             total += loss_sum
-            tokens += int(count)
+            tokens += int(seen)
             if stopped:
                 return Evaluation(math.nan, tokens, stopped=True)
             first += m * per_microbatch
             left -= m
         return Evaluation(total / max(tokens, 1), tokens)
 
-    def _own_loss(self, tokens: int) -> tuple[float, int]:
+    def _own_loss(self, tokens: int) -> tuple[Tensor, int]:
         """Sum of this rank's unmasked token losses, micro-batches in order, and its `tokens`;
         nothing on all but one of the tp ranks, which have the same."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.index > 0:
-            return 0.0, 0
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+            return total, 0
         if self.last is not None:
             for key in sorted(self.last.loss_sums):
                 total += self.last.loss_sums[key]
-        return total.item(), tokens
+        return total, tokens

@@ -1,0 +1,36 @@
+"""Environment variables that torch, CUDA and NCCL read once, when they are loaded."""
+
+from collections.abc import MutableMapping
+
+from megapipe.errors import LaunchError
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def set_environment(
+    environ: MutableMapping[str, str], *, sends_messages: bool, deterministic: bool
+) -> None:
+    """Fill in what a run needs; what is set stays.
+
+    `sends_messages`: stages are on processes of their own. Raises :class:`LaunchError` where what
+    is set cannot be right.
+    """
+    # work in a hardware queue waits for what is ahead of it, a receive that waits for its message
+    # included: every channel and group needs a queue of its own
+    if environ.setdefault(CONNECTIONS, "32") == "1" and sends_messages:
+        raise LaunchError(
+            f"{CONNECTIONS}=1 makes the messages between pipeline ranks wait for each other, as "
+            "all work of a GPU is then in one queue: expected 32, or the variable unset (with "
+            "tensor parallelism other frameworks ask for 1; nothing here needs it)"
+        )
+    # a kernel loaded on first use waits for all that runs, a posted receive included
+    environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    # memory grows in place; without, making room for another size may free, and so wait for, all
+    if not any(name in environ for name in ALLOCATOR):
+        environ[ALLOCATOR[0]] = "expandable_segments:True"
+    environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler tells when it starts
+    if deterministic:
+        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        environ.setdefault("NCCL_ALGO", "Ring")
+        environ.setdefault("NCCL_PROTO", "Simple")

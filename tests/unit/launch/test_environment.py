@@ -1,0 +1,39 @@
+"""What is set for CUDA, NCCL and torch: defaults give way, and one value is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.errors import LaunchError
+from megapipe.launch.environment import set_environment
+
+
+def made(given: dict[str, str], *, messages: bool = True, exact: bool = False) -> dict[str, str]:
+    environ = dict(given)
+    set_environment(environ, sends_messages=messages, deterministic=exact)
+    assert environ.items() >= given.items(), "what is set stays"
+    return environ
+
+
+def test_defaults() -> None:
+    assert made({}) == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "CUDA_MODULE_LOADING": "EAGER",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "KINETO_LOG_LEVEL": "6",
+    }
+    assert made({}, exact=True)["NCCL_ALGO"] == "Ring"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_allocator_that_is_configured_stays_so(name: str) -> None:
+    environ = made({name: "max_split_size_mb:128"})
+    assert [key for key in environ if "ALLOC_CONF" in key] == [name]
+
+
+def test_one_queue_is_refused_where_messages_are_sent() -> None:
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    made(one, messages=False)
+    made({"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    with pytest.raises(LaunchError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 makes .*: expected 32"):
+        made(one)
