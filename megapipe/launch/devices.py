@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megapipe.errors import ConfigError, LaunchError
 from megapipe.launch.rendezvous import LaunchInfo
@@ -70,6 +70,17 @@ class Cuda:
         properties = torch.cuda.get_device_properties(index)
         uuid = getattr(properties, "uuid", None)
         return f"GPU-{uuid}" if uuid else f"{socket.gethostname()} GPU {index}"
+
+
+def pci_address(device: torch.device) -> str:
+    """Where the system finds a CUDA device, such as ``0000:dc:00.0``; empty where torch does not
+    tell."""
+    import torch
+
+    found: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(found, "pci_domain_id"):
+        return ""
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def mig_of(environ: Mapping[str, str], index: int) -> str | None:

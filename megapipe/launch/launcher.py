@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from megapipe.errors import LaunchError
+from megapipe.launch.open_files import allow_connections
 from megapipe.launch.shutdown import say
 from megapipe.launch.signals import AGAIN_S
 
@@ -55,6 +56,7 @@ def launch(
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
     nproc = nproc or _gpus()
+    allow_connections(2 * nnodes * nproc)  # of the store, and ranks inherit the limit
     if nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     from torch.distributed.elastic.agent.server.api import WorkerSpec

@@ -10,7 +10,9 @@ from megapipe.cli import Command, flatten, show
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import MegapipeError
 from megapipe.launch import devices, rendezvous
+from megapipe.launch.affinity import bind_near
 from megapipe.launch.environment import set_environment
+from megapipe.launch.open_files import allow_connections
 from megapipe.launch.rendezvous import LaunchInfo
 from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
@@ -74,6 +76,8 @@ def start(
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
     timeout = config.parallel.timeout_s
+    peers = layout.dp + layout.tp + layout.cp + layout.pipeline_processes
+    allow_connections(peers + info.world * info.hosts)
     store = rendezvous.open_store(info, timeout)
     ending = shutdown(info, store)
     try:
@@ -92,6 +96,7 @@ def start(
         )
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            bind_near(devices.pci_address(device))
         if config.log.memory_history:
             remember_allocations(device)
         rendezvous.start_process_group(store, info, backend, timeout)
