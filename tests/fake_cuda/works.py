@@ -1,0 +1,98 @@
+"""What an operation of the stand-in for NCCL owes: its results, and that it may still read.
+
+Until somebody waits its outputs are spoilt, and what it was given must not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fake_cuda.ledger import Ledger
+
+NAN = 0xFF
+"""Bytes of ones are NaN in every floating-point type."""
+POISON = 0x81
+"""Makes an integer large and negative, so that it is no index and no count."""
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor of the device, as bytes of the host."""
+    view: Tensor = torch.ops.fake_cuda.host_view(tensor.detach())
+    return view.view(-1).view(torch.uint8)
+
+
+def spoil(tensor: Tensor) -> None:
+    is_number = tensor.is_floating_point() or tensor.dtype == torch.uint8
+    on_host(tensor).fill_(NAN if is_number else POISON)
+
+
+class Frozen:
+    """Tensors that must stay as they are."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._kept = [(tensor, on_host(tensor).clone()) for tensor in tensors]
+
+    def changed(self) -> bool:
+        return any(not on_host(tensor).equal(before) for tensor, before in self._kept)
+
+
+class Pending:
+    """An operation under way on a stream of its own.
+
+    It keeps its tensors until the wait, as torch's does: the allocator knows nothing of that
+    stream.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Frozen,
+        event: torch.Event,
+        finish: Callable[[], None],
+        ledger: Ledger,
+    ) -> None:
+        self.name = name
+        self._inputs: Frozen | None = inputs
+        self._event = event
+        self._finish = finish
+        self._ledger = ledger
+
+    def wait(self, timeout: Any = None) -> bool:
+        """The current stream waits; here the host does too, for the values."""
+        if self._inputs is not None:
+            inputs, self._inputs = self._inputs, None
+            if inputs.changed():
+                self._ledger.fault(f"{self.name}: what it was given was changed before the wait")
+            self._finish()
+            self._finish = _nothing
+        torch.cuda.current_stream().wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._inputs is None
+
+    def __del__(self) -> None:
+        if self._inputs is not None:
+            self._ledger.fault(f"{self.name}: it was let go, and nobody had waited for it")
+
+
+class Sending(Pending):
+    """A message on its way, which nobody need wait for: it is out when asked the second time."""
+
+    asked = 0
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return self.asked > 1
+
+    def __del__(self) -> None:
+        if self._inputs is not None and self._inputs.changed():
+            self._ledger.fault(f"{self.name}: it was changed while it was on its way")
+
+
+def _nothing() -> None:
+    pass
