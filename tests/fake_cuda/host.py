@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import importlib
 import multiprocessing
-import os
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,7 +53,7 @@ def _run(request: Any, own: device.Device) -> tuple[bool, Any]:
 
 
 def _on_rank(world: Any, request: Any, own: device.Device) -> Any:
-    """Run the function on a rank, with a device of its own where there are enough."""
+    """Run the function on a rank, with a device of its own."""
     import gc
 
     import torch
@@ -63,8 +62,7 @@ def _on_rank(world: Any, request: Any, own: device.Device) -> Any:
     from tests.fake_cuda.ledger import Ledger
     from tests.fake_cuda.world import Report
 
-    os.environ["FAKE_CUDA_DEVICES"] = str(request.devices)
-    torch.cuda.set_device(world.rank % request.devices)
+    torch.cuda.set_device(world.rank)
     ledger = Ledger(world.rank)
     nccl.install(own, ledger)
     result = request.function(_device_world(world), *request.args)

@@ -68,8 +68,8 @@ class Pending:
             if inputs.changed():
                 self._ledger.fault(f"{self.name}: what it was given was changed before the wait")
             self._finish()
-            self._finish = _nothing
         torch.cuda.current_stream().wait_event(self._event)
+        self._finish = _nothing  # from here on the tensors may go
         return True
 
     def is_completed(self) -> bool:

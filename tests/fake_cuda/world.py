@@ -23,6 +23,8 @@ from tests.fake_cuda import build
 from tests.fake_cuda.ledger import Ledger, compare
 
 ROOT = Path(__file__).resolve().parents[2]
+DEVICES = 8
+"""All that there are; a rank's own is the one of its number."""
 
 
 @dataclass
@@ -43,7 +45,6 @@ class Request:
     ranks: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    devices: int
     timeout_s: float
     group_timeout_s: float
 
@@ -73,12 +74,11 @@ def observe(
     ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    devices: int = 8,
     timeout_s: float = 300.0,
     group_timeout_s: float = 60.0,
 ) -> tuple[list[Any], list[Report]]:
     """The same, with the reports of all ranks and without judging them."""
-    request = Request(ranks, function, args, devices, timeout_s, group_timeout_s)
+    request = Request(ranks, function, args, timeout_s, group_timeout_s)
     host = _host()
     host.send(request)
     try:
@@ -97,7 +97,7 @@ def _host() -> Connection:
     """The connection to the host process, which ends with this one."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "tests.fake_cuda.host"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FAKE_CUDA_DEVICES": str(DEVICES)}
     process = subprocess.Popen(
         [*command, str(build.library()), str(theirs.fileno())],
         pass_fds=[theirs.fileno()],

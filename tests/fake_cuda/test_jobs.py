@@ -1,0 +1,83 @@
+"""Jobs on the device: the command line from the launcher to a checkpoint, in the NCCL branch."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda import build
+from tests.fake_cuda.world import DEVICES, Report, faults_of
+from tests.parity.jobs import Job, arguments, tiny
+
+SMALL = {
+    "model.hidden": "16",
+    "model.heads": "2",
+    "train.sequence_length": "16",
+    "train.steps": "4",
+    "train.validation_samples": "8",
+    "train.validate_every": "2",
+    "checkpoint.every": "2",
+    "log.every": "1",
+    "log.timeline": "[2]",
+    "run.name": "small",
+}
+
+
+def run(folder: Path, world: int, *args: str, visible: str = "") -> list[Report]:
+    """Launch a job, which ends well and has no faults; the reports of its ranks."""
+    reports = folder / "reports"
+    reports.mkdir(exist_ok=True)
+    environ = {
+        "FAKE_CUDA_LIBRARY": str(build.library()),
+        "FAKE_CUDA_REPORTS": str(reports),
+        "FAKE_CUDA_DEVICES": str(DEVICES),
+        "FAKE_CUDA_VISIBLE": visible,
+    }
+    with Job(folder) as job:
+        launch = ["-m", "megapipe.launch", "--nproc", str(world)]
+        job.start([*launch, "tests/fake_cuda/train.py", *args], environ)
+        done = job.end()
+    assert done.codes == [0], done.text
+    files = [reports / f"{rank}.pickle" for rank in range(world)]
+    found: list[Report] = [pickle.loads(file.read_bytes()) for file in files]
+    faults = faults_of(found)
+    assert not faults, "\n".join(faults)
+    return found
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "runs" / "small" / "log.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def check_run(folder: Path, steps: int) -> None:
+    """Trained, validated, drawn and saved; finite, and the same as far as it goes."""
+    log = log_of(folder)
+    losses = {x["step"]: x["loss"] for x in log if "loss" in x}
+    assert set(range(1, steps + 1)) <= set(losses), log
+    assert losses[steps] < losses[1]
+    assert any("validation_loss" in x for x in log), log
+    assert (folder / "runs" / "small" / "timeline").exists()
+
+
+@pytest.mark.parametrize("visible", ["", "3 5", "0,1 0,1"])
+def test_two_devices(visible: str, tmp_path: Path) -> None:
+    """Of eight that both processes see, one that each sees, two that both see."""
+    settings = {**tiny(tmp_path), **SMALL, "parallel.pp": "2"}
+    reports = run(tmp_path, 2, *arguments(settings), visible=visible)
+    assert all(report.ledger.communicators > 0 for report in reports)
+    check_run(tmp_path, 4)
+
+
+def test_quickstart_on_eight_devices(tmp_path: Path) -> None:
+    settings = {**tiny(tmp_path), **SMALL, "train.global_batch": "8", "model.layers": "4"}
+    reports = run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))
+    assert all(report.ledger.communicators > 0 for report in reports)
+    check_run(tmp_path, 4)
+    settings["train.steps"] = "6"
+    run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))
+    check_run(tmp_path, 6)

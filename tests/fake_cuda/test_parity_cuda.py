@@ -1,0 +1,58 @@
+"""Layouts and switches on devices of their own compute what the reference computes, in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.fake_cuda.world import run_world
+from tests.parity.ranks import Case, check_case, run_cases
+
+SHARDED = Case(
+    dp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", tied=False, masked=0.3, layers=4
+)
+CASES = [
+    Case(model="llama", tied=False, kv_heads=2, activations="of each some"),
+    Case(dtype="bf16", offload="host", state_dtype="bf16", loss_chunk=5),
+    Case(pp=2, m=3, schedule="seq1f1b", slices=3, in_process=True, documents=True, sequence=12),
+    # two
+    Case(dp=2, zero=0, reduce_dtype="bf16", dtype="fp32"),
+    Case(tp=2, sequence_parallel=True, activations="full, two together", dropout=0.2),
+    Case(pp=2, m=4, schedule="zb_h1", post_validation=True, masked=0.3),
+    Case(pp=2, m=4, schedule="dualpipe", debug=True),
+    Case(pp=2, m=3, schedule="zb_v", activations="offload"),
+    Case(dp=2, zero=3, prefetch=0, dtype="fp16", loss_scale=2.0**10),
+    # four
+    replace(SHARDED, zero=2, reduce_chunk_mib=0.01),
+    replace(SHARDED, zero=3, activations="offload", model="llama"),
+    Case(dp=2, tp=2, rule="muon", documents=True, scatter="off", sequence=12),
+    Case(tp=2, pp=2, m=4, schedule="seq1f1b", slices=2, scatter="on", masked=0.3),
+    Case(dp=4, zero=3, shard_size=2, dtype="bf16", state_dtype="bf16", master="none"),
+]
+LARGE = [
+    Case(dp=2, tp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", zero=2, offload="host"),
+    Case(dp=4, pp=2, m=4, schedule="zb_h1", zero=3, shard_size=2, prefetch=1, tied=False),
+    Case(dp=2, pp=4, m=6, schedule="chimera", batch=1, rule="lamb"),
+]
+
+
+def check(cases: list[Case], world: int) -> None:
+    cases = [case for case in cases if case.world == world]
+    assert cases
+    results = run_world(world, run_cases, cases, "cuda", timeout_s=60 + 20 * len(cases))
+    for i, case in enumerate(cases):
+        try:
+            check_case(case, [outcomes[i] for outcomes in results])
+        except AssertionError as error:
+            raise AssertionError(f"{case.name}: {error}") from None
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_parity(world: int) -> None:
+    check(CASES, world)
+
+
+@pytest.mark.full
+def test_parity_of_eight() -> None:
+    check(LARGE, 8)
