@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def main() -> int:
+def main() -> None:
     sys.path[0] = str(ROOT)
     from tests.fake_cuda import device
 
@@ -26,22 +26,22 @@ def main() -> int:
     if visible := os.environ.get("FAKE_CUDA_VISIBLE"):
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split()[rank]
     own = device.install(Path(os.environ["FAKE_CUDA_LIBRARY"]))
-    from megapipe.train.main import main as train
+    from megapipe.train.main import train
     from tests.fake_cuda import nccl
     from tests.fake_cuda.ledger import Ledger
     from tests.fake_cuda.world import Report
 
     ledger = Ledger(rank)
     nccl.install(own, ledger)
-    try:
-        return train(sys.argv[1:])
-    finally:
-        gc.collect()
-        noted = own.report()
-        report = Report(ledger, noted["faults"], noted["host_waits"])
-        file = Path(os.environ["FAKE_CUDA_REPORTS"], f"{rank}.pickle")
-        file.write_bytes(pickle.dumps(report))
+    code = train(sys.argv[1:])
+    gc.collect()
+    noted = own.report()
+    report = Report(ledger, noted["faults"], noted["host_waits"])
+    Path(os.environ["FAKE_CUDA_REPORTS"], f"{rank}.pickle").write_bytes(pickle.dumps(report))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as train.py ends
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
