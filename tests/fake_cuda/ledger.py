@@ -45,7 +45,7 @@ class Ledger:
     def collective(self, group: Group, name: str, what: str) -> None:
         self.counts[name] += 1
         self._collectives += 1
-        group.collectives.append((self._collectives, f"{name} {what}"))
+        group.collectives.append((self._collectives, what))
 
     def fault(self, text: str) -> None:
         self.faults.append(text)

@@ -35,8 +35,6 @@ REDUCTIONS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
     "max": (ReduceOp.MAX, torch.maximum),
     "min": (ReduceOp.MIN, torch.minimum),
 }
-PADDED = 1024
-"""Lengths of what is gathered are multiples of so many bytes."""
 
 
 class Options:
@@ -61,19 +59,30 @@ class Communicator:
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
         store.set_timeout(patience)
         self.size = size
+        self._store = store
+        self._name = name
+        self._operations = 0
         self.stream = torch.cuda.Stream()
         device.name_stream(self.stream, f"NCCL's stream {name}")
 
     def gather(self, tensor: Tensor) -> tuple[Any, list[Tensor]]:
-        """Begin to collect every member's bytes; the work, and where they will be.
-
-        They are padded: gloo ends the process where lengths differ, before notes are compared.
-        """
-        bytes_ = on_host(tensor)
-        own = bytes_.new_zeros(-(-len(bytes_) // PADDED) * PADDED)
-        own[: len(bytes_)] = bytes_
+        """Begin to collect every member's bytes; the work, and where they will be."""
+        own = on_host(tensor).clone()
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        return self.gloo.allgather([parts], [own]), [part[: len(bytes_)] for part in parts]
+        return self.gloo.allgather([parts], [own]), parts
+
+    def agree(self, what: str) -> None:
+        """Raise RuntimeError where another member's next operation is not `what`.
+
+        NCCL would hang or mix them up; gloo ends the process where their lengths differ.
+        """
+        self._operations += 1
+        first = self._store.compare_set(f"operation {self._operations}", "", what).decode()
+        if first != what:
+            raise RuntimeError(
+                f"collectives {self._name}: number {self._operations} is {what} here and {first} "
+                "on another member"
+            )
 
 
 def install(device: Device, ledger: Ledger) -> None:
@@ -303,7 +312,9 @@ class StandIn(dist.ProcessGroup):
         self._checked([*ins, *outs])
         kind = _kind(ins[0]) if alike else str(ins[0].dtype)
         line = self._line()
-        self._ledger.collective(self._notes, name, f"{kind} {more}")
+        what = f"{name} {kind} {more}".rstrip()
+        self._ledger.collective(self._notes, name, what)
+        line.agree(what)
         result = begin(line)
         changed = outs if changed is None else changed
 

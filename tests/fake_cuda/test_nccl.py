@@ -221,8 +221,6 @@ NOTICED: dict[Callable[[Any], None], tuple[str, ...]] = {
     never_waited_for: ("all_reduce of float32 6: it was let go, and nobody had waited for it",),
     waited_for_on_another_stream: (f"aten::add .* reads what NCCL's all_reduce .* {RACE}",),
     begun_before_its_input_is_there: (f"NCCL's all_reduce .* writes what aten::mul .* {RACE}",),
-    another_order: (r"collectives of ranks \(0, 1\): number 1 is all_reduce float32 3 sum on one",),
-    another_reduction: ("number 1 is all_reduce float32 6 sum on one .* 6 max on the other",),
     message_of_another_type: ("messages from rank 0 to 1: number 1 is float32 6 .* int32 6",),
 }
 
@@ -244,6 +242,14 @@ def two_groups(world: Any) -> list[Any]:
     world.restart()
     patience = datetime.timedelta(seconds=world._timeout_s)
     return [dist.new_group([0, 1], timeout=patience) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "which", [another_order, another_reduction], ids=lambda which: which.__name__
+)
+def test_collectives_that_differ_are_refused(which: Callable[[Any], None]) -> None:
+    with pytest.raises(WorldError, match=r"number 1 is all_reduce .* on another"):
+        observe(2, restarted, which, group_timeout_s=3.0)
 
 
 def first_used_in_another_order(world: Any) -> None:

@@ -20,7 +20,12 @@ POISON = 0x81
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor of the device, as bytes of the host."""
+    """The memory of a contiguous tensor of the device, as bytes of the host.
+
+    Raises RuntimeError where the tensor has none any more.
+    """
+    if tensor.untyped_storage().nbytes() < tensor.nbytes:
+        raise RuntimeError("NCCL uses memory that has been given back")
     view: Tensor = torch.ops.fake_cuda.host_view(tensor.detach())
     return view.view(-1).view(torch.uint8)
 

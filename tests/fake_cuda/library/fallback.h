@@ -34,7 +34,11 @@ class Kernel {
 
  private:
   void use(const at::Tensor& t, bool writes) const {
-    if (t.defined() && t.has_storage()) order().use(launch_, t.storage().data(), range_of(t), writes);
+    if (!t.defined() || !t.has_storage()) return;
+    auto range = range_of(t);
+    TORCH_CHECK(
+        range.to <= t.storage().nbytes(), "CUDA error: an illegal memory access was encountered (", launch_.name, ")");
+    order().use(launch_, t.storage().data(), range, writes);
   }
   Launch launch_;
 };

@@ -1,0 +1,49 @@
+"""The checks on the device have teeth: each fault seeded in the package is noticed."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapipe.testing import WorldError
+from tests.fake_cuda.faults import FAULTS, Fault
+from tests.fake_cuda.world import faults_of, observe, run_world
+from tests.parity.ranks import Case, run_case
+
+
+def run_with(world: Any, number: int) -> str:
+    """The case with the fault; what went wrong outright, and whether values are NaN."""
+    fault = FAULTS[number]
+    with fault.patch():
+        try:
+            outcome = run_case(world, fault.case, validate=False)
+        except Exception:
+            return traceback.format_exc()
+    parts = [x for kinds in outcome.values for each in kinds.values() for x in each]
+    return "" if all(np.isfinite(values).all() for *_, values in parts) else "some state is nan"
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)), ids=[fault.name for fault in FAULTS])
+def test_a_fault_is_noticed(number: int) -> None:
+    fault: Fault = FAULTS[number]
+    try:
+        texts, reports = observe(
+            fault.case.world, run_with, number, timeout_s=60.0, group_timeout_s=5.0
+        )
+        found = "\n".join([*texts, *faults_of(reports)])
+    except WorldError as error:
+        found = str(error)
+    assert re.search(fault.noticed, found), found
+
+
+def without(world: Any, case: Case) -> None:
+    run_case(world, case, validate=False)
+
+
+def test_the_cases_have_no_faults() -> None:
+    for case in dict.fromkeys(fault.case for fault in FAULTS):
+        run_world(case.world, without, case)
