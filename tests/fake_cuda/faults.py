@@ -110,6 +110,8 @@ def message_not_waited_for() -> Patch:
     receive = channels._Incoming.receive
 
     def wrong(self: channels._Incoming) -> Tensor:
+        if self.posted is None:
+            self.post()
         assert self.posted is not None
         work, buffer = self.posted
         late.append(work)
@@ -156,9 +158,14 @@ def buffers_on_the_first_device() -> Patch:
 
 
 @seeded(DATA, "NCCL takes tensors of a GPU, not of cpu")
-def scalars_on_the_host() -> Patch:
-    host = property(lambda self: torch.device("cpu"))
-    return mock.patch.object(ParallelMesh, "scalar_device", host)
+def numbers_of_the_host_over_nccl() -> Patch:
+    make = ParallelMesh.__init__
+
+    def wrong(self: ParallelMesh, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self._host["dp"] = self.dp
+
+    return mock.patch.object(ParallelMesh, "__init__", wrong)
 
 
 @seeded(SHARDED, "given back while NCCL's stream|memory that has been given back")

@@ -65,13 +65,14 @@ def _on_rank(world: Any, request: Any, own: device.Device) -> Any:
     torch.cuda.set_device(world.rank)
     ledger = Ledger(world.rank)
     nccl.install(own, ledger)
-    result = request.function(_device_world(world), *request.args)
+    own_world = _device_world(world, own)
+    result = request.function(own_world, *request.args)
     gc.collect()
-    noted = own.report()
-    return result, Report(ledger, noted["faults"], noted["host_waits"])
+    waits = own_world.take_waits()
+    return result, Report(ledger, own_world.faults, waits)
 
 
-def _device_world(world: Any) -> Any:
+def _device_world(world: Any, own: device.Device) -> Any:
     """The rank's view of its world, in which groups are nccl's."""
     import torch
     import torch.distributed as dist
@@ -82,6 +83,18 @@ def _device_world(world: Any) -> Any:
 
     class DeviceWorld(World):
         """A world on devices of its own."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.faults: list[str] = []
+            """Those that were found when waits were last asked for."""
+
+        def take_waits(self) -> dict[str, int]:
+            """How often the host has waited for the device since this was last asked, and why."""
+            noted = own.report()
+            self.faults += noted["faults"]
+            waits: dict[str, int] = noted["host_waits"]
+            return waits
 
         def restart(self) -> None:
             if dist.is_initialized():
@@ -99,8 +112,8 @@ def _device_world(world: Any) -> Any:
 
         def mesh(self, grid: Grid, device: str = "cuda") -> ParallelMesh:
             self.restart()
-            own = torch.device("cuda", torch.cuda.current_device())
-            return ParallelMesh(grid, device=own, timeout_s=self._timeout_s)
+            here = torch.device("cuda", torch.cuda.current_device())
+            return ParallelMesh(grid, device=here, timeout_s=self._timeout_s)
 
     return DeviceWorld(world.rank, world.size, world._store, world._timeout_s)
 

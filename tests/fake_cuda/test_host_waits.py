@@ -1,0 +1,52 @@
+"""The host waits for its GPU once in a step, where it reads the step's totals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megapipe.distributed.mesh import Grid
+from megapipe.train.step import TrainStep
+from tests.fake_cuda.world import run_world
+from tests.parity.cases import END, Case, Rows, configure
+
+PIPELINE = Case(pp=2, m=4, schedule="zb_h1", masked=0.3)
+CASES = [
+    Case(),
+    Case(dtype="bf16", offload="host", state_dtype="bf16"),
+    Case(activations="offload", dtype="fp32"),
+    Case(dp=2, zero=0),
+    Case(dp=2, zero=3, dtype="fp16", loss_scale=2.0**10),
+    Case(tp=2, sequence_parallel=True, dropout=0.2),
+    Case(tp=2, documents=True, sequence=12),
+    PIPELINE,
+    replace(PIPELINE, post_validation=True),
+    replace(PIPELINE, schedule="dualpipe"),
+    replace(PIPELINE, schedule="seq1f1b", slices=2),
+    Case(dp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", zero=2, tied=False, layers=4),
+]
+
+
+def waits_in_steps(world: Any, cases: list[Case]) -> list[dict[str, int]]:
+    """Waits of the last of three steps of each case."""
+    found = []
+    for case in cases:
+        config, layout = configure(case)
+        mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp), "cuda")
+        step, rows = TrainStep(config, layout, mesh, document_end=END), Rows(case)
+        for i in range(3):
+            world.take_waits()
+            step.train(i, rows)
+        found.append(world.take_waits())
+        step.settle()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_one_wait_in_a_step(world: int) -> None:
+    cases = [case for case in CASES if case.world == world]
+    for waits in run_world(world, waits_in_steps, cases):
+        for case, found in zip(cases, waits, strict=True):
+            assert found == {"copy to the host": 1}, case.name
