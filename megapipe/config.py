@@ -125,10 +125,11 @@ class PipelineConfig(Section):
     sends its share of them to the next pipeline rank, where the shares are gathered (Narayanan et
     al., 2104.04473); off: each sends all of them; auto: on where the gather's links are faster
     than the pipeline's, by `parallel.per_node`, `node_gb_s` and `network_gb_s`. Same bits."""
-    receive_ahead: int = Field(1, ge=0)
+    receive_ahead: int | None = Field(None, ge=0)
     """Operations before the one that needs a message at which its receive is posted, one at a time
-    on each channel; 0: when it is needed. On a GPU a receive that waits occupies a multiprocessor.
-    The first step, in which kernels are loaded, posts none ahead."""
+    on each channel; 0: when it is needed. The first step, in which kernels are loaded, posts none
+    ahead. Default: 1 on NCCL, where a receive that waits occupies a multiprocessor; on gloo as
+    soon as the message before has arrived."""
     channel_ctas: int = Field(1, ge=1)
     """On NCCL: most thread blocks of a channel between two pipeline ranks, each on a
     multiprocessor of its own while a message is under way or awaited."""

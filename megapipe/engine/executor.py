@@ -69,7 +69,8 @@ class Executor:
     around every action's call. `synchroniser` is needed where the program synchronises
     data-parallel replicas.
 
-    Receives are posted `receive_ahead` operations before they are needed, from the second step on.
+    Receives are posted `receive_ahead` operations before they are needed, by default as early as
+    can be, from the second step on.
     In the first one kernels are loaded and memory is found: on a GPU both may wait for all that
     runs there, and a receive that spins would be among it.
     """
@@ -85,7 +86,7 @@ class Executor:
         recorder: Recorder | None = None,
         wrap: Callable[[Action, Call], Call] | None = None,
         synchroniser: Synchroniser | None = None,
-        receive_ahead: int = 1,
+        receive_ahead: int | None = None,
     ) -> None:
         self.program = program
         self.stages = stages

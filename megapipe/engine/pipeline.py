@@ -42,7 +42,8 @@ class Pipeline:
 
     With `in_process` this process runs all pipeline ranks. With `scatter` each tensor-parallel rank
     sends a share of what all of them have. With `debug` messages carry headers that are checked.
-    Receives are posted `receive_ahead` operations before they are needed; NCCL runs `ctas` thread
+    Receives are posted `receive_ahead` operations before they are needed, by default one on NCCL,
+    where one that waits occupies a multiprocessor, and elsewhere as early as can be; NCCL runs `ctas` thread
     blocks for each channel at most.
     """
 
@@ -58,7 +59,7 @@ class Pipeline:
         scatter: bool = False,
         packed: bool = False,
         debug: bool = False,
-        receive_ahead: int = 1,
+        receive_ahead: int | None = None,
         ctas: int = 1,
     ) -> None:
         self.mesh = mesh
@@ -66,7 +67,8 @@ class Pipeline:
         self.policy = policy
         self.shape_of = shape_of
         self.in_process = in_process
-        self.receive_ahead = receive_ahead
+        early = 1 if mesh.backend == "nccl" else None
+        self.receive_ahead = early if receive_ahead is None else receive_ahead
         self.ranks: Sequence[int] = range(placement.ranks) if in_process else [mesh.pp.index]
         self._channels = self._connect(
             dtype, scatter=scatter, packed=packed, debug=debug, ctas=ctas

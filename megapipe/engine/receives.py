@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from megapipe.schedule.program import Action, Do
 
 
-def posts(actions: Sequence[Action], ahead: int, stop: int) -> dict[int, list[int]]:
+def posts(actions: Sequence[Action], ahead: int | None, stop: int) -> dict[int, list[int]]:
     """The channels, by peer, on which a receive is posted right before an action, by its index.
 
-    A receive is posted before the operation that is `ahead` operations earlier in the program, but
-    after the one before it on the same channel, and not before index `stop` if it is not before
+    A receive is posted before the operation that is `ahead` operations earlier in the program (as
+    early as can be for None), but after the one before it on the same channel, and not before index `stop` if it is not before
     that itself: what lies before may be undone. One with nothing between is not listed, as it need
     not be posted ahead.
     """
@@ -27,7 +27,7 @@ def posts(actions: Sequence[Action], ahead: int, stop: int) -> dict[int, list[in
     return found
 
 
-def _places(actions: Sequence[Action], ahead: int) -> Iterator[tuple[int, int, int]]:
+def _places(actions: Sequence[Action], ahead: int | None) -> Iterator[tuple[int, int, int]]:
     """Each receive: its index, its peer, and the index before which it may be posted."""
     operations: list[int] = []
     after: dict[int, int] = defaultdict(int)
@@ -35,8 +35,8 @@ def _places(actions: Sequence[Action], ahead: int) -> Iterator[tuple[int, int, i
         if action.do == Do.COMPUTE:
             operations.append(index)
         elif action.do == Do.RECV:
-            place = index
-            if ahead:
-                place = operations[-ahead] if len(operations) >= ahead else 0
+            place = index if ahead == 0 else 0
+            if ahead and len(operations) >= ahead:
+                place = operations[-ahead]
             yield index, action.peer, max(place, after[action.peer])
             after[action.peer] = index + 1
