@@ -43,8 +43,8 @@ class Pipeline:
     With `in_process` this process runs all pipeline ranks. With `scatter` each tensor-parallel rank
     sends a share of what all of them have. With `debug` messages carry headers that are checked.
     Receives are posted `receive_ahead` operations before they are needed, by default one on NCCL,
-    where one that waits occupies a multiprocessor, and elsewhere as early as can be; NCCL runs `ctas` thread
-    blocks for each channel at most.
+    where one that waits occupies a multiprocessor, and elsewhere as early as can be. NCCL runs
+    `ctas` thread blocks for each channel at most.
     """
 
     def __init__(
