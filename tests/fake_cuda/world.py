@@ -1,28 +1,26 @@
 """Worlds of processes with a device of type cuda each, for tests.
 
-No test's own process ever has the device: a host process (:mod:`tests.fake_cuda.host`) loads it
-before torch, once for all worlds of a test run, and forks their ranks.
+No test's own process ever has the device. Ranks come from a forkserver of their own, which has
+loaded it before torch (:mod:`tests.fake_cuda.preload`).
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from megapipe.testing import WorldError
+from megapipe.launch.local import RankError, run_ranks
+from megapipe.testing import PRELOAD, WorldError
 from tests.fake_cuda import build
 from tests.fake_cuda.ledger import Ledger, compare
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICES = 8
 """All that there are; a rank's own is the one of its number."""
 
@@ -36,17 +34,6 @@ class Report:
     """Races between streams, and memory given back too early."""
     host_waits: dict[str, int]
     """How often the host waited for the device, by what made it wait."""
-
-
-@dataclass
-class Request:
-    """A world to be run by the host process."""
-
-    ranks: int
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    timeout_s: float
-    group_timeout_s: float
 
 
 def faults_of(reports: Sequence[Report]) -> list[str]:
@@ -78,39 +65,55 @@ def observe(
     group_timeout_s: float = 60.0,
 ) -> tuple[list[Any], list[Report]]:
     """The same, with the reports of all ranks and without judging them."""
-    request = Request(ranks, function, args, timeout_s, group_timeout_s)
-    host = _host()
-    host.send(request)
     try:
-        done, value = host.recv()
-    except EOFError:
-        _host.cache_clear()
-        raise WorldError("the process with the device died without a word") from None
-    if not done:
-        raise WorldError(value)
-    results, reports = zip(*value, strict=True)
+        pairs = run_ranks(
+            DeviceContext(),
+            ranks,
+            _on_rank,
+            (function, args),
+            group_timeout_s=group_timeout_s,
+            timeout_s=timeout_s,
+        )
+    except RankError as error:
+        raise WorldError(str(error)) from None
+    results, reports = zip(*pairs, strict=True)
     return list(results), list(reports)
 
 
 @functools.cache
-def _host() -> Connection:
-    """The connection to the host process, which ends with this one."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "tests.fake_cuda.host"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FAKE_CUDA_DEVICES": str(DEVICES)}
-    process = subprocess.Popen(
-        [*command, str(build.library()), str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
-        cwd=ROOT,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-    )
-    theirs.close()
-    connection = Connection(ours.detach())
+def _server() -> forkserver.ForkServer:
+    """The forkserver with the device, started on first use."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["tests.fake_cuda.preload", *PRELOAD])
+    environ = {"FAKE_CUDA_LIBRARY": str(build.library()), "FAKE_CUDA_DEVICES": str(DEVICES)}
+    with mock.patch.dict(os.environ, environ):
+        server.ensure_running()
+    return server
 
-    def end() -> None:
-        connection.close()
-        process.wait()
 
-    atexit.register(end)
-    return connection
+class _Popen(popen_forkserver.Popen):
+    """A process of that forkserver."""
+
+    def _launch(self, process: Any) -> None:
+        connect = _server().connect_to_new_process
+        with mock.patch.object(forkserver, "connect_to_new_process", connect):
+            super()._launch(process)
+
+
+class _Process(ForkServerProcess):
+    @staticmethod
+    def _Popen(process: Any) -> _Popen:
+        return _Popen(process)
+
+
+class DeviceContext(ForkServerContext):
+    """Starts processes that have the device."""
+
+    Process = _Process
+
+
+def _on_rank(world: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What a rank returns, and its report."""
+    from tests.fake_cuda.rank import run
+
+    return run(world, function, args)

@@ -1,0 +1,10 @@
+"""Installs the device where it is imported before torch, as by a forkserver."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.fake_cuda import device
+
+own = device.install(Path(os.environ["FAKE_CUDA_LIBRARY"]))

@@ -1,0 +1,54 @@
+"""A rank of a world, in a process that has the device."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.launch.local import World
+from tests.fake_cuda import nccl
+from tests.fake_cuda.ledger import Ledger
+from tests.fake_cuda.preload import own
+from tests.fake_cuda.world import Report
+
+
+class DeviceWorld(World):
+    """A rank's view of its world, in which groups are nccl's and each rank has its own device."""
+
+    def restart(self) -> None:
+        if dist.is_initialized():
+            if dist.get_backend() == "nccl":
+                dist.all_reduce(torch.zeros(1, device="cuda"))
+            dist.destroy_process_group()
+        self._lives += 1
+        dist.init_process_group(
+            "nccl",
+            store=PrefixStore(f"device life {self._lives}", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=datetime.timedelta(seconds=self._timeout_s),
+        )
+
+    def mesh(self, grid: Grid, device: str = "cuda") -> ParallelMesh:
+        self.restart()
+        here = torch.device("cuda", torch.cuda.current_device())
+        return ParallelMesh(grid, device=here, timeout_s=self._timeout_s)
+
+
+def run(world: World, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Report]:
+    """What the function returns on this rank, and what its device has noted."""
+    torch.cuda.set_device(world.rank)
+    ledger = Ledger(world.rank)
+    nccl.install(own, ledger)
+    here = DeviceWorld(world.rank, world.size, world._store, world._timeout_s)
+    result = function(here, *args)
+    gc.collect()
+    noted = own.report()
+    return result, Report(ledger, noted["faults"], noted["host_waits"])
