@@ -53,7 +53,10 @@ def waits(world: Any, case: Case) -> tuple[Counter[str], Counter[str]]:
     return inside, outside + inside
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "zb_h1" else pytest.param(name, marks=pytest.mark.full) for name in CASES],
+)
 def test_waits_of_the_host(name: str) -> None:
     case, most = CASES[name]
     for inside, total in run_world(case.world, waits, case):
