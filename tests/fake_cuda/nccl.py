@@ -62,7 +62,7 @@ class Communicator:
         self._store = store
         self._name = name
         self._operations = 0
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream(priority=-1)  # of a pool that nobody else uses here
         device.name_stream(self.stream, f"NCCL's stream {name}")
 
     def gather(self, tensor: Tensor) -> tuple[Any, list[Tensor]]:

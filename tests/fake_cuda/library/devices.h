@@ -53,9 +53,13 @@ inline c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, device), id);
 }
 
-inline c10::StreamId new_stream() {
-  static std::atomic<c10::StreamId> last{0};
-  return ++last;
+/// Streams of a priority on each device; after so many a "new" one is an old one, as in torch.
+constexpr int pooled_streams = 32;
+
+/// 0 is the default stream, then come those of each priority.
+inline c10::StreamId new_stream(bool high_priority) {
+  static std::atomic<unsigned> made[2] = {};
+  return 1 + high_priority * pooled_streams + made[high_priority]++ % pooled_streams;
 }
 
 inline int lane_of(const c10::Stream& stream) {

@@ -45,11 +45,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(index, current().stream.at(index));
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(index_of(device), 0); }
-  c10::Stream getNewStream(c10::Device device, int) const override {
-    return stream_of(index_of(device), new_stream());
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return stream_of(index_of(device), new_stream(priority < 0));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return getNewStream(device, 0);
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
+    return stream_of(index_of(device), new_stream(high_priority));
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
     auto& here = current().stream.at(to.device_index());
