@@ -147,13 +147,13 @@ class Executor:
         for channel in self.channels.outgoing.values():
             channel.finish()
         assert not self._inbox, f"never consumed: {sorted(self._inbox)}"
-        self._stepped = True
 
     def run(self, microbatches: Mapping[Key, MicroBatch]) -> None:
         """Run a whole step."""
         self.begin(microbatches)
         self._run(0, 1)
         self.finish()
+        self._stepped = True
 
     def set_speculation(self, speculation: Speculation) -> None:
         """Let steps begin with :meth:`run_prefix` from now on."""
@@ -173,6 +173,7 @@ class Executor:
             self.channels.incoming[peer].expect(expected[self._speculation.arriving[peer] :])
         self._run(1)
         self.finish()
+        self._stepped = True
 
     def abort(self) -> None:
         """Undo the prefix: receive and drop its messages. All pipeline ranks do so, or none."""

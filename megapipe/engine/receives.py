@@ -15,9 +15,9 @@ def posts(actions: Sequence[Action], ahead: int | None, stop: int) -> dict[int, 
     """The channels, by peer, on which a receive is posted right before an action, by its index.
 
     A receive is posted before the operation that is `ahead` operations earlier in the program (as
-    early as can be for None), but after the one before it on the same channel, and not before index
-    `stop` if it is not before that itself: what lies before may be undone. One with nothing between
-    is not listed, as it need not be posted ahead.
+    early as can be for None), but after the one before it on the same channel. A receive behind the
+    first `stop` actions is not posted within them, as they may be undone. One that would be posted
+    right before itself is not listed.
     """
     found: dict[int, list[int]] = defaultdict(list)
     for index, peer, place in _places(actions, ahead):

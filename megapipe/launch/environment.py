@@ -1,6 +1,7 @@
 """Environment variables that torch, CUDA and NCCL read once, when they are loaded."""
 
 from collections.abc import MutableMapping
+from pathlib import Path
 
 from megapipe.errors import LaunchError
 
@@ -9,11 +10,15 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def set_environment(
-    environ: MutableMapping[str, str], *, sends_messages: bool, deterministic: bool
+    environ: MutableMapping[str, str],
+    *,
+    sends_messages: bool,
+    deterministic: bool,
+    interfaces: Path = Path("/sys/class/net"),
 ) -> None:
     """Fill in what a run needs; what is set stays.
 
-    `sends_messages`: stages are on processes of their own. Raises :class:`LaunchError` where what
+    `sends_messages`: stages are on GPUs of their own. Raises :class:`LaunchError` where what
     is set cannot be right.
     """
     # work in a hardware queue waits for what is ahead of it, a receive that waits for its message
@@ -29,6 +34,9 @@ def set_environment(
     # memory grows in place; without, making room for another size may free, and so wait for, all
     if not any(name in environ for name in ALLOCATOR):
         environ[ALLOCATOR[0]] = "expandable_segments:True"
+    chosen = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    if (interfaces / chosen).is_dir() and chosen:  # one interface, not a list or a prefix
+        environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
     environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler tells when it starts
     if deterministic:
         environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

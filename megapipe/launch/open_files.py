@@ -1,25 +1,28 @@
 """Open files that a process may have: each connection to a peer is one."""
 
+import contextlib
 import resource
 
 from megapipe.errors import LaunchError
 
-OTHERS = 512
-"""Files besides connections: libraries, data, devices, pipes."""
+LEAST, USUAL = 64, 512
+"""Files besides connections (libraries, data, devices, pipes): what a run cannot do without, and
+what leaves room."""
 
 
 def allow_connections(peers: int) -> None:
-    """Raise this process' limit of open files as far as it goes.
+    """Raise this process' limit of open files so that `peers` others can connect to it.
 
-    `peers` may connect, each with a socket of its own. Raises :class:`LaunchError` where even the
-    hard limit is too low for that.
+    Raises :class:`LaunchError` where the hard limit is too low for that.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = peers + OTHERS
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    unlimited = resource.RLIM_INFINITY
+    if hard != unlimited and hard < peers + LEAST:
         raise LaunchError(
-            f"open files: the hard limit is {hard}, and {peers} connections need {needed}: "
-            f"expected ulimit -Hn {needed} or more on this host"
+            f"open files: the hard limit is {hard}, and {peers} connections need more: expected "
+            f"ulimit -Hn {peers + USUAL} or more on this host"
         )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = peers + USUAL if hard == unlimited else min(peers + USUAL, hard)
+    if soft != unlimited and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a system with another limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -17,6 +17,7 @@ from megapipe.launch.rendezvous import LaunchInfo
 from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.cuts import check_timeable
+from megapipe.layout.devices import device_kind
 from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
@@ -48,7 +49,11 @@ def start(
     if not command.dry_run:  # before code of the user's may load torch
         given = command.config
         alone = given.parallel.pp == 1 or given.pipeline.channels == "in_process"
-        set_environment(os.environ, sends_messages=not alone, deterministic=given.run.deterministic)
+        set_environment(
+            os.environ,
+            sends_messages=not alone and device_kind(given) == "cuda",
+            deterministic=given.run.deterministic,
+        )
     world = None if command.dry_run and not info.launched else info.world
     config, layout = resolve(command.config, world, None, where=command.where)
     check_sinks(config.log)
@@ -76,8 +81,8 @@ def start(
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
     timeout = config.parallel.timeout_s
-    peers = layout.dp + layout.tp + layout.cp + layout.pipeline_processes
-    allow_connections(peers + info.world * info.hosts)
+    sizes = (layout.dp, layout.tp, layout.cp, layout.pipeline_processes)
+    allow_connections(sum(size - 1 for size in sizes) + info.world * info.hosts)
     store = rendezvous.open_store(info, timeout)
     ending = shutdown(info, store)
     try:

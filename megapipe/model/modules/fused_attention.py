@@ -6,9 +6,11 @@ On the meta device ``scaled_dot_product_attention`` takes torch's plain formulas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -28,16 +30,27 @@ SDPA_FLOPS: dict[Any, Callable[..., int]] = {FUSED: _flops}
 """For :class:`torch.utils.flop_counter.FlopCounterMode`."""
 
 
-class FusedAttention(TorchFunctionMode):
-    """Runs the fused kernel where torch would choose one: without dropout, and with as many key
-    heads as query heads."""
+_PLAIN: Callable[..., Tensor] = functional.scaled_dot_product_attention
+
+
+class _Calls(TorchFunctionMode):
+    """Catches the calls that do not come from within a function of torch's."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is functional.scaled_dot_product_attention:
+        if func is _PLAIN:
             return _attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Take the fused kernel's shapes where one would be chosen: without dropout, of as many key
+    heads as queries."""
+    within_torch = mock.patch.object(functional, "scaled_dot_product_attention", _attention)
+    with within_torch, _Calls():  # the former for nn.MultiheadAttention
+        yield
 
 
 def _attention(
@@ -55,7 +68,7 @@ def _attention(
     if dropout_p == 0 and not masked and alike and query.shape[-1] == key.shape[-1]:
         y: Tensor = FUSED(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
         return y
-    return functional.scaled_dot_product_attention(
+    return _PLAIN(
         query,
         key,
         value,

@@ -19,7 +19,7 @@ from megapipe.errors import MegapipeError
 from megapipe.layers.own import ColumnLinear, Linear, RowLinear
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.interface import Loss, TensorShape
-from megapipe.model.modules.fused_attention import SDPA_FLOPS, FusedAttention
+from megapipe.model.modules.fused_attention import SDPA_FLOPS, fused_attention
 from megapipe.model.modules.shares import Shares, one_rank, storage
 from megapipe.model.modules.units import Source
 
@@ -73,11 +73,12 @@ def measure(
     memory = _Memory()
     for number, layer in enumerate(layers):
         layer.to("meta", TORCH_DTYPES[dtype])
-        before = {name: buffer._version for name, buffer in layer.named_buffers()}
+        before = _buffers(layer)
         own = [m for m in layer.modules() if isinstance(m, Linear) and m in deferred]
         with one_rank(own, tp):
             y, one = _run(source, number, layer, own, x, tp, memory)
-        if (name := _changed(layer, before)) is not None:
+        if changed := before ^ _buffers(layer):
+            name = min(name for name, *_ in changed)
             raise source.problem(
                 f"layer {number} changes its buffer {name} while it runs, which no checkpoint "
                 "has: expected layers whose state are parameters (LayerNorm, not BatchNorm)"
@@ -132,12 +133,9 @@ def _kept_by(loss: Loss, y: Any, tokens: tuple[int, int], memory: _Memory) -> Ma
     return kept
 
 
-def _changed(layer: nn.Module, before: Mapping[str, int]) -> str | None:
-    """A buffer that is not what it was before a forward."""
-    for name, buffer in layer.named_buffers():
-        if before.get(name) != buffer._version:
-            return name
-    return None
+def _buffers(layer: nn.Module) -> set[tuple[str, Tensor, int]]:
+    """The buffers of a layer, and how often each was written to."""
+    return {(name, buffer, buffer._version) for name, buffer in layer.named_buffers()}
 
 
 def _run(
@@ -154,7 +152,7 @@ def _run(
     counter = FlopCounterMode(display=False, custom_mapping=SDPA_FLOPS)
     weights = (*layer.parameters(), *layer.buffers())
     kept = memory.saved(weights)
-    with _hooked(own, shares) as seen, kept as saved, counter, FusedAttention(), shares:
+    with _hooked(own, shares) as seen, kept as saved, counter, fused_attention(), shares:
         try:
             y = layer(*x)
         except Exception as error:  # whatever the user's code raises
@@ -167,6 +165,11 @@ def _run(
         raise source.problem(
             f"layer {number} returns {type(y[0]).__name__ if y else 'nothing'}: expected a "
             "tensor or a tuple of tensors"
+        )
+    if elsewhere := {each.device.type for each in y} - {"meta"}:
+        raise source.problem(
+            f"layer {number} returns a tensor on the {elsewhere.pop()} whatever it is given: "
+            "expected device=x.device where it makes one"
         )
     shares.end(y)
     if shares.problem is not None:

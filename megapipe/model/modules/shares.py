@@ -8,7 +8,7 @@ from any other use.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,8 @@ class Shares(TorchDispatchMode):
         self._paths = {module: path for path, module in layer.named_modules()}
         self._shares: dict[Any, Tensor] = {}
         """By storage; held, so that nothing else takes its place."""
+        self._drawn: dict[Any, Tensor] = {}
+        """Random numbers, and what is made of them alone."""
         self._inside: Linear | None = None
 
     def enter(self, module: Linear) -> None:
@@ -91,12 +93,14 @@ class Shares(TorchDispatchMode):
         if self._inside is None and not func.is_view and torch.is_grad_enabled():
             self._check(func, given, of_share)
         y = func(*args, **(kwargs or {}))
+        made = {storage(each): each for each in tree_leaves(y) if isinstance(each, Tensor)}
         if of_share:
-            made = [each for each in tree_leaves(y) if isinstance(each, Tensor)]
-            self._shares.update((storage(each), each) for each in made)
+            self._shares.update(made)
+        elif _draws(func) or (given and all(map(self._is_drawn, given))):
+            self._drawn.update(made)
         return y
 
-    def _check(self, func: Any, given: Iterable[Tensor], of_share: bool) -> None:
+    def _check(self, func: Any, given: Sequence[Tensor], of_share: bool) -> None:
         for each in map(storage, given):
             if each in self._waiting:
                 self._found(
@@ -109,8 +113,9 @@ class Shares(TorchDispatchMode):
                     f"each of parallel.tp={self._tp} ranks would have a part of its gradient: "
                     "expected no parameters there"
                 )
-        draws = torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket is not FUSED
-        if of_share and draws:
+        widths = [each.shape[-1:] for each in given if self._is_share(each)]
+        drawn = [each.shape[-1:] for each in given if self._is_drawn(each)]
+        if of_share and (_draws(func) or any(one in widths and one != (1,) for one in drawn)):
             self._found(
                 f"random numbers ({func.overloadpacket.__name__}) between a ColumnLinear and a "
                 f"RowLinear would be the same on each of parallel.tp={self._tp} ranks: expected "
@@ -120,8 +125,16 @@ class Shares(TorchDispatchMode):
     def _is_share(self, tensor: Tensor) -> bool:
         return storage(tensor) in self._shares
 
+    def _is_drawn(self, tensor: Tensor) -> bool:
+        return storage(tensor) in self._drawn
+
     def _found(self, problem: str) -> None:
         self.problem = self.problem or problem
+
+
+def _draws(func: Any) -> bool:
+    """Whether an operation takes random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket is not FUSED
 
 
 def storage(tensor: Tensor) -> Any:

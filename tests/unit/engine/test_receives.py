@@ -103,7 +103,11 @@ def test_a_prefix_that_may_be_undone_posts_only_its_own() -> None:
     executor = made(program, log, receive_ahead=3)
     prefix = Speculation(cut(program, operations[0]), arriving(schedule, 0, operations))
     executor.set_speculation(prefix)
-    executor.run(microbatches_of(schedule))
+    executor.run_prefix(microbatches_of(schedule))
+    executor.abort()
+    executor.run_prefix(microbatches_of(schedule))
+    executor.resume()
+    assert "from 1 posted" not in log, "a prefix that was undone is no step"
     log.clear()
     executor.run_prefix(microbatches_of(schedule))
     assert not prefix.arriving

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megapipe.errors import LaunchError
@@ -37,3 +39,18 @@ def test_one_queue_is_refused_where_messages_are_sent() -> None:
     made({"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     with pytest.raises(LaunchError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 makes .*: expected 32"):
         made(one)
+
+
+@pytest.mark.parametrize(
+    ("said", "gloo"), [("lo", "lo"), ("=lo", "lo"), ("^lo", None), ("l", None), ("lo,eth9", None)]
+)
+def test_gloo_takes_the_interface_that_nccl_is_given(
+    said: str, gloo: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "lo").mkdir()
+    environ = {"NCCL_SOCKET_IFNAME": said}
+    set_environment(environ, sends_messages=True, deterministic=False, interfaces=tmp_path)
+    assert environ.get("GLOO_SOCKET_IFNAME") == gloo
+    environ["GLOO_SOCKET_IFNAME"] = "own"
+    set_environment(environ, sends_messages=True, deterministic=False, interfaces=tmp_path)
+    assert environ["GLOO_SOCKET_IFNAME"] == "own"

@@ -7,20 +7,21 @@ import resource
 import pytest
 
 from megapipe.errors import LaunchError
-from megapipe.launch.open_files import OTHERS, allow_connections
+from megapipe.launch.open_files import LEAST, USUAL, allow_connections
 
 
 @pytest.mark.parametrize(
     ("soft", "hard", "peers", "set_to"),
     [
         (1024, 4096, 100, None),
-        (1024, 4096, 1024, (4096, 4096)),
-        (1024, -1, 100_000, (-1, -1)),
+        (1024, 4096, 1024, (1024 + USUAL, 4096)),
+        (256, -1, 100_000, (100_000 + USUAL, -1)),
         (-1, -1, 100_000, None),
-        (1024, 1024 + OTHERS, 1024, (1024 + OTHERS, 1024 + OTHERS)),
+        (100, 1024 + LEAST, 1024, (1024 + LEAST, 1024 + LEAST)),
+        (100, 100, 3, None),
     ],
 )
-def test_it_is_raised_as_far_as_it_goes(
+def test_it_is_raised_as_far_as_need_be(
     soft: int, hard: int, peers: int, set_to: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = [None]
@@ -28,6 +29,15 @@ def test_it_is_raised_as_far_as_it_goes(
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     allow_connections(peers)
     assert asked[-1] == set_to
+
+
+def test_a_system_that_refuses_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, -1))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    allow_connections(4)
 
 
 def test_one_too_low_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

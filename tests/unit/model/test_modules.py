@@ -44,6 +44,18 @@ class Calls(nn.Module):
         return self.function(self, *x)
 
 
+class Running(nn.Module):
+    """Adds the mean of what it has seen, a buffer that is made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = (self.mean + x.detach().mean((0, 1))) / 2
+        return x + self.mean
+
+
 def pair(between: Callable[[Any, Tensor], Tensor], **modules: nn.Module) -> Calls:
     """A column and a row layer with something between them."""
     up, down = ColumnLinear(WIDTH, 4 * WIDTH), RowLinear(4 * WIDTH, WIDTH)
@@ -107,6 +119,10 @@ def normed(own: Any, x: Tensor) -> Tensor:
             r"layer 1: random numbers \(bernoulli_\) between",
         ),
         (
+            lambda: [pair(lambda own, x: x * torch.rand(x.shape, device=x.device))],
+            r"layer 1: random numbers \(mul\) between",
+        ),
+        (
             lambda: [Calls(lambda own, x: own.up(x)[..., :WIDTH], up=ColumnLinear(WIDTH, 16))],
             "layer 1: it returns the share of a ColumnLinear",
         ),
@@ -127,7 +143,16 @@ def normed(own: Any, x: Tensor) -> Tensor:
             r"layers\.2\.up\.weight has 3 rows, which parallel\.tp=2 does not divide",
         ),
     ],
-    ids=["parameter", "dropout", "no row", "no column", "two columns", "fixed heads", "odd"],
+    ids=[
+        "parameter",
+        "dropout",
+        "drawn",
+        "no row",
+        "no column",
+        "two columns",
+        "fixed heads",
+        "odd",
+    ],
 )
 def test_what_several_ranks_would_get_wrong_is_refused(
     layout_of: Callable[..., Layout], inner: Any, words: str
@@ -151,7 +176,8 @@ def test_nothing_right_is_refused_on_two_ranks(layout_of: Callable[..., Layout])
 
     def gated(own: Any, x: Tensor) -> Tensor:
         y = own.norm(x).to(own.up.weight.dtype)
-        inner = functional.silu(own.gate(y)) * own.up(y)
+        kept = torch.rand(y.shape[0], 1, 1, device=y.device).bernoulli()  # of whole samples
+        inner = functional.silu(own.gate(y)) * own.up(y) * kept
         return x + functional.dropout(own.down(inner), 0.1)
 
     def inner() -> list[nn.Module]:
@@ -185,6 +211,11 @@ def outside(own: Any, x: Tensor) -> Tensor:
             lambda: [nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH))],
             "layer 1 changes its buffer 1.num_batches_tracked",
         ),
+        (lambda: [Running()], "layer 1 changes its buffer mean"),
+        (
+            lambda: [Calls(lambda own, x: torch.zeros(x.shape))],
+            "layer 1 returns a tensor on the cpu whatever it is given: expected device=x.device",
+        ),
         (lambda: [nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH + 1)], "layer 3: fails on the meta"),
         (
             lambda: [nn.Linear(WIDTH, WIDTH).requires_grad_(False)],
@@ -203,6 +234,8 @@ def outside(own: Any, x: Tensor) -> Tensor:
         "values",
         "whole",
         "buffer",
+        "buffer anew",
+        "device",
         "shapes",
         "frozen",
         "item",
@@ -287,6 +320,14 @@ def passing(own: Any, x: Tensor) -> Tensor:
     return x + 1
 
 
+def within_torch() -> nn.Module:
+    return nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+
+def within(own: Any, x: Tensor) -> Tensor:
+    return x + own.inner(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "mlp": lambda: [
         Calls(
@@ -297,6 +338,7 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         )
     ],
     "attention": lambda: [heads(Linear, Linear)],
+    "torch's attention": lambda: [Calls(within, inner=within_torch())],
     "both keep it": lambda: [nn.Tanh(), nn.Linear(WIDTH, WIDTH)],
     "dropout": lambda: [nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)],
     "no input": lambda: [Calls(passing), nn.Linear(WIDTH, WIDTH)],
