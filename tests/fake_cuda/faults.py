@@ -303,7 +303,3 @@ def gradients_on_the_host() -> Patch:
         self.grads[0] = self.grads[0].cpu()
 
     return mock.patch.object(buffers.Bucket, "zero_grad", wrong)
-
-
-def names(faults: Sequence[Fault]) -> list[str]:
-    return [fault.name for fault in faults]

@@ -99,6 +99,8 @@ def memory(world: Any) -> None:
     storage = y.untyped_storage()
     storage.resize_(0)
     assert torch.cuda.memory_allocated() - before == 4000
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        y.add_(1)
     storage.resize_(4000)
     assert y.isnan().all()
     x.untyped_storage().resize_(8000)

@@ -1,0 +1,39 @@
+"""The library of the device is compiled once; where it cannot be, a line says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda import build
+
+
+def test_it_is_built_once() -> None:
+    first = build.library()
+    written = first.stat().st_mtime_ns
+    assert build.library() == first
+    assert first.stat().st_mtime_ns == written
+
+
+def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler it cannot be had."""
+    source = tmp_path / "library"
+    source.mkdir()
+    (source / "library.cpp").write_text("// nothing")
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(build.NoCompiler, match="no C"):
+        build.library()
+
+
+def test_an_error_of_the_compiler_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "library"
+    source.mkdir()
+    (source / "library.cpp").write_text("not C++")
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build.sys, "prefix", str(tmp_path))
+    with pytest.raises(RuntimeError, match="does not compile"):
+        build.library()
+    assert not list(tmp_path.glob("share/fake_cuda/*.so"))
