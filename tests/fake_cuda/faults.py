@@ -42,6 +42,8 @@ class Fault:
     patch: Callable[[], Patch]
     case: Case
     noticed: str
+    patience_s: float
+    """How long ranks wait for each other."""
 
     @property
     def name(self) -> str:
@@ -51,11 +53,13 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def seeded(case: Case, noticed: str) -> Callable[[Callable[[], Patch]], Callable[[], Patch]]:
+def seeded(
+    case: Case, noticed: str, patience_s: float = 30.0
+) -> Callable[[Callable[[], Patch]], Callable[[], Patch]]:
     """Add the patch that the decorated function makes to the list."""
 
     def add(patch: Callable[[], Patch]) -> Callable[[], Patch]:
-        FAULTS.append(Fault(patch, case, noticed))
+        FAULTS.append(Fault(patch, case, noticed, patience_s))
         return patch
 
     return add
@@ -190,7 +194,7 @@ def weights_updated_while_they_are_gathered() -> Patch:
     return mock.patch.object(shards.Shard, "publish", wrong)
 
 
-@seeded(PIPELINE, "[Tt]imed out|did not end in time")
+@seeded(PIPELINE, "[Tt]imed out|did not end in time", patience_s=3.0)
 def channels_connected_in_another_order() -> Patch:
     rounds = channels.channel_rounds
 
@@ -201,7 +205,7 @@ def channels_connected_in_another_order() -> Patch:
     return mock.patch.object(channels, "channel_rounds", wrong)
 
 
-@seeded(DATA, "is all_reduce .* here and .* on another member|is .* and all_reduce .* on the other")
+@seeded(DATA, "number . is .*all_reduce float32 4 sum .*on (another member|the other)")
 def another_collective_on_one_rank() -> Patch:
     begin = shards.Shard.start_reduce
 

@@ -31,9 +31,8 @@ def run_with(world: Any, number: int) -> str:
 def test_a_fault_is_noticed(number: int) -> None:
     fault: Fault = FAULTS[number]
     try:
-        texts, reports = observe(
-            fault.case.world, run_with, number, timeout_s=60.0, group_timeout_s=5.0
-        )
+        patience = {"timeout_s": 60.0, "group_timeout_s": fault.patience_s}
+        texts, reports = observe(fault.case.world, run_with, number, **patience)
         found = "\n".join([*texts, *faults_of(reports)])
     except WorldError as error:
         found = str(error)
