@@ -25,6 +25,8 @@ class Device:
 
     def __init__(self, library: Path) -> None:
         self._calls = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        self.spinning = 0
+        """Receives that are posted and that no stream waits for."""
         self._calls.fake_cuda_report.restype = ctypes.c_char_p
         self._calls.fake_cuda_memory.restype = ctypes.c_int64
         self._calls.fake_cuda_most_memory.restype = ctypes.c_int64
@@ -41,6 +43,11 @@ class Device:
         """What faults call the stream."""
         here = ctypes.c_int64(stream.stream_id)
         self._calls.fake_cuda_name_stream(stream.device_index, here, name.encode())
+
+    def receives(self, more: int) -> None:
+        """So many receives more spin on the device."""
+        self.spinning += more
+        self._calls.fake_cuda_receives(more)
 
     def memory(self, index: int) -> int:
         return int(self._calls.fake_cuda_memory(index))

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tests.fake_cuda.device import Device
 from tests.fake_cuda.ledger import Ledger
-from tests.fake_cuda.works import Frozen, Pending, Sending, on_host, spoil
+from tests.fake_cuda.works import Frozen, Pending, Receiving, Sending, on_host, spoil
 
 REDUCTIONS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
     "sum": (ReduceOp.SUM, torch.add),
@@ -60,7 +60,9 @@ class Communicator:
         store.set_timeout(patience)
         self.size = size
         self._store = store
-        self._name = name
+        self.name = name
+        self.kinds: set[str] = set()
+        """Collectives that were made: NCCL makes ready for each kind at the first."""
         self._operations = 0
         self.stream = torch.cuda.Stream(priority=-1)  # of a pool that nobody else uses here
         device.name_stream(self.stream, f"NCCL's stream {name}")
@@ -80,7 +82,7 @@ class Communicator:
         first = self._store.compare_set(f"operation {self._operations}", "", what).decode()
         if first != what:
             raise RuntimeError(
-                f"collectives {self._name}: number {self._operations} is {what} here and {first} "
+                f"collectives {self.name}: number {self._operations} is {what} here and {first} "
                 "on another member"
             )
 
@@ -268,7 +270,7 @@ class StandIn(dist.ProcessGroup):
             on_host(tensor).copy_(bytes_)
 
         name = f"recv of {_kind(tensor)} from {self._notes.ranks[peer]}"
-        return Pending(name, Frozen([]), event, finish, self._ledger)
+        return Receiving(name, Frozen([]), event, finish, self._ledger, device=self._device)
 
     # -- what they share
 
@@ -315,6 +317,9 @@ class StandIn(dist.ProcessGroup):
         what = f"{name} {kind} {more}".rstrip()
         self._ledger.collective(self._notes, name, what)
         line.agree(what)
+        if name not in line.kinds and self._device.spinning:
+            self._ledger.fault(f"the first {name} {line.name} is made while a receive spins")
+        line.kinds.add(name)
         result = begin(line)
         changed = outs if changed is None else changed
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fake_cuda.device import Device
 from tests.fake_cuda.ledger import Ledger
 
 NAN = 0xFF
@@ -97,6 +98,20 @@ class Sending(Pending):
     def __del__(self) -> None:
         if self._inputs is not None and self._inputs.changed():
             self._ledger.fault(f"{self.name}: it was changed while it was on its way")
+
+
+class Receiving(Pending):
+    """A message that is awaited: until a stream waits for it, a kernel spins on `device`."""
+
+    def __init__(self, *args: Any, device: Device) -> None:
+        super().__init__(*args)
+        self._device = device
+        device.receives(1)
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._inputs is not None:
+            self._device.receives(-1)
+        return super().wait(timeout)
 
 
 def _nothing() -> None:

@@ -178,6 +178,16 @@ inline bool is_view(const c10::FunctionSchema& schema) {
   return true;
 }
 
+/// An operation and what it works on, as in "aten::mul [2, 3] float".
+inline std::string with_shapes(std::string text, const std::vector<std::pair<at::Tensor, bool>>& used) {
+  for (const auto& [t, written] : used) {
+    text += " [";
+    for (const auto size : t.sizes()) text += (text.back() == '[' ? "" : ", ") + std::to_string(size);
+    text += std::string("] ") + c10::toString(t.scalar_type());
+  }
+  return text;
+}
+
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& name = schema.name();
@@ -210,6 +220,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   std::optional<Kernel> kernel;
   if (!is_view(schema)) {
     kernel.emplace(device.index(), name);
+    spinning().launches(with_shapes(name, used));
     for (const auto& [t, written] : used) written ? kernel->writes(t) : kernel->reads(t);
   }
   if (waits(name, masks)) host_waits_for(order().now(current_lane(device.index())), name.c_str());

@@ -7,6 +7,7 @@
 
 #include "copies.h"
 #include "devices.h"
+#include "spinning.h"
 
 namespace fake {
 
@@ -18,6 +19,7 @@ inline void host_waits_for(const Clock& event, const char* why) {
 
 inline void host_waits_for_device(c10::DeviceIndex device, const char* why) {
   host_waits().add(why);
+  spinning().host_waits_for_device(why);
   order().host_waits_for_device(device);
   copies().settle();
 }

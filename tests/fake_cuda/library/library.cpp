@@ -83,5 +83,7 @@ int64_t fake_cuda_memory(int device) { return fake::usage().now(static_cast<c10:
 
 int64_t fake_cuda_most_memory(int device) { return fake::usage().most(static_cast<c10::DeviceIndex>(device)); }
 
+void fake_cuda_receives(int more) { fake::spinning().add(more); }
+
 void fake_cuda_forget_most_memory(int device) { fake::usage().forget_most(static_cast<c10::DeviceIndex>(device)); }
 }
