@@ -16,6 +16,7 @@ COMMANDS = {
     "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
     "prepare-data": ("megapipe.data.command", "tokenize a corpus ahead of a run"),
     "summary": ("megapipe.observe.summary", "how a finished run went"),
+    "doctor": ("megapipe.launch.doctor", "what this machine gives a run"),
     "launch": ("megapipe.launch.launcher", "start the processes of a job on this node"),
 }
 """The module of each command, whose main(argv) returns the exit code, and what it is for."""

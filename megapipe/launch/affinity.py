@@ -21,11 +21,16 @@ def bind_near(pci: str, devices: Path = DEVICES) -> Set[int]:
     chosen = os.sched_getaffinity(0)
     if chosen != _online(devices):
         return set()
-    near = chosen & _numbers(devices / pci / "local_cpulist")
-    if near and near != chosen:
-        os.sched_setaffinity(0, near)
-        return near
+    found = chosen & near(pci, devices)
+    if found and found != chosen:
+        os.sched_setaffinity(0, found)
+        return found
     return set()
+
+
+def near(pci: str, devices: Path = DEVICES) -> Set[int]:
+    """The processors near a PCI device; none where the system does not say."""
+    return _numbers(devices / pci / "local_cpulist")
 
 
 def _online(devices: Path) -> Set[int]:

@@ -1,0 +1,144 @@
+"""What this machine gives a run: ``megapipe doctor``, or ``python scripts/doctor.py``.
+
+A line for each thing that a run depends on and that differs between machines: versions, devices,
+processors, limits, the network's idea of this host. What is wrong says what would be right. With
+``--spin`` a GPU also shows which calls wait for a kernel that spins (:mod:`megapipe.launch.spin`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from megapipe.errors import LaunchError
+from megapipe.launch.affinity import near
+from megapipe.launch.devices import Cuda, pci_address
+from megapipe.launch.environment import CONNECTIONS
+from megapipe.launch.open_files import USUAL
+
+OLDEST_TORCH = (2, 10)
+PACKAGES = ("numpy", "transformers", "tokenizers", "datasets", "safetensors", "wandb")
+
+
+class Finding(NamedTuple):
+    """Something that was looked at."""
+
+    state: Literal["ok", "note", "wrong"]
+    what: str
+    text: str
+
+
+def versions() -> Iterator[Finding]:
+    """Python, torch, and the packages that parts of megapipe use."""
+    yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
+    text = _version("torch")
+    if text is None:
+        yield Finding("wrong", "torch", "not installed: expected pip install torch")
+        return
+    number = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+    if number < OLDEST_TORCH:
+        yield Finding("wrong", "torch", f"{text}: expected 2.10 or newer")
+    else:
+        yield Finding("ok", "torch", text)
+    found = {name: _version(name) for name in PACKAGES}
+    yield Finding("ok", "packages", ", ".join(f"{k} {v}" for k, v in found.items() if v))
+    if missing := [name for name, version in found.items() if version is None]:
+        yield Finding("note", "packages", f"not installed: {', '.join(missing)}")
+
+
+def host(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Processors, memory, limits, network and variables of this host."""
+    count, own = os.cpu_count(), len(os.sched_getaffinity(0))
+    yield Finding("ok", "processors", f"{own} of {count} for this process")
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Finding("ok", "memory", f"{pages / 2**30:.0f} GiB")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "any number of" if hard == resource.RLIM_INFINITY else max(hard - USUAL, 0)
+    yield Finding("ok", "open files", f"{soft}, up to {hard}: room for {most} processes")
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        yield Finding("note", "network", f"{name} has no address ({error}): {_INTERFACE}")
+    else:
+        if address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in environ:
+            yield Finding("note", "network", f"{name} is {address} to itself: {_INTERFACE}")
+        else:
+            yield Finding("ok", "network", f"{name} is {address}")
+    if environ.get(CONNECTIONS) == "1":
+        text = f"{CONNECTIONS}=1 is refused with pipeline ranks: expected 32, or unset"
+        yield Finding("note", "environment", text)
+
+
+_INTERFACE = "for jobs on several hosts expected GLOO_SOCKET_IFNAME=INTERFACE"
+
+
+def gpus() -> Iterator[Finding]:
+    """The CUDA devices that this process sees."""
+    import torch
+
+    count = Cuda().count()
+    if not count:
+        yield Finding("note", "gpu", "none: runs compute on the CPU, and send over gloo")
+        return
+    for index in range(count):
+        device = torch.device("cuda", index)
+        found = torch.cuda.get_device_properties(device)
+        address = pci_address(device)
+        beside = len(near(address))
+        yield Finding(
+            "ok",
+            f"gpu {index}",
+            f"{found.name}, {found.total_memory / 2**30:.0f} GiB, {Cuda().identity(index)}, "
+            f"{address or 'no PCI address'}, {beside or 'no known'} processors beside it",
+        )
+    if torch.distributed.is_nccl_available():
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        yield Finding("ok", "nccl", version)
+    else:
+        yield Finding("wrong", "nccl", "this torch has none: expected a build for CUDA")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what there is; returns the exit code, 4 if something is wrong."""
+    parser = argparse.ArgumentParser(
+        description="What this machine gives a run: versions, devices, limits.",
+        epilog="Exit code 4 where something is wrong.",
+    )
+    parser.add_argument(
+        "--spin",
+        action="store_true",
+        help="on a GPU: which calls wait for a kernel that spins, as a posted receive does, and "
+        "what such kernels cost a matrix product; takes a minute",
+    )
+    given = parser.parse_args(argv)
+    looks: list[Callable[[], Iterator[Finding]]] = [versions, lambda: host(os.environ), gpus]
+    wrong = False
+    for look in looks:
+        for state, what, text in look():
+            print(f"{state:5}  {what:11}  {text}", flush=True)
+            wrong |= state == "wrong"
+    if given.spin:
+        from megapipe.launch import spin
+
+        try:
+            for line in spin.report():
+                print(line, flush=True)
+        except LaunchError as error:
+            print(f"megapipe: error: {error}", file=sys.stderr)
+            return error.exit_code
+    return LaunchError.exit_code if wrong else 0

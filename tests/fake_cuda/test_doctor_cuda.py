@@ -1,0 +1,28 @@
+"""The doctor runs through on a device; what it measures there means nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+from tests.fake_cuda.world import run_world
+
+
+def doctors(world: Any) -> tuple[int, str]:
+    from megapipe.launch import doctor, spin
+
+    spin.SECONDS, spin.SIZE = 0.01, 64
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = doctor.main(["--spin"])
+    return code, out.getvalue()
+
+
+def test_it_runs_through() -> None:
+    ((code, text),) = run_world(1, doctors)
+    assert code == 0, text
+    lines = text.splitlines()
+    assert sum(line.startswith("ok     gpu ") for line in lines) == 8
+    assert sum(" ms  " in line for line in lines) == 11
+    assert sum("spinning blocks" in line for line in lines) == 5
