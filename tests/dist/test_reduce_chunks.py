@@ -102,6 +102,7 @@ def sent(world: World, cases: list[Case]) -> list[list[tuple[int, int, bool]]]:
             partial(noting, action, call)
             for action, call in zip(executor.program.actions, executor._calls, strict=True)
         ]
+        executor._parts = executor._cut()
 
         def spy(self: Shard, running: Any = running, left: Any = left) -> None:
             left.append((self.bucket.index, self.bucket.numel, running[-1].do == Do.COMPUTE))

@@ -73,6 +73,7 @@ def watch(world: World, case: Case) -> Seen:
         partial(noting, action, call)
         for action, call in zip(executor.program.actions, executor._calls, strict=True)
     ]
+    executor._parts = executor._cut()
     said: Counter[tuple[str, int, int]] = Counter()
 
     def counted(module: Any, name: str, argument: int = 0) -> Any:
@@ -260,6 +261,7 @@ def order(world: World, case: Case) -> list[str]:
         partial(noting, action, call)
         for action, call in zip(executor.program.actions, executor._calls, strict=True)
     ]
+    executor._parts = executor._cut()
     real = reduction.Reduction
 
     class Noted(real):  # type: ignore[misc, valid-type]

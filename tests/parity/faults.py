@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from torch.nn.attention.bias import causal_upper_left
 
 from megapipe.distributed.collectives import Wait, done
-from megapipe.distributed.mesh import Axis
 from megapipe.engine import channels
 from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Key, Stage
@@ -72,7 +71,8 @@ def replicated_parameters_counted_on_every_tp_rank() -> Patch:
     square = Shard.own_square
 
     def wrong(self: Shard) -> Tensor:
-        with mock.patch.object(self, "tp", Axis.alone()):
+        every = [segment._replace(counted=True) for segment in self.segments]
+        with mock.patch.object(self, "segments", every):
             return square(self)
 
     return mock.patch.object(Shard, "own_square", wrong)
@@ -232,7 +232,7 @@ def replicated_stage_has_a_bucket_of_each_holder_s_own() -> Patch:
 def loss_of_one_holder_of_the_last_stage_only() -> Patch:
     own_loss = TrainStep._own_loss
 
-    def wrong(self: TrainStep, tokens: int) -> tuple[float, int]:
+    def wrong(self: TrainStep, tokens: int) -> tuple[Tensor, int]:
         if self.last is not None and self.mesh.pp.index > 0:
             self.last.loss_sums.clear()
         return own_loss(self, tokens)
