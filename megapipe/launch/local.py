@@ -9,6 +9,7 @@ import, such as those of a notebook, and have torch loaded. CUDA does not surviv
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import multiprocessing
@@ -32,6 +33,8 @@ from megapipe.errors import LaunchError
 
 GROUP_TIMEOUT_S = 600.0
 """How long ranks wait for each other in a collective."""
+STORE_S = 120.0
+"""How long a rank waits for the store in which they all meet: until all processes are started."""
 PEERS_S = 2.0
 """How long the peers of a failed rank may take to fail too, before they are ended."""
 
@@ -141,19 +144,23 @@ def run_ranks(
     timeout_s: float | None = None,
 ) -> list[Any]:
     """Do as :func:`spawn` does, in processes of `context`, within `timeout_s` seconds if given."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes: list[Any] = []
     processes: list[Any] = []
     ended = False
     try:
         for rank in range(ranks):
-            ours, theirs = multiprocessing.Pipe(duplex=False)
-            given = (rank, ranks, store.port, group_timeout_s, theirs, function, args)
+            ours, theirs = multiprocessing.Pipe()
+            given = (rank, ranks, group_timeout_s, theirs, function, args)
             process = context.Process(target=_rank_main, args=given, daemon=True)  # type: ignore[attr-defined]
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
+        # after the forks: a lock that the store's thread holds would never be free in a copy
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for pipe in pipes:
+            with contextlib.suppress(OSError):  # a rank that is gone is told of below
+                pipe.send(store.port)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         results = _collect(pipes, deadline)
         ended = True
@@ -212,7 +219,6 @@ def _ready(pipes: list[Any], seconds: float | None) -> list[Any]:
 def _rank_main(
     rank: int,
     ranks: int,
-    port: int,
     group_timeout_s: float,
     pipe: Any,
     function: Callable[..., Any],
@@ -221,7 +227,9 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller ends this process
     torch.set_num_threads(1)
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False)
+        if not pipe.poll(STORE_S):
+            raise TimeoutError("the caller has started no store")
+        store = TCPStore("127.0.0.1", pipe.recv(), is_master=False)
         here = World(rank, ranks, store, group_timeout_s)
         here.restart()
         pipe.send_bytes(pickle.dumps((True, function(here, *args))))
