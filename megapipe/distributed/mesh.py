@@ -161,7 +161,7 @@ class ParallelMesh:
 
         NCCL connects a group on first use, and where first uses come in different orders on
         different ranks they hang. The caller therefore uses it at once, in an order that all its
-        members share (:meth:`connected` does so with an all-reduce).
+        members share, as :meth:`connected` does.
         """
         options = None
         if ctas is not None and self.backend == "nccl":

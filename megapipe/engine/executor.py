@@ -70,9 +70,8 @@ class Executor:
     data-parallel replicas.
 
     Receives are posted `receive_ahead` operations before they are needed, by default as early as
-    can be, from the second step on.
-    In the first one kernels are loaded and memory is found: on a GPU both may wait for all that
-    runs there, and a receive that spins would be among it.
+    can be, from the second step on. In the first one kernels are loaded and memory is found: on a
+    GPU both may wait for all that runs there, and a receive that spins would be among it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""When a receive is posted: a few operations before its message is needed, and no earlier.
+"""When a receive is posted: by default as early as can be, on NCCL shortly before it is needed.
 
 A receive that is posted lets the message travel while the rank computes. On NCCL it is a kernel
 that spins until its message is there: it takes a multiprocessor from the operations that run

@@ -55,8 +55,10 @@ def versions() -> Iterator[Finding]:
 
 def host(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Processors, memory, limits, network and variables of this host."""
-    count, own = os.cpu_count(), len(os.sched_getaffinity(0))
-    yield Finding("ok", "processors", f"{own} of {count} for this process")
+    text = f"{os.cpu_count()}"
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        text = f"{len(os.sched_getaffinity(0))} of {text} for this process"
+    yield Finding("ok", "processors", text)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield Finding("ok", "memory", f"{pages / 2**30:.0f} GiB")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

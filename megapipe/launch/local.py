@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -53,8 +53,10 @@ class RankError(LaunchError):
 class World:
     """One rank's view of a world, given to the function that it runs.
 
-    The ranks are in torch's default process group, on gloo.
+    The ranks are in torch's default process group, on `backend`.
     """
+
+    backend: ClassVar[str] = "gloo"
 
     def __init__(self, rank: int, size: int, store: Store, timeout_s: float) -> None:
         self.rank = rank
@@ -74,8 +76,8 @@ class World:
             dist.destroy_process_group()
         self._lives += 1
         dist.init_process_group(
-            "gloo",
-            store=PrefixStore(f"life {self._lives}", self._store),
+            self.backend,
+            store=PrefixStore(f"{self.backend} life {self._lives}", self._store),
             rank=self.rank,
             world_size=self.size,
             timeout=datetime.timedelta(seconds=self._timeout_s),

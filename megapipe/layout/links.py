@@ -24,25 +24,29 @@ def scatters(config: Config, tuples: bool) -> bool:
     M / (t p) + M (t - 1) / (t g), where the tensor-parallel gather runs at g: less, if g > p.
     """
     parallel, chosen = config.parallel, config.pipeline.scatter_gather
-    crosses = parallel.pp > 1 and config.pipeline.channels == "process_group"
-    if not crosses or parallel.tp == 1 or parallel.sequence_parallel:
-        if chosen == "on":
-            raise ConfigError(
-                "pipeline.scatter_gather=on needs parallel.pp and parallel.tp above 1, "
-                "parallel.sequence_parallel=false and pipeline.channels=process_group: expected "
-                "auto"
-            )
-        return False
-    if tuples:
-        if chosen == "on":
-            raise ConfigError(
-                "pipeline.scatter_gather=on: stages pass on tuples, or tensors of another type "
-                f"than model.dtype={config.model.dtype}, which are sent whole: expected auto"
-            )
-        return False
-    if chosen != "auto":
+    obstacle = _obstacle(config, tuples)
+    if obstacle is not None and chosen == "on":
+        raise ConfigError(f"pipeline.scatter_gather=on {obstacle}: expected auto")
+    if obstacle is not None or chosen != "auto":
         return chosen == "on"
     return speed(config, parallel.tp) > speed(config, processes(config))
+
+
+def _obstacle(config: Config, tuples: bool) -> str | None:
+    """Why there are no shares to send, if there are none."""
+    parallel = config.parallel
+    crosses = parallel.pp > 1 and config.pipeline.channels == "process_group"
+    if not crosses or parallel.tp == 1 or parallel.sequence_parallel:
+        return (
+            "needs parallel.pp and parallel.tp above 1, parallel.sequence_parallel=false and "
+            "pipeline.channels=process_group"
+        )
+    if tuples:
+        return (
+            "is for single tensors of model.dtype, and stages of model.source="
+            f"{config.model.source} pass on tuples or other types"
+        )
+    return None
 
 
 def speed(config: Config, neighbours: int) -> float:

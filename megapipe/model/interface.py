@@ -17,7 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from megapipe.dtypes import DTYPE_BYTES, Dtype
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, MegapipeError
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.partition import StageSpec
@@ -394,7 +394,12 @@ def load_loss(given: Conditions) -> Loss | None:
     code = UserCode(given.loss, what="train.loss=", error=ConfigError)
 
     def loss(output: Any, labels: Tensor, mask: Tensor) -> Tensor:
-        found: Tensor = code.function(output, labels, mask)
+        try:
+            found: Tensor = code.function(output, labels, mask)
+        except (RuntimeError, MegapipeError):  # torch's own, such as memory that is used up
+            raise
+        except Exception as error:  # whatever the user's code raises
+            raise code.failed(error) from error
         shape = getattr(found, "shape", None)
         if shape != ():
             returned = type(found).__name__ if shape is None else f"shape {list(shape)}"

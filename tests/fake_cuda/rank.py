@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore
 
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.launch.local import World
@@ -22,19 +19,7 @@ from tests.fake_cuda.world import Report
 class DeviceWorld(World):
     """A rank's view of its world, in which groups are nccl's and each rank has its own device."""
 
-    def restart(self) -> None:
-        if dist.is_initialized():
-            if dist.get_backend() == "nccl":
-                dist.all_reduce(torch.zeros(1, device="cuda"))
-            dist.destroy_process_group()
-        self._lives += 1
-        dist.init_process_group(
-            "nccl",
-            store=PrefixStore(f"device life {self._lives}", self._store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=datetime.timedelta(seconds=self._timeout_s),
-        )
+    backend = "nccl"
 
     def mesh(self, grid: Grid, device: str = "cuda") -> ParallelMesh:
         self.restart()

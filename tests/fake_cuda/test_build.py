@@ -16,24 +16,26 @@ def test_it_is_built_once() -> None:
     assert first.stat().st_mtime_ns == written
 
 
-def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a compiler it cannot be had."""
-    source = tmp_path / "library"
-    source.mkdir()
-    (source / "library.cpp").write_text("// nothing")
-    monkeypatch.setattr(build, "SOURCE", source)
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of another library, in an environment of its own."""
+    folder = tmp_path / "library"
+    folder.mkdir()
+    monkeypatch.setattr(build, "SOURCE", folder)
     monkeypatch.setattr(build.sys, "prefix", str(tmp_path))
+    return folder / "library.cpp"
+
+
+def test_another_source_is_another_library(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler it cannot be had."""
+    source.write_text("// nothing")
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     with pytest.raises(build.NoCompiler, match="no C"):
         build.library()
 
 
-def test_an_error_of_the_compiler_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "library"
-    source.mkdir()
-    (source / "library.cpp").write_text("not C++")
-    monkeypatch.setattr(build, "SOURCE", source)
-    monkeypatch.setattr(build.sys, "prefix", str(tmp_path))
+def test_an_error_of_the_compiler_is_shown(source: Path, tmp_path: Path) -> None:
+    source.write_text("not C++")
     with pytest.raises(RuntimeError, match="does not compile"):
         build.library()
     assert not list(tmp_path.glob("share/fake_cuda/*.so"))

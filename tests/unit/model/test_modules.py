@@ -256,9 +256,11 @@ def test_what_cannot_run_is_refused(
     [
         (lambda y, labels, mask: y.sum(-1), r"loss: it returns shape \[2, 6\]: expected a sum"),
         (lambda y, labels, mask: 0.0, "loss: it returns float: expected a sum"),
+        (lambda y, labels: y.sum(), r"loss: TypeError: .* takes 2 positional arguments"),
+        (lambda y, labels, mask: y.summed(), "loss: AttributeError: .*summed"),
     ],
 )
-def test_a_loss_that_is_no_sum_is_refused(
+def test_a_loss_that_gives_no_sum_is_refused(
     layout_of: Callable[..., Layout], loss: Any, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"train.loss=written_here:{words}"):
