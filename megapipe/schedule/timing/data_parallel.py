@@ -76,8 +76,10 @@ class Lane:
         self._gather, self._reduce, self._buckets = times.gather, times.reduce, times.buckets
         self._gathered: dict[int, Time] = {}
         self._reduced: dict[int, Time] = {}
-        """By stage, when its latest reduction ends; `_ends` has the ends of all in order."""
-        self._ends: list[Time] = []
+        """By stage, when its latest reduction ends."""
+        self._last: Time = 0
+        """When the latest reduction ends, and when all before it have."""
+        self._before_last: Time = 0
         self._meeting: tuple[int, Time] | None = None
         """The stage that this lane has come to reduce with others, and when."""
         self.stops = self._stops(ops, actions)
@@ -134,8 +136,7 @@ class Lane:
         if action.do == Do.REDUCE:
             self._begin_reduce(action.stage, began if in_buckets else ended, ended)
         elif action.do == Do.OPEN:
-            # the last reduction but one: the run before this one has waited for earlier ones
-            now = max(now, self._reduced.get(action.stage, 0), *self._ends[-2:-1])
+            now = max(now, self._reduced.get(action.stage, 0), self._before_last)
         elif action.do == Do.UNSHARD:
             self._begin_gather(action.stage, now)
         else:
@@ -165,7 +166,7 @@ class Lane:
                 self.reductions, stage, ready, plain(bucket.share * self._reduce[stage])
             )
         self._reduced[stage] = end
-        self._ends.append(end)
+        self._last, self._before_last = end, max(self._last, self._before_last)
 
     def _begin_gather(self, stage: int, ready: Time) -> None:
         self._gathered[stage] = self._next(self.gathers, stage, ready, self._gather[stage])

@@ -56,6 +56,14 @@ def test_with_prefetch_the_next_is_on_its_way():
     assert spans(timeline.reductions) == [(1, 9, 14), (0, 14, 19)]
 
 
+def test_gradients_wait_for_all_reductions_but_the_last_also_behind_a_joined_pair():
+    """Both of the pair have memory before either is reduced, so stage 3's is let go only then."""
+    text = "0F0 1F0 2F0 3F0 3I0 2I0 1I0 0I0 3W0 2W0+1W0 0W0"
+    timeline = timed(text, placement=loop(1, 4), I=1, W=1, reduce=(0, 0, 0, 10), zero=2)
+    assert spans(timeline.reductions) == [(3, 9, 19)]
+    assert list(timeline.starts[0])[-4:] == [8, 9, 9, 19]
+
+
 def test_gathers_begin_while_the_rank_waits_for_a_message():
     """Rank 0 has nothing to do from 4 to 12, and gathers stage 2 from 4 to 6."""
     two = Placement(2, ((0, 1, 0),))
