@@ -132,7 +132,8 @@ class PipelineConfig(Section):
     soon as the message before has arrived."""
     channel_ctas: int = Field(1, ge=1)
     """On NCCL: most thread blocks of a channel between two pipeline ranks, each on a
-    multiprocessor of its own while a message is under way or awaited."""
+    multiprocessor of its own while a message is under way or awaited. How many pay, and how far
+    ahead to receive, log.timeline tells: it prints the bubble as measured beside the simulated."""
     debug: bool = False
     """Send a header with each message and check it on arrival; fill buffers with NaN before
     a receive."""
@@ -332,8 +333,14 @@ class KernelsConfig(Section):
     documents of any length (see data.document_mask), of which auto takes varlen."""
     norm: Literal["auto", "torch", "apex", "liger"] = "auto"
     """Layernorm and rmsnorm: torch's, NVIDIA apex's or Liger's."""
-    swiglu: Literal["auto", "torch", "liger"] = "auto"
-    """The gate of a swiglu MLP: torch's or Liger's."""
+    rotary: Literal["auto", "torch", "inductor"] = "auto"
+    """The rotation of queries and keys: torch's operations, or two kernels made by inductor, which
+    takes seconds at start; auto is inductor on a GPU, here and for `swiglu` and `loss`."""
+    swiglu: Literal["auto", "torch", "inductor", "liger"] = "auto"
+    """The gate of a swiglu MLP: torch's, inductor's or Liger's."""
+    loss: Literal["auto", "torch", "inductor"] = "auto"
+    """What a loss in chunks (`loss_chunk`) does between its GEMMs: torch's operations, or two
+    kernels made by inductor, which take logits as they are, without a copy in fp32."""
     weight_grad: Literal["auto", "torch", "fused", "apex"] = "auto"
     """Weight gradients in bf16 and fp16 on a GPU: torch's GEMM and a sum into the fp32 main
     gradient (torch), or both at once by torch (fused) or NVIDIA apex."""

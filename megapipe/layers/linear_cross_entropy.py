@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,26 +24,25 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from megapipe.distributed.collectives import all_gather
-from megapipe.layers.cross_entropy import (
-    Exponentials,
-    exponentiate,
-    loss_dtype,
-    masked_sum,
-)
+from megapipe.layers.cross_entropy import exchange, masked_sum
 from megapipe.layers.linear import ColumnParallelLinear, start_sum
 from megapipe.layers.policy import loss_chunk
 from megapipe.layers.weight_grad import add_product
+from megapipe.ops.loss import Labels, LossKernel, combine, loss_dtype
 
 
-@dataclass
-class _Chunk:
-    """Some tokens: their hidden states [n, h], losses [n], and what the gradients come from."""
+class _Chunk(NamedTuple):
+    """Some tokens: their hidden states [n, h], and what the losses and gradients come from."""
 
     tokens: slice
     x: Tensor
-    losses: Tensor
-    exponentials: Exponentials
-    scratch: Tensor  # [n, V/tp] of the model's dtype; what `exponentials` has, if that is the same
+    logits: Tensor
+    """[n, V/tp], as the kernel left them."""
+    labels: Labels
+    gathered: Tensor
+    """[tp, 3, n]."""
+    scratch: Tensor
+    """[n, V/tp] of the model's dtype; the memory of `logits`, if that is their type."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +63,24 @@ class _Loss:
 
     def chunks(self, x: Tensor) -> Iterator[_Chunk]:
         """The tokens of x, [s * b, h], in order; the chunks share their memory."""
-        matrix, labels = self.head.matrix(), self.labels.flatten()
+        matrix, tp, kernel = self.head.matrix(), self.head.sharding.tp, self.kernel
         size = loss_chunk(len(x), self.chunk)
         scratch = x.new_empty(size, len(matrix))
-        high = loss_dtype(x.dtype)
+        labels = Labels.of(self.labels.flatten(), len(matrix), tp.index, self.vocab_size)
+        high = loss_dtype(x.dtype) if kernel.wide else x.dtype
         logits = scratch if high == x.dtype else torch.empty_like(scratch, dtype=high)
         for start in range(0, len(x), size):
             tokens = slice(start, min(start + size, len(x)))
-            some, n = x[tokens], tokens.stop - start
-            torch.mm(some, matrix.t(), out=scratch[:n])
+            n, here = tokens.stop - start, labels.some(tokens)
+            torch.mm(x[tokens], matrix.t(), out=scratch[:n])
             if logits is not scratch:
                 logits[:n].copy_(scratch[:n])
-            losses, exponentials = exponentiate(
-                logits[:n], labels[tokens], self.head.sharding.tp, self.vocab_size
-            )
-            yield _Chunk(tokens, some, losses, exponentials, scratch[:n])
+            gathered = exchange(kernel.shares(logits[:n], here), tp)
+            yield _Chunk(tokens, x[tokens], logits[:n], here, gathered, scratch[:n])
+
+    @property
+    def kernel(self) -> LossKernel:
+        return self.head.sharding.kernels.loss
 
     def total(self, losses: list[Tensor]) -> Tensor:
         return masked_sum(torch.cat(losses), self.mask.flatten())
@@ -86,7 +88,9 @@ class _Loss:
     @torch.no_grad()
     def forward(self, hidden: Tensor) -> Tensor:
         """The sum of the unmasked losses."""
-        return self.total([chunk.losses for chunk in self.chunks(self.whole(hidden))])
+        index = self.head.sharding.tp.index
+        chunks = self.chunks(self.whole(hidden))
+        return self.total([combine(chunk.gathered, index).losses for chunk in chunks])
 
     def backward(self, hidden: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the unmasked losses, and the gradient of `hidden` for `grad` [] of the sum.
@@ -98,8 +102,10 @@ class _Loss:
         weights = (self.mask != 0).flatten() * grad  # [s * b]
         grad_x, losses = torch.empty_like(x), []  # partial sums over tp
         for chunk in self.chunks(x):
-            losses.append(chunk.losses)
-            g = chunk.exponentials.gradient(weights[chunk.tokens])
+            some, g = self.kernel.results(
+                chunk.logits, chunk.labels, chunk.gathered, weights[chunk.tokens]
+            )
+            losses.append(some)
             if g.dtype != x.dtype:
                 g = chunk.scratch.copy_(g)
             torch.mm(g, matrix, out=grad_x[chunk.tokens])

@@ -164,6 +164,9 @@ class KernelNeeds(NamedTuple):
     norm: NormNeeds | None = None
     gate: bool = False
     """That of SwiGLU."""
+    rotary: bool = False
+    loss: bool = False
+    """That of a loss in chunks."""
 
 
 Feature = Literal[

@@ -9,8 +9,10 @@ from typing import Any
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.compiler import Compiler
+from megapipe.ops.loss import LossKernel, TorchLoss
 from megapipe.ops.norm import NormKernel, torch_norm
 from megapipe.ops.probe import Choice
+from megapipe.ops.rotary import RotaryKernel, torch_rotate
 from megapipe.ops.swiglu import SwigluKernel, torch_swiglu
 from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 
@@ -21,7 +23,10 @@ class Kernels:
 
     attention: AttentionKernel = field(default_factory=Sdpa)
     norm: NormKernel = torch_norm
+    rotary: RotaryKernel = torch_rotate
     swiglu: SwigluKernel = torch_swiglu
+    loss: LossKernel = field(default_factory=TorchLoss)
+    """Of a loss in chunks."""
     accumulate: AccumulateKernel = torch_accumulate
     adam: AdamKernel = torch_adam
     compiler: Compiler | None = None

@@ -130,6 +130,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def in_preference(candidates: list[Candidate[K]], device: torch.device) -> list[Candidate[K]]:
+    """`candidates`, in order for a GPU, in order for `device`: on a CPU inductor's, which takes
+    long to compile, is there for those who ask for it by name."""
+    return sorted(candidates, key=lambda each: device.type == "cpu" and each.name == "inductor")
+
+
 def needs_cuda(device: torch.device) -> None:
     if device.type != "cuda":
         raise Unavailable("needs a GPU")

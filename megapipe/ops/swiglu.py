@@ -1,4 +1,4 @@
-"""SwiGLU's gate: torch's kernels, or Liger's one."""
+"""SwiGLU's gate: torch's kernels, or one of Liger's or of inductor's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from megapipe.ops.compiler import compile_elementwise, needs_inductor
 from megapipe.ops.probe import (
     Candidate,
     agree,
+    in_preference,
     load_module,
     needs_cuda,
     needs_fp32,
@@ -49,9 +51,37 @@ class _Swiglu(Function):
 
 def torch_swiglu(both: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # a compiler sees for itself what to keep
-        gate, up = both.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        return _gate(both)
     return _Swiglu.apply(both)
+
+
+def _gate(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _gate_grad(both: Tensor, grad: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    share = gate.sigmoid()
+    of_gate = grad * up * share * (1 + gate * (1 - share))
+    return torch.cat((of_gate, grad * gate * share), dim=-1)
+
+
+def inductor_swiglu() -> SwigluKernel:
+    """Forward and backward compiled, each a kernel; saves gate and up alone."""
+    forward, backward = compile_elementwise(_gate), compile_elementwise(_gate_grad)
+
+    class Swiglu(Function):
+        @staticmethod
+        def forward(ctx: Any, both: Tensor) -> Tensor:
+            ctx.save_for_backward(both)
+            return forward(both)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return backward(*ctx.saved_tensors, grad)
+
+    return Swiglu.apply
 
 
 def liger_swiglu(function: Any) -> SwigluKernel:
@@ -67,7 +97,7 @@ def liger_swiglu(function: Any) -> SwigluKernel:
 def candidates(
     *, device: torch.device, dtype: torch.dtype, compiled: bool = False
 ) -> list[Candidate[SwigluKernel]]:
-    """Liger before torch, which alone can be part of a compiled block."""
+    """On a GPU Liger before inductor before torch, which alone can be part of a compiled block."""
 
     def liger() -> SwigluKernel:
         needs_cuda(device)
@@ -75,6 +105,11 @@ def candidates(
         needs_fp32(dtype)
         module = load_module("liger_kernel.ops.swiglu", "liger-kernel")
         return liger_swiglu(module.LigerSiLUMulFunction)
+
+    def inductor() -> SwigluKernel:
+        needs_inductor(device)
+        needs_no_graph(compiled)
+        return inductor_swiglu()
 
     def results(kernel: SwigluKernel, precision: torch.dtype) -> Sequence[Tensor]:
         both, grad = small_data([(6, 2, 256), (6, 2, 128)], dtype, precision, device)
@@ -84,7 +119,9 @@ def candidates(
     def check(kernel: SwigluKernel) -> None:
         agree(kernel, torch_swiglu, results, dtype)
 
-    return [
-        Candidate("liger", liger, check, "liger-kernel"),
-        Candidate("torch", lambda: torch_swiglu),
+    found = [
+        Candidate[SwigluKernel]("liger", liger, check, "liger-kernel"),
+        Candidate[SwigluKernel]("inductor", inductor, check),
+        Candidate[SwigluKernel]("torch", lambda: torch_swiglu),
     ]
+    return in_preference(found, device)

@@ -15,7 +15,7 @@ from megapipe.errors import LaunchError, MegapipeError
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import KernelNeeds
-from megapipe.ops import adam, attention_choice, norm, swiglu, weight_grad
+from megapipe.ops import adam, attention_choice, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.attention import AttentionKernel
 from megapipe.ops.attention_choice import Attended, torch_choice
 from megapipe.ops.compiler import torch_compile
@@ -84,6 +84,12 @@ def select_kernels(
         found["norm"] = choose("norm", wanted.norm, norms)
     products = weight_grad.candidates(device=device, dtype=dtype)
     found["accumulate"] = choose("weight_grad", wanted.weight_grad, products)
+    if needs.rotary:
+        turns = rotary.candidates(device=device, dtype=dtype, compiled=wanted.compile)
+        found["rotary"] = choose("rotary", wanted.rotary, turns)
+    if needs.loss:
+        losses = loss.candidates(device=device, dtype=dtype)
+        found["loss"] = choose("loss", wanted.loss, losses)
     if needs.gate:
         gates = swiglu.candidates(device=device, dtype=dtype, compiled=wanted.compile)
         found["swiglu"] = choose("swiglu", wanted.swiglu, gates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.errors import ConfigError
-from megapipe.ops import adam, norm, swiglu, weight_grad
+from megapipe.ops import adam, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.attention_choice import Attended, candidates, torch_choice
@@ -180,3 +181,36 @@ def test_documents_in_training() -> None:
     results = run_world(1, run_cases, cases, "cuda", timeout_s=300.0)
     for i, one in enumerate(cases):
         check_case(one, [outcomes[i] for outcomes in results])
+
+
+def launched(run: Callable[[], Any]) -> int:
+    """Kernels of a call that has been made before."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_what_inductor_makes_is_few_kernels(dtype: torch.dtype) -> None:
+    """Two at most each way; five for the loss, as docs/benchmarks.md has it beside its GEMMs."""
+    turn = kernel_of("rotary", "inductor", rotary.candidates(device=DEVICE, dtype=dtype))
+    x = torch.randn(64, 2, 4, 3, 64, device=DEVICE, dtype=dtype)
+    table = torch.randn(64, 1, 1, 1, 64, device=DEVICE, dtype=dtype)
+    assert launched(lambda: turn(x, table, table, 1)) <= 2
+    gate = kernel_of("swiglu", "inductor", swiglu.candidates(device=DEVICE, dtype=dtype))
+    both = torch.randn(64, 2, 512, device=DEVICE, dtype=dtype, requires_grad=True)
+    grad = torch.randn(64, 2, 256, device=DEVICE, dtype=dtype)
+    assert launched(lambda: gate(both)) <= 2
+    y = gate(both)
+    assert launched(lambda: torch.autograd.grad(y, both, grad, retain_graph=True)) <= 2
+    kernel = kernel_of("loss", "inductor", loss.candidates(device=DEVICE, dtype=dtype))
+    logits = torch.randn(128, 1000, device=DEVICE, dtype=dtype)
+    labels = loss.Labels.of(torch.arange(128, device=DEVICE), 1000, 0, 990)
+    gathered = kernel.shares(logits, labels).unsqueeze(0)
+    weights = torch.ones(128, device=DEVICE)
+    steps = launched(lambda: kernel.shares(logits, labels))
+    steps += launched(lambda: kernel.results(logits, labels, gathered, weights))
+    assert steps <= 5

@@ -33,21 +33,6 @@ def rotary_tables(
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
-    """Rotate [s, b, ..., d] by position, in place; the halves of d are the two coordinates."""
-    y = x * cos  # elsewhere first: products of halves that lie apart are slower than the copy
-    (x1, x2), (y1, y2), (sin1, sin2) = (t.chunk(2, dim=-1) for t in (x, y, sin))
-    y1.addcmul_(x2, sin1, value=-sign)
-    y2.addcmul_(x1, sin2, value=sign)
-    return x.copy_(y)
-
-
-def traced_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """:func:`rotate_` for a compiler: returns a new tensor."""
-    (x1, x2), (sin1, sin2) = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)
-    return x * cos + torch.cat((-x2 * sin1, x1 * sin2), dim=-1)
-
-
 class _Turned(Function):
     """Rotates queries and keys in place, and their gradients back; only the tables are kept.
 
@@ -60,14 +45,14 @@ class _Turned(Function):
     ) -> Tensor:
         ctx.attention, ctx.rotary = attention, rotary
         if not graph_only:
-            rotate_(attention.turning(qkv), *rotary)
+            attention.rotate(attention.turning(qkv), *rotary, 1)
         return qkv.view_as(qkv)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         # queries, keys and values had their gradients joined in this one, which nobody else has
         cos, sin = ctx.rotary
-        rotate_(ctx.attention.turning(grad), cos, sin, sign=-1)
+        ctx.attention.rotate(ctx.attention.turning(grad), cos, sin, -1)
         return grad, None, None, None
 
 
@@ -90,6 +75,7 @@ class Attention(nn.Module):
         assert config.kv_heads is not None
         assert config.head_dim is not None
         self.sharding = sharding
+        self.rotate = sharding.kernels.rotary
         self.config = config
         self.layer = layer
         self.groups = config.kv_heads // sharding.tp.size

@@ -28,10 +28,11 @@ from megapipe.layers.linear import (
 )
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
-from megapipe.model.gpt.attention import joined, traced_rotate
+from megapipe.model.gpt.attention import joined
 from megapipe.model.gpt.block import Block, Rotary
 from megapipe.ops.compiler import Compiler
 from megapipe.ops.documents import Documents
+from megapipe.ops.rotary import rotated
 
 
 class CompiledBlock:
@@ -168,7 +169,7 @@ def run_block(
     q, k, v = attention.heads(_Product.apply(normed, *qkv, sharding, True))
     if rotary is not None:
         cos, sin = (table.squeeze(2) for table in rotary)
-        q, k = traced_rotate(q, cos, sin), traced_rotate(k, cos, sin)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     mixed = joined(sharding.kernels.attention(q, k, v, 0.0, documents))
     x = x + _Product.apply(mixed, *out, sharding, False)

@@ -147,7 +147,13 @@ class GPT(Family):
         heads, groups = model.heads // tp, known(model.kv_heads) // tp
         attention = AttentionNeeds(heads, groups, known(model.head_dim), model.dropout)
         norm = NormNeeds(model.hidden, model.norm_eps, model.norm == "layernorm", model.bias)
-        return KernelNeeds(attention, norm, gate=model.activation == "swiglu")
+        return KernelNeeds(
+            attention,
+            norm,
+            gate=model.activation == "swiglu",
+            rotary=model.positions == "rotary",
+            loss=self.conditions.loss_chunk > 0,
+        )
 
     def build(self, stage: StageSpec, sharding: Sharding) -> GPTStage:
         from megapipe.model.gpt.stage import GPTStage

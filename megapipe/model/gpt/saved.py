@@ -92,8 +92,8 @@ def stage_held(
         device += sum(tensor.bytes for tensor in _norm(model, sizes) if tensor.is_saved)
         if not loss_chunk:
             logits = w.tokens * padded_vocabulary(known(model.vocab_size), sizes.tp) // sizes.tp
-            # exponentials; a factor, a column (int64), whose it is, and whether masked, per token
-            device += logits * high + w.tokens * (high + 8 + high + 1)
+            # exponentials; a factor, a column (int64), if it is here, and whether masked, per token
+            device += logits * high + w.tokens * (high + 8 + 1 + 1)
             queued += residual + logits * size
     return Held(device, host, queued)
 

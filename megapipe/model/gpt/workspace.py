@@ -445,7 +445,7 @@ class _Way:
             if narrow:
                 tape.take(logits * self.size)
                 tape.drop(logits * self.high)
-            tape.drop(self.tokens * (self.high + 8 + self.high + 1))  # a few numbers per token
+            tape.drop(self.tokens * (self.high + 8 + 1 + 1))  # a few numbers per token
             self._column_backward(tape, logits * self.size, "head", at_once)
         self._norm_backward(tape)
         tape.drop(self.local)

@@ -31,9 +31,10 @@ def test_the_cpus_banner() -> None:
         "weight_grad torch (apex, fused: needs a GPU)"
     )
     gate, update = "swiglu torch (liger: needs a GPU)", "optimizer torch (apex: needs a GPU)"
-    assert banner(config()) == f"{start}, {update}"
-    assert banner(config(model={"activation": "swiglu"})) == f"{start}, {gate}, {update}"
-    assert banner(config(optimizer={"rule": "sgd"})) == start
+    llama = config(model={"activation": "swiglu", "positions": "rotary"})
+    assert banner(config()) == f"{start}, loss torch, {update}"
+    assert banner(llama) == f"{start}, rotary torch, loss torch, {gate}, {update}"
+    assert banner(config(optimizer={"rule": "sgd"}, kernels={"loss_chunk": 0})) == start
     with_dropout = banner(config(model={"dropout": 0.1}))
     assert with_dropout.startswith("kernels: attention math (SDPA; flash: ")
     assert "non-zero dropout" in with_dropout
@@ -54,6 +55,7 @@ def test_what_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         "attention": "flash",
         "norm": "apex",
         "weight_grad": "torch",
+        "loss": "torch",
         "optimizer": "apex",
         "swiglu": "liger",
     }

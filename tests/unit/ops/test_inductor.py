@@ -1,0 +1,104 @@
+"""What inductor is given to compile computes what torch's kernels do; slow: also once compiled."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.ops import loss, rotary, swiglu
+from megapipe.ops.loss import InductorLoss, Labels, LossKernel, TorchLoss
+from megapipe.ops.probe import Choice, choose
+
+CPU = torch.device("cpu")
+VOCAB, WIDTH, TOKENS = 37, 20, 11
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled functions are the functions themselves."""
+    for module in (loss, rotary, swiglu):
+        monkeypatch.setattr(module, "compile_elementwise", lambda function: function)
+
+
+def chosen(dtype: torch.dtype) -> list[Choice[Any]]:
+    """inductor's kernels, which have passed their self-checks."""
+    purposes = {"loss": loss, "rotary": rotary, "swiglu": swiglu}
+    given: dict[str, Any] = {"device": CPU, "dtype": dtype}
+    return [
+        choose(name, "inductor", module.candidates(**given)) for name, module in purposes.items()
+    ]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("uncompiled")
+def test_they_pass_their_self_checks(dtype: torch.dtype) -> None:
+    assert [choice.name for choice in chosen(dtype)] == ["inductor"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_they_pass_them_compiled(dtype: torch.dtype) -> None:
+    assert [choice.name for choice in chosen(dtype)] == ["inductor"] * 3
+
+
+def test_on_a_cpu_they_are_taken_by_name_alone() -> None:
+    for module in (loss, rotary, swiglu):
+        candidates: Any = module.candidates(device=CPU, dtype=torch.float32)
+        assert choose("one", "auto", candidates).name == "torch"
+
+
+def test_without_triton_a_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    choice = choose("loss", "auto", loss.candidates(device=torch.device("cuda"), dtype=torch.half))
+    assert choice.name == "torch"
+    assert choice.why.startswith("inductor: ")
+
+
+def of_all_ranks(kernel: LossKernel, logits: Tensor, labels: Tensor, weights: Tensor) -> Any:
+    """Losses and gradient of logits [n, 2 * WIDTH], the last ones of two ranks being padding."""
+    places = [Labels.of(labels, WIDTH, rank, VOCAB) for rank in range(2)]
+    parts = [part.clone() for part in logits.split(WIDTH, dim=-1)]
+    gathered = torch.stack([kernel.shares(*each) for each in zip(parts, places, strict=True)])
+    found = [
+        kernel.results(part, place, gathered, weights)
+        for part, place in zip(parts, places, strict=True)
+    ]
+    assert found[0][0].equal(found[1][0])
+    return found[0][0], torch.cat([gradient for _, gradient in found], dim=-1)
+
+
+@pytest.mark.parametrize("kernel", [TorchLoss, InductorLoss])
+@pytest.mark.usefixtures("uncompiled")
+def test_a_loss_over_two_ranks_is_cross_entropy(kernel: type[LossKernel]) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(TOKENS, 2 * WIDTH, generator=generator, dtype=torch.float64) * 30
+    labels = torch.arange(TOKENS) * 3 % VOCAB
+    weights = torch.rand(TOKENS, generator=generator, dtype=torch.float64)
+    whole = logits[:, :VOCAB].clone().requires_grad_()
+    right = torch.nn.functional.cross_entropy(whole, labels, reduction="none")
+    (right * weights).sum().backward()
+    assert whole.grad is not None
+    losses, gradient = of_all_ranks(kernel(), logits, labels, weights)
+    torch.testing.assert_close(losses, right.detach(), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(gradient[:, :VOCAB], whole.grad, rtol=1e-12, atol=1e-15)
+    assert not gradient[:, VOCAB:].any(), "padding has no gradient"
+
+
+@pytest.mark.parametrize("kernel", [TorchLoss, InductorLoss])
+@pytest.mark.usefixtures("uncompiled")
+def test_a_rank_of_padding_alone_adds_nothing(kernel: type[LossKernel]) -> None:
+    logits = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    labels = Labels.of(torch.zeros(TOKENS, dtype=torch.int64), WIDTH, 1, WIDTH)
+    assert labels.columns == 0
+    shares = kernel().shares(logits.clone(), labels)
+    top, total, target = shares
+    assert top.isfinite().all()
+    assert not (total * (top - 3).exp()).any()
+    assert not target.any()
