@@ -60,6 +60,7 @@ class _Copy:
         self.device = storage.device
         self.stream = stream
         self.fetched: Tensor | None = None
+        """The bytes on the device, in memory of the stream that computes."""
         self.arrived: torch.cuda.Event | None = None
         self.host = torch.empty(len(source), dtype=torch.uint8, pin_memory=stream is not None)
         if stream is None:
@@ -72,22 +73,30 @@ class _Copy:
 
     def fetch(self) -> None:
         """Begin to copy to the device, unless that has begun."""
-        if self.fetched is None:
-            with torch.cuda.stream(self.stream):
-                self.fetched = torch.empty_like(self.host, device=self.device)
-                self.fetched.copy_(self.host, non_blocking=True)
-            if self.stream is not None:
-                self.arrived = self.stream.record_event()
+        if self.fetched is not None:
+            return
+        self.fetched = torch.empty_like(self.host, device=self.device)
+        if self.stream is None:
+            self.fetched.copy_(self.host)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # used it before
+        with torch.cuda.stream(self.stream):
+            self.fetched.copy_(self.host, non_blocking=True)
+        self.arrived = self.stream.record_event()
 
     def take(self) -> torch.UntypedStorage:
         """The bytes on the device, for the current stream."""
         self.fetch()
         assert self.fetched is not None
-        if self.arrived is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(self.arrived)
-            self.fetched.record_stream(current)
+        self._await_arrival()
         return self.fetched.untyped_storage()
+
+    def _await_arrival(self) -> None:
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.arrived)
+
+    def __del__(self) -> None:
+        self._await_arrival()  # of bytes that nobody took: their memory is used again
 
 
 class _View(NamedTuple):

@@ -97,14 +97,16 @@ class Array:
             self._file.release(start * self.values.itemsize, stop * self.values.itemsize)
 
 
-class _Copies:
+class Copies:
     """A stream for copies beside the one that computes; on the CPU all is done at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._copying: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._copying = torch.cuda.Stream(device)
-            self._computing = torch.cuda.current_stream(device)
+        self._device = device
+        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def _computing(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
 
     def begin(self) -> AbstractContextManager[object]:
         """A context: copies within it run beside the computation."""
@@ -138,7 +140,11 @@ class Staging:
     """
 
     def __init__(
-        self, arrays: Sequence[Array], ranges: Sequence[tuple[int, int]], device: torch.device
+        self,
+        arrays: Sequence[Array],
+        ranges: Sequence[tuple[int, int]],
+        device: torch.device,
+        copies: Copies,
     ) -> None:
         self._arrays = arrays
         self._ranges = ranges
@@ -150,8 +156,7 @@ class Staging:
         self._wide = [
             torch.empty(length, dtype=x.main, device=device) if x.narrow else None for x in arrays
         ]
-        away = any(x.away for x in arrays)
-        self._copies = _Copies(device if away else torch.device("cpu"))
+        self._copies = copies
         self._copies.follow()
         self._fetched: dict[int, torch.cuda.Event | None] = {}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megapipe.config import OptimizerConfig
 from megapipe.errors import ConfigError
-from megapipe.optim.offload import Array, Staging, StateDevice
+from megapipe.optim.offload import Array, Copies, Staging, StateDevice
 from megapipe.optim.rounding import round_at_random, scratch_bytes
 
 MASTER = "model"
@@ -117,6 +117,8 @@ class Store:
         self._arrays = [master, *(self._array(name, dtype) for name in names)]
         self._named = {array.name: array for array in self._arrays}
         self._window = self._window_length()
+        away = any(array.away for array in self._arrays)
+        self._copies = Copies(weights.device if away else torch.device("cpu"))
         if self._own_master:
             for a, b in self._ranges(0, weights.numel()):
                 self.write(MASTER, a, b, weights[a:b])
@@ -169,7 +171,7 @@ class Store:
                 self.weights[start:stop].copy_(master)
             return
         ranges = self._ranges(start, stop)
-        staging = Staging(self._arrays, ranges, self.weights.device)
+        staging = Staging(self._arrays, ranges, self.weights.device, self._copies)
         try:
             staging.fetch(0)
             for index, (a, b) in enumerate(ranges):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from megapipe.config import Config, OptimizerConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
-from megapipe.optim import offload
+from megapipe.optim import state_store
 from megapipe.optim.offload import LANES, MappedFile
 from megapipe.optim.rounding import round_at_random, scratch_bytes
 from megapipe.optim.state_store import MIB, StatePolicy, Store
@@ -474,6 +474,8 @@ class LateCopies:
     def end(self) -> None:
         for copy in self.queue[self.done :]:
             copy()
+        self.queue.clear()
+        self.done = 0
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
@@ -483,8 +485,8 @@ def test_late_copies_change_nothing_as_long_as_they_are_waited_for(
     """What a device's copying stream may do, at its slowest."""
     policy = StatePolicy(state_dtype=state_dtype, place="host", window_bytes=0, rounding="nearest")
     plain = Plain(torch.bfloat16, policy)
+    monkeypatch.setattr(state_store, "Copies", LateCopies)
     store = Store(initial(torch.bfloat16), NAMES, policy, bucket=BUCKET, start=START)
-    monkeypatch.setattr(offload, "_Copies", LateCopies)
     for step in range(3):
         update(store, step)
         plain.update(step)
