@@ -17,6 +17,8 @@ import datetime
 import hashlib
 import itertools
 import math
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -30,6 +32,12 @@ from megapipe.distributed.collectives import (
     reduce_scatter,
     start_all_gather,
     start_all_to_all,
+)
+from megapipe.distributed.environment import (
+    ALLOCATOR,
+    CONNECTIONS,
+    LOADING,
+    set_environment,
 )
 from megapipe.errors import LaunchError
 
@@ -118,10 +126,31 @@ def world_size() -> int | None:
     return dist.get_world_size() if dist.is_initialized() else None
 
 
+def _set_environment(*, sends_messages: bool) -> None:
+    """For those who make a mesh themselves what a run sets at its start."""
+    late = torch.cuda.is_initialized()
+    new = set_environment(
+        os.environ,
+        sends_messages=sends_messages,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    unheard = [name for name in new if name in (CONNECTIONS, LOADING, *ALLOCATOR)]
+    if late and unheard:
+        values = " ".join(f"{name}={os.environ[name]}" for name in unheard)
+        warnings.warn(
+            f"CUDA was in use before the mesh of processes, and does not see {values}: expected "
+            "these variables in the environment",
+            stacklevel=3,
+        )
+
+
 class ParallelMesh:
     """Process groups of a grid, and the few exchanges of scalars and texts that need no tensor.
 
     The default process group must exist (:func:`megapipe.launch.rendezvous.start_process_group`).
+    On a GPU environment variables that are not set get the values that a run gives them
+    (:mod:`megapipe.distributed.environment`), which CUDA heeds if it was not in use before.
+
     Raises :class:`LaunchError` when the world does not match the grid.
     """
 
@@ -131,6 +160,8 @@ class ParallelMesh:
                 f"world size {dist.get_world_size()} does not match the mesh "
                 f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp} = {grid.world}"
             )
+        if device.type == "cuda":
+            _set_environment(sends_messages=grid.pp > 1)
         self.grid = grid
         self.rank = dist.get_rank()
         self.world = grid.world
@@ -148,10 +179,11 @@ class ParallelMesh:
         nccl = self.backend == "nccl"
         self._host = axes_of("gloo" if nccl else self.backend, AXES)
         """For numbers that the host has and needs: no GPU waits, or is waited for."""
-        own = axes_of(self.backend, AXES[1:]) if nccl else self._host
-        self.pp = self._host["pp"]
-        """Pipeline ranks share numbers alone; messages between stages have channels."""
-        self.dp, self.cp, self.tp = own["dp"], own["cp"], own["tp"]
+        own = axes_of(self.backend, ("cp", "tp")) if nccl else self._host
+        self.pp, self.dp = self._host["pp"], self._host["dp"]
+        """Their ranks share numbers alone: messages between stages have channels, and what replicas
+        share has groups of its own, which only the optimizer knows."""
+        self.cp, self.tp = own["cp"], own["tp"]
 
     def group_of(self, ranks: Sequence[int], *, ctas: int | None = None) -> Axis:
         """A new process group of `ranks` (ascending), entered by its members alone.

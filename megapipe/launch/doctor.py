@@ -17,10 +17,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from megapipe.distributed.environment import CONNECTIONS
 from megapipe.errors import LaunchError
 from megapipe.launch.affinity import near
 from megapipe.launch.devices import Cuda, pci_address
-from megapipe.launch.environment import CONNECTIONS
 from megapipe.launch.open_files import USUAL
 
 OLDEST_TORCH = (2, 10)

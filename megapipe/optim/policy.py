@@ -71,23 +71,22 @@ class ZeroPolicy:
 
 
 class BucketGroups:
-    """The process groups of a process' buckets, made once for each set of holders."""
+    """The process groups of a process' buckets, made once for each set of ranks."""
 
     def __init__(self, mesh: ParallelMesh, policy: ZeroPolicy) -> None:
         self.mesh = mesh
         self.policy = policy
-        self._made: dict[tuple[int, ...], BucketAxes] = {}
+        self._made: dict[tuple[int, ...], Axis] = {}
+        if mesh.backend != "nccl":
+            self._made[mesh.dp.ranks] = mesh.dp
 
     def axes_of(self, holders: Sequence[int]) -> BucketAxes:
         """The axes of a bucket that the pipeline indices `holders` hold, on all replicas.
 
         All processes that share a bucket ask in the same order.
         """
-        key = tuple(sorted(set(holders)))
-        if key not in self._made:
-            shard, replicate = self._members(key)
-            self._made[key] = BucketAxes(self._group(shard), self._group(replicate))
-        return self._made[key]
+        shard, replicate = self._members(sorted(set(holders)))
+        return BucketAxes(self._group(shard), self._group(replicate))
 
     def _members(self, holders: Sequence[int]) -> tuple[list[int], list[int]]:
         """Ranks among which slices differ, and ranks that have this one's slice."""
@@ -111,6 +110,7 @@ class BucketGroups:
     def _group(self, ranks: list[int]) -> Axis:
         if len(ranks) == 1:
             return Axis.alone(self.mesh.rank)
-        if tuple(ranks) == self.mesh.dp.ranks:
-            return self.mesh.dp
-        return self.mesh.connected(self.mesh.group_of(ranks))
+        key = tuple(ranks)
+        if key not in self._made:
+            self._made[key] = self.mesh.connected(self.mesh.group_of(ranks))
+        return self._made[key]

@@ -5,6 +5,7 @@ from fractions import Fraction
 from megapipe.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.plan.activation_memory import Activations, peak_activations
+from megapipe.plan.communicators import outside_torch
 from megapipe.plan.memory import ModelMemory, model_memory
 from megapipe.plan.pace import Speeds
 from megapipe.schedule.timing.simulate import Timeline
@@ -22,15 +23,23 @@ def process_memory(config: Config, layout: Layout) -> list[tuple[ModelMemory, Ac
 def memory_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
     """Lines of the plan: bytes of the process that holds most, of all, and whether they fit."""
     each = process_memory(config, layout)
-    totals = [memory.total + activations.device for memory, activations in each]
+    others = [0] * len(each)
+    if layout.device == "cuda":
+        others = [outside_torch(config, layout, rank) for rank in range(len(each))]
+    totals = [
+        memory.total + activations.device + other
+        for (memory, activations), other in zip(each, others, strict=True)
+    ]
     most = max(totals)
-    memory, activations = each[totals.index(most)]
+    place = totals.index(most)
+    memory, activations = each[place]
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
         "more during a step": memory.passing,
         "activations": activations.device,
+        "CUDA and NCCL about": others[place],
         "activations in host memory": activations.host,
         "optimizer state elsewhere": memory.elsewhere,
     }

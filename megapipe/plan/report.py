@@ -14,13 +14,13 @@ from megapipe.layout.costs import stage_work
 from megapipe.layout.cuts import slice_time
 from megapipe.layout.layout import Layout
 from megapipe.model.partition import format_layout, from_counts, parse_layout, rank_loads
+from megapipe.plan.communicators import communicators
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
 from megapipe.plan.pace import Speeds, expected
 from megapipe.plan.traffic import by_axis, pipeline_messages, step_traffic
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.lower import pairs
 from megapipe.schedule.memory import peak_held, weight_copies
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.timing.simulate import Timeline
@@ -128,14 +128,14 @@ def _message_lines(config: Config, layout: Layout) -> list[str]:
     schedule, lines = layout.schedule, [_traffic_line(config, layout)]
     if layout.in_process:
         return [*lines, "messages      within the process: no communicators"]
-    used = pairs(schedule.placement)
-    ends = [sum(rank in pair for pair in used) for rank in range(schedule.placement.ranks)]
+    made = [communicators(config, layout, rank) for rank in range(layout.pp)]
+    ends, groups = [each.channels for each in made], [len(each.groups) for each in made]
     depth = max((channel.depth for channel in channels(schedule)), default=0)
     return [
         *lines,
         (
-            f"messages      {_range(ends)} point-to-point communicators per process, "
-            f"at most {depth} received ahead in one"
+            f"messages      {_range(ends)} point-to-point communicators per process, besides "
+            f"{_range(groups)} for collectives; at most {depth} messages received ahead in one"
         ),
         f"sent          {_sent(config, layout):,} bytes between all pipeline ranks",
     ]

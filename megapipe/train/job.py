@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from megapipe.cli import Command, flatten, show
 from megapipe.data.tokenizer import load_tokenizer
+from megapipe.distributed.environment import set_environment
 from megapipe.errors import MegapipeError
 from megapipe.launch import devices, rendezvous
 from megapipe.launch.affinity import bind_near
-from megapipe.launch.environment import set_environment
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.rendezvous import LaunchInfo
 from megapipe.launch.shutdown import Shutdown

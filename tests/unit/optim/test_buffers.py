@@ -42,6 +42,8 @@ def stage(
 class FakeMesh:
     """Rank 0 of a grid of pipeline ranks and replicas, whose groups never communicate."""
 
+    backend = "gloo"
+
     def __init__(self, dp: int) -> None:
         self.dp = group(dp)
         self.device = torch.device("cpu")

@@ -19,6 +19,8 @@ GRID = Grid(pp=3, dp=4, tp=2)
 class FakeMesh:
     """A rank of a grid, whose groups never communicate."""
 
+    backend = "gloo"
+
     def __init__(self, rank: int, grid: Grid = GRID) -> None:
         self.rank, self.grid = rank, grid
         self.dp = self.group_of(grid.peers(rank, "dp"))
@@ -105,8 +107,22 @@ def test_a_group_is_made_once_and_not_for_what_exists() -> None:
     groups = BucketGroups(mesh, ZeroPolicy(1))
     assert groups.axes_of([0]).shard is mesh.dp
     first = groups.axes_of([0, 2])
-    assert groups.axes_of([2, 0, 2]) is first
+    assert groups.axes_of([2, 0, 2]).shard is first.shard
     assert mesh.made == [(0, 2, 4, 6, 16, 18, 20, 22)]
+
+
+def test_buckets_of_other_holders_share_a_group_of_the_same_ranks() -> None:
+    mesh: Any = FakeMesh(0)
+    groups = BucketGroups(mesh, ZeroPolicy(2, shard_size=2))
+    assert groups.axes_of([0]).shard is groups.axes_of([0, 2]).shard
+    assert mesh.made == [(0, 2), (0, 4), (0, 4, 16, 20)]
+
+
+def test_on_gpus_the_group_of_the_mesh_is_for_numbers_alone() -> None:
+    mesh: Any = FakeMesh(0)
+    mesh.backend = "nccl"
+    assert BucketGroups(mesh, ZeroPolicy(1)).axes_of([0]).shard is not mesh.dp
+    assert mesh.made == [mesh.dp.ranks]
 
 
 def test_nothing_is_made_where_a_process_is_alone() -> None:

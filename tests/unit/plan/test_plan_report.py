@@ -176,7 +176,8 @@ def test_messages_received_ahead(schedule: str, ends: str, depth: int) -> None:
     )
     assert max(channel.depth for channel in channels(layout.schedule)) == depth
     assert (
-        f"{ends} point-to-point communicators per process, at most {depth} received ahead in one"
+        f"{ends} point-to-point communicators per process, besides 1 for collectives; "
+        f"at most {depth} messages received ahead in one"
     ) in text
 
 

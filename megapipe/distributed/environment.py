@@ -1,4 +1,4 @@
-"""Environment variables that torch, CUDA and NCCL read once, when they are loaded."""
+"""Environment variables that torch, CUDA and NCCL read once, when a device is first used."""
 
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from megapipe.errors import LaunchError
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+LOADING = "CUDA_MODULE_LOADING"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -15,12 +16,13 @@ def set_environment(
     sends_messages: bool,
     deterministic: bool,
     interfaces: Path = Path("/sys/class/net"),
-) -> None:
-    """Fill in what a run needs; what is set stays.
+) -> list[str]:
+    """Fill in what a run needs; what is set stays. Returns the names of what is new.
 
     `sends_messages`: stages are on GPUs of their own. Raises :class:`LaunchError` where what
     is set cannot be right.
     """
+    before = set(environ)
     # work in a hardware queue waits for what is ahead of it, a receive that waits for its message
     # included: every channel and group needs a queue of its own
     if environ.setdefault(CONNECTIONS, "32") == "1" and sends_messages:
@@ -30,7 +32,7 @@ def set_environment(
             "tensor parallelism other frameworks ask for 1; nothing here needs it)"
         )
     # a kernel loaded on first use waits for all that runs, a posted receive included
-    environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    environ.setdefault(LOADING, "EAGER")
     # memory grows in place; without, making room for another size may free, and so wait for, all
     if not any(name in environ for name in ALLOCATOR):
         environ[ALLOCATOR[0]] = "expandable_segments:True"
@@ -42,3 +44,4 @@ def set_environment(
         environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         environ.setdefault("NCCL_ALGO", "Ring")
         environ.setdefault("NCCL_PROTO", "Simple")
+    return [name for name in environ if name not in before]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from megapipe.distributed import mesh
+from megapipe.distributed.environment import set_environment
 from megapipe.errors import LaunchError
-from megapipe.launch.environment import set_environment
 
 
 def made(given: dict[str, str], *, messages: bool = True, exact: bool = False) -> dict[str, str]:
@@ -54,3 +56,27 @@ def test_gloo_takes_the_interface_that_nccl_is_given(
     environ["GLOO_SOCKET_IFNAME"] = "own"
     set_environment(environ, sends_messages=True, deterministic=False, interfaces=tmp_path)
     assert environ["GLOO_SOCKET_IFNAME"] == "own"
+
+
+def test_a_mesh_sets_them_and_tells_which_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ: dict[str, str] = {"CUDA_MODULE_LOADING": "LAZY"}
+    monkeypatch.setattr(mesh.os, "environ", environ)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.warns(UserWarning, match="CUDA was in use before") as told:
+        mesh._set_environment(sends_messages=True)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32 PYTORCH_ALLOC_CONF=" in str(told[0].message)
+    assert "KINETO" not in str(told[0].message)
+    assert environ["CUDA_MODULE_LOADING"] == "LAZY"
+    mesh._set_environment(sends_messages=True)  # nothing is new, so there is no warning
+
+
+def test_a_mesh_in_time_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(mesh.os, "environ", environ)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    mesh._set_environment(sends_messages=True)
+    assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    mesh._set_environment(sends_messages=False)
+    with pytest.raises(LaunchError, match="expected 32"):
+        mesh._set_environment(sends_messages=True)

@@ -1,0 +1,63 @@
+"""Groups that a process is in on GPUs, and the memory that torch's allocator does not see.
+
+The figures are estimates, with their sources; a communicator's memory grows with the thread blocks
+that NCCL runs for it, and with the speed of the links.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megapipe.config import Config
+from megapipe.layout.layout import Layout
+from megapipe.plan.buckets import process_buckets
+from megapipe.schedule.lower import pairs
+
+MIB = 2**20
+CONTEXT = 512 * MIB
+"""A CUDA context with the kernels of torch and its libraries; 400 to 600 MiB are usual."""
+PAIR, LARGER = 544 * MIB, 688 * MIB
+"""NCCL's memory for collectives of two GPUs, and of more: measured on 4 A100 over NVLink
+(github.com/NVIDIA/nccl/issues/964)."""
+THREAD_BLOCK = 20 * MIB
+"""NCCL's memory for one thread block of a channel: buffers of 4 MiB (NCCL_BUFFSIZE) and of the two
+low-latency protocols, about as large again, each way."""
+
+
+class Communicators(NamedTuple):
+    """What a process is in."""
+
+    groups: tuple[int, ...]
+    """Members of each group that has collectives, two or more."""
+    channels: int
+    """Ends of channels between pipeline ranks, each a group of two."""
+
+    @property
+    def number(self) -> int:
+        return len(self.groups) + self.channels
+
+    def nbytes(self, thread_blocks: int) -> int:
+        """About how many bytes they take on a GPU, where a channel has so many thread blocks."""
+        groups = sum(PAIR if members == 2 else LARGER for members in self.groups)
+        return groups + self.channels * thread_blocks * THREAD_BLOCK
+
+
+def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
+    """Those of a process at pipeline index `rank`."""
+    groups = {"tp": layout.tp, "cp": layout.cp}
+    for bucket in process_buckets(config, layout, rank):
+        for group in (bucket.shard, bucket.replicate):
+            groups[group.axis] = max(group.members, groups.get(group.axis, 1))
+    used = [] if layout.in_process else pairs(layout.schedule.placement)
+    return Communicators(
+        tuple(members for members in groups.values() if members > 1),
+        sum(rank in pair for pair in used),
+    )
+
+
+def outside_torch(config: Config, layout: Layout, rank: int) -> int:
+    """Bytes on a GPU besides what torch's allocator hands out."""
+    if config.parallel.backend == "gloo":
+        return CONTEXT
+    made = communicators(config, layout, rank)
+    return CONTEXT + made.nbytes(config.pipeline.channel_ctas)

@@ -1,0 +1,51 @@
+"""The groups that the plan counts, and what it says of their memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.layout.resolve import resolve
+from megapipe.plan.communicators import CONTEXT, LARGER, PAIR, THREAD_BLOCK, communicators
+from megapipe.plan.report import report
+
+MODEL = ["model.layers=8", "model.hidden=64", "model.heads=4", "model.vocab_size=257"]
+
+
+def made(rank: int, *overrides: str) -> tuple[list[int], int]:
+    """Members of the groups, and channels, of a process at a pipeline index."""
+    config, layout = resolve(parse([*MODEL, *overrides]).config, None, None)
+    found = communicators(config, layout, rank)
+    assert found.number <= 8
+    return sorted(found.groups), found.channels
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rank", "groups", "channels"),
+    [
+        ([], 0, [], 0),
+        (["parallel.dp=4", "parallel.tp=2"], 0, [2, 4], 0),
+        (["parallel.pp=4"], 0, [2], 2),  # the tied embedding's
+        (["parallel.pp=4"], 1, [], 4),
+        (["parallel.pp=4", "parallel.dp=2"], 3, [2, 4], 2),
+        (["parallel.pp=4", "parallel.dp=2", "optimizer.zero=0"], 3, [2, 4], 2),
+        (["parallel.pp=4", "pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2"], 0, [2], 4),
+        (["parallel.pp=4", "parallel.dp=4", "optimizer.shard_size=2"], 0, [2, 2, 4], 2),
+        (["parallel.pp=4", "pipeline.schedule=chimera"], 1, [2], 4),
+        (["parallel.pp=4", "pipeline.channels=in_process", "parallel.dp=2"], 0, [2], 0),
+    ],
+)
+def test_counted(overrides: list[str], rank: int, groups: list[int], channels: int) -> None:
+    assert made(rank, *overrides) == (groups, channels)
+
+
+def test_their_memory_is_in_the_plan_of_a_gpu() -> None:
+    given = [*MODEL, "parallel.pp=4", "parallel.dp=4", "pipeline.channel_ctas=2"]
+    config, layout = resolve(parse([*given, "parallel.device=cuda"]).config, None, None)
+    # the last rank: its replicas, those of the tied embedding, two channels
+    assert communicators(config, layout, 3).nbytes(2) == 2 * LARGER + 2 * 2 * THREAD_BLOCK
+    assert PAIR < LARGER
+    about = (CONTEXT + 2 * LARGER + 4 * THREAD_BLOCK) / 1e9
+    assert f"CUDA and NCCL about {about:.3g} GB" in report(config, layout)
+    config, layout = resolve(parse([*given, "parallel.device=cpu"]).config, None, None)
+    assert "NCCL" not in report(config, layout)
