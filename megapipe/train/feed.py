@@ -7,7 +7,7 @@ own first and last stages need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,11 +19,15 @@ from megapipe.engine.stage import Key
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.ops.documents import Documents, document_ids
-from megapipe.ops.transfer import to_device
+from megapipe.ops.transfer import Uploads
 from megapipe.schedule.ir import Schedule
 
 Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
 """Global sample indices -> tokens [b, s], labels [b, s], mask [b, s]."""
+
+
+Samples = dict[int, tuple[Tensor, Tensor, Tensor]]
+"""Tokens, labels and mask of whole micro-batches, by their numbers within the step."""
 
 
 class Piece(NamedTuple):
@@ -49,6 +53,33 @@ def pieces(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> Itera
             yield Piece((microbatch, part), whole, here, slice(begin, end))
 
 
+class _Place(NamedTuple):
+    """Where in the data the micro-batches of a program begin."""
+
+    schedule: Schedule
+    rows: Rows
+    first: int
+
+
+class _ReadPiece(NamedTuple):
+    piece: Piece
+    documents: Documents | None
+    at: int | None
+    """Where its tokens, labels and mask are among what is copied; None: not needed here."""
+
+
+class _Read(NamedTuple):
+    """The data of a program, on their way to the device."""
+
+    pieces: list[_ReadPiece]
+    own: int
+    """Unmasked tokens of the last stages of this process."""
+    length: int | None
+    """Of a whole sequence, where sequences are cut into slices."""
+    take: Callable[[], list[Tensor]]
+    """Gives what was copied."""
+
+
 class Feed:
     """Fetches micro-batches for the stages of the pipeline ranks that this process runs.
 
@@ -70,6 +101,9 @@ class Feed:
         self.mesh = mesh
         self.ranks = ranks
         self.document_end = document_end
+        self._uploads = Uploads(mesh.device)
+        self._ahead: tuple[_Place, _Read] | None = None
+        """What was read ahead, and for which place in the data."""
 
     def fetch(
         self, schedule: Schedule, rows: Rows, step: int, first: int, factor: float = 1.0
@@ -79,29 +113,16 @@ class Feed:
 
         `factor` multiplies the loss besides the global token count (a loss scale).
         """
-        lengths = self.layout.slice_lengths
-        if schedule.slices == 1:
-            lengths = (sum(lengths),)
-        all_pieces = list(pieces(schedule, self.config.train.microbatch, lengths))
-        fetched: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        own = 0
-        for piece in all_pieces:
-            is_first, is_last = self._ends(schedule, piece)
-            needed = is_first or is_last or self.document_end is not None
-            if needed and piece.whole not in fetched:
-                fetched[piece.whole] = self._whole(rows, first, piece.whole)
-            if is_last:
-                own += int(fetched[piece.whole][2][piece.rows, piece.positions].sum())
-        total = self._over_replicas(schedule, own)
-        length = sum(lengths) if len(lengths) > 1 else None
+        place = _Place(schedule, rows, first)
+        if self._ahead is not None and self._ahead[0] == place:
+            read, self._ahead = self._ahead[1], None
+        else:
+            read = self._start(place, self._samples(place))
+        total = self._over_replicas(schedule, read.own)
+        near = read.take()
         result = {}
-        for piece in all_pieces:
-            tokens = labels = mask = None
-            if any(self._ends(schedule, piece)):
-                tokens, labels, mask = (
-                    to_device(tensor[piece.rows, piece.positions], self.mesh.device)
-                    for tensor in fetched[piece.whole]
-                )
+        for piece, documents, at in read.pieces:
+            tokens, labels, mask = near[at : at + 3] if at is not None else (None, None, None)
             result[piece.key] = MicroBatch(
                 index=piece.whole * self.layout.dp + self.mesh.dp.index,
                 step=step,
@@ -110,20 +131,65 @@ class Feed:
                 tokens=tokens,
                 labels=labels,
                 mask=mask,
-                documents=self._documents(fetched, piece),
+                documents=documents,
                 first_row=piece.rows.start,
                 start=piece.positions.start,
-                sequence_length=length,
+                sequence_length=read.length,
             )
-        return result, own
+        return result, read.own
 
-    def _documents(
-        self, fetched: Mapping[int, tuple[Tensor, Tensor, Tensor]], piece: Piece
-    ) -> Documents | None:
+    def read_ahead(self, schedule: Schedule, rows: Rows, first: int) -> None:
+        """Begin to copy to a GPU what :meth:`fetch` will be asked for next, while it computes."""
+        if self.mesh.device.type != "cuda":
+            return
+        place = _Place(schedule, rows, first)
+        try:
+            samples = self._samples(place)
+        except Exception:  # it is raised where it belongs: when the samples are fetched
+            return
+        self._ahead = place, self._start(place, samples)
+
+    def _pieces(self, schedule: Schedule) -> Iterator[tuple[Piece, bool, bool]]:
+        """The pieces of a step, and whether this process has their first and their last stage."""
+        for piece in pieces(schedule, self.config.train.microbatch, self._lengths(schedule)):
+            homes = schedule.placement.table[schedule.direction_of(piece.key[0])]
+            yield piece, homes[0] in self.ranks, homes[-1] in self.ranks
+
+    def _lengths(self, schedule: Schedule) -> Sequence[int]:
+        """Positions of each slice."""
+        lengths = self.layout.slice_lengths
+        return lengths if schedule.slices > 1 else (sum(lengths),)
+
+    def _samples(self, place: _Place) -> Samples:
+        """Read what the stages of this process need."""
+        found: Samples = {}
+        for piece, is_first, is_last in self._pieces(place.schedule):
+            needed = is_first or is_last or self.document_end is not None
+            if needed and piece.whole not in found:
+                found[piece.whole] = self._whole(place.rows, place.first, piece.whole)
+        return found
+
+    def _start(self, place: _Place, samples: Samples) -> _Read:
+        """Cut the samples into pieces, and begin to copy these to the device."""
+        found: list[_ReadPiece] = []
+        copied: list[Tensor] = []
+        own = 0
+        for piece, is_first, is_last in self._pieces(place.schedule):
+            if is_last:
+                own += int(samples[piece.whole][2][piece.rows, piece.positions].sum())
+            at = len(copied) if is_first or is_last else None
+            if at is not None:
+                copied += [x[piece.rows, piece.positions] for x in samples[piece.whole]]
+            found.append(_ReadPiece(piece, self._documents(samples, piece), at))
+        lengths = self._lengths(place.schedule)
+        length = sum(lengths) if len(lengths) > 1 else None
+        return _Read(found, own, length, self._uploads.start(copied))
+
+    def _documents(self, samples: Samples, piece: Piece) -> Documents | None:
         """Documents of the piece's tokens, and of the tokens before it in the same samples."""
         if self.document_end is None:
             return None
-        tokens = fetched[piece.whole][0][piece.rows, : piece.positions.stop]
+        tokens = samples[piece.whole][0][piece.rows, : piece.positions.stop]
         return Documents(document_ids(tokens, self.document_end), self.mesh.device)
 
     def _over_replicas(self, schedule: Schedule, own: int) -> int:
@@ -135,11 +201,6 @@ class Feed:
         several = len({homes[-1] for homes in schedule.placement.table}) > 1
         axes: tuple[AxisName, ...] = ("dp", "pp") if several else ("dp",)
         return int(self.mesh.ordered_sum(count, *axes).item())
-
-    def _ends(self, schedule: Schedule, piece: Piece) -> tuple[bool, bool]:
-        """Whether the piece's first and last stage are of this process."""
-        homes = schedule.placement.table[schedule.direction_of(piece.key[0])]
-        return homes[0] in self.ranks, homes[-1] in self.ranks
 
     def _whole(self, rows: Rows, first: int, whole: int) -> tuple[Tensor, Tensor, Tensor]:
         b = self.config.train.microbatch

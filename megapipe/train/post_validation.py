@@ -45,11 +45,17 @@ class PostValidation:
     """Takes steps whose updates are validated only after they are made."""
 
     def __init__(
-        self, update: Update, mesh: ParallelMesh, fetch: Fetch, own_totals: OwnTotals
+        self,
+        update: Update,
+        mesh: ParallelMesh,
+        fetch: Fetch,
+        read_ahead: Callable[[int, Rows], None],
+        own_totals: OwnTotals,
     ) -> None:
         self._update = update
         self._mesh = mesh
         self._fetch = fetch
+        self._read_ahead = read_ahead
         self._own_totals = own_totals
         self._taken: _Taken | None = None
         self.undone = 0
@@ -71,6 +77,7 @@ class PostValidation:
             executor.run_prefix(microbatches)
         self._update.optimizer.zero_grad()
         executor.resume()
+        self._read_ahead(step + 1, rows)
         self._take(step, self._own_totals(tokens, wishes))
         return result
 

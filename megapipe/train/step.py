@@ -56,6 +56,7 @@ from megapipe.train.kernels import agreed_kernels, make_sharding
 from megapipe.train.post_validation import PostValidation
 from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.update import StepResult, Update
+from megapipe.train.warm_up import WarmUp
 
 VALIDATION_MICROBATCHES = 64
 """Most micro-batches of one validation program."""
@@ -143,6 +144,8 @@ class TrainStep:
         self.update = Update(config.optimizer, self.optimizer, self.scaler, config.train.steps)
         self._executors = self._make_executors(self.schedule, train=True)
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
+        self._warm: Schedule | None = None
+        """The schedule whose operations have run on this device."""
         self._watched: dict[tuple[bool, bool], list[Executor]] = {}
         """Executors that (record, name)."""
         self.position = Position(0, 0)
@@ -157,7 +160,9 @@ class TrainStep:
             release_initial(module.parameters())
         self.post_validation: PostValidation | None = None
         if config.optimizer.post_validation:
-            self.post_validation = PostValidation(self.update, mesh, self.fetch, self.own_totals)
+            self.post_validation = PostValidation(
+                self.update, mesh, self.fetch, self._read_ahead, self.own_totals
+            )
 
     def _check_schedule(self) -> None:
         """Refuse a schedule of another number of ranks, stages or micro-batches."""
@@ -276,6 +281,8 @@ class TrainStep:
         self, step: int, rows: Rows, *, record: bool, name: bool, wishes: Callable[[], Wishes]
     ) -> StepResult | None:
         """The step; its result, or that of the step before if that is validated only now."""
+        if self._warm is not self.schedule:
+            self._warm_up(step, rows)
         executors = self._executors
         if record or name:
             if (record, name) not in self._watched:
@@ -289,10 +296,22 @@ class TrainStep:
         microbatches, tokens = self.fetch(step, rows)
         self.optimizer.zero_grad()
         self.pipeline.run(executors, microbatches)
+        self._read_ahead(step + 1, rows)
         own = self.own_totals(tokens, wishes).pack()
         whole = self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp", largest=LARGEST)
         totals = Totals.unpack(whole)
         return self.update.apply(step, totals)
+
+    def _warm_up(self, step: int, rows: Rows) -> None:
+        """Before the first step of a schedule: on GPUs that exchange messages, run its operations
+        and those of validation (:mod:`megapipe.train.warm_up`)."""
+        self._warm = self.schedule
+        sends = len(self.pipeline.ranks) < self.placement.ranks
+        if self.mesh.device.type != "cuda" or not sends:
+            return
+        for schedule in (self.schedule, forward_only(self.placement, 1)):
+            microbatches, _ = self._feed.fetch(schedule, rows, step, self.samples(step))
+            WarmUp(self, schedule, self._message_shape(schedule)).run(microbatches)
 
     def settle(self) -> list[StepResult]:
         """Wait for the weights of the last step; if it is open, validate it and return its result.
@@ -322,6 +341,11 @@ class TrainStep:
     def fetch(self, step: int, rows: Rows) -> tuple[dict[Key, MicroBatch], int]:
         """Micro-batches of a step, and the number of unmasked tokens of the last stages here."""
         return self._feed.fetch(self.schedule, rows, step, self.samples(step), self.scaler.scale)
+
+    def _read_ahead(self, step: int, rows: Rows) -> None:
+        """While a GPU computes the step before, get the data of `step`, if there will be one."""
+        if step < self.config.train.steps:
+            self._feed.read_ahead(self.schedule, rows, self.samples(step))
 
     def samples(self, step: int) -> int:
         """Samples that the steps before `step` take, and so the number of its first one."""
