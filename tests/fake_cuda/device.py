@@ -35,7 +35,8 @@ class Device:
         return int(self._calls.fake_cuda_device_count())
 
     def report(self) -> dict[str, Any]:
-        """The faults noted and the waits of the host counted since the last report."""
+        """The faults noted, and the waits of the host and the kernels counted, since the last
+        report."""
         found: dict[str, Any] = json.loads(self._calls.fake_cuda_report())
         return found
 
@@ -48,6 +49,10 @@ class Device:
         """So many receives more spin on the device."""
         self.spinning += more
         self._calls.fake_cuda_receives(more)
+
+    def forget_kernels(self) -> None:
+        """Kernels that were launched are new again, as in a fresh process."""
+        self._calls.fake_cuda_forget_kernels()
 
     def memory(self, index: int) -> int:
         return int(self._calls.fake_cuda_memory(index))

@@ -23,7 +23,6 @@ from megapipe.layers import offload as activations
 from megapipe.optim import buffers, state_store
 from megapipe.optim import offload as states
 from megapipe.optim import shard as shards
-from megapipe.train import feed
 from tests.parity.ranks import Case
 
 Patch = AbstractContextManager[Any]
@@ -161,13 +160,13 @@ def buffers_on_the_first_device() -> Patch:
     return mock.patch.object(channels.torch, "empty", wrong)
 
 
-@seeded(DATA, "NCCL takes tensors of a GPU, not of cpu")
+@seeded(replace(SMALL, tp=2), "NCCL takes tensors of a GPU, not of cpu")
 def numbers_of_the_host_over_nccl() -> Patch:
     make = ParallelMesh.__init__
 
     def wrong(self: ParallelMesh, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
-        self._host["dp"] = self.dp
+        self._host["tp"] = self.tp
 
     return mock.patch.object(ParallelMesh, "__init__", wrong)
 
@@ -260,42 +259,30 @@ def activations_freed_before_they_have_left() -> Patch:
     return left_out_within(Tensor, "record_stream", (activations._Copy, "__init__"))
 
 
-@seeded(ACTIVATIONS, "memory of stream . .* given back while the default stream")
-def fetched_activations_freed_while_in_use() -> Patch:
-    return left_out_within(Tensor, "record_stream", (activations._Copy, "take"))
+@seeded(ACTIVATIONS, "what an earlier use of the memory on the default stream .* has not waited")
+def activations_fetched_into_memory_that_is_in_use() -> Patch:
+    return left_out_within(torch.cuda.Stream, "wait_stream", (activations._Copy, "fetch"))
 
 
 @seeded(STATES, "reads what copy from the host .* has not waited")
 def states_used_before_they_are_here() -> Patch:
-    return leaves_out(states._Copies, "await_mark")
+    return leaves_out(states.Copies, "await_mark")
 
 
 @seeded(STATES, "has not waited")
 def copies_that_follow_nothing() -> Patch:
-    return leaves_out(states._Copies, "follow")
+    return leaves_out(states.Copies, "follow")
 
 
 @seeded(STATES, "given back while stream|given back while the default stream|has not waited")
 def windows_freed_while_copies_run() -> Patch:
-    return leaves_out(states._Copies, "end")
+    return leaves_out(states.Copies, "end")
 
 
 @seeded(STATES, "some state is nan|the padding is not zero")
 def states_read_before_they_are_back() -> Patch:
     """By the host, as for a checkpoint."""
     return leaves_out(state_store.Store, "_settle")
-
-
-@seeded(SMALL, "pinned memory was changed while")
-def pinned_buffer_used_again_too_early() -> Patch:
-    buffer: dict[Any, Tensor] = {}
-
-    def wrong(tensor: Tensor, device: torch.device) -> Tensor:
-        key = tensor.shape, tensor.dtype
-        pinned = buffer.setdefault(key, torch.empty_like(tensor).pin_memory())
-        return pinned.copy_(tensor).to(device, non_blocking=True)
-
-    return mock.patch.object(feed, "to_device", wrong)
 
 
 @seeded(replace(SMALL, offload="host"), "two devices|same device")

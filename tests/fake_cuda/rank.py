@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from megapipe.distributed.environment import set_environment
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.launch.local import World
 from tests.fake_cuda import nccl
@@ -29,6 +31,7 @@ class DeviceWorld(World):
 
 def run(world: World, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Report]:
     """What the function returns on this rank, and what its device has noted."""
+    set_environment(os.environ, sends_messages=True, deterministic=False)
     torch.cuda.set_device(world.rank)
     ledger = Ledger(world.rank)
     nccl.install(own, ledger)

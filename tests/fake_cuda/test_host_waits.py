@@ -62,7 +62,7 @@ def waits_in_steps(world: Any, cases: list[Case]) -> list[Waits]:
     """Waits of the last of three steps of each case."""
     found = []
     for case in cases:
-        config, layout = configure(case)
+        config, layout = configure(replace(case, steps=4))
         mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp), "cuda")
         step, rows = TrainStep(config, layout, mesh, document_end=END), Rows(case)
         for i in range(2):

@@ -1,10 +1,11 @@
 """A posted receive is a kernel that spins: nothing that waits for all kernels may come meanwhile.
 
-Every world of these tests checks it; here are the first two steps, in every kind of channel.
+Every world of these tests checks it; here are the first steps, in every kind of channel.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from megapipe.distributed.mesh import Grid
 from megapipe.engine.executor import Executor
 from megapipe.train.step import TrainStep
+from megapipe.train.warm_up import WarmUp
 from tests.fake_cuda.world import faults_of, observe, run_world
-from tests.parity.cases import Case, Rows, configure
+from tests.parity.cases import END, Case, Rows, configure, validation_rows, validation_samples
 
-CASES = [
+GIVEN = [
     Case(pp=pp, m=4, layers=8, **more)
     for pp in (2, 4)
     for more in (
@@ -27,17 +29,32 @@ CASES = [
         {"schedule": "seq1f1b", "slices": 2},
         {"schedule": "dualpipe", "activations": "full"},
     )
-] + [Case(pp=2, tp=2, m=4, layers=4, scatter="on"), Case(pp=2, dp=2, m=4, zero=3, layers=4)]
+] + [
+    Case(pp=2, m=4, layers=4, activations="offload", dtype="fp32"),
+    Case(pp=2, m=4, layers=6, chunks=2, schedule="interleaved_1f1b", activations="of each some"),
+    Case(pp=2, m=4, layers=4, documents=True, model="llama"),
+    Case(pp=2, tp=2, m=4, layers=4, scatter="on"),
+    Case(pp=2, tp=2, m=4, layers=4, sequence_parallel=True, dtype="bf16"),
+    Case(pp=2, dp=2, m=4, zero=3, layers=4),
+    Case(pp=2, dp=2, m=4, zero=2, layers=4, reduce_dtype="bf16", dtype="fp32"),
+]
+CASES = [replace(case, steps=4) for case in GIVEN]
 
 
 def first_steps(world: Any, cases: list[Case]) -> None:
+    from tests.fake_cuda.preload import own
+
     for case in cases:
+        own.forget_kernels()
         config, layout = configure(case)
-        step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
+        step = TrainStep(
+            config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)), document_end=END
+        )
         rows = Rows(case)
         for i in range(3):
             step.train(i, rows)
-        step.settle()
+            step.settle()
+            step.evaluate(validation_rows(case), validation_samples(case))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -45,7 +62,7 @@ def test_the_first_steps_wait_for_nothing_that_spins(world: int) -> None:
     run_world(world, first_steps, [case for case in CASES if case.world == world])
 
 
-def posted_from_the_start(world: Any, case: Case) -> None:
+def posted_from_the_start(world: Any, cases: list[Case], warm: bool) -> None:
     """As if every executor had run a step before."""
     begin = Executor.__init__
 
@@ -54,11 +71,20 @@ def posted_from_the_start(world: Any, case: Case) -> None:
         self._stepped = True
 
     Executor.__init__ = wrong  # type: ignore[method-assign]
-    first_steps(world, [case])
+    if not warm:
+        WarmUp.run = lambda self, microbatches: None  # type: ignore[method-assign]
+    first_steps(world, cases)
 
 
-def test_receives_in_the_first_step_are_noticed() -> None:
-    _, reports = observe(2, posted_from_the_start, CASES[0])
+@pytest.mark.parametrize("world", [2, 4])
+def test_after_the_warm_up_nothing_in_a_program_is_new(world: int) -> None:
+    """So even the first step could post its receives ahead."""
+    cases = [case for case in CASES if case.world == world]
+    run_world(world, posted_from_the_start, cases, True)
+
+
+def test_what_is_new_while_a_receive_spins_is_noticed() -> None:
+    _, reports = observe(2, posted_from_the_start, CASES[:1], False)
     found = "\n".join(faults_of(reports))
     assert "is launched for the first time while a receive spins" in found
 

@@ -220,6 +220,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   std::optional<Kernel> kernel;
   if (!is_view(schema)) {
     kernel.emplace(device.index(), name);
+    order().count(name);
     spinning().launches(with_shapes(name, used));
     for (const auto& [t, written] : used) written ? kernel->writes(t) : kernel->reads(t);
   }

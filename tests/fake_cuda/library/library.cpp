@@ -28,6 +28,12 @@ std::string quoted(const std::string& text) {
   return out + "\"";
 }
 
+std::string counts(const std::map<std::string, long>& of) {
+  std::string out;
+  for (const auto& [what, count] : of) out += (out.empty() ? "" : ", ") + quoted(what) + ": " + std::to_string(count);
+  return "{" + out + "}";
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
@@ -65,11 +71,10 @@ extern "C" {
 /// What was found and counted since the last call, as JSON; valid until the next one.
 const char* fake_cuda_report() {
   static std::string text;
-  std::string faults, waits;
+  std::string faults;
   for (const auto& fault : fake::order().take_faults()) faults += (faults.empty() ? "" : ", ") + quoted(fault);
-  for (const auto& [why, count] : fake::host_waits().take())
-    waits += (waits.empty() ? "" : ", ") + quoted(why) + ": " + std::to_string(count);
-  text = "{\"faults\": [" + faults + "], \"host_waits\": {" + waits + "}}";
+  text = "{\"faults\": [" + faults + "], \"host_waits\": " + counts(fake::host_waits().take()) +
+      ", \"kernels\": " + counts(fake::order().take_kernels()) + "}";
   return text.c_str();
 }
 
@@ -84,6 +89,8 @@ int64_t fake_cuda_memory(int device) { return fake::usage().now(static_cast<c10:
 int64_t fake_cuda_most_memory(int device) { return fake::usage().most(static_cast<c10::DeviceIndex>(device)); }
 
 void fake_cuda_receives(int more) { fake::spinning().add(more); }
+
+void fake_cuda_forget_kernels() { fake::spinning().forget_kernels(); }
 
 void fake_cuda_forget_most_memory(int device) { fake::usage().forget_most(static_cast<c10::DeviceIndex>(device)); }
 }

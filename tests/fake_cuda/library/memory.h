@@ -12,6 +12,7 @@
 
 #include "copies.h"
 #include "devices.h"
+#include "spinning.h"
 
 namespace fake {
 
@@ -104,6 +105,7 @@ class PinnedAllocator final : public c10::Allocator {
     void* address = nullptr;
     TORCH_CHECK(!posix_memalign(&address, 64, std::max<size_t>(bytes, 1)), "out of memory");
     order().take(address, -1);
+    spinning().pins(bytes);
     std::lock_guard<std::mutex> guard(lock_);
     ends_[static_cast<char*>(address)] = static_cast<char*>(address) + bytes;
     return {address, address, &PinnedAllocator::release, c10::Device(c10::kCPU)};
@@ -135,7 +137,9 @@ inline void PinnedAllocator::release(void* address) {
   auto* from = static_cast<char*>(address);
   {
     std::lock_guard<std::mutex> guard(all.lock_);
-    copies().forget(from, all.ends_[from] - from);
+    const size_t bytes = all.ends_[from] - from;
+    copies().forget(from, bytes);
+    spinning().unpins(bytes);
     all.ends_.erase(from);
   }
   order().give_back(address, "");

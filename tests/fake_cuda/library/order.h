@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <set>
@@ -73,6 +74,17 @@ class Order {
     return {lane, ++clock[lane], std::move(name)};
   }
 
+  /// Counts a kernel that torch launches.
+  void count(const std::string& kernel) {
+    std::lock_guard<std::recursive_mutex> guard(lock_);
+    ++kernels_[kernel];
+  }
+
+  std::map<std::string, long> take_kernels() {
+    std::lock_guard<std::recursive_mutex> guard(lock_);
+    return std::exchange(kernels_, {});
+  }
+
   /// What is over when a lane has come to its present end: what an event of it stands for.
   Clock now(int lane) {
     std::lock_guard<std::recursive_mutex> guard(lock_);
@@ -100,10 +112,15 @@ class Order {
     return holds(host_, operation.lane, operation.tick);
   }
 
-  /// A block of memory is handed out, to be used on `home` unless its users say otherwise.
+  /// A block of memory is handed out, to be used on `home` unless its users say otherwise: what
+  /// used the memory before may still run there.
   void take(const void* address, int home) {
     std::lock_guard<std::recursive_mutex> guard(lock_);
-    if (address != nullptr) blocks_[address] = Block{home, {}, {}};
+    if (address == nullptr) return;
+    auto& block = blocks_[address] = Block{home, {}, {}};
+    if (home < 0 || lanes_[home].clock.size() <= static_cast<size_t>(home)) return;
+    Launch before{home, lanes_[home].clock[home], "an earlier use of the memory"};
+    block.uses.push_back({before, {0, std::numeric_limits<size_t>::max()}, true});
   }
 
   /// The allocator shall not hand the block out again before what `lane` does now is over.
@@ -140,7 +157,8 @@ class Order {
     if (address == nullptr || range.from >= range.to) return;
     auto& uses = blocks_.try_emplace(address, Block{-1, {}, {}}).first->second.uses;
     const auto& clock = lanes_[by.lane].clock;
-    for (const auto& last : uses) {
+    for (auto use = uses.rbegin(); use != uses.rend(); ++use) {
+      const auto& last = *use;
       if (!(writes || last.writes) || !last.range.meets(range)) continue;
       if (holds(clock, last.by.lane, last.by.tick)) continue;
       note(
@@ -194,6 +212,7 @@ class Order {
   Clock host_;
   std::map<const void*, Block> blocks_;
   std::vector<std::string> faults_;
+  std::map<std::string, long> kernels_;
 };
 
 /// The one of this process; it outlives all tensors.

@@ -4,6 +4,7 @@
 // launched for the first time, or on new shapes: it is loaded, a plan is made, memory is found.
 #pragma once
 
+#include <map>
 #include <mutex>
 #include <set>
 #include <string>
@@ -28,10 +29,32 @@ class Spinning {
     std::lock_guard<std::mutex> guard(lock_);
     if (known_.insert(kernel).second && receives_ > 0) order().note(kernel + " is launched for the first time while a receive spins");
   }
+  void forget_kernels() {
+    std::lock_guard<std::mutex> guard(lock_);
+    known_.clear();
+  }
+  /// Pinned memory is handed out: what was given back, as torch's allocator keeps it, or new.
+  void pins(size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock_);
+    auto& free = pinned_[size_class(bytes)];
+    if (free > 0) --free;
+    else if (receives_ > 0) order().note(std::to_string(bytes) + " bytes are pinned while a receive spins");
+  }
+  void unpins(size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock_);
+    ++pinned_[size_class(bytes)];
+  }
 
  private:
+  static size_t size_class(size_t bytes) {
+    size_t size = 512;
+    while (size < bytes) size *= 2;
+    return size;
+  }
+
   std::mutex lock_;
   int receives_ = 0;
+  std::map<size_t, int> pinned_; // blocks that are free, by size
   std::set<std::string> known_;
 };
 

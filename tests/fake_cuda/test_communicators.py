@@ -1,0 +1,43 @@
+"""A process makes the communicators that the plan counts, and at most eight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megapipe.distributed.mesh import Grid
+from megapipe.plan.communicators import communicators
+from megapipe.train.step import TrainStep
+from tests.fake_cuda.world import faults_of, observe
+from tests.parity.cases import Case, Rows, configure
+
+LOOP = {"schedule": "interleaved_1f1b", "chunks": 2, "m": 4}
+CASES = [
+    Case(dp=2, tp=2),
+    Case(pp=4, m=4, layers=4),
+    Case(dp=2, pp=2, zero=0),
+    Case(dp=2, pp=2, zero=3, layers=4, **LOOP),
+    Case(pp=4, m=4, schedule="chimera", layers=4),
+    Case(dp=2, tp=2, pp=2, layers=4, **LOOP),
+    Case(dp=4, pp=2, shard_size=2, layers=4, **LOOP),
+]
+
+
+def train(world: Any, case: Case) -> int:
+    """A step; the index on the pipeline axis."""
+    config, layout = configure(case)
+    mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
+    step = TrainStep(config, layout, mesh)
+    step.train(0, Rows(case))
+    step.settle()
+    return int(mesh.pp.index)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_as_planned(case: Case) -> None:
+    places, reports = observe(case.world, train, case)
+    assert not faults_of(reports)
+    for place, report in zip(places, reports, strict=True):
+        planned = communicators(*configure(case), place).number
+        assert report.ledger.communicators == planned <= 8
