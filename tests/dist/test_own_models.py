@@ -40,14 +40,17 @@ def test_one_process(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_replicas_stages_and_shards(model: str) -> None:
     cases = [
-        Case(dp=2, masked=0.3),
         Case(pp=2, schedule="zb_h1", m=4),
-        Case(pp=2, m=3, activations="stage", debug=True),
         Case(pp=2, in_process=True, m=3),
         Case(pp=3, m=3),
         Case(dp=2, pp=2, chunks=2, schedule="interleaved_1f1b", m=4, zero=3),
-        *(Case(dp=2, pp=2, m=3, zero=zero, masked=0.3) for zero in range(4)),
     ]
+    if model in ("split", "tied"):
+        cases += [
+            Case(dp=2, masked=0.3),
+            Case(pp=2, m=3, activations="stage", debug=True),
+            *(Case(dp=2, pp=2, m=3, zero=zero, masked=0.3) for zero in range(4)),
+        ]
     check_all([Own(model, case, 6) for case in cases])
 
 
@@ -76,8 +79,9 @@ def test_tensor_parallel_layers() -> None:
     check_all([Own("parallel", case, 5) for case in cases])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize(
+    "pp", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.full)]
+)
 def test_every_registered_schedule_of_whole_sequences(pp: int) -> None:
     cases = [case for name in names() for case in smallest(name, pp) if (case.slices or 1) == 1]
     by_name = {case.schedule: case for case in cases if not is_sliced(case)}

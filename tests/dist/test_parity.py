@@ -59,11 +59,23 @@ def check(cases: list[Case], world: int) -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
+LARGE = (4, 8)
+"""Worlds of which a part of the pairs is enough beside those of the smaller ones."""
+
+
 @pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=[pytest.mark.full] if n in (4, 8) else []) for n in WORLDS]
+    "world", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in WORLDS]
 )
 def test_pairs(world: int) -> None:
     check([to_case(choice) for choice in choices_of_pairs()], world)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", LARGE)
+def test_some_pairs(world: int) -> None:
+    """Every third, so of each layout some."""
+    cases = [to_case(choice) for choice in choices_of_pairs()]
+    check([case for case in cases if case.world == world][::3], world)
 
 
 def test_every_possible_pair_is_held() -> None:
@@ -84,7 +96,8 @@ def test_every_switch_is_a_dimension() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_full_product(world: int) -> None:
-    check([to_case(choice) for choice in layouts_in_full(random.Random(1))], world)
+    cases = [to_case(choice) for choice in layouts_in_full(random.Random(1))]
+    check([replace(case, steps=3) for case in cases], world)
 
 
 LONG = [

@@ -35,8 +35,6 @@ from tests.parity.ranks import Case, Rows, configure, take_region
 from tests.parity.stopped_runs import DP, HALF, Play, assert_same_files, checkpoint, run
 from tests.parity.stopped_runs import STEPS as JOB_STEPS
 
-pytestmark = pytest.mark.full
-
 STEPS = 6
 Poison = Mapping[tuple[int, int], float]
 """What one gradient becomes, by step and rank."""
@@ -209,10 +207,12 @@ def check(runs: Sequence[Run]) -> None:
                 raise
 
 
+@pytest.mark.full
 def test_clipping_and_values_that_are_not_finite(norms: dict[bool, float]) -> None:
     check([with_mishaps(case, norms, seed) for seed, case in enumerate(CASES)])
 
 
+@pytest.mark.full
 def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
     check(
         [
@@ -228,6 +228,7 @@ def test_fifty_steps(norms: dict[bool, float]) -> None:
     check([replace(this, steps=50) for this in runs])
 
 
+@pytest.mark.full
 def test_a_value_that_is_not_finite_is_the_same_error_on_all_ranks() -> None:
     """In fp32 and bf16: of the same step, and weights and states are those before it."""
     runs = [
@@ -245,6 +246,7 @@ def test_a_value_that_is_not_finite_is_the_same_error_on_all_ranks() -> None:
             assert_alike(this, before, after)
 
 
+@pytest.mark.full
 def test_steps_that_are_all_plain_are_never_undone() -> None:
     this = Run(replace(BASE, dtype="fp32"), clip=1e9)
     for ((before, after),) in run_world(4, both, [this]):
@@ -330,6 +332,7 @@ def fault_case(norms: dict[bool, float]) -> Run:
     return Run(case, norms[True], {(1, 1): math.inf}, {"loss_scale_window": 2})
 
 
+@pytest.mark.full
 def test_faults_are_noticed(norms: dict[bool, float]) -> None:
     this = fault_case(norms)
     ranks = run_world(2, faulty, this)
@@ -345,12 +348,14 @@ def with_its_prefix(world: World, this: Run) -> Outcome:
         return trained(world, this, trust=True)
 
 
+@pytest.mark.full
 def test_a_prefix_that_is_not_aborted_is_noticed(norms: dict[bool, float]) -> None:
     """By autograd, which knows that the weights have changed."""
     with pytest.raises(WorldError, match="modified by an inplace operation"):
         run_world(2, with_its_prefix, fault_case(norms))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_a_run_that_stops_and_goes_on(dtype: str, tmp_path: Path) -> None:
     """Bitwise the one that does not stop, and the one that waits."""

@@ -159,8 +159,9 @@ def test_whether_to_resume_can_be_demanded(tmp_path: Path) -> None:
         assert "the run is finished; to train on raise train.steps" in rank["finished"]
 
 
-def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
-    signalled = Play("parts", DP, preempt=3)
+@pytest.mark.parametrize("sign", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_one_rank_saves_and_stops_all(sign: signal.Signals, tmp_path: Path) -> None:
+    signalled = Play("parts", DP, preempt=3, sign=sign)
     full, stopped, parts = run(tmp_path, Play("full", DP), signalled, Play("parts", DP))
     for rank in stopped:
         assert rank["error"][0].exit_code == 75

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,8 +19,18 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize("name", names())
 def test_trains(name: str) -> None:
+    check(registry_cases.of(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_trains_with_many_micro_batches(name: str) -> None:
+    check(registry_cases.of(name, registry_cases.many_microbatches))
+
+
+def check(cases_of_one: Sequence[Case]) -> None:
     by_world: dict[int, list[Case]] = {}
-    for case in registry_cases.of(name):
+    for case in cases_of_one:
         by_world.setdefault(case.world, []).append(case)
     assert by_world
     for world, cases in by_world.items():

@@ -39,7 +39,7 @@ BY_TIME = [
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("cases", [GIVEN, BY_TIME], ids=["given", "by time"])
 def test_uneven_slices_train(cases: list[Case], world: int) -> None:
-    """Loss, every gradient, gradient norm, and weights after three steps, in fp64."""
+    """Loss, every gradient, gradient norm, and the weights after each step, in fp64."""
     cases = [case for case in cases if case.world == world]
     assert cases
     for case in cases:

@@ -131,6 +131,7 @@ def test_weights_on_demand_under_every_schedule() -> None:
     check_all(on_every_schedule(2, in_process=False))
 
 
+@pytest.mark.slow
 def test_weights_on_demand_under_every_schedule_in_one_process() -> None:
     """A stage's weights are gathered for all pipeline ranks that are in the process."""
     check_all(on_every_schedule(4, in_process=True))

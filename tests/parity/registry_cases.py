@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,10 +37,9 @@ def schedule_of(case: Case) -> Schedule:
 
 
 def settings(name: str) -> Iterator[Case]:
-    """The schedule's sizes: few ranks and many, few micro-batches and many, its options."""
+    """The schedule's sizes: few ranks and many, few micro-batches and more, its options."""
     yield from _legal(name, [(2, 1)], {})
     yield from _legal(name, [(4, 5)], {})
-    yield from _legal(name, [(4, 9)], {})
     for option, value in OPTIONS:
         if option in accepts(name):
             yield from _legal(name, [(2, 5), (4, 5)], {option: value})
@@ -64,10 +63,15 @@ def _legal(name: str, sizes: list[tuple[int, int]], options: dict[str, int]) -> 
             return
 
 
-def of(name: str) -> list[Case]:
+def many_microbatches(name: str) -> Iterator[Case]:
+    """More than twice as many as ranks."""
+    yield from _legal(name, [(4, 9)], {})
+
+
+def of(name: str, sizes: Callable[[str], Iterator[Case]] = settings) -> list[Case]:
     """Training cases of one schedule, each on 8 processes at most."""
     cases: list[Case] = []
-    for index, case in enumerate(settings(name), start=names().index(name)):
+    for index, case in enumerate(sizes(name), start=names().index(name)):
         variant = VARIANTS[index % len(VARIANTS)]
         if variant.get("uneven"):
             variant = {**variant, "layers": case.layers + 1}

@@ -55,14 +55,15 @@ class Play:
     """A run by the real trainer.
 
     `stop_after` ends it after the checkpoint of that step as if it were killed; `preempt` sends
-    rank 1 the signal of a scheduler during that step; `clocks` are the ranks' own, by which they
-    save.
+    rank 1 a signal during that step, by default that of a scheduler; `clocks` are the ranks' own,
+    by which they save.
     """
 
     name: str
     settings: Mapping[str, str]
     stop_after: int | None = None
     preempt: int | None = None
+    sign: signal.Signals = signal.SIGUSR1
     clocks: tuple[Callable[[], Clock], ...] = ()
 
 
@@ -77,7 +78,7 @@ class Witness(Callback):
         if self.play.stop_after == step.number - 1:
             raise Interrupted
         if self.play.preempt == step.number and run.mesh.rank == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), self.play.sign)
 
     def after_step(self, run: Run, step: Step) -> None:
         for result in step.results:

@@ -28,6 +28,8 @@ SHARED = (
     "plain_gpt.py",
 )
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
+LONG = ("gpu_ladder", "peers", "step")
+"""Those that time whole steps, beside a peer's, at any size."""
 COUNTING = ("memory", "scale", "zero")
 """Benchmarks that compare bytes and calls with formulas, which no machine makes slower."""
 
@@ -47,8 +49,13 @@ def test_there_are_benchmarks() -> None:
     assert BENCHMARKS
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else pytest.mark.full, id=p.stem)
+        for p in BENCHMARKS
+    ],
+)
 def test_a_benchmark_prints_a_table_and_writes_its_results(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     done = run(path, "--quick", "--json", str(file))

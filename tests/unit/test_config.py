@@ -44,3 +44,8 @@ def test_resolved_model() -> None:
     assert model.resolved(vocab_size=7, sequence_length=7) == model
     swiglu = ModelConfig(hidden=96, activation="swiglu")
     assert swiglu.resolved(vocab_size=100, sequence_length=32).ffn_hidden == 256
+
+
+def test_a_run_saves_every_quarter_of_an_hour_by_default() -> None:
+    checkpoint = Config().checkpoint
+    assert (checkpoint.every, checkpoint.every_minutes) == (0, 15)

@@ -246,6 +246,27 @@ def test_memory_limits_and_accountings(ask):
     assert told["peak_weighted"] == [4, 3, 2, 1]
 
 
+def test_weighted_memory_is_what_a_schedule_may_use(ask):
+    """The published ZB-2p of 2401.10241 (table 5, p 8, m 24) counts what I frees."""
+    size = ("--ranks", "8", "--microbatches", "24", "--memory-limit", "16")
+    cost = ("--cost", "F=18.522,I=18.086,W=9.337,comm=0.601")
+    freed = ("--freed-by-input-grad", "0.366")
+    told = {
+        accounting: json.loads(
+            ask(
+                "simulate",
+                "zb_2p",
+                *(*size, *cost, *freed),
+                *("--memory-accounting", accounting, "--json"),
+            )
+        )
+        for accounting in ("held", "weighted")
+    }
+    assert max(told["weighted"]["peak_weighted"]) <= 16 < max(told["weighted"]["peak_held"])
+    assert told["weighted"]["bubble"]["span"] == pytest.approx(0.0434, abs=5e-4)
+    assert told["held"]["bubble"]["span"] > told["weighted"]["bubble"]["span"] + 0.01
+
+
 def test_simulate_for_a_reader(ask):
     shown = ask("simulate", "zb_h1", *SMALL, "--memory-limit", "3").splitlines()
     assert shown[:8] == [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -52,3 +54,20 @@ def test_a_trace_has_what_a_rank_does_in_order() -> None:
         wanted = [name_of(action) for action in program.actions]
         assert len(set(wanted)) == len(wanted)
         assert [name for name in seen if name in wanted] == wanted
+
+
+def test_on_a_gpu_they_are_ranges_of_nvtx_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    @contextmanager
+    def nvtx(name: str) -> Iterator[None]:
+        seen.append(f"begin {name}")
+        yield
+        seen.append("end")
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
+    action = Action(Do.COMPUTE, Kind.F, 1, 3)
+    named(action, lambda: seen.append("run"), torch.device("cuda"))()
+    assert seen == ["begin F stage 1 micro-batch 3", "run", "end"]
+    named(action, lambda: None, torch.device("cpu"))()
+    assert len(seen) == 3

@@ -1,0 +1,74 @@
+"""The first lines of a run, and their grammar."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.cli import parse
+from megapipe.layout.resolve import resolve
+from megapipe.train.opening import banner
+from megapipe.words import counted, either, plural
+
+
+def line(*overrides: str, world: int = 1, device: str = "cpu") -> str:
+    model = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.vocab_size=257"]
+    config, layout = resolve(parse([*model, *overrides]).config, world, None)
+    policy = SimpleNamespace(stage=layout.replicas.zero)
+    run: Any = SimpleNamespace(
+        config=config,
+        layout=layout,
+        mesh=SimpleNamespace(world=world, device=torch.device(device), backend="gloo"),
+        train_step=SimpleNamespace(
+            schedule=layout.schedule, optimizer=SimpleNamespace(policy=policy)
+        ),
+    )
+    return banner(run)
+
+
+def test_one_of_each() -> None:
+    given = ["train.steps=1", "train.global_batch=1", "train.microbatch=1"]
+    parts = line(*given, "train.sequence_length=8", "optimizer.warmup_steps=0").split(" | ")
+    assert parts[1:] == [
+        "pp 1 x dp 1 x cp 1 x tp 1, 1 process on cpu with gloo",
+        "adamw, ZeRO-1",
+        "1f1b of 1 micro-batch",
+        "1 step of 8 tokens",
+        "bitwise reproducible",
+    ]
+    assert parts[0].endswith(" parameters, fp32")
+
+
+def test_several_of_each() -> None:
+    given = ["parallel.dp=2", "parallel.pp=2", "train.global_batch=16", "train.microbatch=2"]
+    parts = line(*given, "train.steps=1000", world=4, device="cuda").split(" | ")
+    assert parts[1:4] == [
+        "pp 2 x dp 2 x cp 1 x tp 1, 4 processes on cuda with gloo",
+        "adamw, ZeRO-1",
+        "1f1b of 4 micro-batches",
+    ]
+    assert parts[4].startswith("1,000 steps of ")
+    assert parts[5] == "not bitwise reproducible (run.deterministic)"
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [
+        (1, "step", "1 step"),
+        (0, "step", "0 steps"),
+        (1000, "step", "1,000 steps"),
+        (8, "process", "8 processes"),
+        (2, "micro-batch", "2 micro-batches"),
+        (1, "process", "1 process"),
+    ],
+)
+def test_numbers_in_sentences(number: int, noun: str, text: str) -> None:
+    assert counted(number, noun) == text
+    assert plural(noun, number) == text.split()[1]
+
+
+def test_alternatives() -> None:
+    assert [either(values) for values in ([1], [1, 2], [1, 2, 4])] == ["1", "1 or 2", "1, 2 or 4"]
