@@ -65,6 +65,7 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
     outcome.values.append(own_values(step.optimizer))
     for i in range(case.steps):
         (result,) = step.train(i, rows) or step.settle()
+        outcome.grads[i:] = outcome.grads[-1:]  # on GPUs the warm-up before the first reduces too
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
         outcome.rates.append(result.lr)
