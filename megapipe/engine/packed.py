@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.channels import Channels, Expected, Incoming, Outgoing, Shape
+from megapipe.ops.transfer import aligned
 from megapipe.schedule.ir import Op
-
-ALIGNMENT = 16
-"""Tensors begin at multiples of so many bytes, so that each can be seen as its own type."""
 
 
 class PackedTensor(NamedTuple):
@@ -28,7 +26,7 @@ class PackedTensor(NamedTuple):
         length = self.dtype.itemsize
         for size in self.shape:
             length *= size
-        return -(-length // ALIGNMENT) * ALIGNMENT
+        return aligned(length)
 
 
 class PackedOutgoing:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Tensors that are copied together begin at multiples of so many bytes."""
+"""Tensors that travel as one begin at multiples of so many bytes, so that each can be seen as its
+own type."""
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` and what is left free up to the next tensor."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -44,7 +50,7 @@ class Uploads:
         places, stop = [], 0
         for tensor in tensors:
             places.append(slice(stop, stop + tensor.nbytes))
-            stop += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            stop += aligned(tensor.nbytes)
         host = self._free_half(stop)[:stop]
         for place, tensor in zip(places, tensors, strict=True):
             host[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -1,7 +1,7 @@
 """Groups that a process is in on GPUs, and the memory that torch's allocator does not see.
 
-The figures are estimates, with their sources; a communicator's memory grows with the thread blocks
-that NCCL runs for it, and with the speed of the links.
+The figures are estimates, and say where they come from; a communicator's memory grows with the
+thread blocks that NCCL runs for it, and with the speed of the links.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from megapipe.schedule.lower import pairs
 
 MIB = 2**20
 CONTEXT = 512 * MIB
-"""A CUDA context with the kernels of torch and its libraries; 400 to 600 MiB are usual."""
+"""A CUDA context with the kernels of torch and its libraries. Assumed; nvidia-smi shows it of a
+process that has made one small tensor."""
 PAIR, LARGER = 544 * MIB, 688 * MIB
 """NCCL's memory for collectives of two GPUs, and of more: measured on 4 A100 over NVLink
 (github.com/NVIDIA/nccl/issues/964)."""
 THREAD_BLOCK = 20 * MIB
 """NCCL's memory for one thread block of a channel: buffers of 4 MiB (NCCL_BUFFSIZE) and of the two
-low-latency protocols, about as large again, each way."""
+low-latency protocols, taken to be about as large again, each way."""
 
 
 class Communicators(NamedTuple):

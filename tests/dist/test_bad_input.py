@@ -140,7 +140,16 @@ def test_under_torchrun(bad: Bad, tmp_path: Path) -> None:
     run_torchrun(tmp_path, 2, *overridden(tmp_path, bad)).assert_one_line(bad.code, *bad.words)
 
 
-@pytest.mark.parametrize("bad", [EARLY[0], *BEFORE_DATA, *LATE], ids=lambda bad: bad.name)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        EARLY[0],
+        *(pytest.param(bad, marks=pytest.mark.slow) for bad in EARLY[1:]),
+        *BEFORE_DATA,
+        *LATE,
+    ],
+    ids=lambda bad: bad.name,
+)
 def test_under_our_launcher(bad: Bad, tmp_path: Path) -> None:
     """Which adds nothing to the line and hands on the exit code."""
     outcome = run_launched(tmp_path, 2, *overridden(tmp_path, bad))

@@ -36,22 +36,36 @@ def test_one_process(model: str) -> None:
     check_all([Own(model, Case(masked=0.3), 5)])
 
 
+LAYOUTS = [
+    Case(pp=2, schedule="zb_h1", m=4),
+    Case(pp=2, in_process=True, m=3),
+    Case(pp=3, m=3),
+    Case(dp=2, pp=2, chunks=2, schedule="interleaved_1f1b", m=4, zero=3),
+]
+FURTHER = [
+    Case(dp=2, masked=0.3),
+    Case(pp=2, m=3, activations="stage", debug=True),
+    *(Case(dp=2, pp=2, m=3, zero=zero, masked=0.3) for zero in range(4)),
+]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
 def test_replicas_stages_and_shards(model: str) -> None:
-    cases = [
-        Case(pp=2, schedule="zb_h1", m=4),
-        Case(pp=2, in_process=True, m=3),
-        Case(pp=3, m=3),
-        Case(dp=2, pp=2, chunks=2, schedule="interleaved_1f1b", m=4, zero=3),
-    ]
-    if model in ("split", "tied"):
-        cases += [
-            Case(dp=2, masked=0.3),
-            Case(pp=2, m=3, activations="stage", debug=True),
-            *(Case(dp=2, pp=2, m=3, zero=zero, masked=0.3) for zero in range(4)),
-        ]
-    check_all([Own(model, case, 6) for case in cases])
+    check_all([Own(model, case, 6) for case in LAYOUTS])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(
+            model, marks=pytest.mark.full if model in ("split", "tied") else pytest.mark.slow
+        )
+        for model in MODELS
+    ],
+)
+def test_every_way_to_shard(model: str) -> None:
+    check_all([Own(model, case, 6) for case in FURTHER])
 
 
 def test_layers_without_parameters_or_gradients() -> None:

@@ -64,7 +64,12 @@ LARGE = (4, 8)
 
 
 @pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in WORLDS]
+    "world",
+    [
+        *(1, 3, 5),
+        pytest.param(2, marks=pytest.mark.full),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in LARGE),
+    ],
 )
 def test_pairs(world: int) -> None:
     check([to_case(choice) for choice in choices_of_pairs()], world)

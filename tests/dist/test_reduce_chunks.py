@@ -69,6 +69,7 @@ def assert_same(case: Case, plain: list[Outcome], other: list[Outcome]) -> None:
             assert grad.equal(others[name]), f"{case.name}: gradient of {name} in step {i}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", sorted({case.world for case in CASES}))
 def test_pieces_change_no_bit(world: int) -> None:
     here = [case for case in CASES if case.world == world]
