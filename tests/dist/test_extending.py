@@ -75,8 +75,8 @@ def prepare_plain(folder: Path) -> None:
     ("section", "overrides"),
     [
         ("Update rule", ["optimizer.zero=2"]),
-        ("Learning rate", ["optimizer.warmup_steps=2"]),
-        ("Data set", []),
+        pytest.param("Learning rate", ["optimizer.warmup_steps=2"], marks=pytest.mark.full),
+        pytest.param("Data set", [], marks=pytest.mark.full),
     ],
 )
 def test_an_example_trains_and_goes_on(section: str, overrides: list[str], tmp_path: Path) -> None:

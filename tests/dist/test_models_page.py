@@ -50,22 +50,13 @@ def test_the_page_has_its_examples() -> None:
     assert len([x for x in SOURCES["my_loss"].splitlines() if x]) <= 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "world", "overrides"),
     [
         ("plain_model", 2, ["parallel.pp=2", "pipeline.layout=L*3 | L*3"]),
-        pytest.param(
-            "split_model",
-            3,
-            ["parallel.pp=3", "pipeline.schedule=zb_h1", "optimizer.zero=2"],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            "wide_model",
-            4,
-            ["parallel.tp=2", "parallel.dp=2", "optimizer.zero=3"],
-            marks=pytest.mark.full,
-        ),
+        ("split_model", 3, ["parallel.pp=3", "pipeline.schedule=zb_h1", "optimizer.zero=2"]),
+        ("wide_model", 4, ["parallel.tp=2", "parallel.dp=2", "optimizer.zero=3"]),
     ],
 )
 def test_a_level_trains_goes_on_and_generates(
@@ -86,6 +77,7 @@ def test_a_level_trains_goes_on_and_generates(
     assert found.stdout.startswith("the cat")
 
 
+@pytest.mark.full
 def test_a_loss_of_ones_own(folder: Path) -> None:
     """With the built-in model and with one's own; smoothing makes it another loss."""
     given = "train.loss=my_loss:smoothed"

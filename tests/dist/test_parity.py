@@ -66,8 +66,8 @@ LARGE = (4, 8)
 @pytest.mark.parametrize(
     "world",
     [
-        *(1, 3, 5),
-        pytest.param(2, marks=pytest.mark.full),
+        3,
+        *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 5)),
         *(pytest.param(n, marks=pytest.mark.slow) for n in LARGE),
     ],
 )
@@ -129,6 +129,7 @@ def test_slices_of_uneven_length() -> None:
     check(UNEVEN_SLICES, 2)
 
 
+@pytest.mark.full
 def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups() -> None:
     """pp4 in one process per (dp, tp) coordinate, for every schedule."""
     cases = [

@@ -57,7 +57,7 @@ def first_steps(world: Any, cases: list[Case]) -> None:
             step.evaluate(validation_rows(case), validation_samples(case))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_first_steps_wait_for_nothing_that_spins(world: int) -> None:
     run_world(world, first_steps, [case for case in CASES if case.world == world])
 
