@@ -14,7 +14,7 @@ COMMANDS = {
     "train": ("megapipe.train.main", "train a model, or show its plan (--dry-run)"),
     "generate": ("megapipe.generate.command", "text from a checkpoint"),
     "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
-    "prepare-data": ("megapipe.data.command", "tokenize a corpus ahead of a run"),
+    "prepare-data": ("megapipe.data.commands", "texts to token files, and token files to others"),
     "summary": ("megapipe.observe.summary", "how a finished run went"),
     "doctor": ("megapipe.launch.doctor", "what this machine gives a run"),
     "launch": ("megapipe.launch.launcher", "start the processes of a job on this node"),

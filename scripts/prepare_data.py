@@ -1,8 +1,8 @@
-"""Tokenize a corpus ahead of a run; ``python scripts/prepare_data.py --help`` says how."""
+"""Data ahead of a run; ``python scripts/prepare_data.py --help`` says how."""
 
 import sys
 
-from megapipe.data.command import main
+from megapipe.data.commands import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

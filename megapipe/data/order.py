@@ -10,12 +10,21 @@ Lea and Flood, OOPSLA 2014).
 
 import struct
 from hashlib import blake2b
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
 
 _MASK64 = 2**64 - 1
 
 
-def splitmix64(value: int) -> int:
-    """Mixes 0 <= value < 2^64 into another such number, one to one; all bits depend on all."""
+@overload
+def splitmix64(value: int) -> int: ...
+@overload
+def splitmix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]: ...
+def splitmix64(value: Any) -> Any:
+    """Mixes 0 <= value < 2^64, or each of them, into another such number, one to one; all bits
+    depend on all."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64

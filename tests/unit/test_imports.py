@@ -47,6 +47,7 @@ FLOORS = (
     "update_rules",
     "user_code",
     "dtypes",
+    "command_line",
     "words",
     "errors",
 )

@@ -1,13 +1,9 @@
 """The commands of ``megapipe schedule`` and scripts/schedule.py, one file each."""
 
-import argparse
-import contextlib
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megapipe.errors import MegapipeError
+from megapipe.command_line import Parser, run_command
 from megapipe.schedule.commands import (
     compare,
     draw,
@@ -18,7 +14,6 @@ from megapipe.schedule.commands import (
     simulate,
     validate,
 )
-from megapipe.schedule.commands.arguments import Parser
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.placement import Placement
 
@@ -42,17 +37,4 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str], planner: Planner | None = None) -> int:
     """Run one command; the exit code of the process. `planner` reads what --config names."""
-    try:
-        given: argparse.Namespace = parser().parse_args(argv)
-        given.planner = planner
-        given.run(given)
-        sys.stdout.flush()
-    except MegapipeError as error:
-        print(f"megapipe: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output has what it wanted
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return run_command(parser(), argv, planner=planner)

@@ -5,8 +5,9 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
+from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
 from megapipe.schedule.cost import plain
 from megapipe.schedule.generators.registry import OPTIONS
@@ -19,17 +20,6 @@ PLACEMENTS = ("single", "loop", "v", "wave")
 NAME_HELP = "a schedule of `list`, module:function of your own, or a file.csv"
 
 Value = TypeVar("Value")
-Commands = argparse._SubParsersAction  # the only name that argparse has for it
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError where argparse would exit."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; {self.prog} --help shows what is possible")
 
 
 def add_setting(parser: Parser) -> None:

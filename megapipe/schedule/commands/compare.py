@@ -6,8 +6,9 @@ import json
 import sys
 from typing import Any
 
+from megapipe.command_line import Commands, Parser
 from megapipe.errors import ScheduleError
-from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting
+from megapipe.schedule.commands.arguments import NAME_HELP, add_setting
 from megapipe.schedule.commands.measure import measure
 from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.generators import names

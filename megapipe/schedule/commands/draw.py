@@ -4,15 +4,9 @@ import argparse
 import json
 from pathlib import Path
 
+from megapipe.command_line import Commands, Parser
 from megapipe.errors import ConfigError
-from megapipe.schedule.commands.arguments import (
-    NAME_HELP,
-    Commands,
-    Parser,
-    add_setting,
-    count,
-    write,
-)
+from megapipe.schedule.commands.arguments import NAME_HELP, add_setting, count, write
 from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render import png, svg

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting, write
+from megapipe.command_line import Commands, Parser
+from megapipe.schedule.commands.arguments import NAME_HELP, add_setting, write
 from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import to_csv, to_torch_csv

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from megapipe.schedule.commands.arguments import Commands, Parser
+from megapipe.command_line import Commands, Parser
 from megapipe.schedule.commands.scenario import json_number, placement_names
 from megapipe.schedule.generators import accepts, aliases, build, names
 from megapipe.schedule.generators.registry import HINTS, OPTIONS, generator_of

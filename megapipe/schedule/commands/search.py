@@ -5,16 +5,9 @@ import json
 import time
 from pathlib import Path
 
+from megapipe.command_line import Commands, Parser
 from megapipe.errors import ConfigError
-from megapipe.schedule.commands.arguments import (
-    Commands,
-    Parser,
-    add_costs,
-    add_placement,
-    add_size,
-    count,
-    write,
-)
+from megapipe.schedule.commands.arguments import add_costs, add_placement, add_size, count, write
 from megapipe.schedule.commands.measure import lines, measure
 from megapipe.schedule.commands.scenario import Scenario, json_number
 from megapipe.schedule.placement import Placement, loop, vee, wave

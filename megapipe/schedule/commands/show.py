@@ -3,7 +3,8 @@
 import argparse
 import shutil
 
-from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting, count
+from megapipe.command_line import Commands, Parser
+from megapipe.schedule.commands.arguments import NAME_HELP, add_setting, count
 from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render.scene import INK, shade

@@ -3,7 +3,8 @@
 import argparse
 import json
 
-from megapipe.schedule.commands.arguments import NAME_HELP, Commands, Parser, add_setting, count
+from megapipe.command_line import Commands, Parser
+from megapipe.schedule.commands.arguments import NAME_HELP, add_setting, count
 from megapipe.schedule.commands.measure import lines, measure
 from megapipe.schedule.commands.scenario import Scenario, json_number
 

@@ -4,8 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from megapipe.command_line import Commands, Parser
 from megapipe.errors import ConfigError
-from megapipe.schedule.commands.arguments import Commands, Parser
 from megapipe.schedule.commands.measure import describe
 from megapipe.schedule.text import from_csv
 

@@ -12,6 +12,7 @@ from megapipe.data.order import order
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenFile, TokenWriter
+from megapipe.data.tokens.format import token_type
 from megapipe.errors import DataError
 
 L = 8
@@ -21,7 +22,7 @@ EOD = 256
 def batches(
     folder: Path, tokens: Any, *, keep_last: bool = False, vocab_size: int = 257, **settings: Any
 ) -> Batches:
-    with TokenWriter(folder / "x", 60000) as writer:
+    with TokenWriter(folder / "x", token_type(60000), 60000) as writer:
         writer.add(np.asarray(tokens))
     dataset = TokenDataset(TokenFile(folder / "x"), L, keep_last=keep_last)
     defaults = {"seed": 1, "mask_document_ends": False, "eod": EOD, "shuffle": False}

@@ -5,12 +5,13 @@ import pytest
 
 from megapipe.data.dataset import TokenDataset
 from megapipe.data.tokens import TokenFile, TokenWriter
+from megapipe.data.tokens.format import token_type
 from megapipe.errors import DataError
 
 
 def stream(folder: Path, length: int) -> TokenFile:
     """A file whose token at position i is i, in documents of up to 7 tokens."""
-    with TokenWriter(folder / "x", 60000) as writer:
+    with TokenWriter(folder / "x", token_type(60000), 60000) as writer:
         for start in range(0, length, 7):
             writer.add(np.arange(start, min(start + 7, length)))
     return TokenFile(folder / "x")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.data import once
-from megapipe.data.once import MAKER, make_once
+from megapipe.data.prepare import once
+from megapipe.data.prepare.once import MAKER, make_once
 
 
 def content(text: str = "x") -> Callable[[Path], None]:

@@ -12,7 +12,7 @@ import torch
 
 from megapipe.cli import parse
 from megapipe.config import Config
-from megapipe.data import command
+from megapipe.data import commands
 from megapipe.data.batch import Batches, build_batches
 from megapipe.data.order import order
 from megapipe.data.own import ARGUMENTS, OwnData, is_own, own_data
@@ -252,7 +252,7 @@ def test_what_can_be_known_is_refused_before_a_start(
 
 
 def test_there_is_nothing_to_prepare(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--source", "sets:counting"]) == ConfigError.exit_code
+    assert commands.main(["--source", "sets:counting"]) == ConfigError.exit_code
     assert "has token ids already" in capsys.readouterr().err
 
 

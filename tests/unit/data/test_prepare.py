@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from megapipe.config import DataConfig
-from megapipe.data import prepare as module
 from megapipe.data.prepare import Prepared, prepare
+from megapipe.data.prepare import encode as module
+from megapipe.data.prepare.held_out import HeldOut
 from megapipe.data.tokenizer import ByteTokenizer, TokenIds, load_tokenizer
 from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
@@ -93,7 +94,7 @@ def test_batches_of_texts_do_not_change_the_result(
     folder_config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = prepare(folder_config, BYTE)
-    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 50)
+    monkeypatch.setattr(module, "BATCH", 50)
     other = folder_config.model_copy(update={"cache": str(tmp_path / "other")})
     many = prepare(other, BYTE)
     assert one.digest == many.digest
@@ -113,7 +114,7 @@ def test_trained_tokenizer(folder_config: DataConfig, bpe_file: Path) -> None:
 
 def test_a_share_close_to_the_fraction_is_held_out() -> None:
     for fraction in (0.01, 0.02, 0.3, 0.9):
-        held = sum(module._side(i, fraction) == "validation" for i in range(20000))
+        held = int(HeldOut(fraction, 20000)(0, 20000).sum())
         assert abs(held - 20000 * fraction) < 5 * (20000 * fraction * (1 - fraction)) ** 0.5
 
 
@@ -277,9 +278,10 @@ def test_a_killed_process_leaves_no_corpus(
     wait_for(lambda: list(tmp_path.glob("go.*")))
     process.kill()
     process.communicate()
-    (left,) = Path(folder_config.cache).iterdir()
-    assert left.name.startswith(".")
-    assert (left / "train.bin").exists()
+    left = list(Path(folder_config.cache).iterdir())
+    assert len(left) == 2
+    assert all(folder.name.startswith(".") for folder in left)
+    assert list(Path(folder_config.cache).glob(".*.parts/.000000.*.bin"))
 
     prepared = prepare(folder_config, BYTE)
     assert len(texts_of(prepared, "train")) == prepared.meta.train.documents
@@ -315,7 +317,8 @@ def test_command(folder_config: DataConfig, tmp_path: Path) -> None:
     assert f"{prepared.meta.train.tokens:,} tokens" in done.stdout
     assert json.loads((prepared.folder / "meta.json").read_text())["source"] in options
 
-    shown = run("--help").stdout
+    assert "merge" in run("--help").stdout
+    shown = run("tokenize", "--help").stdout
     assert "--validation-fraction" in shown
     assert "-mask" not in shown, "masks are of training"
     for wrong, code, says in (

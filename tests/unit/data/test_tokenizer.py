@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from megapipe.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from megapipe.data.tokenizer import ByteTokenizer, load_tokenizer
+from megapipe.data.tokenizer.hugging_face import FastTokenizer, of_transformers
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import TEXTS, train_bpe
 
@@ -71,7 +72,7 @@ def test_no_marks_are_added_and_nothing_is_cut_or_padded(tmp_path: Path) -> None
 
 def test_sep_ends_a_document_where_there_is_no_eos(bpe_file: Path) -> None:
     loaded = PreTrainedTokenizerFast(tokenizer_file=str(bpe_file), sep_token="<pad>")
-    assert HuggingFaceTokenizer(loaded, "x").eod == 0
+    assert of_transformers(loaded, "x").eod == 0
 
 
 def test_no_end_of_document(tmp_path: Path) -> None:
@@ -89,24 +90,24 @@ def test_digest_follows_the_ids_not_the_place(bpe_file: Path, tmp_path: Path) ->
     assert load_tokenizer(str(tmp_path / "smaller.json")).digest != here
     assert ByteTokenizer().digest != here
     other_end = PreTrainedTokenizerFast(tokenizer_file=str(bpe_file), eos_token="<pad>")
-    assert HuggingFaceTokenizer(other_end, "x").digest != here
+    assert of_transformers(other_end, "x").digest != here
 
 
 def test_using_a_tokenizer_does_not_change_its_digest(bpe_file: Path) -> None:
     tokenizer = load_tokenizer(str(bpe_file))
     tokenizer.encode_batch(TEXTS)
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
-    assert HuggingFaceTokenizer(tokenizer.tokenizer, "x").digest == tokenizer.digest
+    assert isinstance(tokenizer, FastTokenizer)
+    assert FastTokenizer(tokenizer.backend, "x").digest == tokenizer.digest
 
 
 def test_a_tokenizer_written_in_python() -> None:
-    tokenizer = HuggingFaceTokenizer(ByT5Tokenizer(extra_ids=0), "byt5")
+    tokenizer = of_transformers(ByT5Tokenizer(extra_ids=0), "byt5")
     text = "äöü </s> x"
     ids = tokenizer.encode(text).tolist()
     assert ids == [byte + 3 for byte in text.encode()]
     assert tokenizer.decode(ids) == text
-    assert tokenizer.digest == HuggingFaceTokenizer(ByT5Tokenizer(extra_ids=0), "other").digest
-    assert tokenizer.digest != HuggingFaceTokenizer(ByT5Tokenizer(extra_ids=5), "byt5").digest
+    assert tokenizer.digest == of_transformers(ByT5Tokenizer(extra_ids=0), "other").digest
+    assert tokenizer.digest != of_transformers(ByT5Tokenizer(extra_ids=5), "byt5").digest
 
 
 def test_code_beside_a_tokenizer_is_never_run(bpe_file: Path, tmp_path: Path) -> None:

@@ -2,13 +2,17 @@ import os
 import struct
 import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megapipe.data import tokens as module
 from megapipe.data.tokens import TokenFile, TokenWriter
+from megapipe.data.tokens import verify as verify_module
+from megapipe.data.tokens import writer as writer_module
+from megapipe.data.tokens.format import token_type
+from megapipe.data.tokens.verify import verify
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import drop_privileges
 
@@ -16,7 +20,7 @@ DOCUMENTS = [np.array([5, 6, 7, 256]), np.array([256]), np.arange(200)]
 
 
 def write(prefix: Path, vocab_size: int = 257, documents: list[np.ndarray] = DOCUMENTS) -> Path:
-    with TokenWriter(prefix, vocab_size) as writer:
+    with TokenWriter(prefix, token_type(vocab_size), vocab_size) as writer:
         for document in documents:
             writer.add(document)
     return prefix
@@ -52,9 +56,10 @@ def by_hand(folder: Path, index: bytes, content: bytes) -> Path:
     return folder / "x"
 
 
-def refused(prefix: Path, match: str) -> None:
+def refused(prefix: Path, match: str, *, on_reading_all: bool = False) -> None:
+    read = partial(verify, TokenFile(prefix)) if on_reading_all else partial(TokenFile, prefix)
     with pytest.raises(DataError, match=match) as info:
-        TokenFile(prefix)
+        read()
     assert "\n" not in str(info.value)
     assert str(prefix) in str(info.value)
 
@@ -102,7 +107,7 @@ def test_reads_documents_of_several_sequences_and_modes(tmp_path: Path) -> None:
 def test_a_document_too_long_for_a_sequence_has_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LONGEST_SEQUENCE", 3)
+    monkeypatch.setattr(writer_module, "LONGEST_SEQUENCE", 3)
     file = TokenFile(write(tmp_path / "x", documents=[np.arange(7), np.arange(3)]))
     assert file.lengths.tolist() == [3, 3, 1, 3]
     assert file.documents.tolist() == [0, 3, 4]
@@ -112,7 +117,7 @@ def test_a_document_too_long_for_a_sequence_has_several(
 @pytest.mark.parametrize("wrong", [-1, 257, 2**31, 65536 + 5])
 def test_writer_refuses_ids_that_would_wrap_around(tmp_path: Path, wrong: int) -> None:
     documents = [np.array([1]), np.array([1, wrong])]
-    with pytest.raises(DataError, match=f"document 1 for .*x.bin: token id {wrong} is outside"):
+    with pytest.raises(DataError, match=f"position 2 for .*x.bin: token id {wrong} is outside"):
         write(tmp_path / "x", 257, documents)
     assert not (tmp_path / "x.idx").exists()  # nor after any other error
 
@@ -162,23 +167,46 @@ def test_tokens_of_another_corpus(tmp_path: Path) -> None:
         (index_bytes([1], [0], [0, 1], code=6), "declares token type 6"),
         (index_bytes([1], [0], [0, 1], code=7), "declares token type 7"),
         (index_bytes([1], [0], [0, 1], code=0), r"type 0; known .*8 \(uint16\)"),
-        (index_bytes([2, -1], [0, 4], [0, 2]), "sequence 1 has a negative length"),
-        (index_bytes([2, 1], [0, 2], [0, 1, 2]), "sequence 1 does not start where"),
-        (index_bytes([2, 1], [2, 0], [0, 1, 2]), "sequence 0 does not start where"),
         (index_bytes([1], [0], [0, 2]), "boundaries do not run from 0 to 1"),
         (index_bytes([1], [0], [1, 1]), "boundaries do not run"),
-        (index_bytes([1, 1, 0], [0, 2, 4], [0, 2, 1, 3]), "boundaries do not run"),
         (index_bytes([], [], [0]), "boundaries do not run"),
         (index_bytes([], [], []), "boundaries do not run"),
+        (index_bytes([2, 1], [0, 2], [0, 1, 2]), "declares 4$"),
     ],
 )
 def test_damaged_index(tmp_path: Path, index: bytes, match: str) -> None:
     refused(by_hand(tmp_path, index, struct.pack("<H", 1)), match)
 
 
-def test_no_tokens(tmp_path: Path) -> None:
-    refused(by_hand(tmp_path, index_bytes([], [], [0, 0]), b""), r"x\.bin holds no tokens")
-    refused(by_hand(tmp_path, index_bytes([0], [0], [0, 1]), b""), r"x\.bin holds no tokens")
+@pytest.mark.parametrize(
+    ("lengths", "offsets", "documents", "match"),
+    [
+        ([-1, 4], [0, -2], [0, 2], "sequence 0 has a negative length"),
+        ([2, 1, 1], [0, 2, 4], [0, 1, 3], "sequence 1 does not start where"),
+        ([1, 2], [2, 2], [0, 1, 2], "sequence 0 does not start where"),
+        ([1, 1, 1], [0, 2, 4], [0, 2, 1, 3], "document 1 ends before it begins"),
+        ([1, 1, 1], [0, 2, 4], [0, 1, 3], "token id 65535 at position 2 of .*x.bin"),
+    ],
+)
+def test_damage_that_only_reading_all_finds(
+    tmp_path: Path, lengths: list[int], offsets: list[int], documents: list[int], match: str
+) -> None:
+    content = struct.pack("<3H", 1, 2, 65535)
+    prefix = by_hand(tmp_path, index_bytes(lengths, offsets, documents), content)
+    if "token id" not in match:
+        refused(prefix, match, on_reading_all=True)
+    else:
+        with pytest.raises(DataError, match=match):
+            verify(TokenFile(prefix), 65535)
+        verify(TokenFile(prefix), 65536)
+        verify(TokenFile(prefix))
+
+
+@pytest.mark.parametrize("index", [([], [], [0, 0]), ([0], [0], [0, 1]), ([0, 0], [0, 0], [0, 2])])
+def test_no_tokens(tmp_path: Path, index: tuple[list[int], list[int], list[int]]) -> None:
+    file = TokenFile(by_hand(tmp_path, index_bytes(*index), b""))
+    assert file.tokens.tolist() == []
+    verify(file, 1)
 
 
 def test_a_header_that_claims_more_than_the_file_holds_costs_nothing(tmp_path: Path) -> None:
@@ -194,19 +222,22 @@ def test_a_header_that_claims_more_than_the_file_holds_costs_nothing(tmp_path: P
 def test_an_index_is_checked_across_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CHECKED_AT_ONCE", 2)
+    monkeypatch.setattr(verify_module, "AT_ONCE", 2)
     tokens = struct.pack("<7H", *range(7))
     good = [2, 1, 0, 3, 1], [0, 4, 6, 6, 12], [0, 1, 1, 2, 5]
     file = TokenFile(by_hand(tmp_path, index_bytes(*good), tokens))
     assert (file.lengths.tolist(), file.documents.tolist()) == (good[0], good[2])
+    steps: list[int] = []
+    verify(file, 7, steps.append)
+    assert steps == [4, 4, 4, 2]
     for wrong, match in (
-        (([2, 1, 0, 3, -1], good[1], good[2]), "sequence 4 has a negative length"),
+        (([2, 1, 0, -3, 1], good[1], good[2]), "sequence 3 has a negative length"),
         ((good[0], [0, 4, 6, 4, 12], good[2]), "sequence 3 does not start where"),
-        ((good[0], [0, 4, 6, 6, 6], good[2]), "sequence 4 does not start where"),
-        ((good[0], good[1], [0, 1, 2, 1, 5]), "boundaries do not run"),
-        (([2, 1, 0, 3, 2], good[1], good[2]), "declares 16"),
+        ((good[0], [0, 4, 4, 6, 12], good[2]), "sequence 2 does not start where"),
+        ((good[0], good[1], [0, 1, 2, 1, 5]), "document 2 ends before it begins"),
     ):
-        refused(by_hand(tmp_path, index_bytes(*wrong), tokens), match)
+        prefix = by_hand(tmp_path, index_bytes(*wrong), tokens)
+        refused(prefix, match, on_reading_all=True)
 
 
 def test_a_process_holds_no_copy_of_the_index(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokens
 from tokenizers import decoders, models
-from transformers import PreTrainedTokenizerFast
 
-from megapipe.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from megapipe.data.tokenizer import Tokenizer, load_tokenizer
+from megapipe.data.tokenizer.hugging_face import FastTokenizer
 from megapipe.generate.text import TextStream
 
 BYTES = load_tokenizer("byte")
@@ -30,9 +30,7 @@ def sentencepiece() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return HuggingFaceTokenizer(
-        PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="</s>"), "sp"
-    )
+    return FastTokenizer(tokens, "sp")
 
 
 SENTENCEPIECE = sentencepiece()

@@ -1,0 +1,40 @@
+"""What programs with commands have in common: errors in one line, and exit codes."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megapipe.errors import ConfigError, MegapipeError
+
+Commands = argparse._SubParsersAction  # the only name that argparse has for it
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises ConfigError where argparse would exit."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {self.prog} --help shows what is possible")
+
+
+def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
+    """Call the `run` that the parsed arguments have, with them and `more`; the exit code."""
+    try:
+        given: argparse.Namespace = parser.parse_args(argv)
+        vars(given).update(more)
+        given.run(given)
+        sys.stdout.flush()
+    except MegapipeError as error:
+        print(f"megapipe: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has what it wanted
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

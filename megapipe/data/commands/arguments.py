@@ -1,0 +1,51 @@
+"""Options that commands share: the keys of `data`, and what follows from them."""
+
+import argparse
+import typing
+
+from pydantic import ValidationError
+
+from megapipe.command_line import Parser
+from megapipe.config import DataConfig
+from megapipe.data.own import is_own
+from megapipe.errors import ConfigError
+from megapipe.keys import expected
+from megapipe.section import documentation
+
+OF_A_CORPUS = ("source", "subset", "dataset_split", "text_field", "workers")
+
+
+def add_keys(parser: Parser, *names: str) -> None:
+    """Add options for keys of `data`."""
+    for name in names:
+        field = DataConfig.model_fields[name]
+        kinds = {field.annotation, *typing.get_args(field.annotation)}
+        parser.add_argument(
+            _option(name),
+            default=field.default,
+            type=next((kind for kind in (int, float) if kind in kinds), str),
+            metavar=name.rpartition("_")[2].upper(),
+            help=f"{documentation(DataConfig)[name]} (default: {field.default})".replace("%", "%%"),
+        )
+
+
+def data_config(given: argparse.Namespace) -> DataConfig:
+    """The keys of `data` that the options set. Raises :class:`ConfigError`."""
+    values = {name: value for name, value in vars(given).items() if name in DataConfig.model_fields}
+    try:
+        config = DataConfig(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        words = expected(DataConfig.model_fields[key])
+        raise ConfigError(f"{_option(key)} {first['input']}: expected {words}") from None
+    if is_own(config.source):
+        raise ConfigError(
+            f"--source {config.source}: a data set of your own has token ids already, and there is "
+            "nothing to prepare"
+        )
+    return config
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,78 @@
+"""Shows what is in a token file: sizes, lengths of its documents, and the first of them.
+
+example: prepare_data.py inspect data/train --tokenizer ./tokenizer --documents 3
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.command_line import Parser
+from megapipe.data.tokenizer import load_tokenizer
+from megapipe.data.tokens import TokenFile
+from megapipe.data.tokens.format import without_suffix
+from megapipe.errors import ConfigError
+
+PURPOSE = "what is in a token file"
+_AT_ONCE = 2**20
+_WIDTH = 50
+_SHOWN_TOKENS = 60
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument("prefix", type=Path, metavar="PREFIX", help="file to look at")
+    parser.add_argument("--tokenizer", metavar="NAME", help="show texts, not ids")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="document to begin with")
+    parser.add_argument(
+        "--documents", type=int, default=2, metavar="N", help="documents to show (default: 2)"
+    )
+
+
+def run(given: argparse.Namespace) -> None:
+    file = TokenFile(without_suffix(given.prefix))
+    if not 0 <= given.first < len(file):
+        raise ConfigError(f"--first {given.first}: expected 0 to {len(file) - 1}")
+    tokens = file.tokens
+    print(f"{file.path}: {tokens.dtype.name}, {tokens.nbytes:,} bytes")
+    print(f"{len(file):,} documents in {len(file.lengths):,} sequences, {len(tokens):,} tokens")
+    shortest, longest, counts = lengths(file)
+    print(
+        f"tokens of a document: {shortest:,} to {longest:,}, {len(tokens) / len(file):,.1f} on "
+        "average"
+    )
+    for line in histogram(counts):
+        print(line)
+    tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else None
+    last = min(given.first + max(given.documents, 0), len(file))
+    starts = file.starts(file.documents[given.first : last + 1]).tolist()
+    for number, start, stop in zip(range(given.first, last), starts, starts[1:], strict=False):
+        ids = tokens[start : min(stop, start + _SHOWN_TOKENS)].tolist()
+        text = repr(tokenizer.decode(ids)) if tokenizer else " ".join(map(str, ids))
+        more = " ..." if stop - start > _SHOWN_TOKENS else ""
+        print(f"document {number}, {stop - start:,} tokens: {text}{more}")
+
+
+def lengths(file: TokenFile) -> tuple[int, int, npt.NDArray[np.int64]]:
+    """Tokens of the shortest and of the longest document, and how many documents have none, 1, 2 to
+    3, 4 to 7 and so on."""
+    counts = np.zeros(65, np.int64)
+    shortest, longest = 2**63, 0
+    for first in range(0, len(file), _AT_ONCE):
+        found = np.diff(file.starts(file.documents[first : first + _AT_ONCE + 1]))
+        shortest, longest = min(shortest, int(found.min())), max(longest, int(found.max()))
+        _, exponents = np.frexp(found.astype(np.float64))
+        counts += np.bincount(exponents, minlength=65)
+    return shortest, longest, counts
+
+
+def histogram(counts: npt.NDArray[np.int64]) -> list[str]:
+    """A bar for each power of two, from the first with documents to the last."""
+    (filled,) = counts.nonzero()
+    lines = []
+    for exponent in range(filled[0], filled[-1] + 1):
+        least = 2 ** int(exponent) // 2
+        bar = "#" * -(-int(counts[exponent]) * _WIDTH // int(counts.max()))
+        lines.append(f"{least:>12,}+ {counts[exponent]:>12,} {bar}".rstrip())
+    return lines

@@ -1,0 +1,54 @@
+"""Tokenizes a corpus, in as many processes as there are cores; a second start goes on where one was
+stopped. The options are the keys of `data` in a run's configuration.
+
+Without --output this is what training would do itself at its start: with the same values the run
+finds the corpus in the cache. With it, all documents go into PREFIX.bin and PREFIX.idx, in the
+format of Megatron-LM; a run takes them as data.source=PREFIX.
+
+example: prepare_data.py --source 'texts/*.jsonl.zst' --tokenizer ./tokenizer --output data/texts
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from megapipe.command_line import Parser
+from megapipe.data.commands.arguments import OF_A_CORPUS, add_keys, data_config
+from megapipe.data.prepare import prepare
+from megapipe.data.prepare.file import prepare_file
+from megapipe.data.prepare.sizes import Sizes
+from megapipe.data.tokenizer import load_tokenizer
+
+PURPOSE = "a corpus to token ids"
+
+
+def add(parser: Parser) -> None:
+    add_keys(parser, *OF_A_CORPUS, "tokenizer")
+    parser.add_argument("--output", type=Path, metavar="PREFIX", help="write PREFIX.bin and .idx")
+    add_keys(parser, "cache", "validation_fraction")
+
+
+def run(given: argparse.Namespace) -> None:
+    config = data_config(given)
+    start = time.perf_counter()
+    tokenizer = load_tokenizer(config.tokenizer)
+    if given.output is None:
+        prepared = prepare(config, tokenizer)
+        meta = prepared.meta
+        where, entropy = str(prepared.folder), meta.entropy
+        rows = {"train": meta.train, "validation": meta.validation}
+    else:
+        made = prepare_file(config, tokenizer, given.output)
+        where, entropy = f"{given.output}.bin, {given.output}.idx", made.entropy
+        rows = {"all": made.sizes}
+    print(f"{where} ({time.perf_counter() - start:.1f} s)")
+    for name, sizes in rows.items():
+        print(f"{name:10}  {_line(sizes)}")
+    print(f"{'entropy':10}  {entropy:.4f} nats per token (unigram)")
+
+
+def _line(sizes: Sizes) -> str:
+    return (
+        f"{sizes.documents:,} documents  {sizes.tokens:,} tokens  {sizes.text_bytes:,} bytes of "
+        f"text, {sizes.text_bytes / sizes.tokens:.2f} a token  longest {sizes.longest:,} tokens"
+    )

@@ -1,0 +1,88 @@
+"""Trains a tokenizer on a corpus: byte-level BPE, as GPT-2's, which takes every text.
+
+What is written loads as data.tokenizer=FOLDER, and with transformers' AutoTokenizer.
+
+example: prepare_data.py tokenizer --source texts --vocab-size 32000 --output ./tokenizer
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from megapipe.command_line import Parser
+from megapipe.config import DataConfig
+from megapipe.data.commands.arguments import add_keys, data_config
+from megapipe.data.corpus import pieces, total_bytes
+from megapipe.data.prepare.progress import Meter, meter
+from megapipe.data.tokenizer.hugging_face import END_TOKENS
+from megapipe.errors import ConfigError, DataError
+
+PURPOSE = "a corpus to a tokenizer of its own"
+_BYTES = 256
+
+
+def add(parser: Parser) -> None:
+    add_keys(parser, "source", "subset", "dataset_split", "text_field", "cache")
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="ids, all told")
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        metavar="N",
+        help="read no more of the corpus than its first N bytes of text (default: all of it)",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="folder to write"
+    )
+
+
+def run(given: argparse.Namespace) -> None:
+    config = data_config(given)
+    if given.vocab_size <= _BYTES:
+        raise ConfigError(
+            f"--vocab-size {given.vocab_size}: expected more than {_BYTES}, the bytes and an end "
+            "mark"
+        )
+    if given.max_bytes is not None and given.max_bytes < 1:
+        raise ConfigError(f"--max-bytes {given.max_bytes}: expected a whole number >= 1")
+    if given.output.exists():
+        raise DataError(f"{given.output} exists: remove it or choose another name")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    end = END_TOKENS[0]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=given.vocab_size,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    total = total_bytes(config)
+    if given.max_bytes is not None:
+        total = min(total or given.max_bytes, given.max_bytes)
+    with meter(f"reading {config.source}", total) as shown:
+        tokenizer.train_from_iterator(_texts(config, given.max_bytes, shown), trainer)
+    learned = tokenizer.get_vocab_size()
+    if learned <= _BYTES + 1:
+        raise DataError(f"corpus {config.source!r} is empty: there is no text to learn from")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
+    try:
+        wrapped.save_pretrained(given.output)
+    except OSError as error:
+        raise DataError(f"{given.output}: {error.strerror or error}") from error
+    short = "" if learned == given.vocab_size else " (the corpus has no more than that to learn)"
+    print(f"{given.output}: {learned:,} ids, end of documents {end}{short}")
+
+
+def _texts(config: DataConfig, most: int | None, shown: Meter) -> Iterator[str]:
+    """The texts of a corpus, up to so many bytes."""
+    read = 0
+    for piece in pieces(config):
+        nbytes = len(piece.text.encode("utf-8", "replace"))
+        shown.advance(nbytes, int(piece.ends))
+        yield piece.text.encode("utf-8", "replace").decode()
+        read += nbytes
+        if most is not None and read >= most:
+            return

@@ -1,0 +1,281 @@
+"""A corpus in parts of some megabytes, each of which one process reads and tokenizes.
+
+What is in a part depends on the corpus alone. Files of lines are divided at bytes, parquet files at
+row groups, and text files come several to a part. What can only be read from its beginning (packed
+files, arrays in JSON, data sets of `datasets`) is read where parts are handed out, and goes with
+them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import chain
+from pathlib import Path
+from typing import IO, Protocol
+
+from megapipe.config import DataConfig
+from megapipe.data.corpus import files, json_rows, tables
+from megapipe.data.corpus.compressed import inner_suffix, is_compressed, opened
+from megapipe.data.corpus.cutting import Piece, cut, decoded
+from megapipe.errors import DataError
+
+PART = 2**24
+"""Bytes of a part, as far as the borders of lines, row groups and files allow."""
+
+
+class Part(Protocol):
+    """Whole documents that follow one another in a corpus; may be sent to another process."""
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the corpus on disk that it stands for; 0 where they are not known."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Its documents. Raises DataError for what cannot be read."""
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Files of text, each of which is one document."""
+
+    paths: tuple[Path, ...]
+    source_bytes: int
+    skip_other_encodings: bool = False
+    """Leave out what is no UTF-8, as test data of the standard library is."""
+
+    def pieces(self) -> Iterator[Piece]:
+        for path in self.paths:
+            with opened(path) as file:
+                try:
+                    if self.skip_other_encodings:
+                        yield from cut([file.content.read().decode()])
+                    else:
+                        yield from cut(decoded(file.content))
+                except UnicodeDecodeError as error:
+                    if not self.skip_other_encodings:
+                        raise DataError(
+                            f"corpus file {path}: not UTF-8 text (byte 0x{error.object[0]:02x} at "
+                            f"offset {error.start})"
+                        ) from error
+
+
+@dataclass(frozen=True)
+class LineRange:
+    """The lines of a JSONL file that begin at bytes start .. stop-1."""
+
+    path: Path
+    start: int
+    stop: int
+    field: str
+
+    @property
+    def source_bytes(self) -> int:
+        return self.stop - self.start
+
+    def pieces(self) -> Iterator[Piece]:
+        origin = f"corpus file {self.path}"
+        field = json_rows.Field(self.field, origin)
+        try:
+            yield from _of_texts(json_rows.of_lines(self._lines(), field, 1))
+        except DataError:
+            if not self.start:
+                raise
+            # once more, with the number of the line in the file, which is not known before
+            with opened(self.path) as file:
+                first = json_rows.line_of(self.path, self._seek(file.content))
+            for _ in json_rows.of_lines(self._lines(), json_rows.Field(self.field, origin), first):
+                pass
+            raise
+
+    def _seek(self, file: IO[bytes]) -> int:
+        """Go to the first line that begins in the range; its offset."""
+        if self.start:
+            file.seek(self.start - 1)
+            file.readline()
+        return file.tell()
+
+    def _lines(self) -> Iterator[bytes]:
+        with opened(self.path) as file:
+            at = self._seek(file.content)
+            while at < self.stop and (line := file.content.readline()):
+                at += len(line)
+                yield line
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of a packed JSONL file, read where parts are handed out."""
+
+    path: Path
+    content: bytes
+    first: int
+    """Number of the first line."""
+    source_bytes: int
+    field: str
+
+    def pieces(self) -> Iterator[Piece]:
+        field = json_rows.Field(self.field, f"corpus file {self.path}")
+        return _of_texts(json_rows.of_lines(BytesIO(self.content), field, self.first))
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Row groups of a parquet file."""
+
+    path: Path
+    groups: tuple[int, ...]
+    source_bytes: int
+    field: str
+
+    def pieces(self) -> Iterator[Piece]:
+        return _of_texts(tables.of_row_groups(self.path, self.groups, self.field))
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents, read where parts are handed out."""
+
+    texts: tuple[str, ...]
+    source_bytes: int
+
+    def pieces(self) -> Iterator[Piece]:
+        return _of_texts(self.texts)
+
+
+def parts(config: DataConfig) -> Iterator[Part]:
+    """The parts of a corpus, in its order; there may be none.
+
+    Raises:
+        DataError: the corpus is missing or unreadable.
+    """
+    if files.is_standard_library(config.source):
+        yield from _grouped(files.standard_library(), skip_other_encodings=True)
+        return
+    found = files.local(config.source)
+    if found is None or (config.dataset_split and not _is_saved(found)):
+        yield from _of_stream(tables.of_data_set(config))
+    elif _is_saved(found):
+        yield from _of_stream(tables.of_saved(found[0], config))
+    else:
+        waiting: list[Path] = []
+        for path in files.corpus_files(found):
+            divide = _divider(path)
+            if divide is None:
+                waiting.append(path)
+                continue
+            yield from chain(_grouped(waiting), divide(path, config.text_field))
+            waiting = []
+        yield from _grouped(waiting)
+
+
+def pieces(config: DataConfig) -> Iterator[Piece]:
+    """The whole corpus, read in this process. Raises as reading its parts does."""
+    for part in parts(config):
+        yield from part.pieces()
+
+
+def total_bytes(config: DataConfig) -> int | None:
+    """Bytes of the corpus on disk; None where they are not known."""
+    if files.is_standard_library(config.source):
+        found = files.standard_library()
+    else:
+        paths = files.local(config.source)
+        if paths is None or config.dataset_split or _is_saved(paths):
+            return None
+        found = files.corpus_files(paths)
+    return sum(path.stat().st_size for path in found)
+
+
+def is_one_text(config: DataConfig) -> bool:
+    """Whether the corpus is one text file, and so one document."""
+    if files.is_standard_library(config.source) or config.dataset_split:
+        return False
+    found = files.local(config.source)
+    if found is None or _is_saved(found):
+        return False
+    paths = files.corpus_files(found)
+    return len(paths) == 1 and _divider(paths[0]) is None
+
+
+def _is_saved(paths: list[Path]) -> bool:
+    return len(paths) == 1 and files.is_saved_data_set(paths[0])
+
+
+def _divider(path: Path) -> Callable[[Path, str], Iterator[Part]] | None:
+    """What divides a file into parts; None for text, of which several files make one."""
+    suffix = inner_suffix(path)
+    if suffix in files.LINES:
+        return _of_packed_lines if is_compressed(path) else _of_lines
+    if suffix == ".json":
+        return _of_json
+    return _of_parquet if suffix == ".parquet" else None
+
+
+def _grouped(paths: Iterable[Path], skip_other_encodings: bool = False) -> Iterator[TextFiles]:
+    group: list[Path] = []
+    size = 0
+    for path in paths:
+        group.append(path)
+        size += path.stat().st_size
+        if size >= PART:
+            yield TextFiles(tuple(group), size, skip_other_encodings)
+            group, size = [], 0
+    if group:
+        yield TextFiles(tuple(group), size, skip_other_encodings)
+
+
+def _of_lines(path: Path, field: str) -> Iterator[LineRange]:
+    size = path.stat().st_size
+    for start in range(0, size, PART):
+        yield LineRange(path, start, min(start + PART, size), field)
+
+
+def _of_packed_lines(path: Path, field: str) -> Iterator[Lines]:
+    with opened(path) as file:
+        first, before = 1, 0
+        while content := file.content.read(PART):
+            content += file.content.readline()
+            at = file.raw.tell()
+            yield Lines(path, content, first, at - before, field)
+            first, before = first + content.count(b"\n"), at
+
+
+def _of_json(path: Path, field: str) -> Iterator[Texts]:
+    with opened(path) as file:
+        rows = json_rows.of_values(file.content, json_rows.Field(field, f"corpus file {path}"))
+        yield from _of_stream(rows, file.raw.tell)
+
+
+def _of_parquet(path: Path, field: str) -> Iterator[RowGroups]:
+    if is_compressed(path):
+        raise DataError(f"corpus file {path}: parquet cannot be read from a packed file; unpack it")
+    group: list[int] = []
+    size = 0
+    for number, nbytes in tables.row_groups(path):
+        group.append(number)
+        size += nbytes
+        if size >= PART:
+            yield RowGroups(path, tuple(group), size, field)
+            group, size = [], 0
+    if group:
+        yield RowGroups(path, tuple(group), size, field)
+
+
+def _of_stream(texts: Iterable[str], bytes_read: Callable[[], int] = lambda: 0) -> Iterator[Texts]:
+    """Parts of some characters; `bytes_read` tells how far the corpus was read."""
+    waiting: list[str] = []
+    size = before = 0
+    for text in texts:
+        waiting.append(text)
+        size += len(text)
+        if size >= PART:
+            at = bytes_read()
+            yield Texts(tuple(waiting), at - before)
+            waiting, size, before = [], 0, at
+    if waiting:
+        yield Texts(tuple(waiting), bytes_read() - before)
+
+
+def _of_texts(texts: Iterable[str]) -> Iterator[Piece]:
+    for text in texts:
+        yield from cut([text])

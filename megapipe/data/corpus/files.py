@@ -1,0 +1,126 @@
+"""The files of a corpus."""
+
+import glob
+import os
+import stat
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megapipe.config import DataConfig
+from megapipe.data.corpus.compressed import SUFFIXES as COMPRESSED
+from megapipe.data.corpus.compressed import inner_suffix
+from megapipe.data.hub import is_hub_name
+from megapipe.errors import DataError
+
+LINES = (".jsonl", ".ndjson")
+"""Suffixes of files with a JSON object in each line."""
+_KNOWN = (*LINES, ".json", ".parquet", ".txt")
+_MARKS = ("dataset_dict.json", "dataset_info.json")
+
+
+def is_standard_library(source: str) -> bool:
+    return source == "stdlib"
+
+
+def identity(config: DataConfig) -> list[Any]:
+    """A key that changes when the corpus changes, as JSON values, without reading the texts.
+
+    A local corpus is identified by the paths, sizes and modification times of its files, the
+    standard library by the version of Python and the names and sizes of its files, a hub data set
+    by its name alone.
+
+    Raises:
+        DataError: the corpus is missing or unreadable, as far as that is visible without reading.
+    """
+    chosen: list[Any] = [config.source, config.subset, config.dataset_split, config.text_field]
+    if is_standard_library(config.source):
+        root = Path(sysconfig.get_path("stdlib"))
+        names = [[str(p.relative_to(root)), p.stat().st_size] for p in standard_library()]
+        return [*chosen, sys.version, names]
+    found = local(config.source)
+    if found is None:
+        return chosen
+    files = [file for path in found for file in ([path] if path.is_file() else walk(path))]
+    return [
+        *chosen,
+        [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in files],
+    ]
+
+
+def local(source: str) -> list[Path] | None:
+    """The files and folders that `source` names, by a path or by a pattern; None if it is a name
+    on the hub.
+
+    Raises:
+        DataError: there is nothing of that name, or it is neither a file nor a folder.
+    """
+    path = Path(source).expanduser()
+    if glob.has_magic(source) and not os.path.exists(path):
+        matches = sorted(glob.glob(str(path), recursive=True), key=lambda name: Path(name).parts)
+        if not matches:
+            raise DataError(f"corpus {source!r}: no file matches (from {Path.cwd()})")
+        return [_checked(Path(match), source) for match in matches]
+    try:
+        return [_checked(path, source)]
+    except FileNotFoundError:
+        if is_hub_name(source, (*_KNOWN, *COMPRESSED)):
+            return None
+        raise DataError(f"corpus {source!r}: no such file or folder (from {Path.cwd()})") from None
+
+
+def _checked(path: Path, source: str) -> Path:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DataError(f"corpus {source!r}: {error.strerror}") from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe has no second reading
+        raise DataError(f"corpus {source!r}: neither a regular file nor a folder")
+    return path
+
+
+def is_saved_data_set(path: Path) -> bool:
+    """Whether a folder was written by ``save_to_disk`` of `datasets`."""
+    return any(os.path.exists(path / mark) for mark in _MARKS)
+
+
+def corpus_files(paths: Sequence[Path]) -> list[Path]:
+    """The files to read: those named, and of each folder those with suffixes that are known; where
+    there is none of them, all files of the folder."""
+    found = []
+    for path in paths:
+        if path.is_file():
+            found.append(path)
+        else:
+            files = walk(path)
+            found += [file for file in files if inner_suffix(file) in _KNOWN] or files
+    return found
+
+
+def standard_library() -> list[Path]:
+    """Python files of the standard library, without installed packages, sorted by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = walk(root, skip=("__pycache__", "site-packages", "dist-packages"))
+    sources = [path for path in files if path.suffix == ".py"]
+    if not sources:
+        raise DataError(f"corpus 'stdlib': this Python keeps no source files in {root}")
+    return sources
+
+
+def walk(folder: Path, skip: tuple[str, ...] = ()) -> list[Path]:
+    """All files under a folder, sorted by their names in it; hidden files and folders left out."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"corpus folder {error.filename}: {error.strerror}") from error
+
+    files = []
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        files += [Path(root, name) for name in names if not name.startswith(".")]
+    return sorted(
+        (path for path in files if path.is_file()), key=lambda path: path.relative_to(folder).parts
+    )

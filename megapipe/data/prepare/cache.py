@@ -1,0 +1,145 @@
+"""Tokenizes a corpus once, into a cache folder that any number of runs share.
+
+The folder is named by a digest of all that decides its content. Of the processes and nodes that
+share a file system and need the same corpus one prepares it (:mod:`~megapipe.data.prepare.once`).
+If it is killed it leaves nothing that could be taken for a corpus, but the parts that it has
+finished: the next one goes on with them.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from megapipe.config import DataConfig
+from megapipe.data.corpus import identity
+from megapipe.data.prepare.held_out import divide
+from megapipe.data.prepare.once import make_once
+from megapipe.data.prepare.parts_folder import PartsFolder
+from megapipe.data.prepare.sizes import Sizes
+from megapipe.data.tokenizer import Tokenizer
+from megapipe.errors import DataError
+from megapipe.section import Section
+
+_FORMAT = 2
+"""Raised when the same corpus would come out as other token files."""
+
+
+class Meta(Section):
+    """The content of meta.json in the cache folder."""
+
+    source: str
+    """`data.source`."""
+    tokenizer: str
+    """`data.tokenizer`."""
+    tokenizer_digest: str
+    """Digest of the tokenizer."""
+    vocab_size: int
+    """Ids of the tokenizer."""
+    eod: int
+    """Id of the end mark."""
+    entropy: float
+    """Unigram entropy of the corpus, both sides and end marks included, in nats per token."""
+    train: Sizes
+    """The tokens that are trained on."""
+    validation: Sizes
+    """The tokens that are held out."""
+    files: dict[str, int]
+    """Size in bytes of each token file."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A tokenized corpus.
+
+    Attributes:
+        folder: holds train.bin, train.idx, validation.bin, validation.idx, meta.json.
+        digest: SHA-256, in hex, of what decides the content: source, tokenizer and split.
+        meta: sizes and entropy.
+    """
+
+    folder: Path
+    digest: str
+    meta: Meta
+
+    @property
+    def entropy(self) -> float:
+        """Unigram entropy, in nats per token."""
+        return self.meta.entropy
+
+    @property
+    def content(self) -> str:
+        """SHA-256, in hex, of what the corpus came out as: sizes, entropy and tokenizer. It stays
+        the same where the files of a corpus are moved or copied."""
+        what = self.meta.model_dump_json(exclude={"source", "tokenizer"})
+        return hashlib.sha256(what.encode()).hexdigest()
+
+
+def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) -> Prepared:
+    """The tokenized corpus of `config`, from the cache if it is there.
+
+    A share of the documents, chosen by a hash of their number in the corpus, is held out; each side
+    has at least one. A corpus of a single document is divided within it, its end held out.
+
+    Args:
+        progress: show it, on a terminal.
+
+    Raises:
+        DataError: the corpus cannot be read, or the cache not written, or what is there is damaged.
+    """
+    digest = _digest(config, tokenizer)
+    folder = Path(config.cache, digest)
+    parts = PartsFolder(Path(config.cache, f".{digest}.parts"), config, tokenizer)
+    try:
+        if not folder.exists():
+            make_once(folder, lambda new: _build(parts, new, progress=progress))
+            parts.remove()
+    except OSError as error:
+        where = error.filename or config.cache
+        raise DataError(f"cache {where} (data.cache): {error.strerror or error}") from error
+    return Prepared(folder, digest, _checked_meta(folder))
+
+
+def _digest(config: DataConfig, tokenizer: Tokenizer) -> str:
+    content = [_FORMAT, identity(config), tokenizer.digest, config.validation_fraction]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _checked_meta(folder: Path) -> Meta:
+    path = folder / "meta.json"
+    repair = f"remove {folder} to have it made again"
+    try:
+        meta = Meta.model_validate_json(path.read_bytes())
+        for name, size in meta.files.items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                raise DataError(f"{folder / name} has {found} bytes, not {size}: {repair}")
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}: {repair}") from error
+    except ValidationError as error:
+        raise DataError(f"{path} is damaged: {repair}") from error
+    return meta
+
+
+def _build(parts: PartsFolder, folder: Path, *, progress: bool) -> None:
+    """Fill `folder`, which is there and empty."""
+    config, tokenizer = parts.config, parts.tokenizer
+    divided = divide(parts, folder, progress=progress)
+    meta = Meta(
+        source=config.source,
+        tokenizer=config.tokenizer,
+        tokenizer_digest=tokenizer.digest,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        entropy=divided.entropy,
+        train=divided.train,
+        validation=divided.validation,
+        files={path.name: path.stat().st_size for path in sorted(folder.glob("*.[bi][di][nx]"))},
+    )
+    with open(folder / "meta.json", "w") as file:
+        file.write(meta.model_dump_json(indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

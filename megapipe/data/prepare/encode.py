@@ -1,0 +1,128 @@
+"""Tokenizes a part of a corpus into a token file, with what else is to be known of its documents.
+
+Part 17 is ``000017.bin`` and ``000017.idx``, and ``000017.npz`` with the bytes of text of each
+document and how often each token occurs. It is there in full or not at all: the index gets its name
+last.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.data.corpus import Part, Piece
+from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.tokens import TokenFile, TokenWriter
+from megapipe.data.tokens.format import bin_of, idx_of, token_type
+
+BATCH = 2**20
+"""Characters that are tokenized at a time."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is known of the documents of a part besides their tokens.
+
+    Attributes:
+        text_bytes: bytes of each document as UTF-8 [d].
+        ids: the tokens that occur, end marks included [u].
+        counts: how often each of them does [u].
+    """
+
+    text_bytes: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+
+def prefix_of(folder: Path, number: int) -> Path:
+    """Prefix of the files of part `number`."""
+    return folder / f"{number:06}"
+
+
+def finished(prefix: Path) -> Summary | None:
+    """What is known of a part that is there; None if it is not, or is damaged."""
+    try:
+        TokenFile(prefix)
+        with np.load(_summary_of(prefix)) as stored:
+            return Summary(stored["text_bytes"], stored["ids"], stored["counts"])
+    except Exception:  # whatever a file that was cut short makes its reader raise
+        return None
+
+
+def encode(part: Part, tokenizer: Tokenizer, prefix: Path) -> Summary:
+    """Tokenize a part into the files of `prefix`; empty documents are left out.
+
+    Raises:
+        DataError: a text cannot be read, or its ids are outside the vocabulary.
+        OSError: a file cannot be written.
+    """
+    working = prefix.with_name(f".{prefix.name}.{os.getpid()}")
+    try:
+        summary = _encode(part, tokenizer, working)
+        with open(_summary_of(working), "wb") as file:
+            np.savez(file, text_bytes=summary.text_bytes, ids=summary.ids, counts=summary.counts)
+        for name in (bin_of, _summary_of, idx_of):
+            name(working).rename(name(prefix))
+        return summary
+    finally:
+        for name in (bin_of, _summary_of, idx_of):
+            name(working).unlink(missing_ok=True)
+
+
+def _summary_of(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".npz")
+
+
+def _encode(part: Part, tokenizer: Tokenizer, prefix: Path) -> Summary:
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
+    text_bytes: list[int] = []
+    length = nbytes = 0  # of the document that has begun
+    end = np.array([tokenizer.eod])
+    vocab_size = tokenizer.vocab_size
+    with TokenWriter(prefix, token_type(vocab_size), vocab_size) as writer:
+        for batch in batches(part.pieces()):
+            texts = [_sound(piece.text) for piece in batch]
+            ids, lengths = [], []
+            for piece, text, found in zip(batch, texts, tokenizer.encode_batch(texts), strict=True):
+                ids.append(found)
+                length += len(found)
+                nbytes += len(text.encode())
+                if piece.ends:
+                    ids.append(end)
+                    lengths.append(length + 1)
+                    text_bytes.append(nbytes)
+                    length = nbytes = 0
+            together = np.concatenate(ids)
+            writer.write(together)
+            writer.close_documents(lengths)
+            counts += np.bincount(together, minlength=vocab_size)
+    (occurring,) = counts.nonzero()
+    return Summary(np.array(text_bytes, np.int64), occurring, counts[occurring])
+
+
+def _sound(text: str) -> str:
+    """The text with halves of surrogate pairs, which JSON may spell and UTF-8 may not, replaced."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Lists of pieces that have text, each ending where it has the characters of a batch."""
+    batch: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        if not piece.text:
+            continue
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

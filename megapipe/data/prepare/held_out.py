@@ -1,0 +1,133 @@
+"""Divides the documents of a corpus into those that are trained on and those that are held out."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.config import DataConfig
+from megapipe.data.corpus import Piece, is_one_text, pieces
+from megapipe.data.order import splitmix64
+from megapipe.data.prepare.encode import encode, finished
+from megapipe.data.prepare.parts_folder import PartsFolder, unigram_entropy
+from megapipe.data.prepare.progress import Meter, meter
+from megapipe.data.prepare.sizes import Sizes, sizes_of
+from megapipe.data.tokens import TokenWriter
+from megapipe.data.tokens.format import token_type
+from megapipe.data.tokens.join import Choice, join
+from megapipe.errors import DataError
+
+
+class Divided(NamedTuple):
+    """Both sides, and the unigram entropy of their tokens in nats per token."""
+
+    train: Sizes
+    validation: Sizes
+    entropy: float
+
+
+def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
+    """Write the token files ``train`` and ``validation`` of a corpus in `folder`.
+
+    A share of the documents, chosen by a hash of their number in the corpus, is held out; each side
+    has at least one. A corpus of a single document is divided within it, its end held out.
+
+    Raises:
+        DataError: the corpus cannot be read, is empty, or has a single character.
+        OSError: a folder cannot be written.
+    """
+    if is_one_text(parts.config):
+        return _divide_document(parts, folder, progress=progress)
+    whole = parts.fill(progress=progress)
+    if whole.documents == 1:
+        return _divide_document(parts, folder, progress=progress)
+    held_out = HeldOut(parts.config.validation_fraction, whole.documents)
+    prefixes = parts.prefixes(whole)
+    held_bytes = first = 0
+    for prefix in prefixes:
+        summary = finished(prefix)
+        assert summary is not None
+        last = first + len(summary.text_bytes)
+        held_bytes += int(summary.text_bytes[held_out(first, last)].sum())
+        first = last
+    vocab_size = parts.tokenizer.vocab_size
+
+    def write(name: str, choice: Choice, text_bytes: int) -> Sizes:
+        with TokenWriter(folder / name, token_type(vocab_size), vocab_size) as writer:
+            join(prefixes, writer, choice)
+        return sizes_of(folder / name, text_bytes)
+
+    return Divided(
+        write("train", lambda first, last: ~held_out(first, last), whole.text_bytes - held_bytes),
+        write("validation", held_out, held_bytes),
+        whole.entropy,
+    )
+
+
+class HeldOut:
+    """Which of `documents` documents, of which there are two or more, are held out."""
+
+    def __init__(self, fraction: float, documents: int) -> None:
+        self._below = np.uint64(math.ceil(fraction * 2**64))
+        self._last = documents - 1
+        self._of_last: bool | None = None
+        sides = set()
+        for first in range(0, self._last, 2**20):
+            sides |= set(self._hashed(first, min(first + 2**20, self._last)).tolist())
+            if len(sides) == 2:
+                return
+        self._of_last = not sides.pop()
+
+    def __call__(self, first: int, last: int) -> npt.NDArray[np.bool_]:
+        """Whether each of the documents first .. last-1 is [last - first]."""
+        chosen = self._hashed(first, last)
+        if self._of_last is not None and first <= self._last < last:
+            chosen[self._last - first] = self._of_last
+        return chosen
+
+    def _hashed(self, first: int, last: int) -> npt.NDArray[np.bool_]:
+        return splitmix64(np.arange(first, last, dtype=np.uint64)) < self._below
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Characters start .. stop-1 of a corpus of one document."""
+
+    config: DataConfig
+    start: int
+    stop: int
+    shown: Meter
+    source_bytes = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        at = 0
+        for text, _ in pieces(self.config):
+            inside = text[max(self.start - at, 0) : max(self.stop - at, 0)]
+            at += len(text)
+            if inside:
+                self.shown.advance(len(inside))
+                yield Piece(inside, ends=at >= self.stop)
+
+
+def _divide_document(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
+    config, tokenizer = parts.config, parts.tokenizer
+    length = sum(len(piece.text) for piece in pieces(config))
+    if not length:
+        raise parts.is_empty()
+    if length == 1:
+        raise DataError(f"corpus {config.source!r} has a single character: nothing to hold out")
+    cut = min(max(round(length * (1 - config.validation_fraction)), 1), length - 1)
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
+    with meter(f"tokenizing {config.source}", length, wanted=progress) as shown:
+
+        def write(name: str, start: int, stop: int) -> Sizes:
+            summary = encode(_Share(config, start, stop, shown), tokenizer, folder / name)
+            counts[summary.ids] += summary.counts
+            return sizes_of(folder / name, int(summary.text_bytes.sum()))
+
+        train, validation = write("train", 0, cut), write("validation", cut, length)
+    return Divided(train, validation, unigram_entropy(counts))

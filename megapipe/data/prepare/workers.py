@@ -1,0 +1,150 @@
+"""The parts of a corpus tokenized by several processes; those that are there already are left.
+
+Each process gets one part after another through a pipe of its own. One whose parent is gone finds
+its pipe closed, and ends. What comes out does not depend on their number or pace.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from megapipe.data.corpus import Part
+from megapipe.data.prepare.encode import Summary, encode, finished, prefix_of
+from megapipe.data.tokenizer import Tokenizer
+from megapipe.errors import DataError, MegapipeError
+
+Step = Callable[[Part, Summary], None]
+"""Is told of each part that is there, in any order."""
+Job = tuple[int, Part]
+"""A part and its number."""
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def encode_all(
+    parts: Iterable[Part], tokenizer: Tokenizer, folder: Path, workers: int | None, step: Step
+) -> int:
+    """Tokenize all parts into `folder`; their number. A corpus of one part is tokenized here.
+
+    Args:
+        workers: processes; None: one for each core.
+
+    Raises:
+        DataError: the corpus cannot be read, or a process has died.
+        OSError: the folder cannot be written.
+    """
+    numbered = enumerate(parts)
+    first = list(islice(numbered, 2))
+    count = 0
+
+    def missing() -> Iterator[Job]:
+        nonlocal count
+        for number, part in chain(first, numbered):
+            count += 1
+            summary = finished(prefix_of(folder, number))
+            if summary is None:
+                yield number, part
+            else:
+                step(part, summary)
+
+    if len(first) < 2:
+        for number, part in missing():
+            step(part, encode(part, tokenizer, prefix_of(folder, number)))
+    else:
+        with _Pool(workers or cores(), tokenizer, folder) as pool:
+            pool.run(missing(), step)
+    return count
+
+
+class _Pool:
+    """Processes that tokenize, started when there is something for them to do."""
+
+    def __init__(self, size: int, tokenizer: Tokenizer, folder: Path) -> None:
+        self.size = size
+        self._arguments = tokenizer, folder
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: dict[Connection, Any] = {}
+
+    def run(self, jobs: Iterator[Job], step: Step) -> None:
+        """Have all jobs done. Raises what one of them raises."""
+        busy: dict[Connection, Job] = {}
+        for job in jobs:
+            while len(busy) == self.size:
+                self._collect(busy, step)
+            idle = next((one for one in self._processes if one not in busy), None) or self._start()
+            with contextlib.suppress(BrokenPipeError):  # it has died: noticed when it is waited for
+                idle.send(job)
+            busy[idle] = job
+        while busy:
+            self._collect(busy, step)
+
+    def _collect(self, busy: dict[Connection, Job], step: Step) -> None:
+        """Wait for one process or more to be done with their jobs."""
+        for ready in wait(list(busy)):
+            assert isinstance(ready, Connection)
+            number, part = busy.pop(ready)
+            try:
+                outcome = ready.recv()
+            except (EOFError, ConnectionError):
+                process = self._processes[ready]
+                process.join()
+                raise DataError(
+                    f"a process that tokenizes has died at part {number} with exit code "
+                    f"{process.exitcode} (-9: killed, as when memory is short; fewer "
+                    "data.workers need less)"
+                ) from None
+            if isinstance(outcome, BaseException):
+                raise outcome
+            step(part, outcome)
+
+    def _start(self) -> Connection:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(there, *self._arguments), daemon=True)
+        process.start()
+        there.close()
+        self._processes[here] = process
+        return here
+
+    def __enter__(self) -> "_Pool":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for connection, process in self._processes.items():
+            if error is not None:
+                process.terminate()
+            connection.close()
+        for process in self._processes.values():
+            process.join()
+
+
+def _work(connection: Connection, tokenizer: Tokenizer, folder: Path) -> None:
+    """What a process does: one job after another, until its pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends this process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    while True:
+        try:
+            number, part = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            outcome: Any = encode(part, tokenizer, prefix_of(folder, number))
+        except (MegapipeError, OSError) as error:
+            outcome = error
+        except BaseException:
+            outcome = RuntimeError(f"part {number}: {traceback.format_exc()}")
+        try:
+            connection.send(outcome)
+        except ConnectionError:
+            return

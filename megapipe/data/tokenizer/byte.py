@@ -1,0 +1,25 @@
+"""Bytes as tokens."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from megapipe.data.tokenizer.interface import TokenIds
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8 and, as id 256, the end of a document."""
+
+    vocab_size = 257
+    eod = 256
+    digest = hashlib.sha256(b"byte 257").hexdigest()
+
+    def encode(self, text: str) -> TokenIds:
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")

@@ -1,0 +1,135 @@
+"""Tokenizers of `tokenizers` and of `transformers`; special tokens spelled out in a text are plain
+text."""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megapipe.data.tokenizer.interface import TokenIds
+from megapipe.errors import DataError
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+"""Names of end marks; the first in the vocabulary is taken where a tokenizer declares no eos_token
+or sep_token, as a bare tokenizer.json does not."""
+
+
+class FastTokenizer:
+    """A tokenizer of `tokenizers`.
+
+    Args:
+        backend: a ``tokenizers.Tokenizer``, which this object has for itself.
+        name: how the user called it, for messages.
+        declared: ids that may end a document, the first that is not None is taken.
+
+    Raises:
+        DataError: the tokenizer has no token that ends a document.
+    """
+
+    def __init__(self, backend: Any, name: str, declared: Sequence[int | None] = ()) -> None:
+        vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self.backend = backend
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.eod = _end_of_document(declared, vocab, name)
+        backend.no_truncation()
+        backend.no_padding()
+        self.digest = hashlib.sha256(f"{self.eod} {backend.to_str()}".encode()).hexdigest()
+        backend.encode_special_tokens = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.backend.encode_special_tokens = True  # which its copy has forgotten
+
+    def encode(self, text: str) -> TokenIds:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int32) for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self.backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+class SlowTokenizer:
+    """A tokenizer of `transformers` that is written in Python.
+
+    Args:
+        tokenizer: a ``transformers.PreTrainedTokenizerBase``.
+        name: how the user called it, for messages.
+
+    Raises:
+        DataError: the tokenizer has no token that ends a document.
+    """
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        vocab: dict[str, int] = tokenizer.get_vocab()
+        self.tokenizer = tokenizer
+        self.vocab_size = max(vocab.values()) + 1
+        self.eod = _end_of_document(_declared(tokenizer), vocab, name)
+        self.digest = _digest(tokenizer, vocab, self.eod)
+
+    def encode(self, text: str) -> TokenIds:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        encoded = self.tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def of_transformers(tokenizer: Any, name: str) -> FastTokenizer | SlowTokenizer:
+    """A ``transformers.PreTrainedTokenizerBase`` that the user calls `name`. Raises DataError if it
+    has no token that ends a document."""
+    if not tokenizer.is_fast:
+        return SlowTokenizer(tokenizer, name)
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    return FastTokenizer(backend, name, _declared(tokenizer))
+
+
+def _declared(tokenizer: Any) -> tuple[int | None, int | None]:
+    return tokenizer.eos_token_id, tokenizer.sep_token_id
+
+
+def _end_of_document(declared: Sequence[int | None], vocab: dict[str, int], name: str) -> int:
+    for token_id in declared:
+        if token_id is not None:
+            return int(token_id)
+    for token in END_TOKENS:
+        if token in vocab:
+            return vocab[token]
+    raise DataError(
+        f"tokenizer {name!r}: no end-of-document token; it needs an eos_token or sep_token, or one "
+        f"of {', '.join(END_TOKENS)} in its vocabulary"
+    )
+
+
+def _digest(tokenizer: Any, vocab: dict[str, int], eod: int) -> str:
+    state = hashlib.sha256(f"{type(tokenizer).__name__} {eod}".encode())
+    state.update(json.dumps(sorted(vocab.items())).encode())
+    with tempfile.TemporaryDirectory() as folder:
+        for file in sorted(tokenizer.save_vocabulary(folder)):
+            state.update(Path(file).read_bytes())
+    return state.hexdigest()

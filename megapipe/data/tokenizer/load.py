@@ -1,0 +1,58 @@
+"""The tokenizer that a name stands for."""
+
+from pathlib import Path
+from typing import Any
+
+from megapipe.data.hub import check_reachable, is_hub_name, one_line
+from megapipe.data.tokenizer import of_tiktoken
+from megapipe.data.tokenizer.byte import ByteTokenizer
+from megapipe.data.tokenizer.hugging_face import FastTokenizer, of_transformers
+from megapipe.data.tokenizer.interface import Tokenizer
+from megapipe.errors import DataError
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names.
+
+    ``byte``, a tokenizer.json, a folder that `transformers` can load, ``tiktoken:NAME``, or a name
+    on the Hugging Face hub (a local copy is used where there is one). Code that comes with a
+    tokenizer is never run.
+
+    Raises:
+        DataError: it does not exist, cannot be loaded, or has no end-of-document token.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    if name.startswith(of_tiktoken.PREFIX):
+        return of_tiktoken.load(name)
+    path = Path(name).expanduser()
+    if not path.exists() and not is_hub_name(name, (".json", ".model")):
+        raise DataError(f"tokenizer {name!r}: no such file or folder (from {Path.cwd()})")
+    try:
+        if path.is_file():
+            from tokenizers import Tokenizer as Backend
+
+            return FastTokenizer(Backend.from_file(str(path)), name)
+        return of_transformers(_auto(name, path), name)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"tokenizer {name!r}: cannot be loaded ({one_line(error)})") from error
+
+
+def _auto(name: str, path: Path) -> Any:
+    """What `transformers` makes of a folder, or of a name on the hub."""
+    from transformers import AutoTokenizer
+
+    def load(source: str, *, local: bool) -> Any:
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, local_files_only=local
+        )
+
+    if path.exists():
+        return load(str(path), local=True)
+    try:
+        return load(name, local=True)
+    except OSError:  # no local copy
+        check_reachable("tokenizer", name, "model")
+        return load(name, local=False)

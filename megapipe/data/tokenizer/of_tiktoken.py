@@ -1,0 +1,64 @@
+"""Encodings of OpenAI's `tiktoken`, where that package is installed."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megapipe.data.hub import one_line
+from megapipe.data.tokenizer.interface import TokenIds
+from megapipe.errors import DataError
+
+PREFIX = "tiktoken:"
+
+
+class TiktokenTokenizer:
+    """A ``tiktoken.Encoding``; special tokens spelled out in a text are plain text."""
+
+    def __init__(self, encoding: Any) -> None:
+        self.encoding = encoding
+        self.vocab_size: int = encoding.n_vocab
+        self.eod: int = encoding.eot_token
+        self._special = frozenset(map(encoding.encode_single_token, encoding.special_tokens_set))
+        ranks = hashlib.sha256(f"{self.eod} {encoding._pat_str}".encode())
+        for token, rank in sorted(encoding._mergeable_ranks.items()):
+            ranks.update(token + b" %d " % rank)
+        self.digest = ranks.hexdigest()
+
+    def encode(self, text: str) -> TokenIds:
+        found: TokenIds = self.encoding.encode_to_numpy(text, disallowed_special=())
+        return found.astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        found = b"".join(self._bytes(token) for token in ids if token not in self._special)
+        return found.decode("utf-8", errors="replace")
+
+    def _bytes(self, token: int) -> bytes:
+        try:
+            found: bytes = self.encoding.decode_single_token_bytes(token)
+        except KeyError:  # ids that no token has
+            return b""
+        return found
+
+
+def load(name: str) -> TiktokenTokenizer:
+    """The encoding called ``tiktoken:NAME``. Raises DataError if it is not to be had, or has no
+    token that ends a document."""
+    try:
+        import tiktoken
+    except ImportError:
+        raise DataError(
+            f"tokenizer {name!r}: tiktoken is not installed; pip install tiktoken"
+        ) from None
+    try:
+        encoding = tiktoken.get_encoding(name.removeprefix(PREFIX))
+        encoding.eot_token  # noqa: B018
+    except KeyError:
+        raise DataError(f"tokenizer {name!r}: no end-of-document token <|endoftext|>") from None
+    except Exception as error:  # whatever reading or fetching its ranks raises
+        raise DataError(f"tokenizer {name!r}: cannot be loaded ({one_line(error)})") from error
+    return TiktokenTokenizer(encoding)

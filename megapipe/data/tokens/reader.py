@@ -1,0 +1,91 @@
+"""Reads token files through memory maps."""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.data.tokens.format import HEADER, Header, Ids, bin_of, idx_of, unpack
+from megapipe.errors import DataError
+
+
+class TokenFile:
+    """A token file, after a look at the sizes of its two parts and at the ends of the index.
+
+    A process loads only the pages that it touches, and the processes of a node share them. What is
+    between the ends is for :mod:`megapipe.data.tokens.verify` to read.
+
+    Attributes:
+        tokens: all ids of the file as one stream [T], in the file's own type.
+        lengths: tokens of each sequence [S].
+        offsets: byte offset of each sequence [S].
+        documents: first sequence of each document, and S at the end [documents + 1].
+
+    Raises:
+        DataError: a file is missing, unreadable, damaged, or contradicts the other.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        self.path, self.index_path = bin_of(prefix), idx_of(prefix)
+        header = _header(self.index_path)
+        sequences = header.sequences
+        self.lengths = _map(self.index_path, "<i4", HEADER.size, sequences)
+        self.offsets = _map(self.index_path, "<i8", HEADER.size + 4 * sequences, sequences)
+        self.documents = _map(
+            self.index_path, "<i8", HEADER.size + 12 * sequences, header.boundaries
+        )
+        if header.boundaries < 2 or self.documents[0] != 0 or self.documents[-1] != sequences:
+            raise DataError(
+                f"{self.index_path}: document boundaries do not run from 0 to {sequences} sequences"
+            )
+        declared = 0
+        if sequences:
+            declared = int(self.offsets[-1]) + int(self.lengths[-1]) * header.dtype.itemsize
+        size = _file_size(self.path)
+        if size != declared:
+            raise DataError(f"{self.path} has {size} bytes, {self.index_path} declares {declared}")
+        self.tokens: Ids = _map(self.path, header.dtype, 0, size // header.dtype.itemsize)
+
+    def __len__(self) -> int:
+        """Documents."""
+        return len(self.documents) - 1
+
+    def starts(self, boundaries: Ids) -> npt.NDArray[np.int64]:
+        """The token [n] that each of the sequences [n], of 0 .. S, begins with."""
+        starts = np.full(len(boundaries), len(self.tokens), np.int64)
+        inside = boundaries < len(self.lengths)
+        starts[inside] = self.offsets[boundaries[inside]] // self.tokens.dtype.itemsize
+        return starts
+
+
+def _header(path: Path) -> Header:
+    size = _file_size(path)
+    with open(path, "rb") as file:
+        header = unpack(path, file.read(HEADER.size))
+    if size not in (header.nbytes, header.nbytes + header.sequences):  # without or with modes
+        raise DataError(
+            f"{path} has {size} bytes, its header declares {header.nbytes} "
+            f"({header.sequences} sequences, {header.boundaries} document boundaries)"
+        )
+    return header
+
+
+def _map(path: Path, kind: str | np.dtype[Any], offset: int, count: int) -> Ids:
+    if not count:  # nothing cannot be mapped
+        return np.empty(0, kind)
+    return np.memmap(path, kind, "r", offset, (count,))
+
+
+def _file_size(path: Path) -> int:
+    """Bytes of a file that is there, is a file, and may be read."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+            raise DataError(f"token file {path}: not a regular file")
+        path.open("rb").close()
+    except OSError as error:
+        raise DataError(f"token file {path}: {error.strerror}") from error
+    return status.st_size

@@ -1,0 +1,132 @@
+"""Writes token files in memory that does not grow with them."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+
+from megapipe.data.tokens.format import LONGEST_SEQUENCE, Header, Ids, bin_of, idx_of
+from megapipe.errors import DataError
+
+PIECE = 2**20
+"""Tokens, and sequences of an index, that are written at a time."""
+
+
+class TokenWriter:
+    """Writes `prefix`.bin document by document, and `prefix`.idx when closed without an error.
+
+    Lengths and boundaries wait in nameless files beside, as their number is known at the end.
+
+    Args:
+        prefix: path of both files without their suffix.
+        dtype: type of the tokens, one of :data:`~megapipe.data.tokens.format.DTYPES`.
+        vocab_size: ids must be below it; by default any that `dtype` can hold.
+
+    Attributes:
+        documents, sequences, tokens: what has been written.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any], vocab_size: int | None = None) -> None:
+        self.prefix = prefix
+        self.dtype = dtype
+        largest = int(np.iinfo(dtype).max)
+        self.largest = largest if vocab_size is None else min(vocab_size - 1, largest)
+        self.documents = 0
+        self.sequences = 0
+        self.tokens = 0
+        with ExitStack() as opened:
+            self._file = opened.enter_context(open(bin_of(prefix), "wb"))
+            self._lengths, self._boundaries = (
+                opened.enter_context(tempfile.TemporaryFile(dir=prefix.parent)) for _ in range(2)
+            )
+            self._opened = opened.pop_all()
+        self._boundaries.write(bytes(8))
+
+    def add(self, tokens: Ids) -> None:
+        """Appends one document, [n] ids including its end mark. Raises as :meth:`write`."""
+        self.write(tokens)
+        self.close_documents([tokens.size])
+
+    def write(self, tokens: Ids) -> None:
+        """Appends ids [n] of documents that are closed afterwards.
+
+        Raises:
+            DataError: an id is outside 0 .. vocab_size-1.
+        """
+        for first in range(0, tokens.size, PIECE):
+            ids = tokens[first : first + PIECE]
+            if ids.min() < 0 or ids.max() > self.largest:
+                at = int(((ids < 0) | (ids > self.largest)).argmax())
+                raise DataError(
+                    f"position {self.tokens + at} for {bin_of(self.prefix)}: token id {ids[at]} is "
+                    f"outside the vocabulary (0 to {self.largest})"
+                )
+            self._file.write(np.ascontiguousarray(ids, self.dtype).data)
+            self.tokens += ids.size
+
+    def close_documents(self, lengths: Sequence[int]) -> None:
+        """The next documents [d] have so many of the ids that were written."""
+        sequences = [-(-length // LONGEST_SEQUENCE) for length in lengths]
+        if max(sequences, default=1) == 1 == min(sequences, default=1):
+            self.close_sequences(np.asarray(lengths, "<i4"), np.ones(len(lengths), np.int64))
+            return
+        divided = [
+            min(LONGEST_SEQUENCE, length - start)
+            for length in lengths
+            for start in range(0, length, LONGEST_SEQUENCE)
+        ]
+        self.close_sequences(np.asarray(divided, "<i4"), np.asarray(sequences))
+
+    def close_sequences(self, lengths: Ids, sequences: Ids) -> None:
+        """The same for sequences [s] of given lengths, and documents [d] of so many of them."""
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        ends = self.sequences + np.cumsum(sequences, dtype="<i8")
+        self._boundaries.write(ends.tobytes())
+        self.sequences += lengths.size
+        self.documents += sequences.size
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._opened:
+            if error is None:
+                _sync(self._file)
+                self._write_index()
+
+    def _write_index(self) -> None:
+        header = Header(self.dtype, self.sequences, self.documents + 1)
+        with open(idx_of(self.prefix), "wb") as file:
+            file.write(header.pack())
+            for part in _parts(self._lengths, "<i4"):
+                file.write(part.data)
+            begin = 0
+            for part in _parts(self._lengths, "<i4"):
+                ends = begin + np.cumsum(part, dtype="<i8") * self.dtype.itemsize
+                file.write(np.append(np.int64(begin), ends[:-1]).astype("<i8").data)
+                begin = int(ends[-1])
+            for part in _parts(self._boundaries, "<i8"):
+                file.write(part.data)
+            _sync(file)
+
+
+def _parts(file: IO[bytes], kind: str) -> Iterator[Ids]:
+    """The numbers in a file, some at a time."""
+    file.seek(0)
+    while content := file.read(PIECE * np.dtype(kind).itemsize):
+        yield np.frombuffer(content, kind)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
