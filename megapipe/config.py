@@ -169,8 +169,10 @@ class DataConfig(Section):
     """`stdlib` (source text of the running Python's standard library, nothing to fetch), a file
     (.txt, .jsonl, .json, .parquet; anything else is read as text; all but parquet may be packed:
     .gz, .xz, .zst), a folder of such files, a pattern such as `texts/**/*.jsonl.zst`, a folder
-    saved by `datasets`, the name of a data set on the Hugging Face hub, or a function of your own
-    as `module:name` that returns a data set of token ids (docs/extending.md)."""
+    saved by `datasets`, the name of a data set on the Hugging Face hub, a token file of
+    Megatron-LM's (PREFIX of PREFIX.bin and PREFIX.idx, whose last documents are held out), or a
+    function of your own as `module:name` that returns a data set of token ids
+    (docs/extending.md)."""
     subset: str | None = None
     """Configuration name of a hub data set."""
     dataset_split: str | None = None

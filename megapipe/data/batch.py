@@ -6,12 +6,9 @@ import numpy as np
 import torch
 
 from megapipe.config import Config
-from megapipe.data.dataset import Dataset, Sample, TokenDataset
+from megapipe.data.dataset import Corpus, Dataset, Sample, Split
 from megapipe.data.order import order
-from megapipe.data.own import OwnData
-from megapipe.data.prepare import Prepared
 from megapipe.data.tokenizer import Tokenizer
-from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
 
 
@@ -99,9 +96,7 @@ class Batches:
                 )
 
 
-def build_batches(
-    config: Config, tokenizer: Tokenizer, corpus: Prepared | OwnData
-) -> tuple[Batches, Batches]:
+def build_batches(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> tuple[Batches, Batches]:
     """Training and validation batches of a prepared corpus, or of the user's data set.
 
     Training never ends. Validation has every held-out token as a label once. Its order is shuffled,
@@ -111,15 +106,9 @@ def build_batches(
         DataError: a split is damaged, or too short for one sample.
     """
 
-    def dataset(split: str, *, training: bool) -> Dataset:
-        if isinstance(corpus, OwnData):
-            return corpus.train if training else corpus.validation
-        file = TokenFile(corpus.folder / split)
-        return TokenDataset(file, config.train.sequence_length, keep_last=not training)
-
-    def batches(split: str, *, seed: int, training: bool) -> Batches:
+    def batches(split: Split, *, seed: int, training: bool) -> Batches:
         return Batches(
-            dataset(split, training=training),
+            corpus.dataset(split, config.train.sequence_length),
             seed=seed,
             vocab_size=config.model.vocab_size or tokenizer.vocab_size,
             mask_document_ends=config.data.mask_document_ends,

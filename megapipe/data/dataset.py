@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
+
+Split = Literal["train", "validation"]
 
 
 class Sample(NamedTuple):
@@ -41,6 +43,26 @@ class Dataset(Protocol):
         """The place of token or label `at` of a sample, for errors."""
 
 
+class Corpus(Protocol):
+    """What ``data.source`` stands for."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, in hex, of what decides its content."""
+
+    @property
+    def content(self) -> str:
+        """SHA-256, in hex, of what stands for its content, wherever it lies."""
+
+    @property
+    def entropy(self) -> float | None:
+        """Unigram entropy, in nats per token, where it is known."""
+
+    def dataset(self, split: Split, sequence_length: int) -> Dataset:
+        """The samples of a split: with tokens that do not fill a last one left out of training, and
+        every token of the validation scored. Raises DataError if it is damaged or too short."""
+
+
 class TokenDataset:
     """Cuts the stream of a token file into windows that give each position an input and a label.
 
@@ -50,6 +72,7 @@ class TokenDataset:
     Args:
         file: the stream.
         sequence_length: L.
+        span: positions of the stream that it has; all by default.
         keep_last: whether the tokens that do not fill a last window make a shorter sample (held-out
             text is then scored to its last token) or are left out.
 
@@ -57,16 +80,25 @@ class TokenDataset:
         DataError: the stream is too short for a single sample.
     """
 
-    def __init__(self, file: TokenFile, sequence_length: int, *, keep_last: bool = False) -> None:
+    def __init__(
+        self,
+        file: TokenFile,
+        sequence_length: int,
+        span: range | None = None,
+        *,
+        keep_last: bool = False,
+    ) -> None:
         self.file = file
+        self.span = range(len(file.tokens)) if span is None else span
         self.sequence_length = sequence_length
-        labels = len(file.tokens) - 1
+        labels = len(self.span) - 1
         self._samples = -(-labels // sequence_length) if keep_last else labels // sequence_length
         if self._samples == 0:
             needed = 2 if keep_last else sequence_length + 1
+            where = "" if span is None else f" from position {span.start} to {span.stop}"
             raise DataError(
-                f"{file.path} has {labels + 1} tokens, but one sample needs {needed} "
-                f"(train.sequence_length={sequence_length}): use more text"
+                f"{file.path} has {labels + 1} tokens{where}, but one sample needs "
+                f"{needed} (train.sequence_length={sequence_length}): use more text"
                 + ("" if keep_last else " or shorter sequences")
             )
 
@@ -81,13 +113,14 @@ class TokenDataset:
         """
         if not 0 <= index < self._samples:
             raise IndexError(f"sample {index} of {self._samples}")
-        start = index * self.sequence_length
-        window: npt.NDArray[Any] = self.file.tokens[start : start + self.sequence_length + 1]
+        start = self.span.start + index * self.sequence_length
+        stop = min(start + self.sequence_length + 1, self.span.stop)
+        window: npt.NDArray[Any] = self.file.tokens[start:stop]
         return window.astype(np.int64)
 
     def labelled(self, index: int) -> Sample:
         return Sample.of_window(self.sample(index), self.sequence_length)
 
     def place(self, index: int, at: int, *, label: bool) -> str:
-        position = index * self.sequence_length + at + label
+        position = self.span.start + index * self.sequence_length + at + label
         return f"position {position} of {self.file.path}"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config import Config
-from megapipe.data.dataset import Sample
+from megapipe.data.dataset import Sample, Split
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import DataError, MegapipeError
 from megapipe.user_code import UserCode, is_user_code
@@ -23,7 +23,7 @@ from megapipe.user_code import UserCode, is_user_code
 ARGUMENTS = ("split", "sequence_length", "vocab_size", "tokenizer", "seed")
 """`split` is ``train`` or ``validation``; `vocab_size` that of the model, above all token ids;
 `tokenizer` a :class:`~megapipe.data.tokenizer.Tokenizer`; `seed` is ``run.seed``."""
-CORPUS_KEYS = ("subset", "text_field", "validation_fraction", "cache")
+CORPUS_KEYS = ("subset", "dataset_split", "text_field", "validation_fraction", "cache", "workers")
 """Keys of ``data`` that only a corpus of texts has a use for."""
 _PROBES = 16
 """Samples of a split that its digest covers."""
@@ -147,6 +147,10 @@ class OwnData:
     @property
     def entropy(self) -> None:
         """None: the unigram entropy is not known without reading all samples."""
+
+    def dataset(self, split: Split, sequence_length: int) -> OwnSplit:
+        """The samples of a split, which have been made for `sequence_length`."""
+        return self.train if split == "train" else self.validation
 
 
 def own_data(config: Config, tokenizer: Tokenizer) -> OwnData:

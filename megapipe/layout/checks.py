@@ -1,5 +1,7 @@
 """Keys that do not go together: each case is one line that says what would be right."""
 
+from collections.abc import Sequence
+
 from megapipe.config import (
     USUAL_WARMUP,
     ActivationsConfig,
@@ -9,7 +11,7 @@ from megapipe.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from megapipe.data import own
+from megapipe.data import given, own
 from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import device
@@ -95,15 +97,20 @@ def _check_sequence(config: Config) -> None:
 
 
 def _check_data(data: DataConfig) -> None:
-    if not own.is_own(data.source):
+    if own.is_own(data.source):
+        own.load(data.source, ConfigError)
+        unused: Sequence[str] = own.CORPUS_KEYS
+        what = "a data set of your own"
+    elif given.is_given(data.source):
+        unused, what = given.TEXT_KEYS, "a token file"
+    else:
         return
-    own.load(data.source, ConfigError)
-    for key in own.CORPUS_KEYS:
+    for key in unused:
         value, default = getattr(data, key), DataConfig.model_fields[key].default
         if value != default:
             raise ConfigError(
-                f"data.{key}={value} is for a corpus, and data.source={data.source} is a data set "
-                f"of your own: expected {'null' if default is None else default}"
+                f"data.{key}={value} is for a corpus, and data.source={data.source} is {what}: "
+                f"expected {'null' if default is None else default}"
             )
 
 

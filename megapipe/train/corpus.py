@@ -6,8 +6,10 @@ import datetime
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config import Config
-from megapipe.data.own import OwnData, is_own, own_data
-from megapipe.data.prepare import Prepared, prepare
+from megapipe.data.dataset import Corpus
+from megapipe.data.given import given_tokens, is_given
+from megapipe.data.own import is_own, own_data
+from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
@@ -20,7 +22,7 @@ PATIENCE = datetime.timedelta(days=7)
 
 def prepare_on_all(
     config: Config, tokenizer: Tokenizer, mesh: ParallelMesh, *, local_rank: int
-) -> Prepared | OwnData:
+) -> Corpus:
     """The corpus; one process of each node prepares it before the others ask for it.
 
     Raises a :class:`MegapipeError` of any rank on all of them.
@@ -35,19 +37,21 @@ def prepare_on_all(
         mesh.await_all(PATIENCE)
         all_or_none(mesh, error)
     assert prepared is not None
-    if isinstance(prepared, OwnData):
-        _compare_ranks(prepared, config.data.source, mesh)
+    _compare_ranks(prepared, config.data.source, mesh)
     return prepared
 
 
-def _corpus(config: Config, tokenizer: Tokenizer, *, progress: bool) -> Prepared | OwnData:
+def _corpus(config: Config, tokenizer: Tokenizer, *, progress: bool) -> Corpus:
     if is_own(config.data.source):
         return own_data(config, tokenizer)
+    if is_given(config.data.source):
+        return given_tokens(config.data)
     return prepare(config.data, tokenizer, progress=progress)
 
 
-def _compare_ranks(data: OwnData, source: str, mesh: ParallelMesh) -> None:
-    """Raise on every rank if the user's code has made another data set on one than on rank 0."""
+def _compare_ranks(data: Corpus, source: str, mesh: ParallelMesh) -> None:
+    """Raise on every rank if one has another data set than rank 0: the user's code has made
+    another, or its node has another file of that name."""
     error = None
     if data.content != mesh.share(data.content):
         error = DataError(
@@ -57,9 +61,7 @@ def _compare_ranks(data: OwnData, source: str, mesh: ParallelMesh) -> None:
     all_or_none(mesh, error)
 
 
-def change_of_corpus(
-    checkpoint: Checkpoint | None, prepared: Prepared | OwnData, source: str
-) -> Change | None:
+def change_of_corpus(checkpoint: Checkpoint | None, prepared: Corpus, source: str) -> Change | None:
     """How the corpus `prepared` from `source` differs from the checkpoint's; None where its tokens
     are the same, whatever its name, or there is no checkpoint."""
     if checkpoint is None:

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from megapipe.command_line import Parser
 from megapipe.config import DataConfig
+from megapipe.data.given import is_given
 from megapipe.data.own import is_own
 from megapipe.errors import ConfigError
 from megapipe.keys import expected
@@ -43,6 +44,11 @@ def data_config(given: argparse.Namespace) -> DataConfig:
         raise ConfigError(
             f"--source {config.source}: a data set of your own has token ids already, and there is "
             "nothing to prepare"
+        )
+    if is_given(config.source):
+        raise ConfigError(
+            f"--source {config.source}: a token file has token ids already, and there is nothing "
+            "to prepare; inspect, verify, merge and split are for such files"
         )
     return config
 

@@ -32,11 +32,13 @@ def add(parser: Parser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     file = TokenFile(without_suffix(given.prefix))
-    if not 0 <= given.first < len(file):
-        raise ConfigError(f"--first {given.first}: expected 0 to {len(file) - 1}")
+    if not 0 <= given.first < max(len(file), 1):
+        raise ConfigError(f"--first {given.first}: expected 0 to {max(len(file) - 1, 0)}")
     tokens = file.tokens
     print(f"{file.path}: {tokens.dtype.name}, {tokens.nbytes:,} bytes")
     print(f"{len(file):,} documents in {len(file.lengths):,} sequences, {len(tokens):,} tokens")
+    if not len(file):
+        return
     shortest, longest, counts = lengths(file)
     print(
         f"tokens of a document: {shortest:,} to {longest:,}, {len(tokens) / len(file):,.1f} on "

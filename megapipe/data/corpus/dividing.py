@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeVar
 
 from megapipe.config import DataConfig
 from megapipe.data.corpus import files, json_rows, tables
@@ -19,8 +19,14 @@ from megapipe.data.corpus.compressed import inner_suffix, is_compressed, opened
 from megapipe.data.corpus.cutting import Piece, cut, decoded
 from megapipe.errors import DataError
 
-PART = 2**24
-"""Bytes of a part, as far as the borders of lines, row groups and files allow."""
+PART = 2**23
+"""Bytes of a part at least, as far as there are so many and borders of lines, row groups and files
+allow."""
+MOST_PARTS = 10000
+"""Parts of a corpus of files at most, about; those of larger corpora are larger."""
+
+
+T = TypeVar("T")
 
 
 class Part(Protocol):
@@ -149,7 +155,7 @@ def parts(config: DataConfig) -> Iterator[Part]:
         DataError: the corpus is missing or unreadable.
     """
     if files.is_standard_library(config.source):
-        yield from _grouped(files.standard_library(), skip_other_encodings=True)
+        yield from _grouped(files.standard_library(), PART, skip_other_encodings=True)
         return
     found = files.local(config.source)
     if found is None or (config.dataset_split and not _is_saved(found)):
@@ -158,14 +164,15 @@ def parts(config: DataConfig) -> Iterator[Part]:
         yield from _of_stream(tables.of_saved(found[0], config))
     else:
         waiting: list[Path] = []
+        size = max(PART, (total_bytes(config) or 0) // MOST_PARTS)
         for path in files.corpus_files(found):
             divide = _divider(path)
             if divide is None:
                 waiting.append(path)
                 continue
-            yield from chain(_grouped(waiting), divide(path, config.text_field))
+            yield from chain(_grouped(waiting, size), divide(path, config.text_field, size))
             waiting = []
-        yield from _grouped(waiting)
+        yield from _grouped(waiting, size)
 
 
 def pieces(config: DataConfig) -> Iterator[Piece]:
@@ -201,8 +208,9 @@ def _is_saved(paths: list[Path]) -> bool:
     return len(paths) == 1 and files.is_saved_data_set(paths[0])
 
 
-def _divider(path: Path) -> Callable[[Path, str], Iterator[Part]] | None:
-    """What divides a file into parts; None for text, of which several files make one."""
+def _divider(path: Path) -> Callable[[Path, str, int], Iterator[Part]] | None:
+    """What divides a file, with its field of text, into parts of some bytes; None for text, of
+    which several files make one part."""
     suffix = inner_suffix(path)
     if suffix in files.LINES:
         return _of_packed_lines if is_compressed(path) else _of_lines
@@ -211,26 +219,21 @@ def _divider(path: Path) -> Callable[[Path, str], Iterator[Part]] | None:
     return _of_parquet if suffix == ".parquet" else None
 
 
-def _grouped(paths: Iterable[Path], skip_other_encodings: bool = False) -> Iterator[TextFiles]:
-    group: list[Path] = []
-    size = 0
-    for path in paths:
-        group.append(path)
-        size += path.stat().st_size
-        if size >= PART:
-            yield TextFiles(tuple(group), size, skip_other_encodings)
-            group, size = [], 0
-    if group:
-        yield TextFiles(tuple(group), size, skip_other_encodings)
+def _grouped(
+    paths: Iterable[Path], size: int, skip_other_encodings: bool = False
+) -> Iterator[TextFiles]:
+    sized = ((path, path.stat().st_size) for path in paths)
+    for group, nbytes in _gathered(sized, size):
+        yield TextFiles(group, nbytes, skip_other_encodings)
 
 
-def _of_lines(path: Path, field: str) -> Iterator[LineRange]:
-    size = path.stat().st_size
-    for start in range(0, size, PART):
-        yield LineRange(path, start, min(start + PART, size), field)
+def _of_lines(path: Path, field: str, size: int) -> Iterator[LineRange]:
+    end = path.stat().st_size
+    for start in range(0, end, size):
+        yield LineRange(path, start, min(start + size, end), field)
 
 
-def _of_packed_lines(path: Path, field: str) -> Iterator[Lines]:
+def _of_packed_lines(path: Path, field: str, _: int) -> Iterator[Lines]:
     with opened(path) as file:
         first, before = 1, 0
         while content := file.content.read(PART):
@@ -240,25 +243,17 @@ def _of_packed_lines(path: Path, field: str) -> Iterator[Lines]:
             first, before = first + content.count(b"\n"), at
 
 
-def _of_json(path: Path, field: str) -> Iterator[Texts]:
+def _of_json(path: Path, field: str, _: int) -> Iterator[Texts]:
     with opened(path) as file:
         rows = json_rows.of_values(file.content, json_rows.Field(field, f"corpus file {path}"))
         yield from _of_stream(rows, file.raw.tell)
 
 
-def _of_parquet(path: Path, field: str) -> Iterator[RowGroups]:
+def _of_parquet(path: Path, field: str, size: int) -> Iterator[RowGroups]:
     if is_compressed(path):
         raise DataError(f"corpus file {path}: parquet cannot be read from a packed file; unpack it")
-    group: list[int] = []
-    size = 0
-    for number, nbytes in tables.row_groups(path):
-        group.append(number)
-        size += nbytes
-        if size >= PART:
-            yield RowGroups(path, tuple(group), size, field)
-            group, size = [], 0
-    if group:
-        yield RowGroups(path, tuple(group), size, field)
+    for groups, nbytes in _gathered(tables.row_groups(path), size):
+        yield RowGroups(path, groups, nbytes, field)
 
 
 def _of_stream(texts: Iterable[str], bytes_read: Callable[[], int] = lambda: 0) -> Iterator[Texts]:
@@ -274,6 +269,20 @@ def _of_stream(texts: Iterable[str], bytes_read: Callable[[], int] = lambda: 0) 
             waiting, size, before = [], 0, at
     if waiting:
         yield Texts(tuple(waiting), bytes_read() - before)
+
+
+def _gathered(sized: Iterable[tuple[T, int]], size: int) -> Iterator[tuple[tuple[T, ...], int]]:
+    """Things that follow one another, as many as have `size` bytes together, and their bytes."""
+    group: list[T] = []
+    nbytes = 0
+    for thing, its_bytes in sized:
+        group.append(thing)
+        nbytes += its_bytes
+        if nbytes >= size:
+            yield tuple(group), nbytes
+            group, nbytes = [], 0
+    if group:
+        yield tuple(group), nbytes
 
 
 def _of_texts(texts: Iterable[str]) -> Iterator[Piece]:

@@ -16,11 +16,13 @@ from pydantic import ValidationError
 
 from megapipe.config import DataConfig
 from megapipe.data.corpus import identity
+from megapipe.data.dataset import Split, TokenDataset
 from megapipe.data.prepare.held_out import divide
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.parts_folder import PartsFolder
 from megapipe.data.prepare.sizes import Sizes
 from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
 from megapipe.section import Section
 
@@ -64,6 +66,11 @@ class Prepared:
     folder: Path
     digest: str
     meta: Meta
+
+    def dataset(self, split: Split, sequence_length: int) -> TokenDataset:
+        """The samples of a split. Raises DataError if it is damaged, or too short for one."""
+        file = TokenFile(self.folder / split)
+        return TokenDataset(file, sequence_length, keep_last=split == "validation")
 
     @property
     def entropy(self) -> float:

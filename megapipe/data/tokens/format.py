@@ -97,9 +97,3 @@ def idx_of(prefix: Path) -> Path:
 def without_suffix(path: Path) -> Path:
     """The prefix of a token file that is named by its prefix or by either file."""
     return path.with_name(path.name[:-4]) if path.suffix in (".bin", ".idx") else path
-
-
-def is_token_file(path: Path) -> bool:
-    """Whether `path` is a prefix, or either file, of a token file of which a part is there."""
-    prefix = without_suffix(path)
-    return idx_of(prefix).exists() or (path != prefix and bin_of(prefix).exists())

@@ -1,5 +1,6 @@
 """Token files that are there in full or not at all, and never replace others."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,4 +36,5 @@ def fresh(prefix: Path) -> Iterator[Path]:
         raise DataError(f"{error.filename or prefix}: {error.strerror or error}") from error
     finally:
         for path in (bin_of(working), idx_of(working)):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ class TokenFile:
         self.documents = _map(
             self.index_path, "<i8", HEADER.size + 12 * sequences, header.boundaries
         )
-        if header.boundaries < 2 or self.documents[0] != 0 or self.documents[-1] != sequences:
+        if header.boundaries < 1 or self.documents[0] != 0 or self.documents[-1] != sequences:
             raise DataError(
                 f"{self.index_path}: document boundaries do not run from 0 to {sequences} sequences"
             )

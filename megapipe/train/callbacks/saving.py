@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 from megapipe.checkpoint.retention import retain
-from megapipe.data.own import OwnData
-from megapipe.data.prepare import Prepared
+from megapipe.data.dataset import Corpus
 from megapipe.distributed.agreement import all_or_none
 from megapipe.errors import MegapipeError
 from megapipe.train.callbacks.callback import Callback, Run, Step
@@ -21,9 +20,7 @@ class Saving(Callback):
     `clock` says when a checkpoint is due by time: that of rank 0 decides.
     """
 
-    def __init__(
-        self, checkpoints: Path, clock: Clock, *, run_id: str, corpus: Prepared | OwnData
-    ) -> None:
+    def __init__(self, checkpoints: Path, clock: Clock, *, run_id: str, corpus: Corpus) -> None:
         self.checkpoints = checkpoints
         self.clock = clock
         self._run_id = run_id

@@ -1,6 +1,8 @@
-"""Texts and a tokenizer small enough to be made in a test."""
+"""Texts, a tokenizer and token files small enough to be made in a test."""
 
 import os
+import struct
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -25,3 +27,33 @@ def drop_privileges() -> None:
     """File permissions do not bind root; from here to the end of the test they bind us."""
     if os.geteuid() == 0:
         os.seteuid(65534)
+
+
+def index_bytes(
+    lengths: list[int],
+    offsets: list[int],
+    documents: list[int],
+    *,
+    magic: bytes = b"MMIDIDX\x00\x00",
+    version: int = 1,
+    code: int = 8,
+    tail: bytes = b"",
+) -> bytes:
+    """An index written by hand from the table of the format."""
+    return (
+        magic
+        + struct.pack("<Q", version)
+        + struct.pack("<B", code)
+        + struct.pack("<Q", len(lengths))
+        + struct.pack("<Q", len(documents))
+        + struct.pack(f"<{len(lengths)}i", *lengths)
+        + struct.pack(f"<{len(offsets)}q", *offsets)
+        + struct.pack(f"<{len(documents)}q", *documents)
+        + tail
+    )
+
+
+def by_hand(folder: Path, index: bytes, content: bytes) -> Path:
+    (folder / "x.idx").write_bytes(index)
+    (folder / "x.bin").write_bytes(content)
+    return folder / "x"

@@ -1,5 +1,7 @@
 import json
+import pickle
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,71 @@ def test_damaged_file_is_one_line(tmp_path: Path, content: str) -> None:
             load_tokenizer(str(source))
         assert "\n" not in str(info.value)
         assert str(source) in str(info.value)
+
+
+TINY = """
+def tiny():
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
+    return {
+        "name": "tiny",
+        "pat_str": r"\\w+|\\W",
+        "mergeable_ranks": ranks,
+        "special_tokens": {"<|endoftext|>": 260, "<|other|>": 259},
+    }
+def endless():
+    return {**tiny(), "name": "endless", "special_tokens": {}}
+ENCODING_CONSTRUCTORS = {"tiny": tiny, "endless": endless}
+"""
+
+
+@pytest.fixture
+def tiktoken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encodings that need no network, as tiktoken's plug-ins give them."""
+    tiktoken = pytest.importorskip("tiktoken")
+    (tmp_path / "tiktoken_ext").mkdir()
+    (tmp_path / "tiktoken_ext" / "of_this_test.py").write_text(TINY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", None)
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    tiktoken.registry._available_plugin_modules.cache_clear()
+
+
+@pytest.mark.usefixtures("tiktoken_plugin")
+def test_tiktoken() -> None:
+    tokenizer = load_tokenizer("tiktoken:tiny")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (261, 260)
+    assert tokenizer.encode("the cat").tolist() == [257, 32, *b"cat"]
+    text = "then <|endoftext|> ä"
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.eod not in ids
+    assert tokenizer.decode([*ids, 260, 259, 258, 999]) == text
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode(text).tolist() == ids.tolist()
+    assert copy.digest == tokenizer.digest == load_tokenizer("tiktoken:tiny").digest
+    with pytest.raises(DataError, match=r"'tiktoken:endless': no end-of-document token <\|endoft"):
+        load_tokenizer("tiktoken:endless")
+    with pytest.raises(DataError, match=r"'tiktoken:none': cannot be loaded \(Unknown encoding"):
+        load_tokenizer("tiktoken:none")
+
+
+def test_without_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(DataError, match="tiktoken is not installed; pip install tiktoken"):
+        load_tokenizer("tiktoken:gpt2")
+
+
+def test_a_copy_for_another_process_gives_the_same(bpe_file: Path) -> None:
+    for tokenizer in (load_tokenizer(str(bpe_file)), load_tokenizer("byte")):
+        copy = pickle.loads(pickle.dumps(tokenizer))
+        text = "before <|endoftext|> after"
+        assert copy.encode(text).tolist() == tokenizer.encode(text).tolist()
+        assert copy.decode(copy.encode(text).tolist()) == text
+        assert (copy.digest, copy.eod) == (tokenizer.digest, tokenizer.eod)
+
+
+def test_the_same_ids_as_transformers(bpe_file: Path) -> None:
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(bpe_file), eos_token="<|endoftext|>")
+    tokenizer = of_transformers(reference, "x")
+    for text in [*TEXTS, "a <pad> b", "", " \n\t x"]:
+        expected = reference(text, add_special_tokens=False, split_special_tokens=True)
+        assert tokenizer.encode(text).tolist() == expected["input_ids"]

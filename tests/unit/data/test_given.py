@@ -1,0 +1,128 @@
+"""Token files that the user has, as ``data.source``."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.config import Config, DataConfig, TrainConfig
+from megapipe.data.batch import build_batches
+from megapipe.data.given import given_tokens, is_given
+from megapipe.data.tokenizer import ByteTokenizer
+from megapipe.data.tokens import TokenWriter
+from megapipe.data.tokens.format import token_type
+from megapipe.errors import DataError
+
+
+def write(prefix: Path, documents: list[list[int]]) -> Path:
+    with TokenWriter(prefix, token_type(257), 257) as writer:
+        for document in documents:
+            writer.add(np.array(document, np.int64))
+    return prefix
+
+
+def config(source: Path | str, fraction: float = 0.02) -> DataConfig:
+    return DataConfig(source=str(source), validation_fraction=fraction)
+
+
+def test_a_prefix_and_its_files_name_it(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x.v1", [[1, 2], [3, 4]])
+    for name in ("x.v1", "x.v1.bin", "x.v1.idx"):
+        assert is_given(str(tmp_path / name))
+        assert given_tokens(config(tmp_path / name)).file.prefix == prefix
+    assert not is_given("stdlib")
+    assert not is_given(str(tmp_path))
+    assert not is_given(str(tmp_path / "y"))
+    assert not is_given(str(tmp_path / "y.bin"))
+    (tmp_path / "x.v1").write_text("a text of that name comes first")
+    assert not is_given(str(tmp_path / "x.v1"))
+
+
+@pytest.mark.parametrize("left", ["bin", "idx"])
+def test_a_half_is_missed(tmp_path: Path, left: str) -> None:
+    prefix = write(tmp_path / "x", [[1, 2], [3, 4]])
+    (tmp_path / f"x.{'idx' if left == 'bin' else 'bin'}").unlink()
+    assert is_given(str(prefix))
+    with pytest.raises(DataError, match=r"token file .*/x\.\w\w\w: No such file"):
+        given_tokens(config(prefix))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fraction", "cut"),
+    [
+        ([5] * 100, 0.02, 490),
+        ([5] * 100, 0.5, 250),
+        ([5] * 100, 1e-9, 495),
+        ([5] * 100, 1 - 1e-9, 5),
+        ([10, 2], 0.02, 10),
+        ([100], 0.02, 98),
+        ([2], 0.02, 1),
+        ([2], 0.98, 1),
+        ([0, 3], 0.5, 2),
+        ([3, 0, 0], 0.5, 2),
+    ],
+)
+def test_the_last_documents_are_held_out(
+    tmp_path: Path, lengths: list[int], fraction: float, cut: int
+) -> None:
+    prefix = write(tmp_path / "x", [[1] * length for length in lengths])
+    found = given_tokens(config(prefix, fraction))
+    total = sum(lengths)
+    assert (found.train, found.validation) == (range(cut), range(cut, total))
+
+
+def test_samples_are_of_their_split(tmp_path: Path) -> None:
+    documents = [[i % 250] * 9 + [256] for i in range(50)]
+    prefix = write(tmp_path / "x", documents)
+    corpus = given_tokens(config(prefix, 0.1))
+    stream = [token for document in documents for token in document]
+    train, validation = (corpus.dataset(split, 8) for split in ("train", "validation"))
+    assert len(train) == (450 - 1) // 8
+    assert len(validation) == -(-49 // 8)
+    labels = [i for k in range(len(validation)) for i in validation.labelled(k).labels.tolist()]
+    assert labels == stream[451:]
+    labels = [i for k in range(len(train)) for i in train.labelled(k).labels.tolist()]
+    assert labels == stream[1 : 1 + len(labels)]
+    assert validation.place(0, 3, label=True) == f"position 454 of {tmp_path / 'x.bin'}"
+    with pytest.raises(DataError, match=r"x\.bin has 50 tokens from position 450 to 500, but one"):
+        corpus.dataset("validation", 8).__class__(corpus.file, 80, corpus.validation)
+
+
+def test_batches_of_a_token_file(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x", [[i, i + 1, 256] for i in range(200)])
+    whole = Config(data=config(prefix, 0.25), train=TrainConfig(sequence_length=10))
+    corpus = given_tokens(whole.data)
+    train, validation = build_batches(whole, ByteTokenizer(), corpus)
+    tokens, labels, mask = train.rows(range(len(train)))
+    assert tokens.shape == (44, 10)
+    assert sorted(labels[mask].tolist()) == sorted(corpus.file.tokens[1:441].tolist())
+    _, labels, mask = validation.rows(range(len(validation)))
+    assert sorted(labels[mask].tolist()) == sorted(corpus.file.tokens[451:].tolist())
+
+
+def test_content_follows_tokens_and_splits_not_the_place(tmp_path: Path) -> None:
+    documents = [[i % 250] * 9 + [256] for i in range(500)]
+    seen = {given_tokens(config(write(tmp_path / "x", documents))).content}
+    assert given_tokens(config(write(tmp_path / "y", documents))).content in seen
+    seen.add(given_tokens(config(tmp_path / "x", 0.5)).content)
+    seen.add(given_tokens(config(write(tmp_path / "x", documents[1:]))).content)
+    seen.add(given_tokens(config(write(tmp_path / "x", documents[1:] + documents[:1]))).content)
+    seen.add(given_tokens(config(write(tmp_path / "x", [[1, 2], *documents[2:]]))).content)
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_nothing_to_hold_out(tmp_path: Path, tokens: int) -> None:
+    prefix = write(tmp_path / "x", [[1] * tokens])
+    with pytest.raises(DataError, match=rf"x\.bin has {tokens} tokens: nothing to hold out"):
+        given_tokens(config(prefix))
+
+
+def test_floats_are_no_tokens(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x", [[1, 2], [3, 4]])
+    index = bytearray((tmp_path / "x.idx").read_bytes())
+    index[17:18] = struct.pack("<B", 7)
+    (tmp_path / "x.idx").write_bytes(index)
+    with pytest.raises(DataError, match=r"x\.idx declares token type 7; known integer types"):
+        given_tokens(config(prefix))

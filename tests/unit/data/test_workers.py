@@ -1,0 +1,250 @@
+"""Several processes tokenize: the same files whatever their number, and after any end of theirs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.config import DataConfig
+from megapipe.data.corpus import cutting, dividing, parts
+from megapipe.data.prepare import encode, prepare, workers
+from megapipe.data.prepare.encode import finished, prefix_of
+from megapipe.data.prepare.workers import encode_all
+from megapipe.data.tokenizer import ByteTokenizer, TokenIds, Tokenizer, load_tokenizer
+from megapipe.data.tokens import TokenFile
+from megapipe.errors import DataError
+from tests.unit.data.data_cases import TEXTS
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "prepare_data.py"
+ROWS = 6000
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Three parts."""
+    path = tmp_path / "x.jsonl"
+    with path.open("w") as file:
+        for i in range(ROWS):
+            file.write(json.dumps({"text": f"{i} " + TEXTS[i % 60] * 40}) + "\n")
+    return path
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_their_number_changes_nothing(corpus: Path, bpe_file: Path, tmp_path: Path) -> None:
+    made = []
+    assert len(list(parts(DataConfig(source=str(corpus))))) > 2
+    for number in (1, 3):
+        config = DataConfig(source=str(corpus), cache=str(tmp_path / str(number)), workers=number)
+        tokenizer = load_tokenizer(str(bpe_file))
+        made.append(prepare(config, tokenizer, progress=False))
+        assert list(Path(config.cache).iterdir()) == [made[-1].folder]
+    one, three = made
+    assert content(one.folder) == content(three.folder)
+    assert one.digest == three.digest
+    assert one.meta.train.documents + one.meta.validation.documents == ROWS
+
+
+def test_a_killed_preparation_goes_on_where_it_was(corpus: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole" / "x"
+    command = [sys.executable, str(SCRIPT), "--source", str(corpus), "--workers", "1"]
+    subprocess.run([*command, "--output", str(whole)], check=True, capture_output=True)
+
+    killed = tmp_path / "killed" / "x"
+    process = subprocess.Popen([*command, "--output", str(killed)], stderr=subprocess.PIPE)
+    wait_for(lambda: list(killed.parent.glob(".x.*.parts/000001.idx")))
+    process.kill()
+    process.communicate()
+    assert not list(killed.parent.glob("x.*"))
+    (kept,) = killed.parent.glob(".x.*.parts")
+    before = {path: path.stat().st_mtime_ns for path in kept.glob("0*.idx")}
+    assert len(before) >= 2
+    wait_for(lambda: not list(kept.glob(".0*")) or _is_quiet(kept))
+
+    # a part whose file was cut short is made again, the others are taken as they are
+    os.truncate(kept / "000001.bin", 100)
+    process = subprocess.Popen(
+        [*command, "--output", str(killed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err.decode()
+    assert b"is gone: taking over" in err
+    assert f"{ROWS:,} documents".encode() in out
+    assert content(whole.parent) == content(killed.parent)
+
+
+def _is_quiet(folder: Path) -> bool:
+    """Whether the process that tokenized, whose parent was killed, has ended as it should."""
+    time.sleep(0.2)
+    return not list(folder.glob(".0*"))
+
+
+def test_finished_parts_are_not_made_again(corpus: Path, tmp_path: Path) -> None:
+    config = DataConfig(source=str(corpus))
+    count = encode_all(parts(config), ByteTokenizer(), tmp_path, 2, lambda part, summary: None)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("0*")}
+    assert len(times) == 3 * count
+    (tmp_path / "000001.idx").unlink()
+    documents: list[int] = []
+    again = encode_all(
+        parts(config),
+        ByteTokenizer(),
+        tmp_path,
+        2,
+        lambda part, summary: documents.append(len(summary.text_bytes)),
+    )
+    assert again == count
+    assert sum(documents) == ROWS
+    assert len(documents) == count
+    changed = {path.name for path in times if path.stat().st_mtime_ns != times[path]}
+    assert changed == {"000001.bin", "000001.idx", "000001.npz"}
+
+
+class Dies(ByteTokenizer):
+    """Ends its process without a word when it reads the last rows."""
+
+    def encode_batch(self, texts: list[str]) -> list[TokenIds]:  # type: ignore[override]
+        if any(text.startswith(f"{ROWS - 1} ") for text in texts):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode_batch(texts)
+
+
+class Fails(ByteTokenizer):
+    def encode_batch(self, texts: list[str]) -> list[TokenIds]:  # type: ignore[override]
+        raise ZeroDivisionError("of the tokenizer")
+
+
+class Foreign(ByteTokenizer):
+    vocab_size = 100
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "error", "says"),
+    [
+        (Dies(), DataError, r"has died at part \d+ with exit code -9 .*data.workers"),
+        (Fails(), RuntimeError, "ZeroDivisionError: of the tokenizer"),
+        (Foreign(), DataError, r"token id \d+ is outside the vocabulary \(0 to 99\)"),
+    ],
+    ids=["dies", "fails", "foreign"],
+)
+def test_a_process_that_fails(
+    corpus: Path, tmp_path: Path, tokenizer: Tokenizer, error: type[Exception], says: str
+) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    with pytest.raises(error, match=says):
+        encode_all(
+            parts(DataConfig(source=str(corpus))), tokenizer, folder, 2, lambda part, summary: None
+        )
+
+
+def test_an_interrupt_ends_all_processes(corpus: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--source", str(corpus), "--output", str(tmp_path / "o/x")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    wait_for(lambda: list((tmp_path / "o").glob(".x.*.parts/.0*")))
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, b"", b"")
+    wait_for(lambda: not _is_there(process.pid))
+    assert not list((tmp_path / "o").glob("x*"))
+    assert not list((tmp_path / "o").glob(".x.*[0-9]/*"))
+
+
+def _is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_parts_are_asked_for_when_there_is_a_process_for_them(corpus: Path, tmp_path: Path) -> None:
+    """So a corpus that is read while it is tokenized is not held in memory."""
+    done = 0
+    ahead = []
+
+    def watched() -> Iterator[dividing.Part]:
+        for number, part in enumerate(parts(DataConfig(source=str(corpus)))):
+            ahead.append(number - done)
+            yield part
+
+    def step(part: dividing.Part, summary: encode.Summary) -> None:
+        nonlocal done
+        done += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dividing, "PART", 2**21)
+        encode_all(watched(), ByteTokenizer(), tmp_path, 2, step)
+    assert len(ahead) > 6
+    assert max(ahead) <= 2
+
+
+def test_halves_of_characters_that_json_can_spell(tmp_path: Path, bpe_file: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude42"}\n')
+    for tokenizer in (ByteTokenizer(), load_tokenizer(str(bpe_file))):
+        (part,) = parts(DataConfig(source=str(tmp_path / "x.jsonl")))
+        summary = encode.encode(part, tokenizer, tmp_path / "0")
+        assert summary.text_bytes.tolist() == [3, 4]
+        ids = TokenFile(tmp_path / "0").tokens
+        assert tokenizer.decode(ids.tolist()) == "a?b🙂"
+
+
+def test_summary_of_a_part(tmp_path: Path, bpe_file: Path) -> None:
+    tokenizer = load_tokenizer(str(bpe_file))
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    (part,) = parts(DataConfig(source=str(tmp_path / "x.jsonl")))
+    summary = encode.encode(part, tokenizer, prefix_of(tmp_path, 3))
+    stored = finished(tmp_path / "000003")
+    assert stored is not None
+    for one in (summary, stored):
+        assert one.text_bytes.tolist() == [len(text.encode()) for text in TEXTS]
+        counts = np.bincount(TokenFile(tmp_path / "000003").tokens, minlength=400)
+        assert np.flatnonzero(counts).tolist() == one.ids.tolist()
+        assert counts[one.ids].tolist() == one.counts.tolist()
+    for name in ("000003.npz", "000003.idx", "000003.bin"):
+        for damage in (lambda path: os.truncate(path, 10), os.unlink):
+            kept = (tmp_path / name).read_bytes()
+            damage(tmp_path / name)
+            assert finished(tmp_path / "000003") is None
+            (tmp_path / name).write_bytes(kept)
+    assert finished(tmp_path / "000003") is not None
+
+
+def test_long_documents_are_tokenized_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(TEXTS)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("short")
+    monkeypatch.setattr(cutting, "LONGEST", 100)
+    monkeypatch.setattr(encode, "BATCH", 150)
+    (part,) = parts(DataConfig(source=str(tmp_path)))
+    summary = encode.encode(part, ByteTokenizer(), tmp_path / "0")
+    file = TokenFile(tmp_path / "0")
+    assert file.tokens.tolist() == [*text.encode(), 256, *b"short", 256]
+    assert len(file) == 2
+    assert summary.text_bytes.tolist() == [len(text.encode()), 5]
+
+
+def test_default_number_of_processes() -> None:
+    assert 1 <= workers.cores() <= (os.cpu_count() or 1)
