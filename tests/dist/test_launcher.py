@@ -11,7 +11,8 @@ from megapipe.launch.launcher import main
 from tests.parity.jobs import Job, Outcome, free_port
 
 SHOW = (
-    "import os; print(*(os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')), flush=True)"
+    "named = [os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]; "
+    "os.write(1, (' '.join(named) + '\\n').encode())"  # at once: others write there too
 )
 
 

@@ -1,27 +1,28 @@
 """The parts of a corpus tokenized by several processes; those that are there already are left.
 
-Each process gets one part after another through a pipe of its own. One whose parent is gone finds
-its pipe closed, and ends. What comes out does not depend on their number or pace.
+Each process gets one part after another through a socket of its own. One whose parent is gone finds
+it closed, and ends. What comes out does not depend on their number or pace. The processes are no
+copies of this one and do not import its main module, which may be a script of the user's.
 """
 
 import contextlib
-import multiprocessing
 import os
-import signal
-import traceback
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 from megapipe.data.corpus import Part
 from megapipe.data.prepare.encode import Summary, encode, finished, prefix_of
 from megapipe.data.tokenizer import Tokenizer
-from megapipe.errors import DataError, MegapipeError
+from megapipe.errors import DataError
 
 Step = Callable[[Part, Summary], None]
 """Is told of each part that is there, in any order."""
+_PROGRAM = "from megapipe.data.prepare.worker import main; main()"
 Job = tuple[int, Part]
 """A part and its number."""
 
@@ -74,8 +75,7 @@ class _Pool:
     def __init__(self, size: int, tokenizer: Tokenizer, folder: Path) -> None:
         self.size = size
         self._arguments = tokenizer, folder
-        self._context = multiprocessing.get_context("spawn")
-        self._processes: dict[Connection, Any] = {}
+        self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
 
     def run(self, jobs: Iterator[Job], step: Step) -> None:
         """Have all jobs done. Raises what one of them raises."""
@@ -84,7 +84,7 @@ class _Pool:
             while len(busy) == self.size:
                 self._collect(busy, step)
             idle = next((one for one in self._processes if one not in busy), None) or self._start()
-            with contextlib.suppress(BrokenPipeError):  # it has died: noticed when it is waited for
+            with contextlib.suppress(ConnectionError):  # it has died: noticed when it is waited for
                 idle.send(job)
             busy[idle] = job
         while busy:
@@ -99,10 +99,10 @@ class _Pool:
                 outcome = ready.recv()
             except (EOFError, ConnectionError):
                 process = self._processes[ready]
-                process.join()
+                process.wait()
                 raise DataError(
                     f"a process that tokenizes has died at part {number} with exit code "
-                    f"{process.exitcode} (-9: killed, as when memory is short; fewer "
+                    f"{process.returncode} (-9: killed, as when memory is short; fewer "
                     "data.workers need less)"
                 ) from None
             if isinstance(outcome, BaseException):
@@ -110,12 +110,20 @@ class _Pool:
             step(part, outcome)
 
     def _start(self) -> Connection:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(there, *self._arguments), daemon=True)
-        process.start()
+        here, there = socket.socketpair()
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(there.fileno())],
+            pass_fds=[there.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt is for this process, which ends the others
+        )
         there.close()
-        self._processes[here] = process
-        return here
+        connection = Connection(here.detach())
+        self._processes[connection] = process
+        with contextlib.suppress(ConnectionError):
+            connection.send(self._arguments)
+        return connection
 
     def __enter__(self) -> "_Pool":
         return self
@@ -126,25 +134,4 @@ class _Pool:
                 process.terminate()
             connection.close()
         for process in self._processes.values():
-            process.join()
-
-
-def _work(connection: Connection, tokenizer: Tokenizer, folder: Path) -> None:
-    """What a process does: one job after another, until its pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends this process
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    while True:
-        try:
-            number, part = connection.recv()
-        except (EOFError, ConnectionError):
-            return
-        try:
-            outcome: Any = encode(part, tokenizer, prefix_of(folder, number))
-        except (MegapipeError, OSError) as error:
-            outcome = error
-        except BaseException:
-            outcome = RuntimeError(f"part {number}: {traceback.format_exc()}")
-        try:
-            connection.send(outcome)
-        except ConnectionError:
-            return
+            process.wait()

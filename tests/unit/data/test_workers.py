@@ -47,9 +47,14 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_their_number_changes_nothing(corpus: Path, bpe_file: Path, tmp_path: Path) -> None:
+def test_their_number_changes_nothing(
+    bpe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dividing, "PART", 10000)
+    corpus = tmp_path / "x.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
+    assert len(list(parts(DataConfig(source=str(corpus))))) > 6
     made = []
-    assert len(list(parts(DataConfig(source=str(corpus))))) > 2
     for number in (1, 3):
         config = DataConfig(source=str(corpus), cache=str(tmp_path / str(number)), workers=number)
         tokenizer = load_tokenizer(str(bpe_file))
@@ -58,7 +63,7 @@ def test_their_number_changes_nothing(corpus: Path, bpe_file: Path, tmp_path: Pa
     one, three = made
     assert content(one.folder) == content(three.folder)
     assert one.digest == three.digest
-    assert one.meta.train.documents + one.meta.validation.documents == ROWS
+    assert one.meta.train.documents + one.meta.validation.documents == 10 * len(TEXTS)
 
 
 def test_a_killed_preparation_goes_on_where_it_was(corpus: Path, tmp_path: Path) -> None:
@@ -162,20 +167,29 @@ def test_an_interrupt_ends_all_processes(corpus: Path, tmp_path: Path) -> None:
         start_new_session=True,
     )
     wait_for(lambda: list((tmp_path / "o").glob(".x.*.parts/.0*")))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, b"", b"")
-    wait_for(lambda: not _is_there(process.pid))
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
     assert not list((tmp_path / "o").glob("x*"))
     assert not list((tmp_path / "o").glob(".x.*[0-9]/*"))
 
 
-def _is_there(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def test_a_script_without_a_guard_is_not_run_again(corpus: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from megapipe.config import DataConfig\n"
+        "from megapipe.data.prepare import prepare\n"
+        "from megapipe.data.tokenizer import ByteTokenizer\n"
+        "print('once')\n"
+        f"prepare(DataConfig(source={str(corpus)!r}, workers=2), ByteTokenizer())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "once\n", "")
 
 
 def test_parts_are_asked_for_when_there_is_a_process_for_them(corpus: Path, tmp_path: Path) -> None:

@@ -1,0 +1,277 @@
+"""Texts to token files, and token files to samples: ``python benchmarks/data.py``.
+
+The corpus is the source text of Python's standard library, as JSONL, twice; the tokenizer a BPE of
+32,000 ids that is trained on a part of it. Ours is the command that users call, with all that it
+does: start, read, tokenize, write, flush. Each side runs in processes of its own, in turns; times
+are medians of wall time, as several processes work.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from common import Result, parser, report
+
+from megapipe.config import DataConfig
+from megapipe.data.corpus import pieces
+from megapipe.data.tokens.format import Header, bin_of, idx_of
+
+COMMAND = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
+DATASETS = """
+import sys
+from datasets import disable_progress_bars, load_dataset
+from transformers import PreTrainedTokenizerFast
+corpus, file, cache, processes = sys.argv[1:]
+disable_progress_bars()
+tokenizer = PreTrainedTokenizerFast(tokenizer_file=file)
+texts = load_dataset("json", data_files=corpus, split="train", cache_dir=cache)
+texts.map(
+    lambda rows: {"ids": tokenizer(rows["text"], add_special_tokens=False)["input_ids"]},
+    batched=True, remove_columns=texts.column_names, num_proc=int(processes) or None,
+    load_from_cache_file=False,
+)
+"""
+ENCODE = """
+import json, sys, time
+from tokenizers import Tokenizer
+corpus, file = sys.argv[1:]
+tokenizer = Tokenizer.from_file(file)
+texts = [json.loads(line)["text"] for line in open(corpus)]
+start = time.perf_counter()
+for first in range(0, len(texts), 256):
+    tokenizer.encode_batch_fast(texts[first : first + 256], add_special_tokens=False)
+print(time.perf_counter() - start)
+"""
+ITS = """
+import sys, time
+import numpy as np, torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+source, output = sys.argv[1:]
+tokens = np.fromfile(source + ".bin", np.uint16)
+bounds = np.append(0, np.flatnonzero(tokens == 256) + 1)
+start = time.perf_counter()
+builder = IndexedDatasetBuilder(output + ".bin", dtype=np.uint16)
+for first, last in zip(bounds, bounds[1:]):
+    builder.add_document(torch.from_numpy(tokens[first:last].astype(np.int64)), [last - first])
+builder.finalize(output + ".idx")
+print(time.perf_counter() - start)
+"""
+OURS = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from megapipe.data.tokens import TokenWriter
+source, output = sys.argv[1:]
+tokens = np.fromfile(source + ".bin", np.uint16)
+bounds = np.append(0, np.flatnonzero(tokens == 256) + 1)
+start = time.perf_counter()
+with TokenWriter(Path(output), np.dtype("<u2")) as writer:
+    for first, last in zip(bounds, bounds[1:]):
+        writer.add(tokens[first:last].astype(np.int64))
+print(time.perf_counter() - start)
+"""
+OPEN = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from megapipe.data.dataset import TokenDataset
+from megapipe.data.tokens import TokenFile
+
+def private():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous")) / 1024
+
+before, start = private(), time.perf_counter()
+file = TokenFile(Path(sys.argv[1]))
+opened = time.perf_counter() - start
+dataset = TokenDataset(file, 1024)
+for index in np.random.default_rng(0).integers(0, len(dataset), 1000):
+    dataset.labelled(int(index))
+file.starts(file.documents[np.arange(0, len(file), 1000)])
+print(opened, private() - before)
+"""
+DOCUMENTS, LARGE = 5_000_000, 100_000_000
+"""Documents of the file that is opened, and of the one that the claim is about."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    given = parser(__doc__.partition("\n")[0]).parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        results = measure(Path(folder), quick=given.quick)
+    report("Data", results, given.json)
+    return 0
+
+
+def measure(folder: Path, *, quick: bool) -> list[Result]:
+    corpus = write_corpus(folder / "corpus.jsonl", 3 if quick else None)
+    tokenizer = train(corpus, folder / "tokenizer", 300 if quick else 32000)
+    return [
+        *tokenizing(folder, corpus, tokenizer, rounds=1 if quick else 3),
+        memory(folder, corpus),
+        *writing(folder, corpus, rounds=1 if quick else 5),
+        *opening(folder, 1000 if quick else DOCUMENTS),
+    ]
+
+
+def tokenizing(folder: Path, corpus: Path, tokenizer: Path, rounds: int) -> list[Result]:
+    def map_(processes: int) -> float:
+        given = corpus, tokenizer, folder / "hf", processes
+        return wall([sys.executable, "-c", DATASETS, *map(str, given)])
+
+    median = medians(
+        {
+            "one": lambda: wall(ours(corpus, tokenizer, 1)),
+            "two": lambda: wall(ours(corpus, tokenizer, 2)),
+            "map": lambda: map_(0),
+            "map with 2 processes": lambda: map_(2),
+            "encode": lambda: printed(ENCODE, corpus, tokenizer, RAYON_NUM_THREADS="2"),
+        },
+        rounds,
+    )
+    size = f"{corpus.stat().st_size / 1e6:.0f} MB in {median['two']:.1f} s"
+
+    def result(claim: str, side: str, target: float, peer: str) -> Result:
+        return Result(claim, median[side] / median["two"], target, "x", peer, at_least=True)
+
+    return [
+        result("tokenize and write, 2 processes", "map", 4, f"datasets.map, batched; {size}"),
+        result("the same", "map with 2 processes", 1, "datasets.map, batched, num_proc=2"),
+        result("the same", "encode", 0.9, "encode_batch_fast alone, 2 threads"),
+        result("the same", "one", 1.7, "1 process"),
+    ]
+
+
+def memory(folder: Path, corpus: Path) -> Result:
+    """The largest process of the command, for four times the corpus."""
+    four = folder / "four.jsonl"
+    four.write_bytes(corpus.read_bytes() * 4)
+    small, large = (peak(ours(path, Path("byte"), 2)) for path in (corpus, four))
+    claim = f"memory of the largest process, corpus of {four.stat().st_size / 1e6:.0f} MB"
+    peer = f"a quarter of it, {small / 2**20:.0f} MiB"
+    return Result(claim, large / small, 1.1, "x", peer)
+
+
+def writing(folder: Path, corpus: Path, rounds: int) -> list[Result]:
+    """Documents of int64 ids, one after another, into a token file. Tokens are bytes and 256."""
+    source = folder / "source"
+    subprocess.run(ours(corpus, Path("byte"), 2, source), check=True, capture_output=True)
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        print("megatron-core is not installed: its writer is left out", file=sys.stderr)
+        return []
+    output = folder / "written"
+    median = medians(
+        {
+            "ours": lambda: printed(OURS, source, output),
+            "its": lambda: printed(ITS, source, output),
+        },
+        rounds,
+    )
+    peer = f"megatron-core {version}'s builder"
+    return [Result("write documents", median["its"] / median["ours"], 1, "x", peer, at_least=True)]
+
+
+def opening(folder: Path, documents: int) -> list[Result]:
+    """A file of many documents of 100 tokens, all of them 0, opened and read in a new process."""
+    prefix = folder / "many"
+    lengths = np.full(documents, 100, "<i4")
+    with idx_of(prefix).open("wb") as file:
+        file.write(Header(np.dtype("<u2"), documents, documents + 1).pack())
+        file.write(lengths.data)
+        file.write((np.arange(documents, dtype="<i8") * 200).data)
+        file.write(np.arange(documents + 1, dtype="<i8").data)
+    bin_of(prefix).touch()
+    os.truncate(bin_of(prefix), documents * 200)
+    seconds, mebibytes = map(float, run_here(OPEN, prefix).split())
+    size = f"{documents:,} documents"
+    return [
+        Result("open a token file", seconds, 1, "s", size),
+        Result(
+            "its memory in a process that read 1000 samples, for 100 million documents by "
+            "proportion",
+            max(mebibytes, 0.0) * LARGE / documents,
+            50,
+            "MiB",
+            f"{mebibytes:.2f} MiB at {size}",
+        ),
+    ]
+
+
+def ours(corpus: Path, tokenizer: Path, workers: int, output: Path | None = None) -> list[str]:
+    """The command, with an output that is not there yet."""
+    output = output or corpus.with_name(f"out{time.monotonic_ns()}")
+    given = ["--source", str(corpus), "--tokenizer", str(tokenizer), "--output", str(output)]
+    return [*COMMAND, *given, "--workers", str(workers)]
+
+
+def medians(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Median time of each side, the sides taking turns."""
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side in list(sides)[:: -1 if number % 2 else 1]:
+            times[side].append(sides[side]())
+    return {side: statistics.median(seconds) for side, seconds in times.items()}
+
+
+def wall(command: Sequence[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def printed(program: str, *given: Path, **environ: str) -> float:
+    """Seconds that a program says it took."""
+    return float(run_here(program, *given, **environ))
+
+
+def run_here(program: str, *given: Path, **environ: str) -> str:
+    command = [sys.executable, "-c", program, *map(str, given)]
+    root = str(Path(__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": root, **environ}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+
+
+def peak(command: Sequence[str]) -> int:
+    """Bytes of the largest of the processes of a command."""
+    program = (
+        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
+        "stdout=subprocess.DEVNULL); "
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command], check=True, capture_output=True, text=True
+    )
+    return int(done.stdout) * 1024
+
+
+def write_corpus(path: Path, files: int | None) -> Path:
+    """Texts of the standard library, all of them or the first ones, twice."""
+    texts = [piece.text for piece in islice(pieces(DataConfig()), files)]
+    with path.open("w") as file:
+        for text in texts * 2:
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def train(corpus: Path, folder: Path, vocab_size: int) -> Path:
+    given = ["--source", str(corpus), "--vocab-size", str(vocab_size), "--output", str(folder)]
+    command = [*COMMAND, "tokenizer", *given, "--max-bytes", "8000000"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "tokenizer.json"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
