@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lint, types and tests, in the .venv that it makes when there is none:
 #   scripts/test.sh                          ten minutes on two cores
-#   scripts/test.sh --full                   all that CI runs: also what others nearly prove
+#   scripts/test.sh --full                   all that CI runs: also what others nearly prove, and
+#                                            comparisons with megatron-core, which it installs
 #   scripts/test.sh tests/unit -k schedule   arguments go to pytest, which then runs in one process
 set -euo pipefail
 # shellcheck source=scripts/venv.sh
@@ -21,4 +22,8 @@ export OMP_NUM_THREADS=1
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy
+if [[ $marks == 'not slow and not gpu' ]]; then
+  .venv/bin/python -m pip --disable-pip-version-check install -q --no-deps megatron-core==0.16.1 ||
+    printf 'megatron-core cannot be installed: tests/external is left out\n' >&2
+fi
 exec .venv/bin/python -m pytest "$@"

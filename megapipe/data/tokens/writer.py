@@ -15,6 +15,7 @@ from megapipe.errors import DataError
 
 PIECE = 2**20
 """Tokens, and sequences of an index, that are written at a time."""
+_CLOSED_AT_ONCE = 4096
 
 
 class TokenWriter:
@@ -28,7 +29,7 @@ class TokenWriter:
         vocab_size: ids must be below it; by default any that `dtype` can hold.
 
     Attributes:
-        documents, sequences, tokens: what has been written.
+        documents, sequences, tokens: what has been written; complete when it is closed.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], vocab_size: int | None = None) -> None:
@@ -39,6 +40,8 @@ class TokenWriter:
         self.documents = 0
         self.sequences = 0
         self.tokens = 0
+        self._waiting: list[int] = []
+        """Lengths of documents that were added one by one, and are not counted yet."""
         with ExitStack() as opened:
             self._file = opened.enter_context(open(bin_of(prefix), "wb"))
             self._lengths, self._boundaries = (
@@ -50,7 +53,9 @@ class TokenWriter:
     def add(self, tokens: Ids) -> None:
         """Appends one document, [n] ids including its end mark. Raises as :meth:`write`."""
         self.write(tokens)
-        self.close_documents([tokens.size])
+        self._waiting.append(tokens.size)
+        if len(self._waiting) == _CLOSED_AT_ONCE:
+            self._close_waiting()
 
     def write(self, tokens: Ids) -> None:
         """Appends ids [n] of documents that are closed afterwards.
@@ -60,7 +65,7 @@ class TokenWriter:
         """
         for first in range(0, tokens.size, PIECE):
             ids = tokens[first : first + PIECE]
-            if ids.min() < 0 or ids.max() > self.largest:
+            if _bits(ids).max() > self.largest:
                 at = int(((ids < 0) | (ids > self.largest)).argmax())
                 raise DataError(
                     f"position {self.tokens + at} for {bin_of(self.prefix)}: token id {ids[at]} is "
@@ -71,6 +76,7 @@ class TokenWriter:
 
     def close_documents(self, lengths: Sequence[int]) -> None:
         """The next documents [d] have so many of the ids that were written."""
+        self._close_waiting()
         sequences = [-(-length // LONGEST_SEQUENCE) for length in lengths]
         if max(sequences, default=1) == 1 == min(sequences, default=1):
             self.close_sequences(np.asarray(lengths, "<i4"), np.ones(len(lengths), np.int64))
@@ -84,11 +90,17 @@ class TokenWriter:
 
     def close_sequences(self, lengths: Ids, sequences: Ids) -> None:
         """The same for sequences [s] of given lengths, and documents [d] of so many of them."""
+        self._close_waiting()
         self._lengths.write(lengths.astype("<i4").tobytes())
         ends = self.sequences + np.cumsum(sequences, dtype="<i8")
         self._boundaries.write(ends.tobytes())
         self.sequences += lengths.size
         self.documents += sequences.size
+
+    def _close_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self.close_documents(waiting)
 
     def __enter__(self) -> "TokenWriter":
         return self
@@ -101,6 +113,7 @@ class TokenWriter:
     ) -> None:
         with self._opened:
             if error is None:
+                self._close_waiting()
                 _sync(self._file)
                 self._write_index()
 
@@ -118,6 +131,11 @@ class TokenWriter:
             for part in _parts(self._boundaries, "<i8"):
                 file.write(part.data)
             _sync(file)
+
+
+def _bits(ids: Ids) -> Ids:
+    """The same memory as numbers without a sign: those below 0 are above all others."""
+    return ids.view(f"u{ids.dtype.itemsize}") if ids.dtype.kind == "i" else ids
 
 
 def _parts(file: IO[bytes], kind: str) -> Iterator[Ids]:
