@@ -16,7 +16,7 @@ from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import bin_of, idx_of, without_suffix
 from megapipe.errors import DataError
 
-TEXT_KEYS = ("subset", "dataset_split", "text_field", "workers")
+TEXT_KEYS = ("subset", "dataset_split", "text_field", "cache", "workers")
 """Keys of ``data`` that only a corpus of texts has a use for."""
 _PROBES = 64
 _PROBED = 1024

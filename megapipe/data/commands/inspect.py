@@ -13,10 +13,10 @@ from megapipe.command_line import Parser
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import without_suffix
+from megapipe.data.tokens.verify import verify
 from megapipe.errors import ConfigError
 
 PURPOSE = "what is in a token file"
-_AT_ONCE = 2**20
 _WIDTH = 50
 _SHOWN_TOKENS = 60
 
@@ -32,6 +32,7 @@ def add(parser: Parser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     file = TokenFile(without_suffix(given.prefix))
+    verify(file)
     if not 0 <= given.first < max(len(file), 1):
         raise ConfigError(f"--first {given.first}: expected 0 to {max(len(file) - 1, 0)}")
     tokens = file.tokens
@@ -51,7 +52,8 @@ def run(given: argparse.Namespace) -> None:
     starts = file.starts(file.documents[given.first : last + 1]).tolist()
     for number, start, stop in zip(range(given.first, last), starts, starts[1:], strict=False):
         ids = tokens[start : min(stop, start + _SHOWN_TOKENS)].tolist()
-        text = repr(tokenizer.decode(ids)) if tokenizer else " ".join(map(str, ids))
+        known = tokenizer is not None and all(0 <= i < tokenizer.vocab_size for i in ids)
+        text = repr(tokenizer.decode(ids)) if tokenizer and known else " ".join(map(str, ids))
         more = " ..." if stop - start > _SHOWN_TOKENS else ""
         print(f"document {number}, {stop - start:,} tokens: {text}{more}")
 
@@ -61,8 +63,7 @@ def lengths(file: TokenFile) -> tuple[int, int, npt.NDArray[np.int64]]:
     3, 4 to 7 and so on."""
     counts = np.zeros(65, np.int64)
     shortest, longest = 2**63, 0
-    for first in range(0, len(file), _AT_ONCE):
-        found = np.diff(file.starts(file.documents[first : first + _AT_ONCE + 1]))
+    for found in file.document_lengths():
         shortest, longest = min(shortest, int(found.min())), max(longest, int(found.max()))
         _, exponents = np.frexp(found.astype(np.float64))
         counts += np.bincount(exponents, minlength=65)

@@ -11,11 +11,10 @@ import numpy as np
 from megapipe.command_line import Parser
 from megapipe.data.prepare.progress import meter
 from megapipe.data.tokens import TokenFile, TokenWriter
-from megapipe.data.tokens.format import CODES, without_suffix
+from megapipe.data.tokens.format import without_suffix
 from megapipe.data.tokens.fresh import fresh
 from megapipe.data.tokens.join import copy, documents
 from megapipe.data.tokens.verify import verify
-from megapipe.errors import DataError
 
 PURPOSE = "token files to one"
 
@@ -31,10 +30,6 @@ def run(given: argparse.Namespace) -> None:
     for file in files:
         verify(file)
     dtype = np.result_type(*(file.tokens.dtype for file in files))
-    if dtype not in CODES:  # two of them have no type in common
-        raise DataError(
-            f"{', '.join(file.tokens.dtype.name for file in files)}: no type of tokens holds both"
-        )
     total = sum(file.tokens.nbytes for file in files)
     output = without_suffix(given.output)
     with (

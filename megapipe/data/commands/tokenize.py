@@ -13,12 +13,16 @@ import time
 from pathlib import Path
 
 from megapipe.command_line import Parser
+from megapipe.config import DataConfig
 from megapipe.data.commands.arguments import OF_A_CORPUS, add_keys, data_config
 from megapipe.data.prepare import prepare
 from megapipe.data.prepare.file import prepare_file
 from megapipe.data.prepare.sizes import Sizes
 from megapipe.data.tokenizer import load_tokenizer
+from megapipe.data.tokens.format import without_suffix
+from megapipe.errors import ConfigError
 
+VALIDATION_FRACTION = DataConfig.model_fields["validation_fraction"].default
 PURPOSE = "a corpus to token ids"
 
 
@@ -30,6 +34,10 @@ def add(parser: Parser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     config = data_config(given)
+    if given.output is not None and config.validation_fraction != VALIDATION_FRACTION:
+        raise ConfigError(
+            "--validation-fraction is for the cache: a file of --output has all documents"
+        )
     start = time.perf_counter()
     tokenizer = load_tokenizer(config.tokenizer)
     if given.output is None:
@@ -38,8 +46,9 @@ def run(given: argparse.Namespace) -> None:
         where, entropy = str(prepared.folder), meta.entropy
         rows = {"train": meta.train, "validation": meta.validation}
     else:
-        made = prepare_file(config, tokenizer, given.output)
-        where, entropy = f"{given.output}.bin, {given.output}.idx", made.entropy
+        output = without_suffix(given.output)
+        made = prepare_file(config, tokenizer, output)
+        where, entropy = f"{output}.bin, {output}.idx", made.entropy
         rows = {"all": made.sizes}
     print(f"{where} ({time.perf_counter() - start:.1f} s)")
     for name, sizes in rows.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 from megapipe.command_line import Parser
 from megapipe.config import DataConfig
 from megapipe.data.commands.arguments import add_keys, data_config
-from megapipe.data.corpus import pieces, total_bytes
+from megapipe.data.corpus import pieces
 from megapipe.data.prepare.progress import Meter, meter
 from megapipe.data.tokenizer.hugging_face import END_TOKENS
 from megapipe.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ def run(given: argparse.Namespace) -> None:
     config = data_config(given)
     if given.vocab_size <= _BYTES:
         raise ConfigError(
-            f"--vocab-size {given.vocab_size}: expected more than {_BYTES}, the bytes and an end "
+            f"--vocab-size {given.vocab_size}: expected {_BYTES + 1} or more, the bytes and an end "
             "mark"
         )
     if given.max_bytes is not None and given.max_bytes < 1:
@@ -59,14 +59,9 @@ def run(given: argparse.Namespace) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    total = total_bytes(config)
-    if given.max_bytes is not None:
-        total = min(total or given.max_bytes, given.max_bytes)
-    with meter(f"reading {config.source}", total) as shown:
+    with meter(f"reading {config.source}", given.max_bytes) as shown:
         tokenizer.train_from_iterator(_texts(config, given.max_bytes, shown), trainer)
     learned = tokenizer.get_vocab_size()
-    if learned <= _BYTES + 1:
-        raise DataError(f"corpus {config.source!r} is empty: there is no text to learn from")
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
     try:
         wrapped.save_pretrained(given.output)
@@ -80,9 +75,11 @@ def _texts(config: DataConfig, most: int | None, shown: Meter) -> Iterator[str]:
     """The texts of a corpus, up to so many bytes."""
     read = 0
     for piece in pieces(config):
-        nbytes = len(piece.text.encode("utf-8", "replace"))
-        shown.advance(nbytes, int(piece.ends))
-        yield piece.text.encode("utf-8", "replace").decode()
-        read += nbytes
+        content = piece.text.encode("utf-8", "replace")
+        shown.advance(len(content), int(piece.ends))
+        yield content.decode()
+        read += len(content)
         if most is not None and read >= most:
             return
+    if not read:
+        raise DataError(f"corpus {config.source!r} is empty: there is no text to learn from")

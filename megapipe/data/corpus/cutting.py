@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 def cut(chunks: Iterable[str]) -> Iterator[Piece]:
     """The pieces of one document that comes in chunks of any length.
 
-    A piece ends at the end of a line that another follows which begins with no white space:
+    A piece ends at the end of a line that another follows which begins with no white space; most
     tokenizers that divide texts into words have a border there. Where the second half of a piece
     has none, it ends anywhere.
     """
@@ -62,6 +62,8 @@ def decoded(file: IO[bytes]) -> Iterator[str]:
             start = before - waiting + error.start
             wrong = error.object[error.start : error.start + 1]
             raise UnicodeDecodeError("utf-8", wrong, start, start + 1, error.reason) from None
+        if not before:
+            text = text.removeprefix("\ufeff")  # a mark of the encoding
         before += len(content)
         if text:
             yield text

@@ -23,7 +23,7 @@ PART = 2**23
 """Bytes of a part at least, as far as there are so many and borders of lines, row groups and files
 allow."""
 MOST_PARTS = 10000
-"""Parts of a corpus of files at most, about; those of larger corpora are larger."""
+"""Parts at most, about, of files that can be divided; those of larger corpora are larger."""
 
 
 T = TypeVar("T")
@@ -83,6 +83,8 @@ class LineRange:
         field = json_rows.Field(self.field, origin)
         try:
             yield from _of_texts(json_rows.of_lines(self._lines(), field, 1))
+            if not self.start:
+                field.finish()
         except DataError:
             if not self.start:
                 raise
@@ -97,7 +99,9 @@ class LineRange:
         """Go to the first line that begins in the range; its offset."""
         if self.start:
             file.seek(self.start - 1)
-            file.readline()
+            while (end := file.readline(2**20)) and not end.endswith(b"\n"):
+                if file.tell() >= self.stop:  # a line that another part has
+                    break
         return file.tell()
 
     def _lines(self) -> Iterator[bytes]:
@@ -121,7 +125,9 @@ class Lines:
 
     def pieces(self) -> Iterator[Piece]:
         field = json_rows.Field(self.field, f"corpus file {self.path}")
-        return _of_texts(json_rows.of_lines(BytesIO(self.content), field, self.first))
+        yield from _of_texts(json_rows.of_lines(BytesIO(self.content), field, self.first))
+        if self.first == 1:
+            field.finish()
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ def total_bytes(config: DataConfig) -> int | None:
         if paths is None or config.dataset_split or _is_saved(paths):
             return None
         found = files.corpus_files(paths)
-    return sum(path.stat().st_size for path in found)
+    return sum(map(files.size_of, found))
 
 
 def is_one_text(config: DataConfig) -> bool:
@@ -222,13 +228,13 @@ def _divider(path: Path) -> Callable[[Path, str, int], Iterator[Part]] | None:
 def _grouped(
     paths: Iterable[Path], size: int, skip_other_encodings: bool = False
 ) -> Iterator[TextFiles]:
-    sized = ((path, path.stat().st_size) for path in paths)
+    sized = ((path, files.size_of(path)) for path in paths)
     for group, nbytes in _gathered(sized, size):
         yield TextFiles(group, nbytes, skip_other_encodings)
 
 
 def _of_lines(path: Path, field: str, size: int) -> Iterator[LineRange]:
-    end = path.stat().st_size
+    end = files.size_of(path)
     for start in range(0, end, size):
         yield LineRange(path, start, min(start + size, end), field)
 

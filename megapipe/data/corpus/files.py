@@ -1,5 +1,6 @@
 """The files of a corpus."""
 
+import contextlib
 import glob
 import os
 import stat
@@ -44,10 +45,8 @@ def identity(config: DataConfig) -> list[Any]:
     if found is None:
         return chosen
     files = [file for path in found for file in ([path] if path.is_file() else walk(path))]
-    return [
-        *chosen,
-        [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in files],
-    ]
+    statuses = [(path, status_of(path)) for path in files]
+    return [*chosen, [[str(path.resolve()), s.st_size, s.st_mtime_ns] for path, s in statuses]]
 
 
 def local(source: str) -> list[Path] | None:
@@ -59,10 +58,13 @@ def local(source: str) -> list[Path] | None:
     """
     path = Path(source).expanduser()
     if glob.has_magic(source) and not os.path.exists(path):
-        matches = sorted(glob.glob(str(path), recursive=True), key=lambda name: Path(name).parts)
+        found = {Path(name) for name in glob.glob(str(path), recursive=True)}
+        matches = sorted(filter(os.path.exists, found), key=lambda match: match.parts)
+        if "**" in source:  # its folders' files match as well
+            matches = [match for match in matches if not os.path.isdir(match)]
         if not matches:
             raise DataError(f"corpus {source!r}: no file matches (from {Path.cwd()})")
-        return [_checked(Path(match), source) for match in matches]
+        return [_checked(match, source) for match in matches]
     try:
         return [_checked(path, source)]
     except FileNotFoundError:
@@ -122,5 +124,34 @@ def walk(folder: Path, skip: tuple[str, ...] = ()) -> list[Path]:
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         files += [Path(root, name) for name in names if not name.startswith(".")]
     return sorted(
-        (path for path in files if path.is_file()), key=lambda path: path.relative_to(folder).parts
+        (path for path in files if _is_file(path)), key=lambda path: path.relative_to(folder).parts
     )
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is one; links to nothing are not. Raises DataError if that is not to be seen."""
+    with contextlib.suppress(FileNotFoundError):
+        return stat.S_ISREG(_status(path).st_mode)
+    return False
+
+
+def status_of(path: Path) -> os.stat_result:
+    """Size and times of a file. Raises DataError if they are not to be had."""
+    try:
+        return _status(path)
+    except FileNotFoundError as error:
+        raise DataError(f"corpus file {path}: {error.strerror}") from error
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DataError(f"corpus file {path}: {error.strerror}") from error
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file. Raises DataError if it is gone."""
+    return status_of(path).st_size

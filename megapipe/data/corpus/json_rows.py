@@ -54,7 +54,8 @@ class Field:
         return value
 
     def finish(self) -> None:
-        """Raise a DataError if there were rows, and none of them had the field."""
+        """Raise a DataError if there were rows, and none of them had the field. It is asked after
+        the first rows of a file, which stand for all."""
         if self._others is not None and not self._found:
             raise DataError(
                 f"{self.origin}: no field {self.name!r} (data.text_field); it has: "
@@ -80,7 +81,6 @@ def of_lines(lines: Iterable[bytes], field: Field, first: int) -> Iterator[str]:
         text = field.text(row, number)
         if text is not None:
             yield text
-    field.finish()
 
 
 def of_values(file: IO[bytes], field: Field) -> Iterator[str]:

@@ -58,7 +58,11 @@ def of_saved(path: Path, config: DataConfig) -> Iterator[str]:
 
     def load() -> Any:
         saved = _library().load_from_disk(str(path))
-        return _split_of(saved, config, path) if isinstance(saved, dict) else saved
+        if not isinstance(saved, dict):
+            saved = {str(saved.split or "train"): saved}
+            if config.dataset_split is None:
+                return next(iter(saved.values()))
+        return _split_of(saved, config, path)
 
     return _rows(f"corpus {path}", config.text_field, load)
 

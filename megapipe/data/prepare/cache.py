@@ -102,8 +102,8 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) 
     parts = PartsFolder(Path(config.cache, f".{digest}.parts"), config, tokenizer)
     try:
         if not folder.exists():
-            make_once(folder, lambda new: _build(parts, new, progress=progress))
-            parts.remove()
+            make_once(folder, lambda new: _build(parts, new, digest, progress=progress))
+        parts.remove()
     except OSError as error:
         where = error.filename or config.cache
         raise DataError(f"cache {where} (data.cache): {error.strerror or error}") from error
@@ -131,10 +131,12 @@ def _checked_meta(folder: Path) -> Meta:
     return meta
 
 
-def _build(parts: PartsFolder, folder: Path, *, progress: bool) -> None:
-    """Fill `folder`, which is there and empty."""
+def _build(parts: PartsFolder, folder: Path, digest: str, *, progress: bool) -> None:
+    """Fill `folder`, which is there and empty, for a corpus of that digest."""
     config, tokenizer = parts.config, parts.tokenizer
     divided = divide(parts, folder, progress=progress)
+    if _digest(config, tokenizer) != digest:
+        raise parts.has_changed()
     meta = Meta(
         source=config.source,
         tokenizer=config.tokenizer,

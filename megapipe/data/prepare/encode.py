@@ -1,11 +1,13 @@
 """Tokenizes a part of a corpus into a token file, with what else is to be known of its documents.
 
-Part 17 is ``000017.bin`` and ``000017.idx``, and ``000017.npz`` with the bytes of text of each
-document and how often each token occurs. It is there in full or not at all: the index gets its name
-last.
+Part 17 is ``000017.bin`` and ``000017.idx``, and ``000017.npz`` with a digest of what it was made
+of, the bytes of text of each document, and how often each token occurs. It is there in full or not
+at all: the index gets its name last.
 """
 
-import os
+import hashlib
+import pickle
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.data.corpus import Part, Piece
+from megapipe.data.corpus.cutting import LONGEST
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
 
+_FORMAT = 1
+"""Raised when the same part would come out otherwise."""
 BATCH = 2**20
 """Characters that are tokenized at a time."""
 
@@ -42,14 +47,27 @@ def prefix_of(folder: Path, number: int) -> Path:
     return folder / f"{number:06}"
 
 
-def finished(prefix: Path) -> Summary | None:
-    """What is known of a part that is there; None if it is not, or is damaged."""
+def finished(prefix: Path, part: Part) -> Summary | None:
+    """What is known of a part that is there; None if it is not, is damaged, or is another."""
     try:
         TokenFile(prefix)
-        with np.load(_summary_of(prefix)) as stored:
-            return Summary(stored["text_bytes"], stored["ids"], stored["counts"])
+        with np.load(summary_file(prefix)) as stored:
+            if stored["made_of"].item() != _made_of(part):
+                return None
+        return read_summary(prefix)
     except Exception:  # whatever a file that was cut short makes its reader raise
         return None
+
+
+def read_summary(prefix: Path) -> Summary:
+    """What was stored beside a part. Raises OSError if it is gone."""
+    with np.load(summary_file(prefix)) as stored:
+        return Summary(stored["text_bytes"], stored["ids"], stored["counts"])
+
+
+def summary_file(prefix: Path) -> Path:
+    """Where that is stored."""
+    return prefix.with_name(prefix.name + ".npz")
 
 
 def encode(part: Part, tokenizer: Tokenizer, prefix: Path) -> Summary:
@@ -59,21 +77,22 @@ def encode(part: Part, tokenizer: Tokenizer, prefix: Path) -> Summary:
         DataError: a text cannot be read, or its ids are outside the vocabulary.
         OSError: a file cannot be written.
     """
-    working = prefix.with_name(f".{prefix.name}.{os.getpid()}")
+    working = prefix.with_name(f".{prefix.name}.{uuid.uuid4().hex}")
     try:
         summary = _encode(part, tokenizer, working)
-        with open(_summary_of(working), "wb") as file:
-            np.savez(file, text_bytes=summary.text_bytes, ids=summary.ids, counts=summary.counts)
-        for name in (bin_of, _summary_of, idx_of):
+        with open(summary_file(working), "wb") as file:
+            np.savez(file, made_of=np.array(_made_of(part)), **vars(summary))
+        for name in (bin_of, summary_file, idx_of):
             name(working).rename(name(prefix))
         return summary
     finally:
-        for name in (bin_of, _summary_of, idx_of):
+        for name in (bin_of, summary_file, idx_of):
             name(working).unlink(missing_ok=True)
 
 
-def _summary_of(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".npz")
+def _made_of(part: Part) -> str:
+    """Digest of what a part is made of, and how."""
+    return hashlib.sha256(pickle.dumps((_FORMAT, LONGEST, part))).hexdigest()
 
 
 def _encode(part: Part, tokenizer: Tokenizer, prefix: Path) -> Summary:

@@ -2,26 +2,30 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 from megapipe.config import DataConfig
 from megapipe.data.corpus import identity
 from megapipe.data.prepare.once import make_once
-from megapipe.data.prepare.parts_folder import PartsFolder, Whole
+from megapipe.data.prepare.parts_folder import PartsFolder
 from megapipe.data.prepare.sizes import Sizes, sizes_of
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
-from megapipe.data.tokens.fresh import refuse_existing
+from megapipe.data.tokens.fresh import give_name, refuse_existing
 from megapipe.data.tokens.join import join
 from megapipe.errors import DataError
+from megapipe.section import Section
 
 
-class Made(NamedTuple):
+class Made(Section):
     """A token file of a whole corpus."""
 
+    mark: str
+    """Digest of the corpus and the tokenizer."""
     sizes: Sizes
+    """Its sizes."""
     entropy: float
     """Unigram entropy, in nats per token."""
 
@@ -31,35 +35,45 @@ def prepare_file(
 ) -> Made:
     """Write `prefix`.bin and .idx with all documents of a corpus, in its order.
 
-    Work that was cut short is gone on with when the same is asked for again.
+    They are made in a folder beside, which one process at a time has. Work that was cut short is
+    gone on with when the same is asked for again, in the middle of naming the files too.
 
     Raises:
         DataError: a file of that name exists, the corpus cannot be read or is empty, or the files
             cannot be written.
     """
-    refuse_existing(prefix)
-    what = json.dumps([identity(config), tokenizer.digest])
-    mark = hashlib.sha256(what.encode()).hexdigest()[:16]
+    mark = _mark(config, tokenizer)
     parts = PartsFolder(prefix.with_name(f".{prefix.name}.{mark}.parts"), config, tokenizer)
-    made = prefix.with_name(f".{prefix.name}.{mark}")
+    folder = prefix.with_name(f".{prefix.name}.made")
     vocab_size = tokenizer.vocab_size
 
-    whole: Whole | None = None
-
-    def fill(folder: Path) -> None:
-        nonlocal whole
+    def fill(new: Path) -> None:
         refuse_existing(prefix)  # another process may have made it while this one waited
         whole = parts.fill(progress=progress)
-        with TokenWriter(folder / "whole", token_type(vocab_size), vocab_size) as writer:
+        with TokenWriter(new / "whole", token_type(vocab_size), vocab_size) as writer:
             join(parts.prefixes(whole), writer)
+        if _mark(config, tokenizer) != mark:
+            raise parts.has_changed()
+        sizes = sizes_of(new / "whole", whole.text_bytes)
+        made = Made(mark=mark, sizes=sizes, entropy=whole.entropy)
+        (new / "made.json").write_text(made.model_dump_json())
 
     try:
-        make_once(made, fill)
-        bin_of(made / "whole").rename(bin_of(prefix))
-        idx_of(made / "whole").rename(idx_of(prefix))
-        made.rmdir()
+        if not folder.exists():
+            refuse_existing(prefix)
+            make_once(folder, fill)
+        made = Made.model_validate_json((folder / "made.json").read_bytes())
+        for name in (bin_of, idx_of):
+            give_name(name(folder / "whole"), name(prefix))
+        shutil.rmtree(folder)
     except OSError as error:
         raise DataError(f"{error.filename or prefix}: {error.strerror or error}") from error
+    if made.mark != mark:  # an earlier start for another corpus had only to name its files
+        refuse_existing(prefix)
     parts.remove()
-    assert whole is not None
-    return Made(sizes_of(prefix, whole.text_bytes), whole.entropy)
+    return made
+
+
+def _mark(config: DataConfig, tokenizer: Tokenizer) -> str:
+    what = json.dumps([identity(config), tokenizer.digest])
+    return hashlib.sha256(what.encode()).hexdigest()[:16]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megapipe.config import DataConfig
 from megapipe.data.corpus import Piece, is_one_text, pieces
 from megapipe.data.order import splitmix64
-from megapipe.data.prepare.encode import encode, finished
+from megapipe.data.prepare.encode import encode, read_summary, summary_file
 from megapipe.data.prepare.parts_folder import PartsFolder, unigram_entropy
 from megapipe.data.prepare.progress import Meter, meter
 from megapipe.data.prepare.sizes import Sizes, sizes_of
@@ -49,10 +49,9 @@ def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
     prefixes = parts.prefixes(whole)
     held_bytes = first = 0
     for prefix in prefixes:
-        summary = finished(prefix)
-        assert summary is not None
-        last = first + len(summary.text_bytes)
-        held_bytes += int(summary.text_bytes[held_out(first, last)].sum())
+        text_bytes = read_summary(prefix).text_bytes
+        last = first + len(text_bytes)
+        held_bytes += int(text_bytes[held_out(first, last)].sum())
         first = last
     vocab_size = parts.tokenizer.vocab_size
 
@@ -126,6 +125,7 @@ def _divide_document(parts: PartsFolder, folder: Path, *, progress: bool) -> Div
 
         def write(name: str, start: int, stop: int) -> Sizes:
             summary = encode(_Share(config, start, stop, shown), tokenizer, folder / name)
+            summary_file(folder / name).unlink()
             counts[summary.ids] += summary.counts
             return sizes_of(folder / name, int(summary.text_bytes.sum()))
 

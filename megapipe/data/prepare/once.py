@@ -67,8 +67,8 @@ def _make(folder: Path, own: Path, fill: Callable[[Path], None]) -> None:
         with _beating(own / MAKER):
             fill(own)
         own.rename(folder)
-    except OSError:
-        if not folder.exists():  # else another process was first
+    except Exception:
+        if not folder.exists():  # else another process was first, and may have taken things away
             raise
     finally:
         shutil.rmtree(own, ignore_errors=True)

@@ -37,7 +37,7 @@ class PartsFolder:
         self.tokenizer = tokenizer
 
     def fill(self, *, progress: bool) -> Whole:
-        """Tokenize what is not there yet.
+        """Tokenize what is not there yet; what has been done stays if that fails.
 
         Raises:
             DataError: the corpus is empty or cannot be read.
@@ -47,25 +47,24 @@ class PartsFolder:
         documents = text_bytes = 0
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            with meter(
-                f"tokenizing {self.config.source}", total_bytes(self.config), wanted=progress
-            ) as shown:
+            total = total_bytes(self.config)
+            with meter(f"tokenizing {self.config.source}", total, wanted=progress) as shown:
 
-                def step(part: Part, summary: Summary) -> None:
+                def step(part: Part, summary: Summary, was_there: bool) -> None:
                     nonlocal documents, text_bytes
+                    its_bytes = int(summary.text_bytes.sum())
                     counts[summary.ids] += summary.counts
                     documents += len(summary.text_bytes)
-                    text_bytes += int(summary.text_bytes.sum())
-                    shown.advance(part.source_bytes, len(summary.text_bytes))
+                    text_bytes += its_bytes
+                    read = its_bytes if total is None else part.source_bytes
+                    shown.advance(read, len(summary.text_bytes), at_once=was_there)
 
                 number = encode_all(
                     parts(self.config), self.tokenizer, self.folder, self.config.workers, step
                 )
             if not documents:
+                self.remove()
                 raise self.is_empty()
-        except DataError:  # of a corpus that has to be changed
-            self.remove()
-            raise
         finally:
             with contextlib.suppress(OSError):  # there are parts in it
                 self.folder.rmdir()
@@ -73,6 +72,12 @@ class PartsFolder:
 
     def is_empty(self) -> DataError:
         return DataError(f"corpus {self.config.source!r} is empty: there is no text in it")
+
+    def has_changed(self) -> DataError:
+        return DataError(
+            f"corpus {self.config.source!r} has changed while it was tokenized: start again when "
+            "it is complete"
+        )
 
     def prefixes(self, whole: Whole) -> list[Path]:
         """The prefixes of all parts, in the order of the corpus."""

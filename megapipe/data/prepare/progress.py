@@ -25,8 +25,9 @@ LINE_EVERY_S = 60.0
 class Meter(Protocol):
     """Is told what has been done."""
 
-    def advance(self, nbytes: int, documents: int = 0) -> None:
-        """So many more bytes have been read, and documents found in them."""
+    def advance(self, nbytes: int, documents: int = 0, *, at_once: bool = False) -> None:
+        """So many more bytes have been read, and documents found in them; `at_once`: they were
+        there already, and say nothing of the pace."""
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def meter(doing: str, total: int | None, *, wanted: bool = True) -> Iterator[Met
 
 
 class _Nothing:
-    def advance(self, nbytes: int, documents: int = 0) -> None:
+    def advance(self, nbytes: int, documents: int = 0, *, at_once: bool = False) -> None:
         pass
 
 
@@ -59,7 +60,7 @@ class _Bar:
         self._task = bar.add_task(doing, total=total or None, documents=0)
         self._documents = 0
 
-    def advance(self, nbytes: int, documents: int = 0) -> None:
+    def advance(self, nbytes: int, documents: int = 0, *, at_once: bool = False) -> None:
         self._documents += documents
         self._bar.update(self._task, advance=nbytes, documents=self._documents)
 
@@ -69,11 +70,12 @@ class _Lines:
         self._doing = doing
         self._total = total
         self._began = self._told = time.monotonic()
-        self._done = 0
+        self._done = self._at_once = 0
         self._documents = 0
 
-    def advance(self, nbytes: int, documents: int = 0) -> None:
+    def advance(self, nbytes: int, documents: int = 0, *, at_once: bool = False) -> None:
         self._done += nbytes
+        self._at_once += nbytes if at_once else 0
         self._documents += documents
         now = time.monotonic()
         if now - self._told >= LINE_EVERY_S:
@@ -81,7 +83,7 @@ class _Lines:
             print(f"megapipe: {self._line(now - self._began)}", file=sys.stderr, flush=True)
 
     def _line(self, seconds: float) -> str:
-        pace = self._done / seconds
+        pace = (self._done - self._at_once) / seconds
         line = f"{self._doing}: {self._documents:,} documents, {self._done / 1e6:,.0f} MB"
         if self._total:
             left = (self._total - self._done) / pace if pace else float("inf")

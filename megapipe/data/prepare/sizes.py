@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from megapipe.data.tokens import TokenFile
 from megapipe.section import Section
 
@@ -28,14 +26,5 @@ def sizes_of(prefix: Path, text_bytes: int) -> Sizes:
         documents=len(file),
         tokens=len(file.tokens),
         text_bytes=text_bytes,
-        longest=longest_document(file),
+        longest=max((int(lengths.max()) for lengths in file.document_lengths()), default=0),
     )
-
-
-def longest_document(file: TokenFile) -> int:
-    """Tokens of the longest document of a file; 0 if there is none."""
-    longest = 0
-    for first in range(0, len(file), 2**20):
-        starts = file.starts(file.documents[first : first + 2**20 + 1])
-        longest = max(longest, int(np.diff(starts).max()))
-    return longest

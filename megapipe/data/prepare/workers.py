@@ -7,6 +7,7 @@ copies of this one and do not import its main module, which may be a script of t
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,9 +21,12 @@ from megapipe.data.prepare.encode import Summary, encode, finished, prefix_of
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import DataError
 
-Step = Callable[[Part, Summary], None]
-"""Is told of each part that is there, in any order."""
-_PROGRAM = "from megapipe.data.prepare.worker import main; main()"
+Step = Callable[[Part, Summary, bool], None]
+"""Is told of each part that is there, in any order, and whether it was there before."""
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[2:]; "  # else it would begin with the current folder
+    "from megapipe.data.prepare.worker import main; main()"
+)
 Job = tuple[int, Part]
 """A part and its number."""
 
@@ -54,15 +58,15 @@ def encode_all(
         nonlocal count
         for number, part in chain(first, numbered):
             count += 1
-            summary = finished(prefix_of(folder, number))
+            summary = finished(prefix_of(folder, number), part)
             if summary is None:
                 yield number, part
             else:
-                step(part, summary)
+                step(part, summary, True)
 
     if len(first) < 2:
         for number, part in missing():
-            step(part, encode(part, tokenizer, prefix_of(folder, number)))
+            step(part, encode(part, tokenizer, prefix_of(folder, number)), False)
     else:
         with _Pool(workers or cores(), tokenizer, folder) as pool:
             pool.run(missing(), step)
@@ -83,7 +87,9 @@ class _Pool:
         for job in jobs:
             while len(busy) == self.size:
                 self._collect(busy, step)
-            idle = next((one for one in self._processes if one not in busy), None) or self._start()
+            if not self._processes:
+                self._start()
+            idle = next(one for one in self._processes if one not in busy)
             with contextlib.suppress(ConnectionError):  # it has died: noticed when it is waited for
                 idle.send(job)
             busy[idle] = job
@@ -100,30 +106,33 @@ class _Pool:
             except (EOFError, ConnectionError):
                 process = self._processes[ready]
                 process.wait()
+                hint = ""
+                if process.returncode == -signal.SIGKILL:
+                    hint = ": it was killed, as when memory is short; fewer data.workers need less"
                 raise DataError(
                     f"a process that tokenizes has died at part {number} with exit code "
-                    f"{process.returncode} (-9: killed, as when memory is short; fewer "
-                    "data.workers need less)"
+                    f"{process.returncode}{hint}"
                 ) from None
             if isinstance(outcome, BaseException):
                 raise outcome
-            step(part, outcome)
+            step(part, outcome, False)
 
-    def _start(self) -> Connection:
-        here, there = socket.socketpair()
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(there.fileno())],
-            pass_fds=[there.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt is for this process, which ends the others
-        )
-        there.close()
-        connection = Connection(here.detach())
-        self._processes[connection] = process
-        with contextlib.suppress(ConnectionError):
-            connection.send(self._arguments)
-        return connection
+    def _start(self) -> None:
+        """Start all processes, and then tell each what they have in common: it listens when it has
+        loaded its modules."""
+        for _ in range(self.size):
+            here, there = socket.socketpair()
+            with there:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, str(there.fileno()), *sys.path],
+                    pass_fds=[there.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # an interrupt is for this process, which ends them
+                )
+            self._processes[Connection(here.detach())] = process
+        for connection in self._processes:
+            with contextlib.suppress(ConnectionError):  # it has died
+                connection.send(self._arguments)
 
     def __enter__(self) -> "_Pool":
         return self

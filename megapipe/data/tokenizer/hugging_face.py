@@ -40,9 +40,6 @@ class FastTokenizer:
         self.digest = hashlib.sha256(f"{self.eod} {backend.to_str()}".encode()).hexdigest()
         backend.encode_special_tokens = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.backend.encode_special_tokens = True  # which its copy has forgotten

@@ -95,5 +95,8 @@ def idx_of(prefix: Path) -> Path:
 
 
 def without_suffix(path: Path) -> Path:
-    """The prefix of a token file that is named by its prefix or by either file."""
+    """The prefix of a token file that is named by its prefix or by either file. Raises DataError
+    for what names none."""
+    if not path.name:
+        raise DataError(f"{path}: expected the prefix of a token file, such as data/texts")
     return path.with_name(path.name[:-4]) if path.suffix in (".bin", ".idx") else path

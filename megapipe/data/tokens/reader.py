@@ -1,6 +1,7 @@
 """Reads token files through memory maps."""
 
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy.typing as npt
 
 from megapipe.data.tokens.format import HEADER, Header, Ids, bin_of, idx_of, unpack
 from megapipe.errors import DataError
+
+_AT_ONCE = 2**20
 
 
 class TokenFile:
@@ -54,11 +57,21 @@ class TokenFile:
         return len(self.documents) - 1
 
     def starts(self, boundaries: Ids) -> npt.NDArray[np.int64]:
-        """The token [n] that each of the sequences [n], of 0 .. S, begins with."""
+        """The token [n] that each of the sequences [n], of 0 .. S, begins with. Raises DataError if
+        the index has no such sequence, or a place outside the file."""
+        if len(boundaries) and not 0 <= boundaries.min() <= boundaries.max() <= len(self.lengths):
+            raise DataError(f"{self.index_path} is damaged: a document of sequences that it lacks")
         starts = np.full(len(boundaries), len(self.tokens), np.int64)
         inside = boundaries < len(self.lengths)
         starts[inside] = self.offsets[boundaries[inside]] // self.tokens.dtype.itemsize
+        if len(starts) and not 0 <= starts.min() <= starts.max() <= len(self.tokens):
+            raise DataError(f"{self.index_path} is damaged: a sequence outside {self.path}")
         return starts
+
+    def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Tokens of each document, some documents at a time [n]. Raises as :meth:`starts`."""
+        for first in range(0, len(self), _AT_ONCE):
+            yield np.diff(self.starts(self.documents[first : first + _AT_ONCE + 1]))
 
 
 def _header(path: Path) -> Header:

@@ -65,7 +65,7 @@ class TokenWriter:
         """
         for first in range(0, tokens.size, PIECE):
             ids = tokens[first : first + PIECE]
-            if _bits(ids).max() > self.largest:
+            if self._is_outside(ids):
                 at = int(((ids < 0) | (ids > self.largest)).argmax())
                 raise DataError(
                     f"position {self.tokens + at} for {bin_of(self.prefix)}: token id {ids[at]} is "
@@ -73,6 +73,14 @@ class TokenWriter:
                 )
             self._file.write(np.ascontiguousarray(ids, self.dtype).data)
             self.tokens += ids.size
+
+    def _is_outside(self, ids: Ids) -> bool:
+        """Whether an id is below 0 or above the largest."""
+        limits = np.iinfo(ids.dtype)
+        if limits.min < 0 and self.largest <= limits.max:
+            # read without a sign, numbers below 0 are above all others: one pass for both ends
+            return bool(ids.view(f"u{ids.dtype.itemsize}").max() > self.largest)
+        return bool(ids.min() < 0 or ids.max() > self.largest)
 
     def close_documents(self, lengths: Sequence[int]) -> None:
         """The next documents [d] have so many of the ids that were written."""
@@ -131,11 +139,6 @@ class TokenWriter:
             for part in _parts(self._boundaries, "<i8"):
                 file.write(part.data)
             _sync(file)
-
-
-def _bits(ids: Ids) -> Ids:
-    """The same memory as numbers without a sign: those below 0 are above all others."""
-    return ids.view(f"u{ids.dtype.itemsize}") if ids.dtype.kind == "i" else ids
 
 
 def _parts(file: IO[bytes], kind: str) -> Iterator[Ids]:

@@ -137,7 +137,7 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 MISTAKES = [
     (["merge", "new", "x", "none"], 3, "token file none.idx: No such file"),
-    (["merge", "y", "x"], 3, "y.bin exists: remove it or choose another name; nothing was written"),
+    (["merge", "y", "x"], 3, "y.bin exists: remove it or choose another name"),
     (["merge", "new", "x", "damaged"], 3, "damaged.idx: sequence 1 does not start where"),
     (["merge", "x.txt/new", "x"], 3, "x.txt"),
     (["merge", "new"], 2, "the following arguments are required: PREFIX"),
@@ -196,6 +196,17 @@ MISTAKES = [
         "--max-bytes 0: expected a whole number >= 1",
     ),
     (["nothing"], 2, "invalid choice: 'nothing'"),
+    (["inspect", "."], 3, ".: expected the prefix of a token file, such as data/texts"),
+    (["merge", "/", "x"], 3, "/: expected the prefix of a token file"),
+    (["split", "x", ".=1"], 3, ".: expected the prefix"),
+    (["tokenize", "--source", "x.txt", "--output", "."], 3, ".: expected the prefix"),
+    (
+        ["tokenize", "--source", "x.txt", "--output", "new", "--validation-fraction", "0.1"],
+        2,
+        "--validation-fraction is for the cache",
+    ),
+    (["inspect", "damaged"], 3, "sequence 1 does not start where"),
+    (["merge", "new", "beyond"], 3, "beyond.idx: document 0 ends before it begins"),
 ]
 
 
@@ -215,6 +226,9 @@ def test_mistakes_are_one_line_and_write_nothing(
     by_hand(tmp_path, index, bytes(6))
     for suffix in (".bin", ".idx"):
         (tmp_path / f"x{suffix}").rename(f"damaged{suffix}")
+    by_hand(tmp_path, index_bytes([1, 1, 1], [0, 2, 4], [0, -(10**12), 3]), bytes(6))
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"x{suffix}").rename(f"beyond{suffix}")
     write(Path("x"), [[[1, 2]], [[3]]])
     Path("x.txt").write_text("a text")
     Path("empty.txt").touch()

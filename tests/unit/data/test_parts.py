@@ -20,7 +20,7 @@ from megapipe.config import DataConfig
 from megapipe.data.corpus import cutting, dividing, json_rows, parts, total_bytes
 from megapipe.data.corpus.cutting import Piece, cut
 from megapipe.errors import DataError
-from tests.unit.data.data_cases import TEXTS
+from tests.unit.data.data_cases import TEXTS, drop_privileges
 
 
 def config(source: Path | str, **given: Any) -> DataConfig:
@@ -164,6 +164,8 @@ def test_patterns(text_folder: Path) -> None:
     assert all_texts(config(text_folder / "00?.txt")) == TEXTS[:10]
     assert all_texts(config(text_folder / "**" / "x.txt")) == ["deep"]
     assert all_texts(config(text_folder / "dee*")) == ["deep"]
+    assert sorted(all_texts(config(text_folder / "**"))) == sorted([*TEXTS, "deep"])
+    assert sorted(all_texts(config(text_folder / "**" / "*"))) == sorted([*TEXTS, "deep"])
     with pytest.raises(DataError, match=r"no file matches \(from "):
         all_texts(config(text_folder / "*.jsonl"))
     (text_folder / "a[b].txt").write_text("odd name")
@@ -275,6 +277,57 @@ def test_rows_are_cut_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         Piece("a" * 20, True),
         Piece("b", True),
     ]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.txt").write_bytes(mark + b"a\xef\xbb\xbf")
+    (tmp_path / "b.json").write_bytes(mark + b'[{"text": "b"}]')
+    (tmp_path / "c.jsonl").write_bytes(mark + b'{"text": "c"}\r\n{"text": "d"}\r\n')
+    assert all_texts(config(tmp_path)) == ["a\ufeff", "b", "c", "d"]
+
+
+def test_a_field_may_be_missing_further_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dividing, "PART", 200)
+    rest = b'{"meta": 1}\n' * 200
+    for suffix, pack in (("", bytes), (".gz", gzip.compress)):
+        path = tmp_path / f"x.jsonl{suffix}"
+        path.write_bytes(pack(lines_of(TEXTS) + rest))
+        assert all_texts(config(path)) == TEXTS
+        path.write_bytes(pack(rest + lines_of(TEXTS)))
+        with pytest.raises(DataError, match=r"no field 'text' \(data.text_field\); it has: meta"):
+            all_texts(config(path))
+
+
+def test_a_line_longer_than_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dividing, "PART", 1000)
+    texts = ["a", "b" * 3_000_000, "c"]
+    (tmp_path / "x.jsonl").write_bytes(lines_of(texts))
+    assert all_texts(config(tmp_path)) == texts
+
+
+def test_links_to_nothing_and_folders_that_may_not_be_read(
+    open_folder: Path,
+) -> None:
+    (open_folder / "a.txt").write_text("a")
+    (open_folder / "b.txt").symlink_to(open_folder / "none")
+    (open_folder / "c").mkdir()
+    (open_folder / "c" / "c.txt").write_text("c")
+    for source in (open_folder / "*.txt", open_folder):
+        assert all_texts(config(source))[0] == "a"
+    (open_folder / "c").chmod(0o644)
+    drop_privileges()
+    with pytest.raises(DataError, match=r"c\.txt.*: Permission denied"):
+        all_texts(config(open_folder / "c"))
+
+
+def test_a_single_saved_split(tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_dict({"text": TEXTS}, split="dev")
+    saved.save_to_disk(str(tmp_path / "saved"))
+    for split in (None, "dev"):
+        assert all_texts(config(tmp_path / "saved", dataset_split=split)) == TEXTS
+    with pytest.raises(DataError, match=r"no split 'test' .*; it has: dev"):
+        all_texts(config(tmp_path / "saved", dataset_split="test"))
 
 
 def test_a_file_that_goes_away(tmp_path: Path) -> None:

@@ -92,6 +92,31 @@ def test_writer_refuses_ids_that_would_wrap_around(tmp_path: Path, wrong: int) -
     assert not (tmp_path / "x.idx").exists()  # nor after any other error
 
 
+@pytest.mark.parametrize(
+    ("given", "dtype", "vocab_size"),
+    [("i1", "<u2", 300), ("i2", "<i4", 70000), ("i8", "<u2", 300), ("i4", "<i4", None)],
+)
+def test_negative_ids_are_refused_whatever_their_type(
+    tmp_path: Path, given: str, dtype: str, vocab_size: int | None
+) -> None:
+    with TokenWriter(tmp_path / "x", np.dtype(dtype), vocab_size) as writer:
+        writer.add(np.array([0, 127], given))
+        with pytest.raises(DataError, match=r"position 3 for .*: token id -1 is outside"):
+            writer.add(np.array([5, -1], given))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "documents"), [([0, 10**15, 4], [0, 1, 3]), ([0, 2, 4], [0, -(10**12), 3])]
+)
+def test_places_outside_the_file_are_not_followed(
+    tmp_path: Path, offsets: list[int], documents: list[int]
+) -> None:
+    prefix = by_hand(tmp_path, index_bytes([1, 1, 1], offsets, documents), bytes(6))
+    file = TokenFile(prefix)
+    with pytest.raises(DataError, match=r"x\.idx is damaged: a "):
+        list(file.document_lengths())
+
+
 @pytest.mark.parametrize("keep", [0, 1, 9, 33, 34, 60, -1])
 def test_cut_index(tmp_path: Path, keep: int) -> None:
     prefix = write(tmp_path / "x")

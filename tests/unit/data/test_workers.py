@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +17,13 @@ import pytest
 from megapipe.config import DataConfig
 from megapipe.data.corpus import cutting, dividing, parts
 from megapipe.data.prepare import encode, prepare, workers
+from megapipe.data.prepare import file as file_module
 from megapipe.data.prepare.encode import finished, prefix_of
+from megapipe.data.prepare.file import prepare_file
 from megapipe.data.prepare.workers import encode_all
 from megapipe.data.tokenizer import ByteTokenizer, TokenIds, Tokenizer, load_tokenizer
 from megapipe.data.tokens import TokenFile
+from megapipe.data.tokens.fresh import give_name
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import TEXTS
 
@@ -38,6 +43,10 @@ def corpus(tmp_path: Path) -> Path:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def nothing(part: dividing.Part, summary: encode.Summary, was_there: bool) -> None:
+    """A step that is told in vain."""
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -102,7 +111,7 @@ def _is_quiet(folder: Path) -> bool:
 
 def test_finished_parts_are_not_made_again(corpus: Path, tmp_path: Path) -> None:
     config = DataConfig(source=str(corpus))
-    count = encode_all(parts(config), ByteTokenizer(), tmp_path, 2, lambda part, summary: None)
+    count = encode_all(parts(config), ByteTokenizer(), tmp_path, 2, nothing)
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("0*")}
     assert len(times) == 3 * count
     (tmp_path / "000001.idx").unlink()
@@ -112,7 +121,7 @@ def test_finished_parts_are_not_made_again(corpus: Path, tmp_path: Path) -> None
         ByteTokenizer(),
         tmp_path,
         2,
-        lambda part, summary: documents.append(len(summary.text_bytes)),
+        lambda part, summary, was_there: documents.append(len(summary.text_bytes)),
     )
     assert again == count
     assert sum(documents) == ROWS
@@ -124,14 +133,14 @@ def test_finished_parts_are_not_made_again(corpus: Path, tmp_path: Path) -> None
 class Dies(ByteTokenizer):
     """Ends its process without a word when it reads the last rows."""
 
-    def encode_batch(self, texts: list[str]) -> list[TokenIds]:  # type: ignore[override]
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         if any(text.startswith(f"{ROWS - 1} ") for text in texts):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode_batch(texts)
 
 
 class Fails(ByteTokenizer):
-    def encode_batch(self, texts: list[str]) -> list[TokenIds]:  # type: ignore[override]
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         raise ZeroDivisionError("of the tokenizer")
 
 
@@ -142,7 +151,7 @@ class Foreign(ByteTokenizer):
 @pytest.mark.parametrize(
     ("tokenizer", "error", "says"),
     [
-        (Dies(), DataError, r"has died at part \d+ with exit code -9 .*data.workers"),
+        (Dies(), DataError, r"has died at part \d+ with exit code -9: it was killed.*data.workers"),
         (Fails(), RuntimeError, "ZeroDivisionError: of the tokenizer"),
         (Foreign(), DataError, r"token id \d+ is outside the vocabulary \(0 to 99\)"),
     ],
@@ -154,9 +163,7 @@ def test_a_process_that_fails(
     folder = tmp_path / "parts"
     folder.mkdir()
     with pytest.raises(error, match=says):
-        encode_all(
-            parts(DataConfig(source=str(corpus))), tokenizer, folder, 2, lambda part, summary: None
-        )
+        encode_all(parts(DataConfig(source=str(corpus))), tokenizer, folder, 2, nothing)
 
 
 def test_an_interrupt_ends_all_processes(corpus: Path, tmp_path: Path) -> None:
@@ -202,7 +209,7 @@ def test_parts_are_asked_for_when_there_is_a_process_for_them(corpus: Path, tmp_
             ahead.append(number - done)
             yield part
 
-    def step(part: dividing.Part, summary: encode.Summary) -> None:
+    def step(part: dividing.Part, summary: encode.Summary, was_there: bool) -> None:
         nonlocal done
         done += 1
 
@@ -228,7 +235,7 @@ def test_summary_of_a_part(tmp_path: Path, bpe_file: Path) -> None:
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
     (part,) = parts(DataConfig(source=str(tmp_path / "x.jsonl")))
     summary = encode.encode(part, tokenizer, prefix_of(tmp_path, 3))
-    stored = finished(tmp_path / "000003")
+    stored = finished(tmp_path / "000003", part)
     assert stored is not None
     for one in (summary, stored):
         assert one.text_bytes.tolist() == [len(text.encode()) for text in TEXTS]
@@ -239,9 +246,111 @@ def test_summary_of_a_part(tmp_path: Path, bpe_file: Path) -> None:
         for damage in (lambda path: os.truncate(path, 10), os.unlink):
             kept = (tmp_path / name).read_bytes()
             damage(tmp_path / name)
-            assert finished(tmp_path / "000003") is None
+            assert finished(tmp_path / "000003", part) is None
             (tmp_path / name).write_bytes(kept)
-    assert finished(tmp_path / "000003") is not None
+    assert finished(tmp_path / "000003", part) is not None
+
+
+def test_a_part_of_other_texts_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    (part,) = parts(DataConfig(source=str(tmp_path / "x.jsonl")))
+    encode.encode(part, ByteTokenizer(), tmp_path / "0")
+    assert finished(tmp_path / "0", part) is not None
+    assert finished(tmp_path / "0", replace(part, stop=part.stop - 1)) is None
+
+
+def test_parts_outlive_a_process_that_died(corpus: Path, tmp_path: Path) -> None:
+    config = DataConfig(source=str(corpus), cache=str(tmp_path / "cache"), workers=1)
+    with pytest.raises(DataError, match="has died"):
+        prepare(config, Dies(), progress=False)
+    (kept,) = (tmp_path / "cache").glob(".*.parts")
+    assert len(list(kept.glob("0*.idx"))) == 2
+
+
+def test_nothing_is_imported_from_the_current_folder(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise SystemExit('sung')")
+    command = [sys.executable, str(SCRIPT), "--source", str(corpus), "--output", "out/x"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_corpus_that_changes_meanwhile(corpus: Path, tmp_path: Path) -> None:
+    """Of the same size; noticed when all parts are there."""
+
+    class Changes(ByteTokenizer):
+        def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+            os.utime(corpus, ns=(1, 1))
+            return super().encode_batch(texts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dividing, "PART", 2**30)
+        config = DataConfig(source=str(corpus), cache=str(tmp_path / "cache"))
+        with pytest.raises(DataError, match="has changed while it was tokenized"):
+            prepare(config, Changes(), progress=False)
+        os.utime(corpus)
+        with pytest.raises(DataError, match="has changed while it was tokenized"):
+            prepare_file(config, Changes(), tmp_path / "out" / "x", progress=False)
+    assert not list((tmp_path / "out").glob("x*"))
+
+
+@pytest.mark.parametrize("named", [0, 1])
+def test_a_start_after_a_kill_in_the_middle_of_naming(
+    tmp_path: Path, named: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.txt").write_text("".join(TEXTS))
+    config = DataConfig(source=str(tmp_path / "x.txt"))
+    prefix = tmp_path / "out" / "x"
+    calls = []
+
+    def killed(source: Path, target: Path) -> None:
+        if len(calls) == named:
+            raise SystemExit
+        calls.append(target)
+        give_name(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_module, "give_name", killed)
+        with pytest.raises(SystemExit):
+            prepare_file(config, ByteTokenizer(), prefix, progress=False)
+    made = prepare_file(config, ByteTokenizer(), prefix, progress=False)
+    assert made.sizes.documents == 1
+    assert TokenFile(prefix).tokens.tolist() == [*"".join(TEXTS).encode(), 256]
+    assert sorted(path.name for path in prefix.parent.iterdir()) == ["x.bin", "x.idx"]
+    with pytest.raises(DataError, match=r"x\.bin exists: remove it"):
+        prepare_file(config, ByteTokenizer(), prefix, progress=False)
+
+
+def test_files_that_came_meanwhile_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("".join(TEXTS))
+    prefix = tmp_path / "x"
+
+    class Slow(ByteTokenizer):
+        def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+            (tmp_path / "x.idx").write_text("of another")
+            return super().encode_batch(texts)
+
+    config = DataConfig(source=str(tmp_path / "x.txt"))
+    with pytest.raises(DataError, match=r"x\.idx exists: remove it"):
+        prepare_file(config, Slow(), prefix, progress=False)
+    assert (tmp_path / "x.idx").read_text() == "of another"
+
+
+def test_a_maker_that_is_too_late_takes_what_another_made(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    config = DataConfig(source=str(tmp_path / "texts"), cache=str(tmp_path / "cache"))
+
+    class Suspended(ByteTokenizer):
+        def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+            other = config.model_copy(update={"cache": str(tmp_path / "other")})
+            made = prepare(other, ByteTokenizer(), progress=False)
+            made.folder.rename(tmp_path / "cache" / made.digest)
+            shutil.rmtree(next((tmp_path / "cache").glob(".*.parts")))
+            return super().encode_batch(texts)
+
+    prepared = prepare(config, Suspended(), progress=False)
+    assert prepared.meta.train.documents + prepared.meta.validation.documents == len(TEXTS)
 
 
 def test_long_documents_are_tokenized_in_pieces(
