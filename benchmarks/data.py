@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from common import Result, parser, report
 
-from megapipe.config import DataConfig
 from megapipe.data.corpus import pieces
 from megapipe.data.tokens.format import Header, bin_of, idx_of
+from megapipe.data_config import DataConfig
 
 COMMAND = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
 DATASETS = """

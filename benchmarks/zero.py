@@ -53,6 +53,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.optim.buffers import Bucket
 from megapipe.plan.buckets import process_buckets
 from megapipe.testing import World, run_world
+from megapipe.train.feed import Counted
 from megapipe.train.step import TrainStep
 from megapipe.train.totals import Totals, Wishes
 
@@ -285,7 +286,7 @@ def optimizer_part(world: World, size: Size, rounds: int, messages: bool) -> Sid
 
     def step(i: int) -> None:
         train.optimizer.reduce(0)
-        own = train.own_totals(1, Wishes).pack()
+        own = train.own_totals(Counted(1), Wishes).pack()
         train.update.apply(i, Totals.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp")))
         train.optimizer.await_all_weights()
 

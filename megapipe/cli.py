@@ -14,16 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from megapipe import presets, strict_yaml
 from megapipe.config import Config
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.keys import KEYS, SECTIONS, expected, literal_type_fits, unknown
+from megapipe.keys import (
+    KEYS,
+    MAPPINGS,
+    SECTIONS,
+    expected,
+    field_of,
+    literal_type_fits,
+    unknown,
+)
 from megapipe.section import documentation
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
 
-OPTIONS = "model.options."
-"""Keys below this one are whatever a model of the user's takes."""
 USAGE = "train.py [CONFIG] [section.key=value ...] [--dry-run | --time-slices] [--help [SECTION]]"
 
 
@@ -176,11 +183,22 @@ def _section_lines(name: str) -> list[str]:
 def _key_lines(key: str) -> list[str]:
     info = KEYS[key]
     section, _, name = key.partition(".")
-    default = _shown(info.get_default(call_default_factory=True))
-    return [
-        *_wrapped(f"{key} = {default}    {expected(info)}", "  "),
+    lines = [
+        *_wrapped(f"{key} = {_default(info)}    {expected(info)}", "  "),
         *_wrapped(documentation(SECTIONS[section])[name], "      "),
     ]
+    inner = MAPPINGS.get(key)
+    for each, field_info in inner.model_fields.items() if inner is not None else ():
+        below = f"{key}.NAME.{each} = {_default(field_info)}    {expected(field_info)}"
+        lines += _wrapped(below, "    ")
+        lines += _wrapped(documentation(inner)[each], "        ") if inner is not None else []
+    return lines
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "(needed)"
+    return _shown(info.get_default(call_default_factory=True))
 
 
 def show(text: str) -> None:
@@ -234,17 +252,14 @@ def _config(given: Iterable[_Given]) -> Config:
     """The configuration with `given` over the defaults."""
     problems: list[str] = []
     known: dict[str, _Given] = {}
-    tree: dict[str, dict[str, Any]] = {}
+    tree: dict[str, Any] = {}
     for item in given:
-        if item.key.startswith(OPTIONS) and not isinstance(item.value, list):
-            name = item.key.removeprefix(OPTIONS)
-            tree.setdefault("model", {}).setdefault("options", {})[name] = item.value
-        elif item.key in KEYS and item.key != OPTIONS.rstrip("."):
-            known[item.key] = item
-            section, _, key = item.key.partition(".")
-            tree.setdefault(section, {})[key] = item.value
-        elif item.key == OPTIONS.rstrip("."):
+        info = field_of(item.key)
+        if item.key in MAPPINGS:
             problems.append(item.problem(f"expected {expected(KEYS[item.key])}"))
+        elif info is not None:
+            known[item.key] = item
+            _put(tree, item.key.split("."), item.value)
         elif item.key not in SECTIONS:
             problems.append(item.problem(unknown(item.key)))
         elif item.value is not None:
@@ -252,17 +267,48 @@ def _config(given: Iterable[_Given]) -> Config:
     wrong = [
         key
         for key, item in known.items()
-        if not literal_type_fits(KEYS[key].annotation, item.value)
+        if not literal_type_fits(_field(key).annotation, item.value)
     ]
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        wrong += [".".join(map(str, detail["loc"][:2])) for detail in error.errors()]
-    problems += [known[key].problem(f"expected {expected(KEYS[key])}") for key in _once(wrong)]
+        for detail in error.errors():
+            path = [str(part) for part in detail["loc"]]
+            found = next(key for key in _prefixes(path) if key in known or not key)
+            if found:
+                wrong.append(found)
+            else:
+                problems.append(_missing(".".join(path), known))
+    problems += [known[key].problem(f"expected {expected(_field(key))}") for key in _once(wrong)]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(problems[0] + more)
     return config
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], value: Value) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _field(key: str) -> FieldInfo:
+    info = field_of(key)
+    assert info is not None
+    return info
+
+
+def _prefixes(path: Sequence[str]) -> Iterator[str]:
+    """The dotted names that `path` begins with, the longest first, and then nothing."""
+    for length in range(len(path), -1, -1):
+        yield ".".join(path[:length])
+
+
+def _missing(key: str, known: Mapping[str, _Given]) -> str:
+    """The words of an error about a key that has to be there, beside others of its group."""
+    group = key.rpartition(".")[0]
+    beside = next(item for name, item in known.items() if name.startswith(f"{group}."))
+    return beside.problem(f"expected {key} too")
 
 
 def _error_kinds() -> list[type[MegapipeError]]:

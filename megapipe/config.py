@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megapipe.data_config import DataConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import Expected, Section
 from megapipe.update_rules import RULES
@@ -160,41 +161,6 @@ class ActivationsConfig(Section):
     """Modules whose activations wait in host memory for the backward, whether they are all kept or
     run again from an input. norm includes the input of a block, all that one keeps under full.
     Stages that are run again as a whole, as some schedules have them, keep what they keep."""
-
-
-class DataConfig(Section):
-    """The corpus and its tokenizer."""
-
-    source: str = "stdlib"
-    """`stdlib` (source text of the running Python's standard library, nothing to fetch), a file
-    (.txt, .jsonl, .json, .parquet; anything else is read as text; all but parquet may be packed:
-    .gz, .xz, .zst), a folder of such files, a pattern such as `texts/**/*.jsonl.zst`, a folder
-    saved by `datasets`, the name of a data set on the Hugging Face hub, a token file of
-    Megatron-LM's (PREFIX of PREFIX.bin and PREFIX.idx, whose last documents are held out), or a
-    function of your own as `module:name` that returns a data set of token ids
-    (docs/extending.md)."""
-    subset: str | None = None
-    """Configuration name of a hub data set."""
-    dataset_split: str | None = None
-    """Split of a data set on the hub or saved by `datasets`; default: train. Where it is given, any
-    folder is read as `datasets` reads one of the hub, with its splits."""
-    text_field: str = "text"
-    """Field that holds the text in JSONL, parquet and hub data sets."""
-    tokenizer: str = "byte"
-    """`byte` (256 bytes and an end-of-document mark), a local folder or tokenizer.json, the name of
-    a tokenizer on the Hugging Face hub, or `tiktoken:NAME` where that package is installed."""
-    validation_fraction: float = Field(0.02, gt=0, lt=1)
-    """Share of the documents held out for validation."""
-    cache: str = "cache"
-    """Folder for tokenized corpora."""
-    workers: int | None = Field(None, ge=1)
-    """Processes that tokenize; default: as many as there are cores. The result does not depend on
-    them."""
-    mask_document_ends: bool = False
-    """Leave the prediction of end-of-document marks out of the loss."""
-    document_mask: bool = False
-    """Tokens attend to earlier tokens of their own document only, not to those of the documents
-    before it in the same sample. Positions count on through the sample."""
 
 
 class OptimizerConfig(Section):

@@ -20,6 +20,11 @@ def _section(annotation: Any) -> type[Section]:
     return annotation
 
 
+def _values(annotation: Any) -> type[Section] | None:
+    kind = get_args(annotation)[1]
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
 SECTIONS: dict[str, type[Section]] = {
     name: _section(info.annotation) for name, info in Config.model_fields.items()
 }
@@ -31,6 +36,25 @@ KEYS: dict[str, FieldInfo] = {
     for key, info in section.model_fields.items()
 }
 """Every key, by its dotted name."""
+
+MAPPINGS: dict[str, type[Section] | None] = {
+    key: _values(info.annotation)
+    for key, info in KEYS.items()
+    if get_origin(info.annotation) is dict
+}
+"""Keys that are mappings from names of the user's, with the section that each value is, if any."""
+
+
+def field_of(key: str) -> FieldInfo | None:
+    """The field of a key, or of one below a mapping: ``data.mixture.NAME.weight``."""
+    parts = key.split(".")
+    mapping = ".".join(parts[:2])
+    if mapping not in MAPPINGS or mapping == key:
+        return KEYS.get(key)
+    section = MAPPINGS[mapping]
+    if section is None:
+        return KEYS[mapping] if len(parts) == 3 else None
+    return section.model_fields.get(parts[3]) if len(parts) == 4 else None
 
 
 def expected(info: FieldInfo) -> str:
@@ -53,6 +77,10 @@ def expected(info: FieldInfo) -> str:
 
 def unknown(key: str) -> str:
     """The words of an error about an unknown key: the nearest key, or which keys there are."""
+    for mapping, values in MAPPINGS.items():
+        if key.startswith(f"{mapping}."):
+            names = "NAME" if values is None else f"NAME.{'|'.join(values.model_fields)}"
+            return f"unknown key; expected {mapping}.{names}"
     name, _, leaf = key.partition(".") if "." in key else ("", "", key)
     section = _close(name, SECTIONS)
     same = [other for other in KEYS if other.partition(".")[2] == leaf]

@@ -1,89 +1,129 @@
 """Rows of token and label tensors for given sample numbers."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megapipe.config import Config
-from megapipe.data.dataset import Corpus, Dataset, Sample, Split
-from megapipe.data.order import order
-from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.dataset import Dataset, Sample
+from megapipe.data.mixture import Mixture
 from megapipe.errors import DataError
+
+Order = Callable[[int], int | None]
+"""The sample that is drawn at a number, counted from 0; None: there are no more."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set, and the order in which its samples are drawn."""
+
+    dataset: Dataset
+    sample_at: Order
+    name: str = ""
+    """Given where there are several."""
+
+
+class Origin(NamedTuple):
+    """The place of a row in the data."""
+
+    source: str
+    sample: int
+
+
+class Rows(NamedTuple):
+    """b samples of s positions."""
+
+    tokens: torch.Tensor
+    """[b, s] int64."""
+    labels: torch.Tensor
+    """[b, s] int64."""
+    mask: torch.Tensor
+    """[b, s]: what counts in the loss, bool; of several sources uint8, 0 or 1 + the source."""
 
 
 class Batches:
     """Turns global sample numbers into tensors; holds no position, so a resume needs no state.
 
     Args:
-        dataset: where the samples come from.
-        seed: seed of the order of the samples.
+        sources: where the samples come from.
+        mixture: which source each is from, where there are several.
         vocab_size: token ids must be below it.
         mask_document_ends: leave the prediction of `eod` out of the loss.
-        eod: the id that ends a document; also fills what is masked.
-        shuffle: take the samples in the order of :func:`megapipe.data.order.order`, else in file
-            order.
-        repeat: start over, in another order, after all samples; else numbers beyond the last
-            sample give fully masked rows, which fill up a short last batch.
+        eod: the id that ends a document; also fills what is masked. A number beyond the last sample
+            gives a masked row, which fills up a short last batch.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        sources: Sequence[Source],
+        mixture: Mixture | None = None,
         *,
-        seed: int,
         vocab_size: int,
         mask_document_ends: bool,
         eod: int,
-        shuffle: bool,
-        repeat: bool = True,
     ) -> None:
-        self.dataset = dataset
-        self.seed = seed
+        assert (mixture is None) == (len(sources) == 1)
+        self.sources = sources
+        self.mixture = mixture
         self.vocab_size = vocab_size
         self.mask_document_ends = mask_document_ends
         self.eod = eod
-        self.shuffle = shuffle
-        self.repeat = repeat
+        self._length = sources[0].dataset.sequence_length
 
     def __len__(self) -> int:
-        """Samples in the data set."""
-        return len(self.dataset)
+        """Samples of all sources, each once."""
+        return sum(len(source.dataset) for source in self.sources)
 
-    def rows(
-        self, global_indices: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    @property
+    def names(self) -> list[str]:
+        """Of the sources of a mixture; none where there is but one."""
+        return [source.name for source in self.sources] if self.mixture is not None else []
+
+    def taken(self, samples: int) -> list[int]:
+        """Of the first `samples` samples of a mixture, those of each source."""
+        return [] if self.mixture is None else self.mixture.taken(samples)
+
+    def origin(self, number: int) -> Origin | None:
+        """Where a sample of the run is from; None: there is no such sample."""
+        source, sample = self._find(number)
+        return None if sample is None else Origin(self.sources[source].name, sample)
+
+    def rows(self, global_indices: Sequence[int]) -> Rows:
         """Input tokens, labels and the mask of what counts in the loss, for b sample numbers.
 
-        Returns:
-            tokens [b, s] int64, labels [b, s] int64, mask [b, s] bool.
-
         Raises:
-            DataError: a token id is outside the vocabulary.
+            DataError: a token id is outside the vocabulary, or the mixture is used up.
         """
-        shape = len(global_indices), self.dataset.sequence_length
+        shape = len(global_indices), self._length
         tokens, labels = (np.full(shape, self.eod, dtype=np.int64) for _ in range(2))
         mask = np.zeros(shape, dtype=np.bool_)
-        for row, global_index in enumerate(global_indices):
-            index = self._sample_index(global_index)
+        groups = np.ones((shape[0], 1), dtype=np.uint8)
+        for row, number in enumerate(global_indices):
+            source, index = self._find(number)
             if index is None:
                 continue
-            sample = self.dataset.labelled(index)
-            self._check(sample, index)
+            groups[row] = 1 + source
+            dataset = self.sources[source].dataset
+            sample = dataset.labelled(index)
+            self._check(dataset, sample, index)
             tokens[row, : len(sample.tokens)] = sample.tokens
             labels[row, : len(sample.labels)][sample.mask] = sample.labels[sample.mask]
             mask[row, : len(sample.mask)] = sample.mask
         if self.mask_document_ends:
             mask &= labels != self.eod
-        return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(mask)
+        counted = mask if self.mixture is None else mask * groups
+        return Rows(*map(torch.from_numpy, (tokens, labels, counted)))
 
-    def _sample_index(self, global_index: int) -> int | None:
-        samples = len(self.dataset)
-        if global_index >= samples and not self.repeat:
-            return None
-        return order(self.seed, samples, global_index) if self.shuffle else global_index % samples
+    def _find(self, number: int) -> tuple[int, int | None]:
+        """Source and sample of a number of the run."""
+        source, draw = (0, number) if self.mixture is None else self.mixture(number)
+        return source, self.sources[source].sample_at(draw)
 
-    def _check(self, sample: Sample, index: int) -> None:
+    def _check(self, dataset: Dataset, sample: Sample, index: int) -> None:
         for ids, label in ((sample.tokens, False), (sample.labels, True)):
             wrong = (ids < 0) | (ids >= self.vocab_size)
             if label:
@@ -91,33 +131,6 @@ class Batches:
             if wrong.any():
                 at = int(wrong.argmax())
                 raise DataError(
-                    f"token id {ids[at]} at {self.dataset.place(index, at, label=label)} is "
+                    f"token id {ids[at]} at {dataset.place(index, at, label=label)} is "
                     f"outside the vocabulary (0 to {self.vocab_size - 1})"
                 )
-
-
-def build_batches(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> tuple[Batches, Batches]:
-    """Training and validation batches of a prepared corpus, or of the user's data set.
-
-    Training never ends. Validation has every held-out token as a label once. Its order is shuffled,
-    so that its first samples stand for all, and is the same for every `run.seed`.
-
-    Raises:
-        DataError: a split is damaged, or too short for one sample.
-    """
-
-    def batches(split: Split, *, seed: int, training: bool) -> Batches:
-        return Batches(
-            corpus.dataset(split, config.train.sequence_length),
-            seed=seed,
-            vocab_size=config.model.vocab_size or tokenizer.vocab_size,
-            mask_document_ends=config.data.mask_document_ends,
-            eod=tokenizer.eod,
-            shuffle=True,
-            repeat=training,
-        )
-
-    return (
-        batches("train", seed=config.run.seed, training=True),
-        batches("validation", seed=0, training=False),
-    )

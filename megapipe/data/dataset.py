@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy.typing as npt
 from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
 
-Split = Literal["train", "validation"]
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class Sample(NamedTuple):
@@ -43,8 +45,26 @@ class Dataset(Protocol):
         """The place of token or label `at` of a sample, for errors."""
 
 
+@dataclass(frozen=True)
+class Stream:
+    """Consecutive tokens of a token file: all of it, or the sequences of a split."""
+
+    file: TokenFile
+    sequences: range
+    """None of them where the tokens are a part of one."""
+    positions: range
+    """Of the tokens in the file's stream."""
+
+    @staticmethod
+    def of(file: TokenFile, sequences: range | None = None) -> Stream:
+        """The tokens of sequences, by default all. Raises DataError for a damaged index."""
+        sequences = range(len(file.lengths)) if sequences is None else sequences
+        first, last = file.starts(np.array([sequences.start, sequences.stop]))
+        return Stream(file, sequences, range(int(first), int(last)))
+
+
 class Corpus(Protocol):
-    """What ``data.source`` stands for."""
+    """A source of samples, as ``data.source`` names one."""
 
     @property
     def digest(self) -> str:
@@ -58,9 +78,9 @@ class Corpus(Protocol):
     def entropy(self) -> float | None:
         """Unigram entropy, in nats per token, where it is known."""
 
-    def dataset(self, split: Split, sequence_length: int) -> Dataset:
-        """The samples of a split: with tokens that do not fill a last one left out of training, and
-        every token of the validation scored. Raises DataError if it is damaged or too short."""
+    def part(self, split: Split) -> Stream | Dataset | None:
+        """A split: tokens that are still to be cut into samples, or samples; None: it has none.
+        Raises DataError if it is damaged."""
 
 
 class TokenDataset:

@@ -1,19 +1,22 @@
 """A token file that the user has: ``data.source=PREFIX``.
 
 Its first documents are trained on, the last share of them, ``data.validation_fraction``, is held
-out. The file is read where it is, and nothing is written.
+out; or ``data.split`` divides its sequences as Megatron-LM does. The file is read where it is, and
+nothing is written.
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megapipe.config import DataConfig
-from megapipe.data.dataset import Split, TokenDataset
+from megapipe.data.dataset import SPLITS, Split, Stream
+from megapipe.data.indices.split import split_ranges
 from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import bin_of, idx_of, without_suffix
+from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
 TEXT_KEYS = ("subset", "dataset_split", "text_field", "cache", "workers")
@@ -34,15 +37,13 @@ def is_given(source: str) -> bool:
 
 @dataclass(frozen=True)
 class GivenTokens:
-    """A token file, and the positions of each split in it.
+    """A token file, and the tokens of each split in it.
 
     Attributes:
         content: SHA-256, in hex, of its sizes, the splits and tokens at some places.
     """
 
-    file: TokenFile
-    train: range
-    validation: range
+    parts: Mapping[Split, Stream]
     content: str
 
     @property
@@ -54,36 +55,61 @@ class GivenTokens:
     def entropy(self) -> None:
         """None: the unigram entropy is not known without reading all tokens."""
 
-    def dataset(self, split: Split, sequence_length: int) -> TokenDataset:
-        """The samples of a split. Raises DataError if it is too short for one."""
-        span = self.train if split == "train" else self.validation
-        return TokenDataset(self.file, sequence_length, span, keep_last=split == "validation")
+    def part(self, split: Split) -> Stream | None:
+        """The tokens of a split."""
+        return self.parts.get(split)
 
 
 def given_tokens(config: DataConfig) -> GivenTokens:
     """The token file of `config`.
 
     Raises:
-        DataError: it is damaged, or too small to hold out a part of it.
+        DataError: it is damaged, or too small to hold out a part of it, or nothing of it is left to
+            train on.
     """
     file = TokenFile(without_suffix(Path(config.source).expanduser()))
+    parts = _split(file, config.split) if config.split is not None else _divided(file, config)
     total = len(file.tokens)
-    if total < 2:
-        raise DataError(f"{file.path} has {total} tokens: nothing to hold out")
-    cut = _cut(file, config.validation_fraction)
-    train, validation = range(cut), range(cut, total)
-    found = hashlib.sha256(repr([total, len(file), train, validation]).encode())
+    places = [stream.positions for stream in parts.values()]
+    found = hashlib.sha256(repr([total, len(file), *places]).encode())
     for start in np.unique(np.linspace(0, max(total - _PROBED, 0), _PROBES).astype(np.int64)):
         found.update(file.tokens[start : start + _PROBED].astype("<i8").tobytes())
-    return GivenTokens(file, train, validation, found.hexdigest())
+    return GivenTokens(parts, found.hexdigest())
 
 
-def _cut(file: TokenFile, fraction: float) -> int:
-    """The token that the held-out part begins with: of a document, unless there is but one."""
+def _split(file: TokenFile, weights: str) -> dict[Split, Stream]:
+    """The parts of ``data.split``; those that have no sequence are left out."""
+    ranges = dict(zip(SPLITS, split_ranges(weights, len(file.lengths)), strict=True))
+    if not ranges["train"]:
+        raise DataError(
+            f"data.split={weights} leaves nothing of the {len(file.lengths)} sequences of "
+            f"{file.path} to train on"
+        )
+    return {split: Stream.of(file, some) for split, some in ranges.items() if some}
+
+
+def _divided(file: TokenFile, config: DataConfig) -> dict[Split, Stream]:
+    total, sequences = len(file.tokens), range(len(file.lengths))
+    if not config.validation_fraction:
+        return {"train": Stream(file, sequences, range(total))}
+    if total < 2:
+        raise DataError(f"{file.path} has {total} tokens: nothing to hold out")
+    sequence, token = _cut(file, config.validation_fraction)
+    cut = sequences.stop if sequence is None else sequence
+    return {
+        "train": Stream(file, range(0 if sequence is None else cut), range(token)),
+        "validation": Stream(file, sequences[cut:], range(token, total)),
+    }
+
+
+def _cut(file: TokenFile, fraction: float) -> tuple[int | None, int]:
+    """The sequence and the token that the held-out part begins with: those of a document. A single
+    document is cut at a token, which begins no sequence."""
     total, documents = len(file.tokens), len(file)
     if documents > 1:
         first = min(max(round(documents * (1 - fraction)), 1), documents - 1)
-        cut = int(file.starts(file.documents[first : first + 1])[0])
+        sequence = int(file.documents[first])
+        cut = int(file.starts(np.array([sequence]))[0])
         if 0 < cut < total:
-            return cut
-    return min(max(round(total * (1 - fraction)), 1), total - 1)
+            return sequence, cut
+    return None, min(max(round(total * (1 - fraction)), 1), total - 1)

@@ -7,6 +7,7 @@ mask [L] each, where L is ``train.sequence_length``.
 """
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from megapipe.errors import DataError, MegapipeError
 from megapipe.user_code import UserCode, is_user_code
 
 ARGUMENTS = ("split", "sequence_length", "vocab_size", "tokenizer", "seed")
-"""`split` is ``train`` or ``validation``; `vocab_size` that of the model, above all token ids;
-`tokenizer` a :class:`~megapipe.data.tokenizer.Tokenizer`; `seed` is ``run.seed``."""
+"""`split` is ``train``, ``validation``, or ``test`` for ``data.test``; `vocab_size` that of the
+model, above all token ids; `tokenizer` a :class:`~megapipe.data.tokenizer.Tokenizer`; `seed` is
+``run.seed``."""
 CORPUS_KEYS = ("subset", "dataset_split", "text_field", "validation_fraction", "cache", "workers")
 """Keys of ``data`` that only a corpus of texts has a use for."""
 _PROBES = 16
@@ -129,14 +131,13 @@ class OwnSplit:
 
 @dataclass(frozen=True)
 class OwnData:
-    """The training and the validation split.
+    """The splits that a run needs.
 
     Attributes:
-        content: SHA-256, in hex, of the lengths and a few samples of both.
+        content: SHA-256, in hex, of the lengths and a few samples of each.
     """
 
-    train: OwnSplit
-    validation: OwnSplit
+    parts: Mapping[Split, OwnSplit]
     content: str
 
     @property
@@ -148,19 +149,19 @@ class OwnData:
     def entropy(self) -> None:
         """None: the unigram entropy is not known without reading all samples."""
 
-    def dataset(self, split: Split, sequence_length: int) -> OwnSplit:
-        """The samples of a split, which have been made for `sequence_length`."""
-        return self.train if split == "train" else self.validation
+    def part(self, split: Split) -> OwnSplit | None:
+        """The samples of a split."""
+        return self.parts.get(split)
 
 
-def own_data(config: Config, tokenizer: Tokenizer) -> OwnData:
-    """The data set of a resolved configuration.
+def own_data(config: Config, source: str, tokenizer: Tokenizer, splits: Sequence[Split]) -> OwnData:
+    """The data set that `source` names, for a resolved configuration; it is asked for `splits`.
 
     Raises :class:`DataError` for whatever is wrong with the code or with the samples looked at.
     """
-    code = load(config.data.source, DataError)
+    code = load(source, DataError)
 
-    def make(split: str) -> OwnSplit:
+    def make(split: Split) -> OwnSplit:
         given = {
             "split": split,
             "sequence_length": config.train.sequence_length,
@@ -171,6 +172,6 @@ def own_data(config: Config, tokenizer: Tokenizer) -> OwnData:
         samples = code.call(given, ARGUMENTS)
         return OwnSplit(code, samples, split, config.train.sequence_length)
 
-    train, validation = make("train"), make("validation")
-    content = hashlib.sha256(train.digest() + validation.digest()).hexdigest()
-    return OwnData(train, validation, content)
+    parts = {split: make(split) for split in splits}
+    content = hashlib.sha256(b"".join(part.digest() for part in parts.values())).hexdigest()
+    return OwnData(parts, content)

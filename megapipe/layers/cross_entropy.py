@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -52,6 +53,14 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(logits, labels, tp, vocab_size)
 
 
-def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the losses whose mask is not 0; masked losses may have any value, NaN included."""
-    return losses.masked_fill(mask == 0, 0).sum()
+def masked_sum(losses: Tensor, mask: Tensor, by_source: Tensor | None = None) -> Tensor:
+    """Sum of the losses whose mask is not 0; masked losses may have any value, NaN included.
+
+    `by_source` [n] takes the sums of the losses whose mask is 1, 2, ..., n.
+    """
+    kept = losses.masked_fill(mask == 0, 0)
+    if by_source is not None:
+        sources = torch.arange(1, len(by_source) + 1, device=mask.device)
+        chosen = mask.flatten() == sources.unsqueeze(1)
+        by_source.copy_(torch.where(chosen, kept.detach().flatten(), 0).sum(1))
+    return kept.sum()

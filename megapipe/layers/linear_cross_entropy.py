@@ -47,13 +47,15 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class _Loss:
-    """A head, labels [s, b] and mask [s, b] of a micro-batch, and the most tokens of a chunk."""
+    """A head, labels [s, b] and mask [s, b] of a micro-batch, and the most tokens of a chunk; see
+    :func:`linear_cross_entropy`."""
 
     head: ColumnParallelLinear
     labels: Tensor
     mask: Tensor
     vocab_size: int
     chunk: int
+    by_source: Tensor | None
 
     def whole(self, hidden: Tensor) -> Tensor:
         """[s(/tp), b, h] -> [s * b, h]."""
@@ -83,7 +85,7 @@ class _Loss:
         return self.head.sharding.kernels.loss
 
     def total(self, losses: list[Tensor]) -> Tensor:
-        return masked_sum(torch.cat(losses), self.mask.flatten())
+        return masked_sum(torch.cat(losses), self.mask.flatten(), self.by_source)
 
     @torch.no_grad()
     def forward(self, hidden: Tensor) -> Tensor:
@@ -141,15 +143,17 @@ def linear_cross_entropy(
     *,
     vocab_size: int,
     chunk: int,
+    by_source: Tensor | None = None,
 ) -> Tensor:
     """Sum of the unmasked token losses in nats, [], in fp32 (fp64 for fp64).
 
     `hidden` is [s(/tp), b, h]; `labels`, global ids, and `mask` are [s, b]. The logits of at most
     `chunk` tokens exist at a time (:func:`~megapipe.layers.policy.loss_chunk`). Over tp there is
     one small all-gather per chunk, and one reduction of the gradient of `hidden`. With a graph the
-    result is NaN until the backward has run, which computes it together with the gradients.
+    result is NaN until the backward has run, which computes it together with the gradients, and so
+    is `by_source` [n], which takes the sums of the losses whose mask is 1, 2, ..., n.
     """
-    loss = _Loss(head, labels, mask, vocab_size, chunk)
+    loss = _Loss(head, labels, mask, vocab_size, chunk, by_source)
     if not torch.is_grad_enabled():
         return loss.forward(hidden)
     return _LinearCrossEntropy.apply(hidden, head.weight, loss)

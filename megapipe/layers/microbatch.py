@@ -25,6 +25,9 @@ class MicroBatch:
     mask: Tensor | None = None
     documents: Documents | None = None
     """Documents of the tokens up to the last one here; None: attention crosses documents."""
+    by_source: Tensor | None = None
+    """[n] fp64, of a mixture of n sources on the last stage, where `mask` is 0 or 1 + the source:
+    takes the sum of the unmasked token losses of each. A loss of the user's leaves it NaN."""
     scale: float = 1.0
     """1 / unmasked tokens of the global batch (0 if there are none)."""
     first_row: int = 0

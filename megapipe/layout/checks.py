@@ -1,19 +1,16 @@
 """Keys that do not go together: each case is one line that says what would be right."""
 
-from collections.abc import Sequence
-
 from megapipe.config import (
     USUAL_WARMUP,
     ActivationsConfig,
     Config,
-    DataConfig,
     LogConfig,
     OptimizerConfig,
     TrainConfig,
 )
-from megapipe.data import given, own
 from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
+from megapipe.layout.data_checks import check_data
 from megapipe.layout.devices import device
 from megapipe.layout.lr_plan import LearningRatePlan, warms_up
 from megapipe.model.interface import Family, Feature, load_loss
@@ -27,7 +24,7 @@ def check(config: Config, family: Family, dp: int) -> None:
     family.check()
     load_loss(family.conditions)  # raises where there is none
     _check_sequence(config)
-    _check_data(config.data)
+    check_data(config.data)
     declaration(config.optimizer.rule)  # raises where there is none
     _check_optimizer(config.optimizer, config.train.steps, dp)
     _check_post_validation(config)
@@ -94,24 +91,6 @@ def _check_sequence(config: Config) -> None:
             f"train.sequence_length={length} is not divisible by parallel.tp={tp}, which "
             f"parallel.sequence_parallel needs: {multiples(length, tp)}"
         )
-
-
-def _check_data(data: DataConfig) -> None:
-    if own.is_own(data.source):
-        own.load(data.source, ConfigError)
-        unused: Sequence[str] = own.CORPUS_KEYS
-        what = "a data set of your own"
-    elif given.is_given(data.source):
-        unused, what = given.TEXT_KEYS, "a token file"
-    else:
-        return
-    for key in unused:
-        value, default = getattr(data, key), DataConfig.model_fields[key].default
-        if value != default:
-            raise ConfigError(
-                f"data.{key}={value} is for a corpus, and data.source={data.source} is {what}: "
-                f"expected {'null' if default is None else default}"
-            )
 
 
 def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int) -> None:

@@ -80,6 +80,8 @@ def step_line(record: StepRecord) -> str:
         cells.append(f"{record.memory_gib:6.2f} GiB")
     if record.skipped is not None:
         cells.append(f"{record.skipped} skipped")
+    if record.sources is not None:
+        cells += [f"{name} {source.loss:.4f}" for name, source in record.sources.items()]
     cells.append(f"ETA {duration(record.eta_seconds)}")
     return " | ".join(cells)
 
@@ -87,7 +89,9 @@ def step_line(record: StepRecord) -> str:
 def validation_line(record: ValidationRecord) -> str:
     """A validation, aligned with the steps around it."""
     position = _position(record.step, record.steps)
-    return f"{position} | loss {record.loss:7.4f} on held-out text | {record.seconds:.1f} s"
+    what = "test" if record.split == "test" else "held-out"
+    of = f" of {record.name}" if record.name else ""
+    return f"{position} | loss {record.loss:7.4f} on {what} text{of} | {record.seconds:.1f} s"
 
 
 def duration(seconds: float) -> str:

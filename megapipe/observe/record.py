@@ -1,8 +1,24 @@
 """Records of a run, and the interface of the sinks that they are reported to."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """A source of a mixture in a step."""
+
+    loss: float
+    """Mean loss of its unmasked tokens, in nats per token; nan where there are none, or where a
+    loss of the user's does not tell."""
+    tokens: int
+    """Its unmasked tokens in the step."""
+    samples: int
+    """Samples of it since step 0."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,8 @@ class StepRecord:
     """Factor of the loss in the backward pass; None where there is none."""
     skipped: int | None = None
     """Steps since step 0 without an update, their gradients not finite; None where none can be."""
+    sources: Mapping[str, SourceRecord] | None = None
+    """Of a mixture: each source by name; None where there is but one."""
 
     def metrics(self) -> dict[str, float]:
         """The known values under the names that tensorboard and Weights & Biases show."""
@@ -55,6 +73,10 @@ class StepRecord:
             "speed/mfu": self.mfu,
             "memory/gib": self.memory_gib,
         }
+        for name, source in (self.sources or {}).items():
+            if source.tokens:
+                named[f"source/{name}/loss"] = source.loss
+            named[f"source/{name}/samples"] = source.samples
         return {name: value for name, value in named.items() if value is not None}
 
 
@@ -70,6 +92,20 @@ class ValidationRecord:
     """Mean loss of the unmasked tokens, in nats per token."""
     seconds: float
     """Wall-clock time of the pass."""
+    name: str = ""
+    """Of the set, where it has one."""
+    split: str = "validation"
+    """validation, or test: that of after the last step."""
+
+    @property
+    def metric(self) -> str:
+        """The name of the loss in tensorboard and Weights & Biases."""
+        return f"{self.split}/{self.name}/loss" if self.name else f"{self.split}/loss"
+
+    @property
+    def label(self) -> str:
+        """The set in words."""
+        return " ".join(filter(None, (self.split, self.name)))
 
 
 class Sink(Protocol):
@@ -90,9 +126,12 @@ class Sink(Protocol):
         """Write out what is still held."""
 
 
-def finite_fields(record: StepRecord | ValidationRecord) -> dict[str, float | int | None]:
+def finite_fields(record: StepRecord | ValidationRecord) -> dict[str, Any]:
     """The fields of a record, with None for what JSON cannot express (nan, inf)."""
-    return {
-        name: value if value is None or math.isfinite(value) else None
-        for name, value in asdict(record).items()
-    }
+    return {name: _finite(value) for name, value in asdict(record).items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,7 +21,10 @@ class Summary(BaseModel):
 
     loss_first: float
     loss_last: float
-    validation_loss: float
+    validation_loss: float | None
+    """Of a single set; None where there are several, or none."""
+    held_out: dict[str, float] = {}
+    """The last loss of each set that has a name, and of tests."""
     unigram_entropy: float | None
     """Of the corpus; None where it is not known."""
     tokens_per_second: float
@@ -45,21 +48,30 @@ def read_summary(run_folder: Path) -> Summary:
 
 def format_summary(summary: Summary, commands: dict[str, str] | None = None) -> str:
     """Aligned lines of text: how it went, and `commands` for what could come next."""
+    rows = {
+        "trained": f"{summary.steps} steps in {duration(summary.seconds)}, "
+        f"{summary.tokens_per_second:,.0f} tokens/s",
+        "loss": f"from {summary.loss_first:.4f} to {summary.loss_last:.4f} nats per token",
+        **_losses(summary),
+        "run folder": summary.run_folder,
+        **(commands or {}),
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _losses(summary: Summary) -> dict[str, str]:
+    """A row for each set that was held out."""
+    rows = {name: f"{loss:.4f}" for name, loss in summary.held_out.items()}
+    if summary.validation_loss is None:
+        return rows or {"validation": "nothing was held out"}
     entropy = summary.unigram_entropy
     if entropy is None:
         compared = "the corpus' unigram entropy is not known"
     else:
         ratio = summary.validation_loss / entropy
         compared = f"{ratio:.2f} x the corpus' unigram entropy of {entropy:.4f}"
-    rows = {
-        "trained": f"{summary.steps} steps in {duration(summary.seconds)}, "
-        f"{summary.tokens_per_second:,.0f} tokens/s",
-        "loss": f"from {summary.loss_first:.4f} to {summary.loss_last:.4f} nats per token",
-        "validation": f"{summary.validation_loss:.4f}, {compared}",
-        "run folder": summary.run_folder,
-        **(commands or {}),
-    }
-    return "\n".join(f"{name:<10}  {value}" for name, value in rows.items())
+    return {"validation": f"{summary.validation_loss:.4f}, {compared}", **rows}
 
 
 def next_commands(run_folder: Path) -> dict[str, str]:

@@ -24,7 +24,7 @@ class TensorboardSink:
 
     def validation(self, record: ValidationRecord) -> None:
         """Write the loss and flush: validations are rare and worth keeping."""
-        self._writer.add_scalar("validation/loss", record.loss, record.step)
+        self._writer.add_scalar(record.metric, record.loss, record.step)
         self._writer.flush()
 
     def note(self, text: str) -> None:

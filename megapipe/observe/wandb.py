@@ -62,7 +62,7 @@ class WandbSink:
 
     def validation(self, record: ValidationRecord) -> None:
         """Log a validation loss."""
-        self._run.log({"train/step": record.step, "validation/loss": record.loss})
+        self._run.log({"train/step": record.step, record.metric: record.loss})
 
     def note(self, text: str) -> None:
         """Put the text into the run's summary as its last note."""

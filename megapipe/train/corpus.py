@@ -6,11 +6,9 @@ import datetime
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config import Config
-from megapipe.data.dataset import Corpus
-from megapipe.data.given import given_tokens, is_given
-from megapipe.data.own import is_own, own_data
-from megapipe.data.prepare import prepare
+from megapipe.data.sources import Sources, load_sources
 from megapipe.data.tokenizer import Tokenizer
+from megapipe.data_config import DataConfig
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import DataError, MegapipeError
@@ -22,8 +20,8 @@ PATIENCE = datetime.timedelta(days=7)
 
 def prepare_on_all(
     config: Config, tokenizer: Tokenizer, mesh: ParallelMesh, *, local_rank: int
-) -> Corpus:
-    """The corpus; one process of each node prepares it before the others ask for it.
+) -> Sources:
+    """The corpora; one process of each node prepares them before the others ask for them.
 
     Raises a :class:`MegapipeError` of any rank on all of them.
     """
@@ -31,29 +29,28 @@ def prepare_on_all(
     for turn in (local_rank == 0, local_rank != 0):
         if turn:
             try:
-                prepared = _corpus(config, tokenizer, progress=mesh.rank == 0)
+                prepared = load_sources(config, tokenizer, progress=mesh.rank == 0)
             except MegapipeError as problem:
                 error = problem
         mesh.await_all(PATIENCE)
         all_or_none(mesh, error)
     assert prepared is not None
-    _compare_ranks(prepared, config.data.source, mesh)
+    _compare_ranks(prepared, name_of(config.data), mesh)
     return prepared
 
 
-def _corpus(config: Config, tokenizer: Tokenizer, *, progress: bool) -> Corpus:
-    if is_own(config.data.source):
-        return own_data(config, tokenizer)
-    if is_given(config.data.source):
-        return given_tokens(config.data)
-    return prepare(config.data, tokenizer, progress=progress)
+def name_of(data: DataConfig) -> str:
+    """The keys that say what is trained on, with their values."""
+    if not data.mixture:
+        return data.source
+    return ", ".join(f"{name}={source.source}" for name, source in data.mixture.items())
 
 
-def _compare_ranks(data: Corpus, source: str, mesh: ParallelMesh) -> None:
+def _compare_ranks(data: Sources, source: str, mesh: ParallelMesh) -> None:
     """Raise on every rank if one has another data set than rank 0: the user's code has made
     another, or its node has another file of that name."""
     error = None
-    if data.content != mesh.share(data.content):
+    if data.everything != mesh.share(data.everything):
         error = DataError(
             f"data.source={source}: rank {mesh.rank} has other samples than rank 0: expected the "
             "same in every process and at every call"
@@ -61,7 +58,9 @@ def _compare_ranks(data: Corpus, source: str, mesh: ParallelMesh) -> None:
     all_or_none(mesh, error)
 
 
-def change_of_corpus(checkpoint: Checkpoint | None, prepared: Corpus, source: str) -> Change | None:
+def change_of_corpus(
+    checkpoint: Checkpoint | None, prepared: Sources, source: str
+) -> Change | None:
     """How the corpus `prepared` from `source` differs from the checkpoint's; None where its tokens
     are the same, whatever its name, or there is no checkpoint."""
     if checkpoint is None:

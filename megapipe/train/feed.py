@@ -7,6 +7,7 @@ own first and last stages need.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ from megapipe.ops.transfer import Uploads
 from megapipe.schedule.ir import Schedule
 
 Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
-"""Global sample indices -> tokens [b, s], labels [b, s], mask [b, s]."""
+"""Global sample indices -> tokens [b, s], labels [b, s], mask [b, s], which is bool, or of a
+mixture uint8: 1 + the source of what counts in the loss."""
 
 
 Samples = dict[int, tuple[Tensor, Tensor, Tensor]]
@@ -53,6 +55,25 @@ def pieces(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> Itera
             yield Piece((microbatch, part), whole, here, slice(begin, end))
 
 
+class Counted(NamedTuple):
+    """The unmasked tokens of the last stages of a process, and of a mixture those of each source.
+
+    `losses` [pieces][sources] take the sums of their losses.
+    """
+
+    tokens: int
+    by_source: tuple[int, ...] = ()
+    losses: Sequence[Tensor] = ()
+
+    def none(self) -> Counted:
+        """Nothing, of as many sources."""
+        return Counted(0, tuple(0 for _ in self.by_source), [loss * 0 for loss in self.losses])
+
+    def summed_losses(self) -> list[Tensor]:
+        """[sources], in a list; without a mixture the list is empty."""
+        return [torch.stack(list(self.losses)).sum(0)] if self.losses else []
+
+
 class _Place(NamedTuple):
     """Where in the data the micro-batches of a program begin."""
 
@@ -66,14 +87,16 @@ class _ReadPiece(NamedTuple):
     documents: Documents | None
     at: int | None
     """Where its tokens, labels and mask are among what is copied; None: not needed here."""
+    scored: bool
+    """Whether its last stage is of this process."""
 
 
 class _Read(NamedTuple):
     """The data of a program, on their way to the device."""
 
     pieces: list[_ReadPiece]
-    own: int
-    """Unmasked tokens of the last stages of this process."""
+    own: tuple[int, ...]
+    """Unmasked tokens of the last stages of this process, and of a mixture those of each source."""
     length: int | None
     """Of a whole sequence, where sequences are cut into slices."""
     take: Callable[[], list[Tensor]]
@@ -84,7 +107,7 @@ class Feed:
     """Fetches micro-batches for the stages of the pipeline ranks that this process runs.
 
     With `document_end`, the token that ends a document, attention ends at documents: then every
-    stage needs to know where they are.
+    stage needs to know where they are. `sources` are those of a mixture, 0 if there is none.
     """
 
     def __init__(
@@ -95,21 +118,23 @@ class Feed:
         ranks: Collection[int],
         *,
         document_end: int | None = None,
+        sources: int = 0,
     ) -> None:
         self.config = config
         self.layout = layout
         self.mesh = mesh
         self.ranks = ranks
         self.document_end = document_end
+        self.sources = sources
         self._uploads = Uploads(mesh.device)
         self._ahead: tuple[_Place, _Read] | None = None
         """What was read ahead, and for which place in the data."""
 
     def fetch(
         self, schedule: Schedule, rows: Rows, step: int, first: int, factor: float = 1.0
-    ) -> tuple[dict[Key, MicroBatch], int]:
-        """The micro-batches of the samples from `first` on, and the number of unmasked tokens of
-        the last stages of this process.
+    ) -> tuple[dict[Key, MicroBatch], Counted]:
+        """The micro-batches of the samples from `first` on, and the unmasked tokens of the last
+        stages of this process.
 
         `factor` multiplies the loss besides the global token count (a loss scale).
         """
@@ -118,11 +143,16 @@ class Feed:
             read, self._ahead = self._ahead[1], None
         else:
             read = self._start(place, self._samples(place))
-        total = self._over_replicas(schedule, read.own)
+        tokens_here, *by_source = read.own
+        total = self._over_replicas(schedule, tokens_here)
         near = read.take()
         result = {}
-        for piece, documents, at in read.pieces:
+        losses = [self._losses(0.0)] if self.sources else []
+        for piece, documents, at, scored in read.pieces:
             tokens, labels, mask = near[at : at + 3] if at is not None else (None, None, None)
+            mixed = scored and mask is not None and mask.dtype != torch.bool
+            if mixed:
+                losses.append(self._losses(math.nan))
             result[piece.key] = MicroBatch(
                 index=piece.whole * self.layout.dp + self.mesh.dp.index,
                 step=step,
@@ -132,11 +162,12 @@ class Feed:
                 labels=labels,
                 mask=mask,
                 documents=documents,
+                by_source=losses[-1] if mixed else None,
                 first_row=piece.rows.start,
                 start=piece.positions.start,
                 sequence_length=read.length,
             )
-        return result, read.own
+        return result, Counted(tokens_here, tuple(by_source), losses)
 
     def read_ahead(self, schedule: Schedule, rows: Rows, first: int) -> None:
         """Begin to copy to a GPU what :meth:`fetch` will be asked for next, while it computes."""
@@ -148,6 +179,19 @@ class Feed:
         except Exception:  # it is raised where it belongs: when the samples are fetched
             return
         self._ahead = place, self._start(place, samples)
+
+    def _count(self, mask: Tensor) -> Tensor:
+        """[1 + sources]: what is not 0 in a mask, and in that of a mixture of each source."""
+        if mask.dtype == torch.bool:
+            return torch.tensor([int(mask.sum()), *[0] * self.sources])
+        counts = torch.bincount(mask.flatten(), minlength=1 + self.sources)
+        counts[0] = counts[1:].sum()
+        return counts
+
+    def _losses(self, value: float) -> Tensor:
+        """[sources], of that value."""
+        size = (self.sources,)
+        return torch.full(size, value, dtype=torch.float64, device=self.mesh.device)
 
     def _pieces(self, schedule: Schedule) -> Iterator[tuple[Piece, bool, bool]]:
         """The pieces of a step, and whether this process has their first and their last stage."""
@@ -173,17 +217,17 @@ class Feed:
         """Cut the samples into pieces, and begin to copy these to the device."""
         found: list[_ReadPiece] = []
         copied: list[Tensor] = []
-        own = 0
+        own = torch.zeros(1 + self.sources, dtype=torch.int64)
         for piece, is_first, is_last in self._pieces(place.schedule):
             if is_last:
-                own += int(samples[piece.whole][2][piece.rows, piece.positions].sum())
+                own += self._count(samples[piece.whole][2][piece.rows, piece.positions])
             at = len(copied) if is_first or is_last else None
             if at is not None:
                 copied += [x[piece.rows, piece.positions] for x in samples[piece.whole]]
-            found.append(_ReadPiece(piece, self._documents(samples, piece), at))
+            found.append(_ReadPiece(piece, self._documents(samples, piece), at, is_last))
         lengths = self._lengths(place.schedule)
         length = sum(lengths) if len(lengths) > 1 else None
-        return _Read(found, own, length, self._uploads.start(copied))
+        return _Read(found, tuple(own.tolist()), length, self._uploads.start(copied))
 
     def _documents(self, samples: Samples, piece: Piece) -> Documents | None:
         """Documents of the piece's tokens, and of the tokens before it in the same samples."""

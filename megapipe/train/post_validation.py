@@ -20,14 +20,14 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Key
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.train.feed import Rows
+from megapipe.train.feed import Counted, Rows
 from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.update import StepResult, Update
 
-Fetch = Callable[[int, Rows], tuple[Mapping[Key, MicroBatch], int]]
-"""(step, rows) -> micro-batches, and the number of unmasked tokens of the last stages here."""
+Fetch = Callable[[int, Rows], tuple[Mapping[Key, MicroBatch], Counted]]
+"""(step, rows) -> micro-batches, and the unmasked tokens of the last stages here."""
 Asked = Callable[[], Wishes]
-OwnTotals = Callable[[int, Asked], Totals]
+OwnTotals = Callable[[Counted, Asked], Totals]
 """(tokens, wishes of this rank) -> this rank's totals of a step that has run."""
 
 
@@ -51,12 +51,14 @@ class PostValidation:
         fetch: Fetch,
         read_ahead: Callable[[int, Rows], None],
         own_totals: OwnTotals,
+        sources: int,
     ) -> None:
         self._update = update
         self._mesh = mesh
         self._fetch = fetch
         self._read_ahead = read_ahead
         self._own_totals = own_totals
+        self._sources = sources
         self._taken: _Taken | None = None
         self.undone = 0
         """Updates so far that were undone, or not made before validation."""
@@ -96,7 +98,7 @@ class PostValidation:
         totals_of_all = self._mesh.start_ordered_sum(vector, "pp", largest=LARGEST)
         self._taken = _Taken(step, totals_of_all, update.scaler.state())
         update.optimizer.keep()
-        if update.is_plain(Totals.unpack(vector)):
+        if update.is_plain(Totals.unpack(vector, self._sources)):
             update.apply_plainly(step)
         else:
             update.optimizer.publish_shared()
@@ -107,7 +109,7 @@ class PostValidation:
             return None, True
         update = self._update
         (step, totals_of, before), self._taken = self._taken, None
-        totals = Totals.unpack(totals_of())
+        totals = Totals.unpack(totals_of(), self._sources)
         after = update.scaler.state()
         update.scaler.load(before)
         if update.is_plain(totals):

@@ -51,10 +51,10 @@ from megapipe.optim.state_store import StatePolicy
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.train import checkpoint_io, logits, resume
-from megapipe.train.feed import Feed, Rows
+from megapipe.train.feed import Counted, Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
 from megapipe.train.post_validation import PostValidation
-from megapipe.train.totals import LARGEST, Totals, Wishes
+from megapipe.train.totals import LARGEST, SourceTotal, Totals, Wishes
 from megapipe.train.update import StepResult, Update
 from megapipe.train.warm_up import WarmUp
 
@@ -87,6 +87,7 @@ class TrainStep:
 
     `kernels` are those of :func:`~megapipe.train.kernels.agreed_kernels`, chosen here by default.
     `document_end` is the token that ends a document, needed with ``data.document_mask``.
+    `sources` are those of a mixture, 0 if there is none.
     `initial` writes the initial weights, each time a region of a global tensor; by default they are
     drawn from ``run.seed``.
     """
@@ -100,6 +101,7 @@ class TrainStep:
         schedule: Schedule | None = None,
         kernels: Kernels | None = None,
         document_end: int | None = None,
+        sources: int = 0,
         initial: Callable[[LocalParameter, Tensor], None] | None = None,
     ) -> None:
         self.config = config
@@ -139,7 +141,10 @@ class TrainStep:
             stage.own_autograd_parameters()
         if not config.data.document_mask:
             document_end = None
-        self._feed = Feed(config, layout, mesh, self.pipeline.ranks, document_end=document_end)
+        self._sources = sources
+        self._feed = Feed(
+            config, layout, mesh, self.pipeline.ranks, document_end=document_end, sources=sources
+        )
         self.scaler = LossScaler(config.optimizer, config.model.dtype)
         self.update = Update(config.optimizer, self.optimizer, self.scaler, config.train.steps)
         self._executors = self._make_executors(self.schedule, train=True)
@@ -161,7 +166,7 @@ class TrainStep:
         self.post_validation: PostValidation | None = None
         if config.optimizer.post_validation:
             self.post_validation = PostValidation(
-                self.update, mesh, self.fetch, self._read_ahead, self.own_totals
+                self.update, mesh, self.fetch, self._read_ahead, self.own_totals, sources
             )
 
     def _check_schedule(self) -> None:
@@ -293,13 +298,13 @@ class TrainStep:
             self.mesh.barrier()
         if self.post_validation is not None:
             return self.post_validation.train(executors[0], step, rows, wishes)
-        microbatches, tokens = self.fetch(step, rows)
+        microbatches, counted = self.fetch(step, rows)
         self.optimizer.zero_grad()
         self.pipeline.run(executors, microbatches)
         self._read_ahead(step + 1, rows)
-        own = self.own_totals(tokens, wishes).pack()
+        own = self.own_totals(counted, wishes).pack()
         whole = self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp", largest=LARGEST)
-        totals = Totals.unpack(whole)
+        totals = Totals.unpack(whole, self._sources)
         return self.update.apply(step, totals)
 
     def _warm_up(self, step: int, rows: Rows) -> None:
@@ -338,8 +343,8 @@ class TrainStep:
         """The results with the seconds of their steps."""
         return [replace(result, seconds=self._seconds.pop(result.step)) for result in results]
 
-    def fetch(self, step: int, rows: Rows) -> tuple[dict[Key, MicroBatch], int]:
-        """Micro-batches of a step, and the number of unmasked tokens of the last stages here."""
+    def fetch(self, step: int, rows: Rows) -> tuple[dict[Key, MicroBatch], Counted]:
+        """Micro-batches of a step, and the unmasked tokens of the last stages here."""
         return self._feed.fetch(self.schedule, rows, step, self.samples(step), self.scaler.scale)
 
     def _read_ahead(self, step: int, rows: Rows) -> None:
@@ -352,13 +357,17 @@ class TrainStep:
         since = step - self.position.step
         return self.position.samples + since * self.config.train.global_batch
 
-    def own_totals(self, tokens: int, wishes: Callable[[], Wishes]) -> Totals:
+    def own_totals(self, counted: Counted, wishes: Callable[[], Wishes]) -> Totals:
         """This rank's part of the totals of a step whose backward passes are done."""
         squares = self.optimizer.finish_reduce(self.scaler.scale)
-        loss, tokens = self._own_loss(tokens)
-        *numbers, loss_sum = torch.cat([squares, loss]).tolist()  # the step's one wait for a GPU
+        loss, counted = self._own_loss(counted)
+        some = [squares, loss, *counted.summed_losses()]
+        values = torch.cat(some).tolist()  # the step's one wait for a GPU
+        end = len(values) - len(counted.by_source)
+        by_source = tuple(map(SourceTotal, values[end:], counted.by_source))
         memory = memory_gib(self.mesh.device) or 0.0
-        return Totals(tuple(numbers), loss_sum, tokens, wishes(), memory)
+        *numbers, loss_sum = values[:end]
+        return Totals(tuple(numbers), loss_sum, counted.tokens, wishes(), by_source, memory)
 
     def save(
         self,
@@ -454,8 +463,8 @@ class TrainStep:
             schedule, executors = self._validators[m]
             microbatches, own = self._feed.fetch(schedule, masked, 0, first)
             self.pipeline.run(executors, microbatches)
-            loss, count = self._own_loss(own)
-            sums = torch.tensor([loss.item(), count, stop()], dtype=torch.float64)
+            loss, counted = self._own_loss(own)
+            sums = torch.tensor([loss.item(), counted.tokens, stop()], dtype=torch.float64)
             loss_sum, seen, stopped = self.mesh.ordered_sum(sums, "tp", "dp", "pp").tolist()
             total += loss_sum
             tokens += int(seen)
@@ -465,13 +474,13 @@ class TrainStep:
             left -= m
         return Evaluation(total / max(tokens, 1), tokens)
 
-    def _own_loss(self, tokens: int) -> tuple[Tensor, int]:
-        """Sum of this rank's unmasked token losses, micro-batches in order, and its `tokens`;
-        nothing on all but one of the tp ranks, which have the same."""
+    def _own_loss(self, counted: Counted) -> tuple[Tensor, Counted]:
+        """Sum of this rank's unmasked token losses, micro-batches in order, and its tokens; nothing
+        on all but one of the tp ranks, which have the same."""
         total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.index > 0:
-            return total, 0
+            return total, counted.none()
         if self.last is not None:
             for key in sorted(self.last.loss_sums):
                 total += self.last.loss_sums[key]
-        return total, tokens
+        return total, counted

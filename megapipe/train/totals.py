@@ -19,6 +19,21 @@ class Wishes(NamedTuple):
     """To save a checkpoint."""
 
 
+class SourceTotal(NamedTuple):
+    """The part of a source of a mixture in a step."""
+
+    loss_sum: float
+    """Sum of its unmasked token losses, nats; NaN where the loss is the user's, which has only the
+    sum of all."""
+    tokens: int
+    """Its unmasked tokens."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per unmasked token; NaN where there is none."""
+        return self.loss_sum / self.tokens if self.tokens else math.nan
+
+
 LARGEST = 1
 """How many values at the end of a packed vector are not summed: their maxima are taken."""
 
@@ -35,19 +50,26 @@ class Totals:
     """Unmasked tokens."""
     wishes: Wishes = field(default_factory=Wishes)
     """The requests of all ranks together."""
+    by_source: tuple[SourceTotal, ...] = ()
+    """Of a mixture: the same of each source."""
     memory_gib: float = 0.0
     """Memory of the fullest rank; 0 where no rank knows its own."""
 
     def pack(self) -> Tensor:
-        """[stages + 6], fp64: to be summed, but for the last `LARGEST`."""
-        wishes = map(float, self.wishes)
-        values = [*self.squares, self.loss_sum, float(self.tokens), *wishes, self.memory_gib]
+        """[stages + 6 + 2 sources], fp64: to be summed, but for the last `LARGEST`."""
+        values = [value for source in self.by_source for value in source]
+        values += [*self.squares, self.loss_sum, self.tokens, *self.wishes, self.memory_gib]
         return torch.tensor(values, dtype=torch.float64)
 
     @classmethod
-    def unpack(cls, vector: Tensor) -> Totals:
-        *squares, loss_sum, tokens, stop, save, memory = vector.tolist()
-        return cls(tuple(squares), loss_sum, int(tokens), Wishes(stop > 0, save > 0), memory)
+    def unpack(cls, vector: Tensor, sources: int = 0) -> Totals:
+        """The totals of a mixture of so many sources, or of a run without."""
+        values = vector.tolist()
+        sums, counts = values[: 2 * sources : 2], values[1 : 2 * sources : 2]
+        by_source = tuple(map(SourceTotal, sums, map(int, counts)))
+        *squares, loss_sum, tokens, stop, save, memory = values[2 * sources :]
+        wishes = Wishes(stop > 0, save > 0)
+        return cls(tuple(squares), loss_sum, int(tokens), wishes, by_source, memory)
 
     @property
     def norm(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.config import Config
-from megapipe.data.batch import build_batches
+from megapipe.data.build import build_batches
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import Preempted
@@ -26,7 +26,7 @@ from megapipe.train.callbacks.several import Callbacks, check_callbacks
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
 from megapipe.train.changes import Change, Changes
-from megapipe.train.corpus import change_of_corpus, prepare_on_all
+from megapipe.train.corpus import change_of_corpus, name_of, prepare_on_all
 from megapipe.train.garbage import Garbage
 from megapipe.train.kernels import agreed_kernels
 from megapipe.train.opening import opening
@@ -68,11 +68,16 @@ class Trainer:
         self._changes(corpus=None)
         kernels = agreed_kernels(config, layout, mesh, layout.schedule)
         corpus = prepare_on_all(config, tokenizer, mesh, local_rank=local_rank)
-        changed = change_of_corpus(self.source.checkpoint, corpus, config.data.source)
+        changed = change_of_corpus(self.source.checkpoint, corpus, name_of(config.data))
         self.changes = self._changes(changed)
-        self.training, validation = build_batches(config, tokenizer, corpus)
+        self.training, held_out = build_batches(config, tokenizer, corpus)
         self.train_step = TrainStep(
-            config, layout, mesh, kernels=kernels, document_end=tokenizer.eod
+            config,
+            layout,
+            mesh,
+            kernels=kernels,
+            document_end=tokenizer.eod,
+            sources=len(self.training.names),
         )
         self.run_id = mesh.share(uuid.uuid4().hex)
         self.first_step = 0
@@ -90,12 +95,12 @@ class Trainer:
         self.saving = Saving(checkpoints, clock, run_id=self.run_id, corpus=corpus)
         first: list[Callback] = [
             Profiling(),
-            Reports(skipped=skipped, entropy=corpus.entropy),
+            Reports(skipped=skipped, entropy=corpus.entropy, training=self.training),
             Timelines(),
         ]
         if config.pipeline.schedule == "auto":
             first.append(ScheduleAuto(resumed=self.source.is_own))
-        self.callbacks = Callbacks(first, callbacks, [Validation(validation), self.saving])
+        self.callbacks = Callbacks(first, callbacks, [Validation(held_out), self.saving])
         self.context = Run(
             config=config,
             layout=layout,

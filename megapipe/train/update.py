@@ -10,7 +10,7 @@ from megapipe.errors import NumericError
 from megapipe.optim.lr import learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
-from megapipe.train.totals import Totals, Wishes
+from megapipe.train.totals import SourceTotal, Totals, Wishes
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class StepResult:
     """Factor of the loss in the backward pass (fp16)."""
     wishes: Wishes = field(default_factory=Wishes)
     """Requests of all ranks together, at the end of the step."""
+    by_source: tuple[SourceTotal, ...] = ()
+    """Of a mixture: losses and tokens of each source."""
     memory_gib: float | None = field(default=None, compare=False)
     """Memory of the fullest rank; see :mod:`megapipe.observe.memory`."""
     seconds: float = field(default=math.nan, compare=False)
@@ -91,5 +93,6 @@ class Update:
             tokens=totals.tokens,
             loss_scale=self.scaler.scale,
             wishes=totals.wishes,
+            by_source=totals.by_source,
             memory_gib=totals.memory_gib or None,
         )

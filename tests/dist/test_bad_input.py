@@ -81,9 +81,9 @@ def occupied_folder(key: str) -> Prepare:
 
 def foreign_token(folder: Path) -> dict[str, str]:
     """A cached token file with one id beyond the vocabulary, in the middle."""
-    from megapipe.config import DataConfig
     from megapipe.data.prepare import prepare
     from megapipe.data.tokenizer import load_tokenizer
+    from megapipe.data_config import DataConfig
 
     given = tiny(folder)
     config = DataConfig(source=given["data.source"], cache=given["data.cache"])

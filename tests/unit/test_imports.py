@@ -32,6 +32,7 @@ FLOORS = (
     "cli",
     "keys",
     "config",
+    "data_config",
     "engine",
     "model",
     "layers",

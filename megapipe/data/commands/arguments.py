@@ -6,9 +6,9 @@ import typing
 from pydantic import ValidationError
 
 from megapipe.command_line import Parser
-from megapipe.config import DataConfig
 from megapipe.data.given import is_given
 from megapipe.data.own import is_own
+from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 from megapipe.keys import expected
 from megapipe.section import documentation

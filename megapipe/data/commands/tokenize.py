@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 from megapipe.command_line import Parser
-from megapipe.config import DataConfig
 from megapipe.data.commands.arguments import OF_A_CORPUS, add_keys, data_config
 from megapipe.data.prepare import prepare
 from megapipe.data.prepare.file import prepare_file
 from megapipe.data.prepare.sizes import Sizes
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens.format import without_suffix
+from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 
 VALIDATION_FRACTION = DataConfig.model_fields["validation_fraction"].default
@@ -44,7 +44,9 @@ def run(given: argparse.Namespace) -> None:
         prepared = prepare(config, tokenizer)
         meta = prepared.meta
         where, entropy = str(prepared.folder), meta.entropy
-        rows = {"train": meta.train, "validation": meta.validation}
+        rows = {"train": meta.train}
+        if meta.validation is not None:
+            rows["validation"] = meta.validation
     else:
         output = without_suffix(given.output)
         made = prepare_file(config, tokenizer, output)

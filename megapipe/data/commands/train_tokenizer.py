@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megapipe.command_line import Parser
-from megapipe.config import DataConfig
 from megapipe.data.commands.arguments import add_keys, data_config
 from megapipe.data.corpus import pieces
 from megapipe.data.prepare.progress import Meter, meter
 from megapipe.data.tokenizer.hugging_face import END_TOKENS
+from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
 
 PURPOSE = "a corpus to a tokenizer of its own"

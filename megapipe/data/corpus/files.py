@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megapipe.config import DataConfig
 from megapipe.data.corpus.compressed import SUFFIXES as COMPRESSED
 from megapipe.data.corpus.compressed import inner_suffix
 from megapipe.data.hub import is_hub_name
+from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
 LINES = (".jsonl", ".ndjson")

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megapipe.config import DataConfig
 from megapipe.data.hub import check_reachable, one_line
+from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
 _ROWS = 256

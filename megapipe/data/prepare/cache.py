@@ -14,15 +14,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megapipe.config import DataConfig
 from megapipe.data.corpus import identity
-from megapipe.data.dataset import Split, TokenDataset
+from megapipe.data.dataset import Split, Stream
 from megapipe.data.prepare.held_out import divide
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.parts_folder import PartsFolder
 from megapipe.data.prepare.sizes import Sizes
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenFile
+from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.section import Section
 
@@ -47,8 +47,8 @@ class Meta(Section):
     """Unigram entropy of the corpus, both sides and end marks included, in nats per token."""
     train: Sizes
     """The tokens that are trained on."""
-    validation: Sizes
-    """The tokens that are held out."""
+    validation: Sizes | None
+    """The tokens that are held out; None: none are."""
     files: dict[str, int]
     """Size in bytes of each token file."""
 
@@ -58,7 +58,8 @@ class Prepared:
     """A tokenized corpus.
 
     Attributes:
-        folder: holds train.bin, train.idx, validation.bin, validation.idx, meta.json.
+        folder: holds train.bin, train.idx, meta.json, and validation.bin, validation.idx if some of
+            it is held out.
         digest: SHA-256, in hex, of what decides the content: source, tokenizer and split.
         meta: sizes and entropy.
     """
@@ -67,10 +68,10 @@ class Prepared:
     digest: str
     meta: Meta
 
-    def dataset(self, split: Split, sequence_length: int) -> TokenDataset:
-        """The samples of a split. Raises DataError if it is damaged, or too short for one."""
-        file = TokenFile(self.folder / split)
-        return TokenDataset(file, sequence_length, keep_last=split == "validation")
+    def part(self, split: Split) -> Stream | None:
+        """The tokens of a split. Raises DataError if they are damaged."""
+        there = split == "train" or (split == "validation" and self.meta.validation is not None)
+        return Stream.of(TokenFile(self.folder / split)) if there else None
 
     @property
     def entropy(self) -> float:
@@ -89,7 +90,8 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) 
     """The tokenized corpus of `config`, from the cache if it is there.
 
     A share of the documents, chosen by a hash of their number in the corpus, is held out; each side
-    has at least one. A corpus of a single document is divided within it, its end held out.
+    has at least one. A corpus of a single document is divided within it, its end held out. Where
+    the share is 0, nothing is.
 
     Args:
         progress: show it, on a terminal.

@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-from megapipe.config import DataConfig
 from megapipe.data.corpus import identity
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.parts_folder import PartsFolder
@@ -15,6 +14,7 @@ from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
 from megapipe.data.tokens.fresh import give_name, refuse_existing
 from megapipe.data.tokens.join import join
+from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.section import Section
 

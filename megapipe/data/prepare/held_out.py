@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.config import DataConfig
 from megapipe.data.corpus import Piece, is_one_text, pieces
 from megapipe.data.order import splitmix64
 from megapipe.data.prepare.encode import encode, read_summary, summary_file
@@ -19,6 +18,7 @@ from megapipe.data.prepare.sizes import Sizes, sizes_of
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.data.tokens.join import Choice, join
+from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
 
@@ -26,7 +26,7 @@ class Divided(NamedTuple):
     """Both sides, and the unigram entropy of their tokens in nats per token."""
 
     train: Sizes
-    validation: Sizes
+    validation: Sizes | None
     entropy: float
 
 
@@ -34,10 +34,11 @@ def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
     """Write the token files ``train`` and ``validation`` of a corpus in `folder`.
 
     A share of the documents, chosen by a hash of their number in the corpus, is held out; each side
-    has at least one. A corpus of a single document is divided within it, its end held out.
+    has at least one. A corpus of a single document is divided within it, its end held out. Where
+    the share is 0 all of it is trained on.
 
     Raises:
-        DataError: the corpus cannot be read, is empty, or has a single character.
+        DataError: the corpus cannot be read, is empty, or has a single character to divide.
         OSError: a folder cannot be written.
     """
     if is_one_text(parts.config):
@@ -45,21 +46,23 @@ def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
     whole = parts.fill(progress=progress)
     if whole.documents == 1:
         return _divide_document(parts, folder, progress=progress)
-    held_out = HeldOut(parts.config.validation_fraction, whole.documents)
     prefixes = parts.prefixes(whole)
+    fraction, vocab_size = parts.config.validation_fraction, parts.tokenizer.vocab_size
+
+    def write(name: str, choice: Choice | None, text_bytes: int) -> Sizes:
+        with TokenWriter(folder / name, token_type(vocab_size), vocab_size) as writer:
+            join(prefixes, writer, choice)
+        return sizes_of(folder / name, text_bytes)
+
+    if not fraction:
+        return Divided(write("train", None, whole.text_bytes), None, whole.entropy)
+    held_out = HeldOut(fraction, whole.documents)
     held_bytes = first = 0
     for prefix in prefixes:
         text_bytes = read_summary(prefix).text_bytes
         last = first + len(text_bytes)
         held_bytes += int(text_bytes[held_out(first, last)].sum())
         first = last
-    vocab_size = parts.tokenizer.vocab_size
-
-    def write(name: str, choice: Choice, text_bytes: int) -> Sizes:
-        with TokenWriter(folder / name, token_type(vocab_size), vocab_size) as writer:
-            join(prefixes, writer, choice)
-        return sizes_of(folder / name, text_bytes)
-
     return Divided(
         write("train", lambda first, last: ~held_out(first, last), whole.text_bytes - held_bytes),
         write("validation", held_out, held_bytes),
@@ -117,9 +120,11 @@ def _divide_document(parts: PartsFolder, folder: Path, *, progress: bool) -> Div
     length = sum(len(piece.text) for piece in pieces(config))
     if not length:
         raise parts.is_empty()
-    if length == 1:
+    if length == 1 and config.validation_fraction:
         raise DataError(f"corpus {config.source!r} has a single character: nothing to hold out")
-    cut = min(max(round(length * (1 - config.validation_fraction)), 1), length - 1)
+    cut = length
+    if config.validation_fraction:
+        cut = min(max(round(length * (1 - config.validation_fraction)), 1), length - 1)
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     with meter(f"tokenizing {config.source}", length, wanted=progress) as shown:
 
@@ -129,5 +134,6 @@ def _divide_document(parts: PartsFolder, folder: Path, *, progress: bool) -> Div
             counts[summary.ids] += summary.counts
             return sizes_of(folder / name, int(summary.text_bytes.sum()))
 
-        train, validation = write("train", 0, cut), write("validation", cut, length)
+        train = write("train", 0, cut)
+        validation = write("validation", cut, length) if cut < length else None
     return Divided(train, validation, unigram_entropy(counts))

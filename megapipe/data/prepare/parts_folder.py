@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.config import DataConfig
 from megapipe.data.corpus import Part, parts, total_bytes
 from megapipe.data.prepare.encode import Summary, prefix_of
 from megapipe.data.prepare.progress import meter
 from megapipe.data.prepare.workers import encode_all
 from megapipe.data.tokenizer import Tokenizer
+from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
 

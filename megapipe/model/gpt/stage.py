@@ -102,13 +102,15 @@ class GPTStage(nn.Module):
         assert self.config.vocab_size is not None
         if self.own_loss is not None:
             logits = head(hidden).transpose(0, 1)[..., : self.config.vocab_size]
-            return self.own_loss(logits, mb.labels, mb.mask)
+            return self.own_loss(logits, mb.labels, mb.mask != 0)
         labels, mask, vocab = mb.labels.t(), mb.mask.t(), self.config.vocab_size
         chunk = self.sharding.kernels.loss_chunk
         if chunk:
-            return linear_cross_entropy(hidden, head, labels, mask, vocab_size=vocab, chunk=chunk)
+            return linear_cross_entropy(
+                hidden, head, labels, mask, vocab_size=vocab, chunk=chunk, by_source=mb.by_source
+            )
         losses = vocab_parallel_cross_entropy(head(hidden), labels, self.sharding.tp, vocab)
-        return masked_sum(losses, mask)
+        return masked_sum(losses, mask, mb.by_source)
 
     def logits(
         self,

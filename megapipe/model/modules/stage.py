@@ -83,7 +83,7 @@ class ModuleStage(nn.Module):
             return y
         assert mb.labels is not None
         assert mb.mask is not None
-        return self.loss(y, mb.labels, mb.mask)
+        return self.loss(y, mb.labels, mb.mask != 0)
 
     def outputs(self, x: Any, mb: MicroBatch) -> Any:
         """The output of the last layer of this stage, a tensor or a tuple."""

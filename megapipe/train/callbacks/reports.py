@@ -7,8 +7,9 @@ import time
 
 import torch
 
+from megapipe.data.batch import Batches
 from megapipe.layout.devices import peak
-from megapipe.observe.record import StepRecord, ValidationRecord
+from megapipe.observe.record import SourceRecord, StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.update import StepResult
@@ -21,14 +22,20 @@ class Reports(Callback):
     """Reports steps as their results become known.
 
     `skipped` are the steps since step 0 that fp16 made without an update, `entropy` is that of the
-    corpus' unigrams in nats, if it is known.
+    corpus' unigrams in nats, if it is known, and `training` are the batches that steps
+    take.
     """
 
-    def __init__(self, *, skipped: int, entropy: float | None) -> None:
+    def __init__(
+        self, *, skipped: int, entropy: float | None, training: Batches | None = None
+    ) -> None:
         self._skipped = skipped
         self._entropy = entropy
+        self._training = training
         self._losses: list[float] = []
-        self._validation_loss = math.nan
+        self._validation_loss: float | None = None
+        self._held_out: dict[str, float] = {}
+        """The last loss of each set that has a name, and of tests."""
         self._pace: float | None = None
         """Seconds per step, smoothed."""
 
@@ -78,10 +85,21 @@ class Reports(Callback):
             samples=run.train_step.samples(step),
             loss_scale=result.loss_scale if scales else None,
             skipped=self._skipped if scales else None,
+            sources=self._sources(result, run.train_step.samples(step)),
         )
 
+    def _sources(self, result: StepResult, samples: int) -> dict[str, SourceRecord] | None:
+        training = self._training
+        if training is None or training.mixture is None:
+            return None
+        parts = zip(training.names, result.by_source, training.taken(samples), strict=True)
+        return {name: SourceRecord(sum_.loss, sum_.tokens, count) for name, sum_, count in parts}
+
     def after_validation(self, run: Run, record: ValidationRecord) -> None:
-        self._validation_loss = record.loss
+        if record.name or record.split == "test":
+            self._held_out[record.label] = record.loss
+        else:
+            self._validation_loss = record.loss
         if run.observer is not None:
             run.observer.validation(record)
 
@@ -96,6 +114,7 @@ class Reports(Callback):
             loss_first=self._losses[0],
             loss_last=self._losses[-1],
             validation_loss=self._validation_loss,
+            held_out=self._held_out,
             unigram_entropy=self._entropy,
             tokens_per_second=tokens / seconds,
             run_folder=str(run.folder),

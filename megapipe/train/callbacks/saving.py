@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from megapipe.checkpoint.retention import retain
-from megapipe.data.dataset import Corpus
+from megapipe.data.sources import Sources
 from megapipe.distributed.agreement import all_or_none
 from megapipe.errors import MegapipeError
 from megapipe.train.callbacks.callback import Callback, Run, Step
@@ -20,7 +20,7 @@ class Saving(Callback):
     `clock` says when a checkpoint is due by time: that of rank 0 decides.
     """
 
-    def __init__(self, checkpoints: Path, clock: Clock, *, run_id: str, corpus: Corpus) -> None:
+    def __init__(self, checkpoints: Path, clock: Clock, *, run_id: str, corpus: Sources) -> None:
         self.checkpoints = checkpoints
         self.clock = clock
         self._run_id = run_id

@@ -1,19 +1,20 @@
-"""Validation: the loss on held-out text, every so many steps and after the last."""
+"""Losses on what is held out: validation every so many steps and after the last, tests then."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
-from megapipe.data.batch import Batches
+from megapipe.data.build import HeldOutBatches
 from megapipe.observe.record import ValidationRecord
 from megapipe.train.callbacks.callback import Callback, Run, Step
 
 
 class Validation(Callback):
-    """Computes the loss on the held-out `batches`, and tells it to all callbacks."""
+    """Computes the loss on each of the sets `held_out`, and tells it to all callbacks."""
 
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
+    def __init__(self, held_out: Sequence[HeldOutBatches]) -> None:
+        self._held_out = held_out
 
     def before_step(self, run: Run, step: Step) -> None:
         step.validate |= step.last or is_due(run.config.train.validate_every, step.number)
@@ -23,16 +24,24 @@ class Validation(Callback):
         if not step.validate or step.stop:
             return
         run.check_settled()
+        for held_out in self._held_out:
+            ends = step.number == run.config.train.steps
+            if not step.stop and (held_out.split == "validation" or ends):
+                self._score(run, step, held_out)
+
+    def _score(self, run: Run, step: Step, held_out: HeldOutBatches) -> None:
         start = time.perf_counter()
-        samples, most = len(self._batches), run.config.train.validation_samples
-        if most is not None:
+        batches, train = held_out.batches, run.config.train
+        samples, most = len(batches), train.validation_samples
+        if most is not None and held_out.split == "validation":
             samples = min(samples, most)
-        found = run.train_step.evaluate(self._batches.rows, samples, stop=lambda: bool(run.stop))
+        found = run.train_step.evaluate(batches.rows, samples, stop=lambda: bool(run.stop))
         if found.stopped:
             step.stop = True
             return
         seconds = time.perf_counter() - start
-        record = ValidationRecord(step.number, run.config.train.steps, found.loss, seconds)
+        name, split = held_out.name, held_out.split
+        record = ValidationRecord(step.number, train.steps, found.loss, seconds, name, split)
         run.callbacks.after_validation(run, record)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config import DataConfig
+from megapipe.data_config import DataConfig
 from tests.unit.data.data_cases import TEXTS, train_bpe
 
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from megapipe.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
-from megapipe.data.batch import Batches, build_batches
+from megapipe.data.batch import Batches, Source
+from megapipe.data.build import build_batches
 from megapipe.data.dataset import TokenDataset
 from megapipe.data.order import order
 from megapipe.data.prepare import prepare
+from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import token_type
@@ -20,13 +22,26 @@ EOD = 256
 
 
 def batches(
-    folder: Path, tokens: Any, *, keep_last: bool = False, vocab_size: int = 257, **settings: Any
+    folder: Path,
+    tokens: Any,
+    *,
+    keep_last: bool = False,
+    shuffle: bool = False,
+    repeat: bool = True,
+    **settings: Any,
 ) -> Batches:
     with TokenWriter(folder / "x", token_type(60000), 60000) as writer:
         writer.add(np.asarray(tokens))
     dataset = TokenDataset(TokenFile(folder / "x"), L, keep_last=keep_last)
-    defaults = {"seed": 1, "mask_document_ends": False, "eod": EOD, "shuffle": False}
-    return Batches(dataset, vocab_size=vocab_size, **(defaults | settings))
+    n = len(dataset)
+
+    def sample_at(number: int) -> int | None:
+        if number >= n and not repeat:
+            return None
+        return order(1, n, number) if shuffle else number % n
+
+    defaults = {"vocab_size": 257, "mask_document_ends": False, "eod": EOD}
+    return Batches([Source(dataset, sample_at)], **(defaults | settings))
 
 
 def test_rows_in_file_order(tmp_path: Path) -> None:
@@ -98,7 +113,8 @@ def test_token_outside_the_vocabulary(tmp_path: Path, position: int, wrong: int)
 
 def test_negative_token(tmp_path: Path) -> None:
     training = batches(tmp_path, np.zeros(33, dtype=np.int64), vocab_size=70000)
-    file = training.dataset.file
+    dataset: Any = training.sources[0].dataset
+    file = dataset.file
     file.tokens = file.tokens.astype(np.int32)
     file.tokens[20] = -1
     with pytest.raises(DataError, match="token id -1 at position 20 of"):
@@ -114,14 +130,21 @@ def config(data: DataConfig, *, seed: int = 1, vocab_size: int | None = None) ->
     )
 
 
+def both(whole: Config) -> tuple[Batches, Batches]:
+    """Of training and of the one set that is held out."""
+    tokenizer = ByteTokenizer()
+    train, (held_out,) = build_batches(whole, tokenizer, load_sources(whole, tokenizer))
+    return train, held_out.batches
+
+
 def test_built_from_a_config(folder_config: DataConfig) -> None:
     tokenizer = ByteTokenizer()
-    prepared = prepare(folder_config.model_copy(update={"validation_fraction": 0.2}), tokenizer)
-    train, validation = build_batches(config(folder_config), tokenizer, prepared)
-    other_train, other_validation = build_batches(
-        config(folder_config, seed=2), tokenizer, prepared
+    divided = folder_config.model_copy(update={"validation_fraction": 0.2})
+    meta = prepare(divided, tokenizer).meta
+    assert meta.validation is not None
+    (train, validation), (other_train, other_validation) = (
+        both(config(divided, seed=seed)) for seed in (1, 2)
     )
-    meta = prepared.meta
     assert len(train) == (meta.train.tokens - 1) // 16
     assert len(validation) == -(-(meta.validation.tokens - 1) // 16)
     numbers = range(len(validation) + 3)
@@ -134,10 +157,8 @@ def test_built_from_a_config(folder_config: DataConfig) -> None:
 
 
 def test_the_models_vocabulary_is_the_bound(folder_config: DataConfig) -> None:
-    tokenizer = ByteTokenizer()
-    prepared = prepare(folder_config, tokenizer)
-    train, _ = build_batches(config(folder_config, vocab_size=100), tokenizer, prepared)
+    train, _ = both(config(folder_config, vocab_size=100))
     with pytest.raises(DataError, match=r"is outside the vocabulary \(0 to 99\)"):
         train.rows(range(len(train)))
-    train, _ = build_batches(config(folder_config, vocab_size=300), tokenizer, prepared)
+    train, _ = both(config(folder_config, vocab_size=300))
     train.rows(range(len(train)))

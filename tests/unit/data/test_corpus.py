@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megapipe.config import DataConfig
 from megapipe.data import corpus
 from megapipe.data.corpus import identity, pieces
 from megapipe.data.corpus import tables as tables_module
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import ByteTokenizer
+from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import TEXTS, drop_privileges
 
@@ -156,7 +156,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unreachable_hub_is_reported_in_seconds() -> None:
     code = (
-        "from megapipe.config import DataConfig\n"
+        "from megapipe.data_config import DataConfig\n"
         "from megapipe.data.corpus import pieces\n"
         "from megapipe.data.tokenizer import load_tokenizer\n"
         "from megapipe.errors import DataError\n"
@@ -257,7 +257,7 @@ def test_readers_are_silent_and_leave_nothing_outside_the_cache(tmp_path: Path) 
     (tmp_path / "bad.parquet").write_text("nothing of the kind")
     code = (
         "import sys\n"
-        "from megapipe.config import DataConfig\n"
+        "from megapipe.data_config import DataConfig\n"
         "from megapipe.data.corpus import pieces\n"
         "from megapipe.errors import DataError\n"
         "for source in sys.argv[1:]:\n"

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from megapipe.config import Config, DataConfig, TrainConfig
-from megapipe.data.batch import build_batches
-from megapipe.data.given import given_tokens, is_given
+from megapipe.data.build import build_batches
+from megapipe.data.dataset import Split, Stream, TokenDataset
+from megapipe.data.given import GivenTokens, given_tokens, is_given
+from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
@@ -26,11 +28,17 @@ def config(source: Path | str, fraction: float = 0.02) -> DataConfig:
     return DataConfig(source=str(source), validation_fraction=fraction)
 
 
+def part(corpus: GivenTokens, split: Split) -> Stream:
+    found = corpus.part(split)
+    assert found is not None
+    return found
+
+
 def test_a_prefix_and_its_files_name_it(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x.v1", [[1, 2], [3, 4]])
     for name in ("x.v1", "x.v1.bin", "x.v1.idx"):
         assert is_given(str(tmp_path / name))
-        assert given_tokens(config(tmp_path / name)).file.prefix == prefix
+        assert part(given_tokens(config(tmp_path / name)), "train").file.prefix == prefix
     assert not is_given("stdlib")
     assert not is_given(str(tmp_path))
     assert not is_given(str(tmp_path / "y"))
@@ -69,7 +77,8 @@ def test_the_last_documents_are_held_out(
     prefix = write(tmp_path / "x", [[1] * length for length in lengths])
     found = given_tokens(config(prefix, fraction))
     total = sum(lengths)
-    assert (found.train, found.validation) == (range(cut), range(cut, total))
+    train, validation = part(found, "train"), part(found, "validation")
+    assert (train.positions, validation.positions) == (range(cut), range(cut, total))
 
 
 def test_samples_are_of_their_split(tmp_path: Path) -> None:
@@ -77,7 +86,11 @@ def test_samples_are_of_their_split(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x", documents)
     corpus = given_tokens(config(prefix, 0.1))
     stream = [token for document in documents for token in document]
-    train, validation = (corpus.dataset(split, 8) for split in ("train", "validation"))
+    streams = part(corpus, "train"), part(corpus, "validation")
+    train, validation = (
+        TokenDataset(stream.file, 8, stream.positions, keep_last=keep_last)
+        for stream, keep_last in zip(streams, (False, True), strict=True)
+    )
     assert len(train) == (450 - 1) // 8
     assert len(validation) == -(-49 // 8)
     labels = [i for k in range(len(validation)) for i in validation.labelled(k).labels.tolist()]
@@ -86,19 +99,19 @@ def test_samples_are_of_their_split(tmp_path: Path) -> None:
     assert labels == stream[1 : 1 + len(labels)]
     assert validation.place(0, 3, label=True) == f"position 454 of {tmp_path / 'x.bin'}"
     with pytest.raises(DataError, match=r"x\.bin has 50 tokens from position 450 to 500, but one"):
-        corpus.dataset("validation", 8).__class__(corpus.file, 80, corpus.validation)
+        TokenDataset(streams[1].file, 80, streams[1].positions)
 
 
 def test_batches_of_a_token_file(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x", [[i, i + 1, 256] for i in range(200)])
     whole = Config(data=config(prefix, 0.25), train=TrainConfig(sequence_length=10))
-    corpus = given_tokens(whole.data)
-    train, validation = build_batches(whole, ByteTokenizer(), corpus)
+    train, (held_out,) = build_batches(whole, ByteTokenizer(), load_sources(whole, ByteTokenizer()))
+    stream, validation = part(given_tokens(whole.data), "train").file.tokens, held_out.batches
     tokens, labels, mask = train.rows(range(len(train)))
     assert tokens.shape == (44, 10)
-    assert sorted(labels[mask].tolist()) == sorted(corpus.file.tokens[1:441].tolist())
+    assert sorted(labels[mask].tolist()) == sorted(stream[1:441].tolist())
     _, labels, mask = validation.rows(range(len(validation)))
-    assert sorted(labels[mask].tolist()) == sorted(corpus.file.tokens[451:].tolist())
+    assert sorted(labels[mask].tolist()) == sorted(stream[451:].tolist())
 
 
 def test_content_follows_tokens_and_splits_not_the_place(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import torch
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.data import commands
-from megapipe.data.batch import Batches, build_batches
+from megapipe.data.batch import Batches
+from megapipe.data.build import build_batches
 from megapipe.data.order import order
 from megapipe.data.own import ARGUMENTS, OwnData, is_own, own_data
+from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.errors import ConfigError, DataError
 from megapipe.layout.resolve import resolve
@@ -126,12 +128,17 @@ def config(name: str, *overrides: str) -> Config:
 
 
 def made(name: str, *overrides: str) -> OwnData:
-    return own_data(config(name, *overrides), ByteTokenizer())
+    return own_data(
+        config(name, *overrides), f"sets:{name}", ByteTokenizer(), ("train", "validation")
+    )
 
 
 def batches(name: str, *overrides: str) -> tuple[Batches, Batches]:
     chosen = config(name, *overrides)
-    return build_batches(chosen, ByteTokenizer(), own_data(chosen, ByteTokenizer()))
+    train, (held_out,) = build_batches(
+        chosen, ByteTokenizer(), load_sources(chosen, ByteTokenizer())
+    )
+    return train, held_out.batches
 
 
 def test_rows_of_windows_in_the_order_of_a_corpus() -> None:
@@ -264,7 +271,7 @@ def test_a_larger_vocabulary_has_the_same_ids() -> None:
 def test_samples_are_asked_for_by_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     train, _ = batches("Tensors")
-    samples = train.dataset._samples  # type: ignore[attr-defined]
+    samples = train.sources[0].dataset._samples  # type: ignore[attr-defined]
     get = type(samples).__getitem__
     monkeypatch.setattr(type(samples), "__getitem__", lambda s, i: asked.append(i) or get(s, i))
     train.rows(range(3))

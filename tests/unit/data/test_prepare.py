@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapipe.config import DataConfig
 from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.prepare import encode as module
 from megapipe.data.prepare.held_out import HeldOut
 from megapipe.data.tokenizer import ByteTokenizer, TokenIds, load_tokenizer
 from megapipe.data.tokens import TokenFile
+from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import TEXTS
 
@@ -220,7 +220,7 @@ def test_cache_that_is_no_folder(folder_config: DataConfig) -> None:
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from megapipe.config import DataConfig
+from megapipe.data_config import DataConfig
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import ByteTokenizer
 
@@ -326,7 +326,7 @@ def test_command(folder_config: DataConfig, tmp_path: Path) -> None:
         (
             ["--validation-fraction", "2"],
             2,
-            "--validation-fraction 2.0: expected a number > 0 and < 1",
+            "--validation-fraction 2.0: expected a number >= 0 and < 1",
         ),
     ):
         failed = run(*options, *wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -60,6 +61,41 @@ def run(dtype: torch.dtype, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     head.sharding.queue.run(0)
     assert hidden.grad is not None
     return loss.detach(), hidden.grad, main_grad(head.weight)
+
+
+@pytest.mark.parametrize("chunk", [0, 10, TOKENS])
+def test_losses_by_source(chunk: int) -> None:
+    """Sources 0 and 2 of 4 are there; each sum is that of the tokens of its source."""
+    hidden, weight, labels, mask = data(torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    sources = torch.randint(0, 2, mask.shape, generator=generator) * 2
+    mixed = (mask * (1 + sources)).to(torch.uint8)
+    exact = functional.cross_entropy(
+        hidden.flatten(0, 1) @ weight.t(), labels.flatten(), reduction="none"
+    )
+    expected = [exact[(mixed == 1 + source).flatten()].sum() for source in range(4)]
+    head, found = new_head(weight), torch.full((4,), math.nan, dtype=torch.float64)
+    head.sharding.queue.open(0)
+    hidden.requires_grad_()
+    for _ in range(2):  # the second time as where a stage is run again
+        if chunk:
+            loss = linear_cross_entropy(
+                hidden, head, labels, mixed, vocab_size=VOCAB, chunk=chunk, by_source=found
+            )
+        else:
+            losses = vocab_parallel_cross_entropy(head(hidden), labels, Axis.alone(), VOCAB)
+            loss = masked_sum(losses, mixed, found)
+    loss.backward()
+    head.sharding.queue.run(0)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-12, atol=0)
+    torch.testing.assert_close(loss.detach(), exact[mask.flatten()].sum(), rtol=1e-12, atol=0)
+    assert found[1] == found[3] == 0
+
+
+def test_a_loss_that_is_not_finite_stays_with_its_source() -> None:
+    losses, found = torch.tensor([[1.0, math.inf], [2.0, math.nan]]), torch.zeros(2)
+    masked_sum(losses, torch.tensor([[1, 2], [1, 0]], dtype=torch.uint8), found)
+    assert found.tolist() == [3.0, math.inf]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

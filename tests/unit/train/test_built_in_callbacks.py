@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from megapipe.data.build import HeldOutBatches
 from megapipe.observe.record import ValidationRecord
 from megapipe.observe.summary import read_summary
 from megapipe.train.callbacks import Callback, Run, Step, Wishes, schedule_auto, timelines
@@ -229,7 +230,7 @@ def validating(
     settings = {"train": {"validate_every": 4, "validation_samples": most}}
     run = standing_run(folder, Heard(), settings=settings, evaluate=evaluate)
     held: Any = Held()
-    return run, Validation(held), calls
+    return run, Validation([HeldOutBatches("", "validation", held)]), calls
 
 
 def heard(run: Run) -> Heard:

@@ -67,7 +67,7 @@ def fetch(
     mesh: Any = FakeMesh(Axis(dp, index, tuple(range(dp)), None), elsewhere)
     source = Source()
     result, count = Feed(config, layout, mesh, ranks).fetch(schedule, source, 5, first)
-    return result, count, source.asked
+    return result, count.tokens, source.asked
 
 
 def here(microbatch: MicroBatch) -> list[bool]:

@@ -1,0 +1,119 @@
+"""Batches of a run, from its configuration and its corpora."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from megapipe.config import Config
+from megapipe.data.batch import Batches, Source
+from megapipe.data.dataset import Dataset, Split, Stream, TokenDataset
+from megapipe.data.mixture import Mixture, Recipe, weight_plan
+from megapipe.data.order import order
+from megapipe.data.sources import HeldOut, Sources
+from megapipe.data.tokenizer import Tokenizer
+from megapipe.data_config import DataConfig
+from megapipe.errors import DataError
+
+
+class HeldOutBatches(NamedTuple):
+    """Batches of a set that losses are computed on."""
+
+    name: str
+    split: Split
+    batches: Batches
+
+
+def build_batches(
+    config: Config, tokenizer: Tokenizer, sources: Sources
+) -> tuple[Batches, list[HeldOutBatches]]:
+    """Training batches and those of the sets that are held out.
+
+    Training never ends, unless a mixture does. Each held-out set has every token as a label once.
+    Its order is shuffled, so that its first samples stand for all, and is the same for every
+    `run.seed`.
+
+    Raises:
+        DataError: a split is damaged, or too short for one sample, or a mixture for the run.
+    """
+    length = config.train.sequence_length
+
+    def batches(given: Sequence[Source], mixture: Mixture | None = None) -> Batches:
+        return Batches(
+            given,
+            mixture,
+            vocab_size=config.model.vocab_size or tokenizer.vocab_size,
+            mask_document_ends=config.data.mask_document_ends,
+            eod=tokenizer.eod,
+        )
+
+    def scored(held_out: HeldOut) -> HeldOutBatches:
+        dataset = _cut(held_out.part, length, keep_last=True)
+        source = Source(dataset, partial(_once, 0, len(dataset)), held_out.name)
+        return HeldOutBatches(held_out.name, held_out.split, batches([source]))
+
+    training = []
+    for name, corpus in sources.training.items():
+        part = corpus.part("train")
+        assert part is not None
+        dataset = _cut(part, length, keep_last=False)
+        training.append(Source(dataset, partial(order, config.run.seed, len(dataset)), name))
+    mixture = _mixture(config, training) if config.data.mixture else None
+    return batches(training, mixture), [scored(each) for each in sources.held_out()]
+
+
+def _cut(part: Stream | Dataset, length: int, *, keep_last: bool) -> Dataset:
+    if not isinstance(part, Stream):
+        return part
+    whole = part.positions == range(len(part.file.tokens))
+    span = None if whole else part.positions
+    return TokenDataset(part.file, length, span, keep_last=keep_last)
+
+
+def _once(seed: int, n: int, number: int) -> int | None:
+    return order(seed, n, number) if number < n else None
+
+
+def _mixture(config: Config, training: Sequence[Source]) -> Mixture:
+    """The mixture of a run, whose sources have these data sets."""
+    data, train = config.data, config.train
+    samples = [len(source.dataset) for source in training]
+    most = [
+        _most(given.tokens, given.epochs, n, train.sequence_length)
+        for given, n in zip(data.mixture.values(), samples, strict=True)
+    ]
+    for source, limit in zip(training, most, strict=True):
+        if limit == 0:
+            raise DataError(
+                f"data.mixture.{source.name}: tokens and epochs leave less than one sample of "
+                f"train.sequence_length={train.sequence_length}"
+            )
+    weights = [
+        (step * train.global_batch, [weight ** (1 / data.temperature) for weight in some])
+        for step, some in _weights(data, samples, most)
+    ]
+    mixture = Mixture(Recipe(weights, most), [source.name for source in training])
+    mixture.check(train.steps * train.global_batch)
+    return mixture
+
+
+def _most(tokens: int | None, epochs: float | None, samples: int, length: int) -> int | None:
+    """Samples that `tokens` and `epochs` allow of a source that has `samples`."""
+    limits = []
+    if tokens is not None:
+        limits.append(tokens // length)
+    if epochs is not None:
+        limits.append(int(epochs * samples))
+    return min(limits, default=None)
+
+
+def _weights(
+    data: DataConfig, samples: Sequence[int], most: Sequence[int | None]
+) -> list[tuple[int, list[float]]]:
+    """The steps at which weights change, the first one 0, with the weights from then on."""
+    given = [source.weight for source in data.mixture.values() if source.weight is not None]
+    if given:  # then all have one
+        return weight_plan(given)
+    sizes = zip(samples, most, strict=True)
+    return [(0, [float(n if limit is None else limit) for n, limit in sizes])]

@@ -1,0 +1,40 @@
+"""Which sequences of a token file are for training, validation and test."""
+
+import itertools
+import re
+
+import numpy as np
+
+from megapipe.errors import ConfigError
+
+_NUMBER = r"\s*(\d+\.?\d*|\.\d+)\s*"
+_SPLIT = re.compile(rf"{_NUMBER}(,{_NUMBER}){{0,2}}")
+
+
+def split_ranges(split: str, sequences: int) -> tuple[range, range, range]:
+    """Sequences for training, validation and test, in the order of the file.
+
+    Args:
+        split: up to three weights, such as ``"969,30,1"``; those left out are 0.
+        sequences: how many the token file has.
+
+    Returns:
+        The three ranges, rounded as Megatron-LM rounds them; they follow each other, and one of
+        weight 0 is empty.
+
+    Raises:
+        ConfigError: `split` is something else, or all of its weights are 0.
+    """
+    if _SPLIT.fullmatch(split) is None:
+        raise ConfigError(
+            f"split {split!r}: expected one to three weights of sequences, such as 969,30,1"
+        )
+    weights = np.array([float(weight) for weight in split.split(",")])
+    total = weights.sum()
+    if not 0 < total < np.inf:
+        raise ConfigError(f"split {split!r}: the sum of the weights is {total}")
+    shares = (weights / total).tolist()
+    ends = itertools.accumulate(shares + [0.0] * (3 - len(shares)))
+    cuts = [0, *(round(end * float(sequences)) for end in ends)]
+    train, validation, test = itertools.starmap(range, itertools.pairwise(cuts))
+    return train, validation, test

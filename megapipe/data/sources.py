@@ -1,0 +1,137 @@
+"""The corpora of a run: what it is trained on, validated on and tested on, by the user's names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megapipe.config import Config
+from megapipe.data.dataset import Corpus, Dataset, Split, Stream
+from megapipe.data.given import given_tokens, is_given
+from megapipe.data.own import is_own, own_data
+from megapipe.data.prepare import prepare
+from megapipe.data.tokenizer import Tokenizer
+from megapipe.data_config import DataConfig, MixtureSource
+
+ONLY = ""
+"""The name of a single source, ``data.source``, which the user gives none."""
+
+
+class HeldOut(NamedTuple):
+    """A set that losses are computed on."""
+
+    name: str
+    """Of the user's, or :data:`ONLY`."""
+    split: Split
+    part: Stream | Dataset
+
+
+@dataclass(frozen=True)
+class Sources:
+    """All corpora of a run.
+
+    Attributes:
+        training: those trained on, by name; their own held-out parts are validated on.
+        validation: those of ``data.validation``, in the place of these parts.
+        test: those of ``data.test``.
+        recipe: what else decides which tokens are trained on, and in which order.
+    """
+
+    training: Mapping[str, Corpus]
+    validation: Mapping[str, Corpus]
+    test: Mapping[str, Corpus]
+    recipe: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, in hex, of what decides what is trained on."""
+        return self._of_training(lambda corpus: corpus.digest)
+
+    @property
+    def content(self) -> str:
+        """SHA-256, in hex, of what stands for it, wherever the files lie."""
+        return self._of_training(lambda corpus: corpus.content)
+
+    @property
+    def everything(self) -> str:
+        """The same of what is validated and tested on too."""
+        rest = [corpus.content for some in (self.validation, self.test) for corpus in some.values()]
+        return hashlib.sha256(json.dumps([self.content, *rest]).encode()).hexdigest()
+
+    @property
+    def entropy(self) -> float | None:
+        """Unigram entropy of a single source, in nats per token, where it is known."""
+        return self.training[ONLY].entropy if ONLY in self.training else None
+
+    def held_out(self) -> Iterator[HeldOut]:
+        """The sets to validate and to test on. Raises DataError for a damaged one."""
+        named: Mapping[Split, Mapping[str, Corpus]] = {
+            "validation": self.validation,
+            "test": self.test,
+        }
+        for split, given in named.items():
+            for name, corpus in (given or self.training).items():
+                part = corpus.part(split)
+                if part is None and given:
+                    part = corpus.part("train")  # all of it
+                if part is not None:
+                    yield HeldOut(name, split, part)
+
+    def _of_training(self, of: Callable[[Corpus], str]) -> str:
+        if ONLY in self.training:
+            return of(self.training[ONLY])
+        known = [self.recipe, *([name, of(corpus)] for name, corpus in self.training.items())]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def training_sources(data: DataConfig) -> dict[str, DataConfig]:
+    """The sources that are trained on, by name, each with the keys that it is read with."""
+    if not data.mixture:
+        return {ONLY: data}
+    return {name: _with(data, source) for name, source in data.mixture.items()}
+
+
+def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True) -> Sources:
+    """The corpora of a resolved configuration; texts are tokenized, or taken from the cache.
+
+    Raises :class:`DataError` for whatever is wrong with one.
+    """
+    data = config.data
+    whole = data.model_copy(update={"validation_fraction": 0.0, "split": None})
+    training: list[Split] = ["train"] if data.validation else ["train", "validation"]
+
+    def load(given: DataConfig, *splits: Split) -> Corpus:
+        if is_own(given.source):
+            return own_data(config, given.source, tokenizer, splits)
+        if is_given(given.source):
+            return given_tokens(given)
+        return prepare(given, tokenizer, progress=progress)
+
+    def named(split: Split, given: Mapping[str, str]) -> dict[str, Corpus]:
+        return {
+            name: load(whole.model_copy(update={"source": source}), split)
+            for name, source in given.items()
+        }
+
+    divided = data.model_copy(update={"validation_fraction": 0.0}) if data.validation else data
+    return Sources(
+        {name: load(given, *training) for name, given in training_sources(divided).items()},
+        named("validation", data.validation),
+        named("test", data.test),
+        json.dumps(
+            [
+                {name: [m.weight, m.tokens, m.epochs] for name, m in data.mixture.items()},
+                data.temperature,
+            ]
+        ),
+    )
+
+
+def _with(data: DataConfig, source: MixtureSource) -> DataConfig:
+    given = {"source": source.source, "subset": source.subset}
+    given["dataset_split"] = source.dataset_split
+    given["text_field"] = source.text_field or data.text_field
+    return data.model_copy(update=given)

@@ -1,0 +1,111 @@
+"""The section `data` of the configuration: what a run is trained and validated on."""
+
+import itertools
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from megapipe.section import Expected, Section
+
+
+def _rising(pairs: list[list[float]]) -> list[list[float]]:
+    steps = [step for step, _ in pairs]
+    if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
+        raise ValueError("steps that rise from 0")
+    return pairs
+
+
+_Pair = Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)]
+Weight = Annotated[float, Field(gt=0)] | Annotated[list[_Pair], AfterValidator(_rising)]
+"""A constant, or pairs of a step, the first 0, and the weight from it on."""
+
+
+class MixtureSource(Section):
+    """A source of a mixture."""
+
+    source: str
+    """As `data.source`."""
+    weight: Annotated[
+        Weight | None,
+        Expected("a number > 0, or pairs of a step and the weight from it on: [[0, 3], [800, 1]]"),
+    ] = None
+    """Its share of the samples, in proportion to the others'; or pairs of a step and the weight
+    from that step on, [[0, 3], [800, 1]]. Default, for all or none: its tokens, each counted as
+    often as `epochs` says, or those that `tokens` leaves."""
+    tokens: int | None = Field(None, ge=1)
+    """Most tokens that are taken from it; then the others go on in proportion."""
+    epochs: float | None = Field(None, gt=0)
+    """Most times that all of it is taken; then the others go on in proportion."""
+    subset: str | None = None
+    """As `data.subset`."""
+    dataset_split: str | None = None
+    """As `data.dataset_split`."""
+    text_field: str | None = None
+    """As `data.text_field`, which is its default."""
+
+
+class DataConfig(Section):
+    """The corpus and its tokenizer."""
+
+    source: str = "stdlib"
+    """`stdlib` (source text of the running Python's standard library, nothing to fetch), a file
+    (.txt, .jsonl, .json, .parquet; anything else is read as text; all but parquet may be packed:
+    .gz, .xz, .zst), a folder of such files, a pattern such as `texts/**/*.jsonl.zst`, a folder
+    saved by `datasets`, the name of a data set on the Hugging Face hub, a token file of
+    Megatron-LM's (PREFIX of PREFIX.bin and PREFIX.idx, whose last documents are held out), or a
+    function of your own as `module:name` that returns a data set of token ids
+    (docs/extending.md)."""
+    mixture: Annotated[
+        dict[str, MixtureSource],
+        Expected("sources by names of your own, as in data.mixture.web.source=texts"),
+    ] = Field(default_factory=dict)
+    """Sources that are mixed, in the place of `source`: data.mixture.NAME.source, and of each
+    `weight`, `tokens`, `epochs`, `subset`, `dataset_split`, `text_field` (docs/data.md). The source
+    of a sample is a function of its number alone. Each step's loss and tokens are logged for each
+    source, and what each holds out is validated by itself."""
+    temperature: float = Field(1.0, gt=0)
+    """Weights of a mixture are raised to the power of 1 / temperature: above 1, small sources
+    are taken more often."""
+    subset: str | None = None
+    """Configuration name of a hub data set."""
+    dataset_split: str | None = None
+    """Split of a data set on the hub or saved by `datasets`; default: train. Where it is given, any
+    folder is read as `datasets` reads one of the hub, with its splits."""
+    text_field: str = "text"
+    """Field that holds the text in JSONL, parquet and hub data sets."""
+    tokenizer: str = "byte"
+    """`byte` (256 bytes and an end-of-document mark), a local folder or tokenizer.json, the name of
+    a tokenizer on the Hugging Face hub, or `tiktoken:NAME` where that package is installed."""
+    validation_fraction: float = Field(0.02, ge=0, lt=1)
+    """Share of the documents held out for validation; 0: none. Not for `split` and `validation`."""
+    split: Annotated[str | None, Expected('weights such as "969,30,1", or null')] = Field(
+        None, pattern=r"^\s*[0-9.]+(\s*,\s*[0-9.]+){0,2}\s*$"
+    )
+    """Of token files: weights of what is trained on, validated on and tested on, as in "969,30,1":
+    their sequences in this order, rounded as Megatron-LM does. In the place of
+    `validation_fraction`."""
+    validation: Annotated[
+        dict[str, str], Expected("sources by names of your own, as in data.validation.wiki=texts")
+    ] = Field(default_factory=dict)
+    """Sources that are validated on, each by itself and whole: data.validation.NAME=SOURCE. Nothing
+    of `source` or `mixture` is held out then."""
+    test: Annotated[
+        dict[str, str], Expected("sources by names of your own, as in data.test.wiki=texts")
+    ] = Field(default_factory=dict)
+    """Sources whose loss is computed once, when the run has ended: data.test.NAME=SOURCE."""
+    cache: str = "cache"
+    """Folder for tokenized corpora."""
+    workers: int | None = Field(None, ge=1)
+    """Processes that tokenize; default: as many as there are cores. The result does not depend on
+    them."""
+    samples: Literal["stateless", "megatron"] = "stateless"
+    """How a token file becomes samples. stateless: windows of `train.sequence_length` tokens, in an
+    order that is a function of `run.seed` and the number of the sample; nothing is stored.
+    megatron: Megatron-LM's document, sample and shuffle index, and its order of a mixture, for as
+    many samples as `train.steps` take: the same samples in the same order for the same seed. The
+    indices are kept in `cache`."""
+    mask_document_ends: bool = False
+    """Leave the prediction of end-of-document marks out of the loss."""
+    document_mask: bool = False
+    """Tokens attend to earlier tokens of their own document only, not to those of the documents
+    before it in the same sample. Positions count on through the sample."""

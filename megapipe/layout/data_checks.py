@@ -1,0 +1,92 @@
+"""Keys of `data` that do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megapipe.data import given, own
+from megapipe.data.mixture import weight_plan
+from megapipe.data.sources import ONLY, training_sources
+from megapipe.data_config import DataConfig
+from megapipe.errors import ConfigError
+
+MOST_SOURCES = 255
+"""Of a mixture: a byte tells them apart."""
+
+
+def check_data(data: DataConfig) -> None:
+    """Raise :class:`ConfigError` for keys that contradict each other, or that nothing would read;
+    data sets of the user's are loaded."""
+    _check_mixture(data)
+    if data.split is not None and data.validation:
+        raise ConfigError(
+            f"data.split={data.split} and data.validation: expected one of them, as each says what "
+            "is validated on"
+        )
+    sources = list(_sources(data))
+    for key, source in sources:
+        _check_source(data, key, source, alone=len(sources) == 1)
+
+
+def _sources(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Every source with the key that names it."""
+    for name, config in training_sources(data).items():
+        yield ("data.source" if name == ONLY else f"data.mixture.{name}.source"), config.source
+    for split, named in (("validation", data.validation), ("test", data.test)):
+        for name, source in named.items():
+            yield f"data.{split}.{name}", source
+
+
+def _check_mixture(data: DataConfig) -> None:
+    mixture = data.mixture
+    if not mixture:
+        if data.temperature != 1:
+            raise ConfigError(
+                f"data.temperature={data.temperature} is for data.mixture: expected 1 without"
+            )
+        return
+    if data.source != DataConfig.model_fields["source"].default:
+        raise ConfigError(
+            f"data.source={data.source} and data.mixture ({', '.join(mixture)}): expected one of "
+            "them"
+        )
+    if len(mixture) > MOST_SOURCES:
+        raise ConfigError(
+            f"data.mixture has {len(mixture)} sources: expected {MOST_SOURCES} at most"
+        )
+    weights = {name: source.weight for name, source in mixture.items()}
+    without = [name for name, weight in weights.items() if weight is None]
+    if without and len(without) < len(mixture):
+        raise ConfigError(
+            f"data.mixture: a weight is missing for {', '.join(without)}: expected one for all "
+            "sources, or for none"
+        )
+    for step, some in weight_plan([weight for weight in weights.values() if weight is not None]):
+        if not any(some):
+            raise ConfigError(f"data.mixture: from step {step} on all weights are 0")
+
+
+def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> None:
+    """Of keys that are for sources of one kind, those that `source` has no use for are refused;
+    keys that another source may use, only if it is alone."""
+    unused: Sequence[str] = ()
+    refused: Sequence[str] = ()
+    if own.is_own(source):
+        own.load(source, ConfigError)
+        what, unused, refused = "a data set of your own", own.CORPUS_KEYS, ("split", "samples")
+    elif given.is_given(source):
+        what, unused = "a token file", given.TEXT_KEYS
+    else:
+        what, refused = "texts", ("split",)
+    trained_on = key == "data.source" or key.startswith("data.mixture.")
+    for names, kind, wrong in (
+        (unused, "a corpus", alone),
+        (refused, "token files", trained_on),
+    ):
+        for name in names if wrong else ():
+            value, default = getattr(data, name), DataConfig.model_fields[name].default
+            if value != default:
+                raise ConfigError(
+                    f"data.{name}={value} is for {kind}, and {key}={source} is {what}: "
+                    f"expected {'null' if default is None else default}"
+                )
