@@ -98,6 +98,9 @@ class DataConfig(Section):
     workers: int | None = Field(None, ge=1)
     """Processes that tokenize; default: as many as there are cores. The result does not depend on
     them."""
+    prefetch: bool | None = None
+    """Read samples in a thread of its own, a step ahead of their use. Default: true, but for a data
+    set of your own, whose code may count on one thread, false."""
     samples: Literal["stateless", "megatron"] = "stateless"
     """How a token file becomes samples. stateless: windows of `train.sequence_length` tokens, in an
     order that is a function of `run.seed` and the number of the sample; nothing is stored.

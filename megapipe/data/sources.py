@@ -94,6 +94,13 @@ def training_sources(data: DataConfig) -> dict[str, DataConfig]:
     return {name: _with(data, source) for name, source in data.mixture.items()}
 
 
+def prefetches(data: DataConfig) -> bool:
+    """Whether samples are read in a thread of their own (``data.prefetch``)."""
+    if data.prefetch is not None:
+        return data.prefetch
+    return not any(is_own(source.source) for source in training_sources(data).values())
+
+
 def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True) -> Sources:
     """The corpora of a resolved configuration; texts are tokenized, or taken from the cache.
 

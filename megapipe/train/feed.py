@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config
+from megapipe.data.sources import prefetches
 from megapipe.distributed.mesh import AxisName, ParallelMesh
 from megapipe.engine.stage import Key
 from megapipe.layers.microbatch import MicroBatch
@@ -22,6 +23,7 @@ from megapipe.layout.layout import Layout
 from megapipe.ops.documents import Documents, document_ids
 from megapipe.ops.transfer import Uploads
 from megapipe.schedule.ir import Schedule
+from megapipe.train.reading import Reading
 
 Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
 """Global sample indices -> tokens [b, s], labels [b, s], mask [b, s], which is bool, or of a
@@ -97,6 +99,8 @@ class _Read(NamedTuple):
     pieces: list[_ReadPiece]
     own: tuple[int, ...]
     """Unmasked tokens of the last stages of this process, and of a mixture those of each source."""
+    samples: list[int]
+    """Numbers of those that first stages of this process are given."""
     length: int | None
     """Of a whole sequence, where sequences are cut into slices."""
     take: Callable[[], list[Tensor]]
@@ -116,7 +120,6 @@ class Feed:
         layout: Layout,
         mesh: ParallelMesh,
         ranks: Collection[int],
-        *,
         document_end: int | None = None,
         sources: int = 0,
     ) -> None:
@@ -126,9 +129,14 @@ class Feed:
         self.ranks = ranks
         self.document_end = document_end
         self.sources = sources
+        self._prefetch = prefetches(config.data)
         self._uploads = Uploads(mesh.device)
         self._ahead: tuple[_Place, _Read] | None = None
-        """What was read ahead, and for which place in the data."""
+        """What is on its way to the device, and for which place in the data."""
+        self._reading: tuple[_Place, Reading[Samples]] | None = None
+        """What is being read, and for which place."""
+        self.samples_read: list[int] = []
+        """Numbers of the samples that first stages of this process were given last."""
 
     def fetch(
         self, schedule: Schedule, rows: Rows, step: int, first: int, factor: float = 1.0
@@ -142,7 +150,8 @@ class Feed:
         if self._ahead is not None and self._ahead[0] == place:
             read, self._ahead = self._ahead[1], None
         else:
-            read = self._start(place, self._samples(place))
+            read = self._start(place, self._take(place))
+        self.samples_read = read.samples
         tokens_here, *by_source = read.own
         total = self._over_replicas(schedule, tokens_here)
         near = read.take()
@@ -170,15 +179,29 @@ class Feed:
         return result, Counted(tokens_here, tuple(by_source), losses)
 
     def read_ahead(self, schedule: Schedule, rows: Rows, first: int) -> None:
-        """Begin to copy to a GPU what :meth:`fetch` will be asked for next, while it computes."""
+        """Begin to read, in a thread, what :meth:`fetch` will be asked for after this step."""
+        place = _Place(schedule, rows, first)
+        reads = self._reading is not None and self._reading[0] == place
+        if self._prefetch and not reads:
+            self._reading = place, Reading(lambda: self._samples(place))
+
+    def upload_ahead(self, schedule: Schedule, rows: Rows, first: int) -> None:
+        """Begin to copy it to a GPU, while that computes."""
         if self.mesh.device.type != "cuda":
             return
         place = _Place(schedule, rows, first)
         try:
-            samples = self._samples(place)
+            samples = self._take(place)
         except Exception:  # it is raised where it belongs: when the samples are fetched
             return
         self._ahead = place, self._start(place, samples)
+
+    def _take(self, place: _Place) -> Samples:
+        """The samples of a place: those that were read ahead, or read now."""
+        if self._reading is not None and self._reading[0] == place:
+            reading, self._reading = self._reading[1], None
+            return reading.result()
+        return self._samples(place)
 
     def _count(self, mask: Tensor) -> Tensor:
         """[1 + sources]: what is not 0 in a mask, and in that of a mixture of each source."""
@@ -210,24 +233,27 @@ class Feed:
         for piece, is_first, is_last in self._pieces(place.schedule):
             needed = is_first or is_last or self.document_end is not None
             if needed and piece.whole not in found:
-                found[piece.whole] = self._whole(place.rows, place.first, piece.whole)
+                found[piece.whole] = place.rows(self._numbers(place.first, piece.whole))
         return found
 
     def _start(self, place: _Place, samples: Samples) -> _Read:
         """Cut the samples into pieces, and begin to copy these to the device."""
         found: list[_ReadPiece] = []
         copied: list[Tensor] = []
+        numbers: list[int] = []
         own = torch.zeros(1 + self.sources, dtype=torch.int64)
         for piece, is_first, is_last in self._pieces(place.schedule):
             if is_last:
                 own += self._count(samples[piece.whole][2][piece.rows, piece.positions])
+            if is_first and piece.positions.start == 0:
+                numbers += self._numbers(place.first, piece.whole)[piece.rows]
             at = len(copied) if is_first or is_last else None
             if at is not None:
                 copied += [x[piece.rows, piece.positions] for x in samples[piece.whole]]
             found.append(_ReadPiece(piece, self._documents(samples, piece), at, is_last))
         lengths = self._lengths(place.schedule)
         length = sum(lengths) if len(lengths) > 1 else None
-        return _Read(found, tuple(own.tolist()), length, self._uploads.start(copied))
+        return _Read(found, tuple(own.tolist()), numbers, length, self._uploads.start(copied))
 
     def _documents(self, samples: Samples, piece: Piece) -> Documents | None:
         """Documents of the piece's tokens, and of the tokens before it in the same samples."""
@@ -246,7 +272,8 @@ class Feed:
         axes: tuple[AxisName, ...] = ("dp", "pp") if several else ("dp",)
         return int(self.mesh.ordered_sum(count, *axes).item())
 
-    def _whole(self, rows: Rows, first: int, whole: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _numbers(self, first: int, whole: int) -> range:
+        """The samples of a whole micro-batch."""
         b = self.config.train.microbatch
         start = first + (whole * self.layout.dp + self.mesh.dp.index) * b
-        return rows(range(start, start + b))
+        return range(start, start + b)

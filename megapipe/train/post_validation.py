@@ -49,14 +49,14 @@ class PostValidation:
         update: Update,
         mesh: ParallelMesh,
         fetch: Fetch,
-        read_ahead: Callable[[int, Rows], None],
+        upload_ahead: Callable[[int, Rows], None],
         own_totals: OwnTotals,
         sources: int,
     ) -> None:
         self._update = update
         self._mesh = mesh
         self._fetch = fetch
-        self._read_ahead = read_ahead
+        self._upload_ahead = upload_ahead
         self._own_totals = own_totals
         self._sources = sources
         self._taken: _Taken | None = None
@@ -79,7 +79,7 @@ class PostValidation:
             executor.run_prefix(microbatches)
         self._update.optimizer.zero_grad()
         executor.resume()
-        self._read_ahead(step + 1, rows)
+        self._upload_ahead(step + 1, rows)
         self._take(step, self._own_totals(tokens, wishes))
         return result
 

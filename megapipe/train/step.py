@@ -142,9 +142,7 @@ class TrainStep:
         if not config.data.document_mask:
             document_end = None
         self._sources = sources
-        self._feed = Feed(
-            config, layout, mesh, self.pipeline.ranks, document_end=document_end, sources=sources
-        )
+        self._feed = Feed(config, layout, mesh, self.pipeline.ranks, document_end, sources)
         self.scaler = LossScaler(config.optimizer, config.model.dtype)
         self.update = Update(config.optimizer, self.optimizer, self.scaler, config.train.steps)
         self._executors = self._make_executors(self.schedule, train=True)
@@ -166,7 +164,7 @@ class TrainStep:
         self.post_validation: PostValidation | None = None
         if config.optimizer.post_validation:
             self.post_validation = PostValidation(
-                self.update, mesh, self.fetch, self._read_ahead, self.own_totals, sources
+                self.update, mesh, self.fetch, self._upload_ahead, self.own_totals, sources
             )
 
     def _check_schedule(self) -> None:
@@ -301,7 +299,7 @@ class TrainStep:
         microbatches, counted = self.fetch(step, rows)
         self.optimizer.zero_grad()
         self.pipeline.run(executors, microbatches)
-        self._read_ahead(step + 1, rows)
+        self._upload_ahead(step + 1, rows)
         own = self.own_totals(counted, wishes).pack()
         whole = self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp", largest=LARGEST)
         totals = Totals.unpack(whole, self._sources)
@@ -344,13 +342,23 @@ class TrainStep:
         return [replace(result, seconds=self._seconds.pop(result.step)) for result in results]
 
     def fetch(self, step: int, rows: Rows) -> tuple[dict[Key, MicroBatch], Counted]:
-        """Micro-batches of a step, and the unmasked tokens of the last stages here."""
-        return self._feed.fetch(self.schedule, rows, step, self.samples(step), self.scaler.scale)
+        """Micro-batches of a step, and the unmasked tokens of the last stages here; begins to read
+        those of the next step, if there will be one."""
+        first, scale = self.samples(step), self.scaler.scale
+        found = self._feed.fetch(self.schedule, rows, step, first, scale)
+        if step + 1 < self.config.train.last_step:
+            self._feed.read_ahead(self.schedule, rows, self.samples(step + 1))
+        return found
 
-    def _read_ahead(self, step: int, rows: Rows) -> None:
+    def _upload_ahead(self, step: int, rows: Rows) -> None:
         """While a GPU computes the step before, get the data of `step`, if there will be one."""
-        if step < self.config.train.steps:
-            self._feed.read_ahead(self.schedule, rows, self.samples(step))
+        if step < self.config.train.last_step:
+            self._feed.upload_ahead(self.schedule, rows, self.samples(step))
+
+    @property
+    def samples_read(self) -> list[int]:
+        """Numbers of the samples that first stages of this process were given last."""
+        return self._feed.samples_read
 
     def samples(self, step: int) -> int:
         """Samples that the steps before `step` take, and so the number of its first one."""

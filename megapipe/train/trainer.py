@@ -20,6 +20,7 @@ from megapipe.train import changes, run_folder
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.profiling import Profiling
 from megapipe.train.callbacks.reports import Reports
+from megapipe.train.callbacks.sample_log import SampleLog
 from megapipe.train.callbacks.saving import Clock, Saving
 from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.several import Callbacks, check_callbacks
@@ -98,6 +99,8 @@ class Trainer:
             Reports(skipped=skipped, entropy=corpus.entropy, training=self.training),
             Timelines(),
         ]
+        if config.log.samples:
+            first.append(SampleLog(self.training))
         if config.pipeline.schedule == "auto":
             first.append(ScheduleAuto(resumed=self.source.is_own))
         self.callbacks = Callbacks(first, callbacks, [Validation(held_out), self.saving])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from fractions import Fraction
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.data_config import DataConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Key
+from megapipe.errors import DataError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Schedule
@@ -61,7 +64,7 @@ def fetch(
 ) -> tuple[dict[Key, MicroBatch], int, list[list[int]]]:
     """The micro-batches of a process, the tokens of all, and which samples it has asked for."""
     config: Any = SimpleNamespace(
-        train=SimpleNamespace(microbatch=ROWS), run=SimpleNamespace(seed=SEED)
+        train=SimpleNamespace(microbatch=ROWS), run=SimpleNamespace(seed=SEED), data=DataConfig()
     )
     layout: Any = SimpleNamespace(dp=dp, slice_lengths=slice_lengths)
     mesh: Any = FakeMesh(Axis(dp, index, tuple(range(dp)), None), elsewhere)
@@ -211,3 +214,81 @@ def test_what_a_process_does_not_fetch_has_its_coordinates_all_the_same() -> Non
     assert first.keys() == middle.keys()
     for key, mb in first.items():
         assert all(getattr(mb, name) == getattr(middle[key], name) for name in plain)
+
+
+def new_feed(**data: Any) -> Feed:
+    config: Any = SimpleNamespace(
+        train=SimpleNamespace(microbatch=ROWS),
+        run=SimpleNamespace(seed=SEED),
+        data=DataConfig(**data),
+    )
+    layout: Any = SimpleNamespace(dp=1, slice_lengths=(LENGTH,))
+    mesh: Any = FakeMesh(Axis(1, 0, (0,), None), 0)
+    return Feed(config, layout, mesh, [0])
+
+
+def test_what_comes_next_is_read_in_another_thread() -> None:
+    """Once, and what is asked for in between is read besides."""
+    threads: dict[int, list[str]] = {}
+    source = Source()
+
+    def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        threads.setdefault(indices[0], []).append(threading.current_thread().name)
+        return source(indices)
+
+    schedule, feed = gpipe_on(loop(1), 1), new_feed()
+    feed.fetch(schedule, rows, 0, 0)
+    feed.read_ahead(schedule, rows, 4)
+    feed.read_ahead(schedule, rows, 4)
+    between, _ = feed.fetch(schedule, source, 0, 40)
+    result, _ = feed.fetch(schedule, rows, 1, 4)
+    assert threads == {0: ["MainThread"], 4: ["megapipe-reading"]}
+    assert feed.samples_read == [4, 5, 6, 7]
+    for first, (mb,) in ((40, between.values()), (4, result.values())):
+        assert mb.tokens is not None
+        assert mb.tokens.equal(Source()(range(first, first + ROWS))[0])
+
+
+def test_an_error_ahead_is_raised_by_the_step_that_needs_the_data() -> None:
+    def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        if indices[0] == 4:
+            raise DataError("no such token")
+        return Source()(indices)
+
+    schedule, feed = gpipe_on(loop(1), 1), new_feed()
+    feed.read_ahead(schedule, rows, 4)
+    feed.fetch(schedule, rows, 0, 0)
+    with pytest.raises(DataError, match="no such token"):
+        feed.fetch(schedule, rows, 1, 4)
+
+
+@pytest.mark.parametrize("data", [{"prefetch": False}, {"source": f"{__name__}:Source"}])
+def test_code_of_the_users_is_called_by_one_thread(data: dict[str, Any]) -> None:
+    schedule, source, feed = gpipe_on(loop(1), 1), Source(), new_feed(**data)
+    feed.read_ahead(schedule, source, 4)
+    assert source.asked == []
+
+
+def test_tokens_and_losses_of_a_mixture() -> None:
+    """Of sources 0 and 2 of 3; a set that is validated on is not divided by sources."""
+
+    def mixed(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, labels, mask = Source()(indices)
+        source = 2 * (torch.tensor(list(indices)) % 2)
+        return tokens, labels, (mask * (1 + source).unsqueeze(1)).to(torch.uint8)
+
+    feed = new_feed()
+    feed.sources = 3
+    result, counted = feed.fetch(gpipe_on(loop(1), 2), mixed, 0, 0)
+    assert counted.tokens == 2 * ROWS * LENGTH // 2
+    assert counted.by_source == (ROWS * LENGTH // 2, 0, ROWS * LENGTH // 2)
+    for mb, value in zip(result.values(), (1.0, 2.0), strict=True):
+        assert mb.by_source is not None
+        assert mb.by_source.isnan().all()
+        mb.by_source.fill_(value)
+    assert [part.tolist() for part in counted.summed_losses()] == [[3.0] * 3]
+    assert counted.none().by_source == (0, 0, 0)
+    assert [part.tolist() for part in counted.none().summed_losses()] == [[0.0] * 3]
+    result, counted = feed.fetch(gpipe_on(loop(1), 1), Source(), 0, 0)
+    assert counted.by_source == (0, 0, 0)
+    assert result[0, 0].by_source is None

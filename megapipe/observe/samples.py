@@ -1,0 +1,142 @@
+"""``log.samples``: which samples each step took, and whether each was taken exactly once.
+
+Every start of a run has a folder of its own in ``samples/``, ``003-after-120`` for the third one,
+which went on after step 120; what earlier starts did after that step was lost, and does not count.
+Each process that feeds a first stage writes a file, with one line for each step::
+
+    {"step": 121, "samples": [[1920, "web", 7], [1921, "code", 80]]}
+
+that is the number of each sample in the run, its source ("" where there is but one) and its number
+there. ``python -m megapipe.observe.samples RUN_FOLDER`` checks them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megapipe.errors import ConfigError, DataError, MegapipeError
+from megapipe.words import counted
+
+FOLDER = "samples"
+_START = re.compile(r"(\d+)-after-(\d+)")
+
+
+class Taken(NamedTuple):
+    """A sample that a step took."""
+
+    number: int
+    """In the run."""
+    source: str
+    sample: int
+    """In its source."""
+
+
+def new_start(run_folder: Path, after: int) -> Path:
+    """Make the folder of a start of the run that goes on after step `after`. Raises OSError."""
+    folder = run_folder / FOLDER
+    folder.mkdir(exist_ok=True)
+    number = max((start for start, _, _ in _starts(folder)), default=0) + 1
+    path = folder / f"{number:03}-after-{after}"
+    path.mkdir()
+    return path
+
+
+class SampleWriter:
+    """Appends lines to a file of this process, each in one write."""
+
+    def __init__(self, start: Path, rank: int) -> None:
+        self._file = (start / f"rank-{rank:05}.jsonl").open("ab", buffering=0)
+
+    def step(self, step: int, samples: Sequence[Taken]) -> None:
+        """Append the samples of a step, counted from 1."""
+        line = json.dumps({"step": step, "samples": samples}, separators=(",", ":"))
+        self._file.write(line.encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_samples(run_folder: Path) -> dict[int, list[Taken]]:
+    """The samples of each step that counts, in their order. Raises :class:`DataError` for lines
+    that cannot be read, :class:`ConfigError` where there are none."""
+    steps: dict[int, list[Taken]] = {}
+    for _, after, folder in sorted(_starts(run_folder / FOLDER)):
+        steps = {step: samples for step, samples in steps.items() if step <= after}
+        for path in sorted(folder.glob("rank-*.jsonl")):
+            for step, samples in _lines(path):
+                steps.setdefault(step, []).extend(samples)
+    if not steps:
+        raise ConfigError(f"{run_folder}: no samples are logged: expected a run with log.samples")
+    return {step: sorted(steps[step]) for step in sorted(steps)}
+
+
+def check(steps: dict[int, list[Taken]]) -> list[str]:
+    """Lines of text about the samples of steps.
+
+    Raises :class:`DataError` where a step is missing, or a sample of the run is missing, taken
+    twice or out of its order.
+    """
+    numbers = list(steps)
+    for before, step in itertools.pairwise(numbers):
+        if step != before + 1:
+            raise DataError(f"samples: step {before + 1} is missing")
+    first = expected = steps[numbers[0]][0].number
+    sources: dict[str, Counter[int]] = {}
+    for step, samples in steps.items():
+        for taken in samples:
+            if taken.number != expected:
+                raise DataError(
+                    f"samples: step {step} took sample {taken.number} where {expected} was next"
+                )
+            expected += 1
+            sources.setdefault(taken.source, Counter())[taken.sample] += 1
+    steps_taken, range_taken = f"{numbers[0]} to {numbers[-1]}", f"{first} to {expected - 1}"
+    lines = [f"steps {steps_taken} took samples {range_taken} of the run, each once and in order"]
+    for name, found in sorted(sources.items()):
+        low, high = min(found.values()), max(found.values())
+        times = f"{low} times" if low == high else f"{low} to {high} times"
+        lines.append(
+            f"{name or 'source'}: {counted(found.total(), 'sample')}, {len(found):,} different "
+            f"ones, each {'once' if high == 1 else times}"
+        )
+    return lines
+
+
+def _starts(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """Number of each start, the step after which it went on, and its folder."""
+    for path in folder.glob("*-after-*"):
+        if match := _START.fullmatch(path.name):
+            yield int(match[1]), int(match[2]), path
+
+
+def _lines(path: Path) -> Iterator[tuple[int, list[Taken]]]:
+    """The steps of a file; a last line that was cut short by a kill does not count."""
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            yield record["step"], [Taken(*taken) for taken in record["samples"]]
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}:{number}: not a line of log.samples") from None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the samples of the run folder that `argv` names; returns the exit code."""
+    try:
+        if len(argv) != 1 or argv[0].startswith("-"):
+            raise ConfigError("usage: python -m megapipe.observe.samples RUN_FOLDER")
+        print("\n".join(check(read_samples(Path(argv[0])))))
+    except MegapipeError as error:
+        print(f"megapipe: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

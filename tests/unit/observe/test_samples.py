@@ -1,0 +1,86 @@
+"""Which samples each step took, as starts of a run have logged it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megapipe.errors import ConfigError, DataError
+from megapipe.observe.samples import SampleWriter, Taken, check, main, new_start, read_samples
+
+
+def log(folder: Path, after: int, *ranks: dict[int, list[int]], source: str = "") -> Path:
+    """A start whose processes log sample numbers by steps; samples are numbers modulo 10."""
+    start = new_start(folder, after)
+    for rank, steps in enumerate(ranks):
+        writer = SampleWriter(start, rank)
+        for step, numbers in steps.items():
+            writer.step(step, [Taken(number, source, number % 10) for number in numbers])
+        writer.close()
+    return start
+
+
+def numbers(folder: Path) -> dict[int, list[int]]:
+    return {
+        step: [taken.number for taken in samples] for step, samples in read_samples(folder).items()
+    }
+
+
+def test_what_a_later_start_did_again_counts(tmp_path: Path) -> None:
+    """Killed within step 4, of which one process had a line; then with another batch and layout."""
+    log(tmp_path, 0, {1: [0, 1], 2: [4, 5], 3: [8, 9], 4: [12, 13]}, {1: [2, 3], 2: [6, 7]})
+    second = log(tmp_path, 2, {3: [8, 9, 10], 4: [11, 12, 13]})
+    assert second.name == "002-after-2"
+    assert numbers(tmp_path) == {
+        1: [0, 1, 2, 3],
+        2: [4, 5, 6, 7],
+        3: [8, 9, 10],
+        4: [11, 12, 13],
+    }
+    assert check(read_samples(tmp_path)) == [
+        "steps 1 to 4 took samples 0 to 13 of the run, each once and in order",
+        "source: 14 samples, 10 different ones, each 1 to 2 times",
+    ]
+
+
+def test_a_line_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
+    start = log(tmp_path, 0, {1: [0], 2: [1]})
+    path = start / "rank-00000.jsonl"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert numbers(tmp_path) == {1: [0]}
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ({1: [0, 1], 3: [2, 3]}, "step 2 is missing"),
+        ({1: [0, 1], 2: [3, 4]}, "step 2 took sample 3 where 2 was next"),
+        ({1: [0, 1], 2: [1, 2]}, "step 2 took sample 1 where 2 was next"),
+        ({1: [0, 0]}, "step 1 took sample 0 where 1 was next"),
+    ],
+)
+def test_what_is_not_exactly_once_is_found(
+    tmp_path: Path, steps: dict[int, list[int]], words: str
+) -> None:
+    log(tmp_path, 0, steps)
+    with pytest.raises(DataError, match=words):
+        check(read_samples(tmp_path))
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "no samples are logged: expected a run with log.samples" in capsys.readouterr().err
+    start = log(tmp_path, 0, {1: [0, 1]}, source="web")
+    assert main([str(tmp_path)]) == 0
+    assert "web: 2 samples, 2 different ones, each once" in capsys.readouterr().out
+    (start / "rank-00000.jsonl").write_text("{}\n")
+    assert main([str(tmp_path)]) == 3
+    assert "rank-00000.jsonl:1: not a line of log.samples" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_nothing_is_logged(tmp_path: Path) -> None:
+    new_start(tmp_path, 0)
+    with pytest.raises(ConfigError, match="no samples are logged"):
+        read_samples(tmp_path)
