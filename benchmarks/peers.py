@@ -160,7 +160,7 @@ def tensor_parallel_side(row: Row, mesh: ParallelMesh) -> Side:
     """torch's tensor parallelism of transformers' Llama; the embedding and the head are whole."""
     from transformers import LlamaForCausalLM
 
-    from megapipe.model.gpt.hf_config import config_to_hf
+    from megapipe.model.gpt.hf.config import config_to_hf
 
     config, _ = row.config()
     model = LlamaForCausalLM(config_to_hf(config.model, attn_implementation="sdpa")).train()

@@ -124,7 +124,7 @@ def initial_weights(size: Size, *, tied: bool = True) -> Any:
 
     from megapipe.distributed.mesh import Axis
     from megapipe.layers.parameter import Sharding, spec_of
-    from megapipe.model.gpt.hf import to_hf
+    from megapipe.model.gpt.hf.weights import to_hf
     from megapipe.model.gpt.stage import GPTStage
     from megapipe.model.partition import StageSpec
 
@@ -145,7 +145,7 @@ def initial_weights(size: Size, *, tied: bool = True) -> Any:
 def hugging_face_side(size: Size) -> Step:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-    from megapipe.model.gpt.hf_config import config_to_hf
+    from megapipe.model.gpt.hf.config import config_to_hf
 
     config, _ = size.config()
     hf_class = GPT2LMHeadModel if size.family == "gpt2" else LlamaForCausalLM

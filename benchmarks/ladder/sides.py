@@ -14,7 +14,7 @@ from ladder.sizes import Settings, Size
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.layers.parameter import LocalParameter
 from megapipe.layers.policy import padded_vocabulary
-from megapipe.model.gpt.hf_config import config_to_hf
+from megapipe.model.gpt.hf.config import config_to_hf
 from megapipe.train.step import TrainStep
 
 POOL = 4_000_037

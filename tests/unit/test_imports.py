@@ -80,8 +80,9 @@ WITHOUT_TORCH = (
     "megapipe.strict_yaml",
     "megapipe.update_rules",
     *(f"megapipe.model.{name}" for name in ("partition", "tape")),
-    *(f"megapipe.model.gpt.{name}" for name in ("config", "parameters", "flops", "hf_config")),
+    *(f"megapipe.model.gpt.{name}" for name in ("config", "parameters", "flops")),
     *(f"megapipe.model.gpt.{name}" for name in ("saved", "workspace", "unfused")),
+    *(f"megapipe.model.gpt.hf.{name}" for name in ("config", "parts", "table")),
     "megapipe.train.job",
     "megapipe.train.objects",  # both load torch once they know the configuration
     "megapipe.launch.rendezvous",

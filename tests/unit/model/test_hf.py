@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, OPTConfig
 
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.hf import config_from_hf, config_to_hf, from_hf, to_hf
+from megapipe.model.gpt.hf.config import class_of, config_from_hf, config_to_hf
+from megapipe.model.gpt.hf.weights import from_hf, to_hf
 from tests.parity.reference import init_random
 
 GPT2 = ModelConfig(layers=2, hidden=12, heads=3, vocab_size=31, max_positions=10).resolved(
@@ -42,9 +43,8 @@ MODELS = {
 }
 
 
-def hf_model(model: ModelConfig) -> GPT2LMHeadModel | LlamaForCausalLM:
-    hf_class = GPT2LMHeadModel if model.positions == "learned" else LlamaForCausalLM
-    return hf_class(config_to_hf(model))
+def hf_model(model: ModelConfig) -> Any:
+    return class_of(model)(config_to_hf(model))
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -180,7 +180,7 @@ def test_params_of_another_model_are_refused() -> None:
         (GPT2Config(attn_pdrop=0.0), "attn_pdrop = 0.0.*must be 0.1, as resid_pdrop"),
         (GPT2Config(n_embd=10, n_head=4), "heads x model.head_dim = 8.*needs 10"),
         (GPT2Config(initializer_range=0.0), "gpt2 config gives model.init_std = 0.0"),
-        (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'.*supported is silu"),
+        (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'.*supported are silu"),
         (LlamaConfig(attention_bias=True), "mlp_bias = False.*must be True, as attention_bias"),
         (LlamaConfig(attention_dropout=0.1), "attention_dropout = 0.1"),
         (

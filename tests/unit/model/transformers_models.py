@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.hf import config_to_hf, from_hf, to_hf
+from megapipe.model.gpt.hf.config import class_of, config_to_hf
+from megapipe.model.gpt.hf.weights import from_hf, to_hf
 
 GPT2 = ModelConfig(
     layers=3, hidden=24, heads=4, vocab_size=37, max_positions=19, norm_eps=1e-4, dtype="fp64"
@@ -49,8 +49,7 @@ class Fp64Torch(ModuleType):
 def hf_logits_and_grads(
     params: dict[str, Tensor], model: ModelConfig, batch: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    hf_class = GPT2LMHeadModel if model.positions == "learned" else LlamaForCausalLM
-    hf = hf_class(config_to_hf(model, attn_implementation="eager")).double().train()
+    hf = class_of(model)(config_to_hf(model, attn_implementation="eager")).double().train()
     hf.load_state_dict(to_hf(params, model))
     tokens, labels, mask = batch
     out = hf(input_ids=tokens, use_cache=False).logits

@@ -1,0 +1,100 @@
+"""Configurations of Hugging Face's classes, both ways (:mod:`megapipe.model.gpt.hf.table`).
+
+A value that a class cannot express, or this package cannot, is refused by its name. No torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from megapipe.errors import ConfigError
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf.parts import require
+from megapipe.model.gpt.hf.table import TABLE, Row
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+def config_from_hf(hf_config: Any) -> ModelConfig:
+    """The resolved model of a class' config, in fp32.
+
+    Raises:
+        ConfigError: another architecture, or a feature that this package does not have.
+    """
+    model_type = getattr(hf_config, "model_type", type(hf_config).__name__)
+    row = TABLE.get(model_type)
+    if row is None:
+        *others, last = TABLE
+        raise ConfigError(
+            f"model_type {model_type!r} is not supported; supported are "
+            f"{', '.join(others)} and {last}"
+        )
+    for key, wanted in row.required.items():
+        require(hf_config, key, wanted)
+    fields = dict(row.fixed)
+    for part in row.parts:
+        fields |= part.read(hf_config)
+    try:
+        model = ModelConfig.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"the {model_type} config gives model.{first['loc'][0]} = {first['input']!r}: "
+            f"{first['msg']}"
+        ) from error
+    model = model.resolved(vocab_size=None, sequence_length=0)
+    row_of(model, model_type)
+    return model
+
+
+def config_to_hf(model: ModelConfig, model_type: str | None = None, **extra: Any) -> Any:
+    """The config of a resolved model, of the class that :func:`row_of` finds.
+
+    Args:
+        model: the resolved model. Only GPT-2 has dropout.
+        model_type: the class; default: the first that can express the model.
+        extra: further keys for the class, such as `bos_token_id` (default: no special tokens).
+
+    Raises:
+        ConfigError: the class, or every class, cannot express the model.
+    """
+    import transformers
+
+    row = row_of(model, model_type)
+    keys: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, **row.required}
+    for part in row.parts:
+        keys |= part.write(model)
+    keys["dtype"] = _DTYPES[model.dtype]
+    return getattr(transformers, f"{row.classes}Config")(**(keys | extra))
+
+
+def class_of(model: ModelConfig, model_type: str | None = None) -> Any:
+    """The class, with a head, that :func:`row_of` finds for a resolved model."""
+    import transformers
+
+    row = row_of(model, model_type)
+    return getattr(transformers, row.classes + row.head)
+
+
+def row_of(model: ModelConfig, model_type: str | None = None) -> Row:
+    """The class that expresses a resolved model: `model_type`, or the first in the table.
+
+    Raises:
+        ConfigError: it cannot, or none can; then the nearest one's reason is given. Or the model
+            has unresolved sizes.
+    """
+    for field in ("kv_heads", "head_dim", "ffn_hidden", "vocab_size", "max_positions"):
+        if getattr(model, field) is None:
+            raise ConfigError(f"model.{field} is not set; pass a resolved model")
+    rows = list(TABLE.values()) if model_type is None else [TABLE[model_type]]
+    found = [(row, list(row.misfits(model))) for row in rows]
+    row, misfits = min(found, key=lambda each: len(each[1]))
+    if misfits:
+        what, value, wanted = misfits[0]
+        raise ConfigError(
+            f"model.{what} = {value} cannot be expressed by Hugging Face's {row.model_type} class"
+            f"{'' if model_type else ', the nearest'}; it needs {wanted}"
+        )
+    return row

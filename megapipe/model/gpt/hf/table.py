@@ -1,0 +1,173 @@
+"""Hugging Face's classes that a GPT can be: a row for each ``model_type``.
+
+A row expresses a model whose fields are all in one of the row's parts, or have the value that the
+row fixes, or else their default. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf.parts import (
+    GROUPED_HEADS,
+    ROPE,
+    WHOLE_HEADS,
+    Misfit,
+    Part,
+    activation,
+    equal,
+    pairs,
+)
+
+Arrangement = Literal["same", "transposed", "apart", "blocks", "stacked"]
+"""Of the values of one of our tensors: the same rows; [in, out]; q, k and v as tensors of their
+own; in one as blocks q | k | v and transposed; gate and up as tensors of their own."""
+
+
+class Tensors(NamedTuple):
+    """A class' counterparts of the weight and the bias of one of our modules."""
+
+    names: tuple[str, ...]
+    arrangement: Arrangement = "same"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A class of Hugging Face's, all of whose names are here."""
+
+    model_type: str
+    classes: str
+    """Its classes in transformers are called so, with `Config` and with `head` at the end."""
+    prefix: str
+    """Of all names but the head's; files of a model without a head leave it out."""
+    modules: Mapping[str, str]
+    """Names outside of the layers, by ours."""
+    layers: str
+    """Name of the list of layers."""
+    layer: Mapping[str, Tensors]
+    """Names in a layer, by ours."""
+    parts: tuple[Part, ...]
+    fixed: Mapping[str, Any]
+    """Fields that are no default, and that the class always has so."""
+    required: Mapping[str, Any] = field(default_factory=dict)
+    """Values that the class' other keys must have."""
+    head: str = "ForCausalLM"
+
+    def counterpart(self, name: str) -> Tensors:
+        """The class' full names of a module of ours."""
+        if not name.startswith("layers."):
+            return Tensors((self.modules[name],))
+        _, number, module = name.split(".", 2)
+        inner = self.layer[module]
+        return inner._replace(names=tuple(f"{self.layers}.{number}.{n}" for n in inner.names))
+
+    def misfits(self, model: ModelConfig) -> Iterator[Misfit]:
+        """What of a resolved model the class cannot express."""
+        free = {name for part in (*self.parts, _EVERYWHERE) for name in part.fields}
+        for name, info in ModelConfig.model_fields.items():
+            wanted = self.fixed.get(name, info.get_default(call_default_factory=True))
+            if name not in free and getattr(model, name) != wanted:
+                yield Misfit(name, getattr(model, name), str(wanted))
+        for part in self.parts:
+            yield from part.misfits(model)
+
+
+_EVERYWHERE = pairs(dtype="dtype")
+"""Every class' weights may be of any type."""
+
+_COMMON = pairs(
+    vocab_size="vocab_size", init_std="initializer_range", tied_embeddings="tie_word_embeddings"
+)
+_USUAL = pairs(
+    layers="num_hidden_layers",
+    hidden="hidden_size",
+    heads="num_attention_heads",
+    ffn_hidden="intermediate_size",
+    max_positions="max_position_embeddings",
+)
+_SILU = activation("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
+
+_LLAMA_MODULES = {
+    "embedding.word": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+}
+_LLAMA_LAYER = {
+    "attention_norm": Tensors(("input_layernorm",)),
+    "attention.qkv": Tensors(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "apart"),
+    "attention.out": Tensors(("self_attn.o_proj",)),
+    "mlp_norm": Tensors(("post_attention_layernorm",)),
+    "mlp.up": Tensors(("mlp.gate_proj", "mlp.up_proj"), "stacked"),
+    "mlp.down": Tensors(("mlp.down_proj",)),
+}
+
+_GPT2 = Row(
+    "gpt2",
+    "GPT2",
+    prefix="transformer.",
+    modules={
+        "embedding.word": "transformer.wte",
+        "embedding.position": "transformer.wpe",
+        "final_norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    layers="transformer.h",
+    layer={
+        "attention_norm": Tensors(("ln_1",)),
+        "attention.qkv": Tensors(("attn.c_attn",), "blocks"),
+        "attention.out": Tensors(("attn.c_proj",), "transposed"),
+        "mlp_norm": Tensors(("ln_2",)),
+        "mlp.up": Tensors(("mlp.c_fc",), "transposed"),
+        "mlp.down": Tensors(("mlp.c_proj",), "transposed"),
+    },
+    parts=(
+        _COMMON,
+        pairs(
+            layers="n_layer",
+            hidden="n_embd",
+            heads="n_head",
+            ffn_hidden="n_inner",
+            max_positions="n_positions",
+            norm_eps="layer_norm_epsilon",
+        ),
+        WHOLE_HEADS,
+        activation(
+            "activation_function",
+            {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"},
+        ),
+        equal("dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    ),
+    fixed={},
+    required={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    head="LMHeadModel",
+)
+
+_LLAMA = Row(
+    "llama",
+    "Llama",
+    prefix="model.",
+    modules=_LLAMA_MODULES,
+    layers="model.layers",
+    layer=_LLAMA_LAYER,
+    parts=(
+        _COMMON,
+        _USUAL,
+        GROUPED_HEADS,
+        _SILU,
+        ROPE,
+        pairs(norm_eps="rms_norm_eps"),
+        equal("bias", "attention_bias", "mlp_bias"),
+    ),
+    fixed={"norm": "rmsnorm", "positions": "rotary"},
+    required={"attention_dropout": 0},
+)
+
+TABLE = {row.model_type: row for row in (_GPT2, _LLAMA)}
+"""Of rows that express a model alike the first is taken."""

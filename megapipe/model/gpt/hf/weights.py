@@ -1,0 +1,172 @@
+"""Weights of Hugging Face's classes, both ways (:mod:`megapipe.model.gpt.hf.table`).
+
+One walk (:func:`_entries`) pairs every global tensor with the tensors that a class makes of it, so
+writing and reading cannot drift apart. Only the arrangement differs, never a value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.errors import CheckpointError
+from megapipe.layers.specs import by_name
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf.config import row_of
+from megapipe.model.gpt.hf.table import Row
+from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
+from megapipe.model.partition import StageSpec
+
+_BUFFERS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+"""Of old files: causal masks and rotary frequencies."""
+
+
+def to_hf(
+    params: Mapping[str, Tensor], model: ModelConfig, model_type: str | None = None
+) -> dict[str, Tensor]:
+    """The state dict of a class with a head for global tensors `params`.
+
+    Args:
+        params: every global tensor by its layout-free name.
+        model: the resolved model.
+        model_type: the class; default: the first that can express the model.
+
+    Returns:
+        Contiguous tensors that may share memory with `params`; with tied embeddings the head's is
+        the input embedding itself, as in the classes' own state dicts.
+
+    Raises:
+        ConfigError: no class can express the model.
+        CheckpointError: a tensor is missing, unexpected or of another shape.
+    """
+    row = row_of(model, model_type)
+    left = dict(params)
+    state: dict[str, Tensor] = {}
+    for entry in _entries(row, model):
+        tensor = _take(left, entry.name, entry.shape)
+        parts = (part.contiguous() for part in entry.way.split(tensor, model))
+        state.update(zip(entry.hf_names, parts, strict=True))
+    _refuse_rest(left)
+    if model.tied_embeddings:
+        state[f"{row.modules['head']}.weight"] = state[f"{row.modules['embedding.word']}.weight"]
+    return state
+
+
+def from_hf(
+    state: Mapping[str, Tensor], model: ModelConfig, model_type: str | None = None
+) -> dict[str, Tensor]:
+    """The global tensors of a class' state dict; the inverse of :func:`to_hf`.
+
+    The prefix, such as `model.`, may be missing, as in files of the model without a head. With
+    tied embeddings so may the head. Buffers of old files (causal masks, rotary frequencies) are
+    passed over.
+
+    Returns:
+        Contiguous tensors that may share memory with `state`.
+
+    Raises:
+        ConfigError: no class can express the model.
+        CheckpointError: a tensor is missing, unexpected or of another shape, or the two tied
+            embeddings differ.
+    """
+    row = row_of(model, model_type)
+    head = row.modules["head"]
+    left = {
+        name if name.startswith((row.prefix, f"{head}.")) else row.prefix + name: tensor
+        for name, tensor in state.items()
+        if not _BUFFERS.search(f".{name}")
+    }
+    params: dict[str, Tensor] = {}
+    for entry in _entries(row, model):
+        expected = entry.way.split(torch.empty(entry.shape, device="meta"), model)
+        parts = tuple(
+            _take(left, name, tuple(part.shape))
+            for name, part in zip(entry.hf_names, expected, strict=True)
+        )
+        params[entry.name] = entry.way.join(parts, model).contiguous()
+    if model.tied_embeddings:
+        given = left.pop(f"{head}.weight", None)
+        if given is not None and not torch.equal(given, params[WORD_EMBEDDING]):
+            raise CheckpointError(
+                f"{head}.weight differs from the input embedding, but model.tied_embeddings is "
+                "true; load it with model.tied_embeddings=false"
+            )
+    _refuse_rest(left)
+    return params
+
+
+def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in tensors:
+        raise CheckpointError(f"tensor {name} is missing; the model needs it with shape {shape}")
+    tensor = tensors.pop(name)
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"tensor {name} has shape {tuple(tensor.shape)}; the model needs {shape}"
+        )
+    return tensor
+
+
+def _refuse_rest(tensors: dict[str, Tensor]) -> None:
+    if tensors:
+        raise CheckpointError(
+            f"tensor {min(tensors)} is not part of the model ({len(tensors)} such tensors); "
+            "check model.layers, model.bias and model.tied_embeddings"
+        )
+
+
+class _Way(NamedTuple):
+    """From one tensor of ours to those of a class, and back."""
+
+    split: Callable[[Tensor, ModelConfig], tuple[Tensor, ...]]
+    join: Callable[[tuple[Tensor, ...], ModelConfig], Tensor]
+
+
+def _split_qkv(tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+    """Rows by key/value group, [groups x (queries + 2) x head_dim, ...]: a group's query heads, its
+    key head, its value head; to the rows of q, of k and of v."""
+    rest, groups = tensor.shape[1:], known(model.kv_heads)
+    queries = model.heads // groups
+    grouped = tensor.reshape(groups, queries + 2, known(model.head_dim), *rest)
+    return tuple(part.reshape(-1, *rest) for part in grouped.split((queries, 1, 1), dim=1))
+
+
+def _join_qkv(parts: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
+    """The inverse of :func:`_split_qkv`."""
+    rest = parts[0].shape[1:]
+    by_group = (known(model.kv_heads), -1, known(model.head_dim), *rest)
+    return torch.cat([part.reshape(by_group) for part in parts], dim=1).reshape(-1, *rest)
+
+
+_WAYS = {
+    "same": _Way(lambda tensor, _: (tensor,), lambda parts, _: parts[0]),
+    "transposed": _Way(lambda tensor, _: (tensor.t(),), lambda parts, _: parts[0].t()),
+    "apart": _Way(_split_qkv, _join_qkv),
+    "blocks": _Way(
+        lambda tensor, model: (torch.cat(_split_qkv(tensor, model)).t(),),
+        lambda parts, model: _join_qkv(parts[0].t().chunk(3), model),
+    ),
+    "stacked": _Way(lambda tensor, _: tensor.unbind(), lambda parts, _: torch.stack(parts)),
+}
+"""By arrangement; a vector is its own transpose."""
+
+
+class _Entry(NamedTuple):
+    """One global tensor, and its counterparts."""
+
+    name: str
+    shape: tuple[int, ...]
+    hf_names: tuple[str, ...]
+    way: _Way
+
+
+def _entries(row: Row, model: ModelConfig) -> Iterator[_Entry]:
+    """Every global tensor of a resolved model."""
+    whole = StageSpec(embedding=True, layers=range(model.layers), head=True)
+    for name, spec in by_name(stage_parameters(model, whole)).items():
+        module, _, kind = name.rpartition(".")
+        names, arrangement = row.counterpart(module)
+        yield _Entry(name, spec.shape, tuple(f"{n}.{kind}" for n in names), _WAYS[arrangement])
