@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the hidden dimension."""
+"""LayerNorm and RMSNorm over the last dimension."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megapipe.layers.parameter import Sharding, new_parameter
 from megapipe.layers.specs import ParameterSpec
+from megapipe.ops.norm import NormKernel
 
 
 class Norm(nn.Module):
@@ -25,11 +26,12 @@ class Norm(nn.Module):
         *,
         kind: Literal["layernorm", "rmsnorm"],
         eps: float,
+        kernel: NormKernel | None = None,
     ) -> None:
         super().__init__()
         self.centred = kind == "layernorm"
         self.eps = eps
-        self.kernel = sharding.kernels.norm
+        self.kernel = kernel or sharding.kernels.norm
         self.weight = new_parameter(sharding, weight)
         self.bias = None if bias is None else new_parameter(sharding, bias)
 

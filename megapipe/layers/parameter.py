@@ -54,7 +54,7 @@ class LocalParameter(ParameterSpec):
     """A parameter, and the region of it that this rank holds.
 
     The region may reach beyond `shape` where the vocabulary is padded. `sequence_partial` is false
-    where this run does not split activations by sequence.
+    where this run does not split activations by sequence, `heads_partial` where it splits no heads.
     """
 
     offsets: tuple[int, ...]
@@ -62,6 +62,11 @@ class LocalParameter(ParameterSpec):
     counted: bool = True
     """This rank counts it in norms and writes it to checkpoints: among the tp ranks that hold the
     same values only the first does."""
+
+    @property
+    def partial(self) -> bool:
+        """Whether this rank's gradient is one of the parts that are summed over tp."""
+        return self.sequence_partial or self.heads_partial
 
     @property
     def numel(self) -> int:
@@ -85,6 +90,7 @@ def local_parameter(sharding: Sharding, spec: ParameterSpec) -> LocalParameter:
         offsets[spec.split_dim] = sizes[spec.split_dim] * sharding.tp.index
     given = {field.name: getattr(spec, field.name) for field in fields(ParameterSpec)}
     given["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
+    given["heads_partial"] = spec.heads_partial and sharding.tp.size > 1
     counted = spec.split or sharding.tp.index == sharding.copy == 0
     return LocalParameter(**given, offsets=tuple(offsets), sizes=sizes, counted=counted)
 

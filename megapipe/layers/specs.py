@@ -48,6 +48,8 @@ class ParameterSpec:
     sequence_partial: bool = False
     """Where activations are split by sequence, a rank's gradient covers its positions only: it is
     summed over tp."""
+    heads_partial: bool = False
+    """A rank's gradient covers its heads only: it is summed over tp."""
     by_autograd: bool = False
     """Autograd itself computes the gradient, within ``I``; the others' are queued for ``W``."""
     tied: bool = False
@@ -111,6 +113,13 @@ def norm(name: str, hidden: int, *, bias: bool) -> Iterator[ParameterSpec]:
             sequence_partial=True,
             by_autograd=True,
         )
+
+
+def head_norm(name: str, head_dim: int, fill: float = 1.0) -> ParameterSpec:
+    """Weight of an rmsnorm over each of a tp rank's heads, which every tp rank holds."""
+    return ParameterSpec(
+        name=f"{name}.weight", shape=(head_dim,), fill=fill, heads_partial=True, by_autograd=True
+    )
 
 
 def vocabulary(

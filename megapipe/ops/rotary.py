@@ -24,8 +24,12 @@ def torch_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
-    """As a new tensor, for a compiler, which joins all of it."""
-    half = x.shape[-1] // 2
+    """As a new tensor, for a compiler, which joins all of it; beyond the width of the tables
+    nothing turns."""
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotated(x[..., :width], cos, sin, sign), x[..., width:]), dim=-1)
+    half = width // 2
     is_first = torch.arange(x.shape[-1], device=x.device) < half
     return x * cos + x.roll(half, -1) * torch.where(is_first, -sign * sin, sign * sin)
 

@@ -87,7 +87,7 @@ class Shard:
         assert self._reduction is None, f"bucket {bucket.index} is being reduced already"
         bucket.collect_early()
         bucket.add_uses()
-        self._sum_sequence_parts()
+        self._sum_parts()
         self._reduction = Reduction(
             bucket.grads[0], bucket.shard, bucket.replicate, self.reduce_dtype
         )
@@ -109,13 +109,11 @@ class Shard:
             self._parts = True
         self.grad = piece
 
-    def _sum_sequence_parts(self) -> None:
-        """All-reduce over tp, once, the gradients that cover only this rank's positions."""
+    def _sum_parts(self) -> None:
+        """All-reduce over tp, once, the gradients of this rank's positions or heads alone."""
         bucket = self.bucket
         parts = [
-            bucket.view(bucket.grads[0], entry)
-            for entry in bucket.entries
-            if entry.spec.sequence_partial
+            bucket.view(bucket.grads[0], entry) for entry in bucket.entries if entry.spec.partial
         ]
         if parts:
             flat = torch.cat([part.flatten() for part in parts])

@@ -112,6 +112,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn_hidden": 48,
     },
     "mixed": {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "ffn_hidden": 24},
+    "qwen": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "activation": "swiglu",
+        "bias": False,
+        "qkv_bias": True,
+        "qk_norm": True,
+        "head_dim": 8,
+        "ffn_hidden": 24,
+        "rotary_share": 0.5,
+        "rotary_scaling": "yarn",
+        "rotary_factor": 4.0,
+        "rotary_original_positions": 8,
+    },
     "gelu": {"activation": "gelu", "positions": "rotary", "bias": False},
 }
 

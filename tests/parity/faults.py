@@ -185,7 +185,7 @@ def stale_receive_buffer() -> Patch:
 
 
 def sequence_partial_gradients_not_summed() -> Patch:
-    return mock.patch.object(Shard, "_sum_sequence_parts")
+    return mock.patch.object(Shard, "_sum_parts")
 
 
 def padded_logits_in_the_softmax() -> Patch:

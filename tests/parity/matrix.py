@@ -58,7 +58,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "dropout": [0.0, 0.2],
     "compile": [False, True],
     "loss_chunk": [None, 0, 5],
-    "model": ["gpt2", "llama", "mixed", "gelu"],
+    "model": ["gpt2", "llama", "mixed", "qwen", "gelu"],
     "activations": ["keep", "stage", "full, two together", "of each some"],
     "in_process": [False, True],
     "scatter": ["off", "on"],

@@ -81,9 +81,9 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         if model.norm == "layernorm" and model.bias:
             out[f"{name}.bias"] = (h,)
 
-    def linear(name: str, *shape: int) -> None:
+    def linear(name: str, *shape: int, bias: bool | None = None) -> None:
         out[f"{name}.weight"] = shape
-        if model.bias:
+        if model.bias if bias is None else bias:
             out[f"{name}.bias"] = shape[:-1]
 
     out["embedding.word.weight"] = (v, h)
@@ -91,7 +91,9 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         out["embedding.position.weight"] = (model.max_positions, h)
     for i in range(model.layers):
         norm(f"layers.{i}.attention_norm")
-        linear(f"layers.{i}.attention.qkv", qkv, h)
+        linear(f"layers.{i}.attention.qkv", qkv, h, bias=model.qkv_bias)
+        for part in ("q", "k") if model.qk_norm else ():
+            out[f"layers.{i}.attention.{part}_norm.weight"] = (model.head_dim,)
         linear(f"layers.{i}.attention.out", h, attended)
         norm(f"layers.{i}.mlp_norm")
         linear(f"layers.{i}.mlp.up", *((2, f, h) if swiglu else (f, h)))
@@ -248,8 +250,12 @@ def train(
 def _norm(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
     weight = params[f"{name}.weight"]
     if model.norm == "rmsnorm":
-        return F.rms_norm(x, weight.shape, weight, model.norm_eps)
+        return _rms(x, weight, model)
     return F.layer_norm(x, weight.shape, weight, params.get(f"{name}.bias"), model.norm_eps)
+
+
+def _rms(x: Tensor, weight: Tensor, model: ModelConfig) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, model.norm_eps)
 
 
 def _linear(x: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
@@ -291,6 +297,9 @@ def _attention(
         values += [v] * per_group
     heads = []
     for head, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
+        if model.qk_norm:
+            q = _rms(q, params[f"{name}.q_norm.weight"], model)
+            k = _rms(k, params[f"{name}.k_norm.weight"], model)
         if model.positions == "rotary":
             q, k = _rotate(q, model), _rotate(k, model)
         scores = q @ k.transpose(-1, -2) / math.sqrt(d)  # [b, s, s]
@@ -302,14 +311,45 @@ def _attention(
 
 
 def _rotate(x: Tensor, model: ModelConfig) -> Tensor:
-    """Rotary embedding (Su et al., 2104.09864) of x [b, s, d]: pair (j, j + d/2) is turned by
-    position x base**(-2j/d)."""
-    s, d = x.shape[1:]
-    frequency = model.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
-    angle = torch.arange(s, dtype=torch.float64)[:, None] * frequency  # [s, d/2]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    """Rotary embedding (Su et al., 2104.09864) of the first d values of x [b, s, head_dim]: pair
+    (j, j + d/2) is turned by position x frequency."""
+    d = round(model.head_dim * model.rotary_share)
+    x, rest = x[..., :d], x[..., d:]
+    frequency = torch.tensor([_frequency(j, d, model) for j in range(d // 2)], dtype=torch.float64)
+    angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency  # [s, d/2]
+    size = 1.0
+    if model.rotary_scaling == "yarn":
+        size = model.rotary_attention_factor or 1 + math.log(model.rotary_factor) / 10
+    cos, sin = (size * angle.cos()).to(x.dtype), (size * angle.sin()).to(x.dtype)
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def _frequency(j: int, d: int, model: ModelConfig) -> float:
+    """Of pair j: base**(-2j/d), all or a share of it divided by the factor."""
+    plain, kind = model.rotary_base ** (-2 * j / d), model.rotary_scaling
+    low, high, positions = (
+        model.rotary_turns_low,
+        model.rotary_turns_high,
+        model.rotary_original_positions,
+    )
+    if kind == "none":
+        return plain
+    if kind == "linear":
+        divided = 1.0
+    elif kind == "llama3":
+        turns = positions * plain / (2 * math.pi)
+        divided = 1 - min(1, max(0, (turns - low) / (high - low)))
+    else:  # yarn: from the pair with `high` turns to that with `low` ones, rounded outwards
+
+        def pair(turns: float) -> float:
+            return (
+                d * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))
+            )
+
+        first, last = max(0, math.floor(pair(high))), min(d - 1, math.ceil(pair(low)))
+        divided = min(1, max(0, (j - first) / (last - first if last != first else 0.001)))
+    return plain * (1 - divided) + plain / model.rotary_factor * divided
 
 
 def _mlp(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:

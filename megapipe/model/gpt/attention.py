@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -13,47 +13,42 @@ from megapipe.layers.dropout import dropout_seed
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.norm import Norm
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.rng import seeded
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import Named, layer_of
-
-
-def rotary_tables(
-    length: int, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin [s, 1, 1, 1, d] of the rotary embedding (Su et al., 2104.09864), half-rotated.
-
-    Computed in fp32 (fp64 for fp64), then cast.
-    """
-    high = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, head_dim, 2, dtype=high, device=device) / head_dim
-    angle = torch.outer(torch.arange(length, dtype=high, device=device), base**-exponent)
-    angle = torch.cat((angle, angle), dim=-1).view(length, 1, 1, 1, head_dim)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+from megapipe.model.gpt.rotary import Tables
+from megapipe.ops.norm import torch_norm
+from megapipe.ops.rotary import RotaryKernel
 
 
 class _Turned(Function):
-    """Rotates queries and keys in place, and their gradients back; only the tables are kept.
+    """Rotates a part of `x` in place, and of its gradient back; only the tables are kept.
 
-    No other function may use or save its input.
+    `part` is a view of it, [s, b, ..., d]. No other function may use or save its input.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, attention: Attention, rotary: tuple[Tensor, Tensor], graph_only: bool
+        ctx: Any,
+        x: Tensor,
+        part: Callable[[Tensor], Tensor],
+        rotate: RotaryKernel,
+        rotary: Tables,
+        graph_only: bool,
     ) -> Tensor:
-        ctx.attention, ctx.rotary = attention, rotary
+        ctx.part, ctx.rotate, ctx.rotary = part, rotate, rotary
         if not graph_only:
-            attention.rotate(attention.turning(qkv), *rotary, 1)
-        return qkv.view_as(qkv)
+            rotate(part(x), *rotary, 1)
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        # queries, keys and values had their gradients joined in this one, which nobody else has
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        # the gradient of nothing else: parts of it were joined, or attention made it
         cos, sin = ctx.rotary
-        ctx.attention.rotate(ctx.attention.turning(grad), cos, sin, -1)
-        return grad, None, None, None
+        ctx.rotate(ctx.part(grad), cos, sin, -1)
+        return grad, None, None, None, None
 
 
 def joined(y: Tensor) -> Tensor:
@@ -81,45 +76,84 @@ class Attention(nn.Module):
         self.groups = config.kv_heads // sharding.tp.size
         self.queries = config.heads // config.kv_heads
         self.head_dim = config.head_dim
+        self.rotary_width = config.rotary_width
         name = f"layers.{layer}.attention"
         self.qkv = ColumnParallelLinear(sharding, *layer_of(parameters, f"{name}.qkv"))
         self.out = RowParallelLinear(sharding, *layer_of(parameters, f"{name}.out"))
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        if config.qk_norm:
+            self.q_norm = self._head_norm(parameters, f"{name}.q_norm")
+            self.k_norm = self._head_norm(parameters, f"{name}.k_norm")
 
-    def project(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, graph_only: bool = False
-    ) -> Tensor:
-        """Normed [s(/tp), b, h] -> [s, b, (heads + 2 kv_heads) d / tp], rotated by `rotary`.
+    def project(self, x: Tensor, rotary: Tables | None, graph_only: bool = False) -> Tensor:
+        """Normed [s(/tp), b, h] -> [s, b, (heads + 2 kv_heads) d / tp].
 
-        `rotary` are the tables of these positions. With `graph_only` the output has no value.
+        Rotated by `rotary`, the tables of these positions, unless queries and keys are normed
+        first. With `graph_only` the output has no value.
         """
         qkv = self.qkv(x, graph_only)
-        return qkv if rotary is None else _Turned.apply(qkv, self, rotary, graph_only)
+        if rotary is None or self.q_norm is not None:
+            return qkv
+        return _Turned.apply(qkv, self.turning, self.rotate, rotary, graph_only)
 
     def forward(
-        self, qkv: Tensor, mb: MicroBatch, cache: KVCache | None = None, graph_only: bool = False
+        self,
+        qkv: Tensor,
+        mb: MicroBatch,
+        rotary: Tables | None = None,
+        cache: KVCache | None = None,
+        graph_only: bool = False,
     ) -> Tensor:
         """The output of :meth:`project` -> [s(/tp), b, h].
 
         `cache` is there where these positions are a slice. With `graph_only` the output has no
         value.
         """
-        q, k, v = self.heads(qkv)
+        q, k, v = self.heads(qkv) if self.q_norm is None else self._normed(qkv, rotary)
         if cache is not None:
             k, v = cache.extend(self.layer, mb.start, k, v)
-        elif self.queries > 1 and self.groups > 1:  # q is a copy: let go of what it comes from
-            k, v = k.contiguous(), v.contiguous()
+        elif self.q_norm is None and self.queries > 1 and self.groups > 1:
+            k, v = k.contiguous(), v.contiguous()  # q is a copy: let go of what it comes from
         y = self._attend(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), mb)
         return self.out(joined(y), graph_only)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, heads / tp, d], keys and values [s, b, kv_heads / tp, d]."""
         # by split, whose backward joins the gradients; that of a slice would fill all of qkv
-        q, k, v = self._grouped(qkv).split((self.queries, 1, 1), dim=3)
+        q, k, v = self._split(qkv)
         return q.reshape(*q.shape[:2], -1, self.head_dim), k.squeeze(3), v.squeeze(3)
 
+    def _normed(self, qkv: Tensor, rotary: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with queries and keys normed and rotated."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        q, k, v = self._split(qkv)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = (
+                _Turned.apply(x, self._rotated_width, self.rotate, rotary, False) for x in (q, k)
+            )
+        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
     def turning(self, qkv: Tensor) -> Tensor:
-        """View of the queries and keys in the output of :meth:`project`, [s, b, groups, n, d]."""
-        return self._grouped(qkv)[..., :-1, :]
+        """View of what is rotated in the output of :meth:`project`, [s, b, groups, n, d]."""
+        return self._rotated_width(self._grouped(qkv)[..., :-1, :])
+
+    def _rotated_width(self, x: Tensor) -> Tensor:
+        return x[..., : self.rotary_width]
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        return self._grouped(qkv).split((self.queries, 1, 1), dim=3)
+
+    def _head_norm(self, parameters: Named, name: str) -> Norm:
+        return Norm(
+            self.sharding,
+            parameters[f"{name}.weight"],
+            kind="rmsnorm",
+            eps=self.config.norm_eps,
+            kernel=torch_norm,
+        )
 
     def _grouped(self, qkv: Tensor) -> Tensor:
         return qkv.view(*qkv.shape[:2], self.groups, self.queries + 2, self.head_dim)

@@ -21,8 +21,9 @@ from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.mlp import MLP
 from megapipe.model.gpt.parameters import Named, block_parameters, layer_of
+from megapipe.model.gpt.rotary import Tables
 
-Rotary = tuple[Tensor, Tensor] | None
+Rotary = Tables | None
 
 RunBlock = Callable[["Block", Tensor, MicroBatch, Rotary, bool], Tensor]
 """(block, x, micro-batch, rotary, graph_only) -> y, of whole sequences."""
@@ -73,7 +74,7 @@ class Block(nn.Module):
             assert cache is None, "a compiled block takes whole sequences"
             return self.compiled(self, x, mb, rotary, graph_only)
         qkv = self.of_norms(self._project, x, rotary)
-        x = x + self.of_attention(self._attend, qkv, mb, cache)
+        x = x + self.of_attention(self._attend, qkv, mb, rotary, cache)
         wide = self.of_norms(self._widen, x)
         return x + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
 
@@ -81,9 +82,14 @@ class Block(nn.Module):
         return self.attention.project(self.attention_norm(x), rotary, graph_only)
 
     def _attend(
-        self, qkv: Tensor, mb: MicroBatch, cache: KVCache | None, graph_only: bool = False
+        self,
+        qkv: Tensor,
+        mb: MicroBatch,
+        rotary: Rotary,
+        cache: KVCache | None,
+        graph_only: bool = False,
     ) -> Tensor:
-        y = self.attention(qkv, mb, cache, graph_only)
+        y = self.attention(qkv, mb, rotary, cache, graph_only)
         return self._drop(y, mb, "attention_out")
 
     def _widen(self, x: Tensor, graph_only: bool = False) -> Tensor:

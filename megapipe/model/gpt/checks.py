@@ -20,11 +20,8 @@ def check(model: ModelConfig, given: Conditions) -> None:
                 f"model.{key}={size} is not divisible by parallel.tp={tp}: "
                 f"{choices('tp', size, tp)}"
             )
-    if model.positions == "rotary" and (model.head_dim or 0) % 2:
-        raise ConfigError(
-            f"model.head_dim={model.head_dim} (hidden / heads by default) is odd: "
-            "model.positions=rotary turns pairs of coordinates and needs an even one"
-        )
+    if model.positions == "rotary":
+        _check_rotary(model)
     length = given.sequence_length
     if model.positions == "learned" and model.max_positions and length > model.max_positions:
         raise ConfigError(
@@ -38,6 +35,28 @@ def check(model: ModelConfig, given: Conditions) -> None:
         )
     if given.compile and model.dropout:
         raise ConfigError(f"kernels.compile=true needs model.dropout=0, not {model.dropout:g}")
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    width = (model.head_dim or 0) * model.rotary_share
+    if width % 2:
+        share = "" if model.rotary_share == 1 else f" x model.rotary_share={model.rotary_share:g}"
+        raise ConfigError(
+            f"model.head_dim={model.head_dim} (hidden / heads by default){share} is "
+            f"{'odd' if width == int(width) else f'{width:g}'}: model.positions=rotary turns pairs "
+            "of coordinates and needs an even one"
+        )
+    if model.rotary_scaling in ("llama3", "yarn"):
+        if model.rotary_original_positions is None:
+            raise ConfigError(
+                f"model.rotary_scaling={model.rotary_scaling} needs "
+                "model.rotary_original_positions: the sequence length of the first training"
+            )
+        if model.rotary_turns_low >= model.rotary_turns_high:
+            raise ConfigError(
+                f"model.rotary_turns_low={model.rotary_turns_low:g} is not below "
+                f"model.rotary_turns_high={model.rotary_turns_high:g}"
+            )
 
 
 def resolved(model: ModelConfig, vocab_size: int | None, sequence_length: int) -> ModelConfig:

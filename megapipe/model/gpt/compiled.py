@@ -167,6 +167,8 @@ def run_block(
 
     normed = block.attention_norm(x)
     q, k, v = attention.heads(_Product.apply(normed, *qkv, sharding, True))
+    if attention.q_norm is not None and attention.k_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
     if rotary is not None:
         cos, sin = (table.squeeze(2) for table in rotary)
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)

@@ -13,10 +13,10 @@ from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.weight_grad import WeightGradQueue
-from megapipe.model.gpt.attention import rotary_tables
 from megapipe.model.gpt.block import Block, Rotary
 from megapipe.model.gpt.compiled import CompiledBlock
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.rotary import rotary_tables
 from megapipe.ops.documents import Documents
 
 TOLERANCE = {
@@ -66,8 +66,7 @@ def check_compiled(
     split = sharding.tp.size if sharding.sequence_split else 1
     rotary: Rotary = None
     if config.positions == "rotary":
-        assert config.head_dim is not None
-        rotary = rotary_tables(length, config.head_dim, config.rotary_base, device, sharding.dtype)
+        rotary = rotary_tables(config, length, device, sharding.dtype)
     for number in sorted(rows):
         shape = (length // split, number, config.hidden)
         data = [(draw(shape), draw(shape)) for _ in range(2)]

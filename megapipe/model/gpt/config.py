@@ -45,10 +45,31 @@ class ModelConfig(Section):
     """A learned table added to the embedding (GPT-2), or rotary embedding of q and k (Llama)."""
     rotary_base: float = Field(10000.0, gt=0)
     """Base of the rotary frequencies."""
+    rotary_share: float = Field(1.0, gt=0, le=1)
+    """Share of a head's width that is rotated, from its beginning on (GPT-NeoX: 0.25)."""
+    rotary_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """How rotary frequencies are stretched for texts longer than those of the first training:
+    linear divides all by `rotary_factor` (Chen et al., 2306.15595); llama3 and yarn (Peng et al.,
+    2309.00071) divide the low ones, keep the high ones, and blend those between."""
+    rotary_factor: float = Field(1.0, ge=1)
+    """What `rotary_scaling` divides frequencies by."""
+    rotary_original_positions: int | None = Field(None, ge=1)
+    """Positions of the first training, for llama3 and yarn."""
+    rotary_turns_low: float = Field(1.0, gt=0)
+    """Frequencies with fewer turns over `rotary_original_positions` are divided in full."""
+    rotary_turns_high: float = Field(4.0, gt=0)
+    """Frequencies with more turns over them stay (yarn's usual number is 32)."""
+    rotary_attention_factor: float | None = Field(None, gt=0)
+    """What yarn multiplies rotated queries and keys by; default: 0.1 ln(rotary_factor) + 1."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
     """Nonlinearity of the MLP; gelu_tanh is GPT-2's approximation, swiglu adds a gate."""
     bias: bool = True
     """Biases in the linear layers (and in layernorm)."""
+    qkv_bias: bool | None = None
+    """Biases in the projection to queries, keys and values (Qwen2 has no others); default: as
+    `bias`."""
+    qk_norm: bool = False
+    """Rmsnorm over the width of each query and key head, before they are rotated (Qwen3)."""
     tied_embeddings: bool = True
     """One matrix for the input embedding and the head."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -73,5 +94,16 @@ class ModelConfig(Section):
                 "ffn_hidden": self.ffn_hidden or ffn,
                 "vocab_size": self.vocab_size or vocab_size,
                 "max_positions": self.max_positions or sequence_length,
+                "qkv_bias": None if self.qkv_bias == self.bias else self.qkv_bias,
             }
         )
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projection to queries, keys and values has biases."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def rotary_width(self) -> int:
+        """Values of a head that are rotated, of a resolved model."""
+        return int((self.head_dim or 0) * self.rotary_share)

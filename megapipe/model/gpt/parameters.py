@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from megapipe.layers.specs import (
     ParameterSpec,
     column_linear,
+    head_norm,
     norm,
     positions,
     row_linear,
@@ -74,7 +75,10 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     up = (2, ffn, h) if model.activation == "swiglu" else (ffn, h)
     residual_std, bias = std / math.sqrt(2 * model.layers), model.bias
     yield from norm_parameters(model, f"{name}.attention_norm")
-    yield from column_linear(f"{name}.attention.qkv", (qkv, h), bias=bias, std=std)
+    yield from column_linear(f"{name}.attention.qkv", (qkv, h), bias=model.has_qkv_bias, std=std)
+    if model.qk_norm:
+        yield head_norm(f"{name}.attention.q_norm", known(model.head_dim))
+        yield head_norm(f"{name}.attention.k_norm", known(model.head_dim))
     yield from row_linear(f"{name}.attention.out", (h, heads), bias=bias, std=residual_std)
     yield from norm_parameters(model, f"{name}.mlp_norm")
     yield from column_linear(f"{name}.mlp.up", up, bias=bias, std=std)

@@ -177,9 +177,16 @@ def _attention(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
     # keys and values of a slice are in the cache: its queries alone are viewed
     is_viewed = not is_gathered and (is_fused if is_slice else not is_copied)
     qkv = (queries + 2 * keys) * size
-    yield Saved("attention", "qkv", qkv, is_input=True, is_saved=is_viewed)
+    yield Saved("attention", "qkv", qkv, is_input=True, is_saved=is_viewed or model.qk_norm)
+    if model.qk_norm:
+        yield Saved("attention", "rstd of queries", rows * high, has_grad=False)
+        yield Saved("attention", "rstd of keys", w.tokens * w.groups * high, has_grad=False)
+        if not is_copied:
+            yield Saved("attention", "normed queries", queries * size)
+            if not is_slice:
+                yield Saved("attention", "normed keys", keys * size)
     if is_fused:
-        if is_gathered:
+        if is_gathered and not model.qk_norm:
             yield Saved("attention", "queries", queries * size)
             for name in () if is_slice else ("keys", "values"):
                 yield Saved("attention", name, keys * size)

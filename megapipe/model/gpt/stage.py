@@ -20,7 +20,6 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.policy import Span
 from megapipe.layers.specs import by_name
-from megapipe.model.gpt.attention import rotary_tables
 from megapipe.model.gpt.block import Block, Blocks, new_norm
 from megapipe.model.gpt.compiled import CompiledBlock
 from megapipe.model.gpt.config import ModelConfig
@@ -30,6 +29,7 @@ from megapipe.model.gpt.parameters import (
     head,
     stage_parameters,
 )
+from megapipe.model.gpt.rotary import Tables, rotary_tables
 from megapipe.model.interface import Loss
 from megapipe.model.partition import StageSpec
 
@@ -74,7 +74,7 @@ class GPTStage(nn.Module):
         if spec.head:
             self.final_norm = new_norm(sharding, config, named, "final_norm")
             self.head = ColumnParallelLinear(sharding, head(config))
-        self._rotary: tuple[int, tuple[Tensor, Tensor]] | None = None
+        self._rotary: tuple[int, Tables] | None = None
 
     def use(self, spans: Sequence[Span]) -> None:
         """Set which activations the blocks keep: `spans` cover all blocks in order."""
@@ -146,16 +146,12 @@ class GPTStage(nn.Module):
         rotary = self._rotary_for(x, mb) if self.config.positions == "rotary" else None
         return self.layers(x, mb, rotary, cache, graph_only)
 
-    def _rotary_for(self, x: Tensor, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _rotary_for(self, x: Tensor, mb: MicroBatch) -> Tables:
         split = self.sharding.tp.size if self.sharding.sequence_split else 1
         here = x.shape[0] * split
         length = mb.sequence_length or here
         if self._rotary is None or self._rotary[0] != length:
-            assert self.config.head_dim is not None
-            tables = rotary_tables(
-                length, self.config.head_dim, self.config.rotary_base, x.device, x.dtype
-            )
-            self._rotary = length, tables
+            self._rotary = length, rotary_tables(self.config, length, x.device, x.dtype)
         cos, sin = self._rotary[1]
         if mb.positions is not None:  # [s, b] of [length, 1, 1, 1, d] -> [s, b, 1, 1, d]
             return cos[mb.positions].squeeze(2), sin[mb.positions].squeeze(2)

@@ -72,7 +72,11 @@ class _Way:
         self.queries, self.keys = w.tokens * w.queries * size, w.tokens * w.keys * size
         self.qkv = self.queries + 2 * self.keys
         self.up, self.inner = w.tokens * w.up * size, w.tokens * w.ffn * size
-        self.is_rotary = model.positions == "rotary"
+        self.turned = 0
+        """What is copied to be rotated, at once."""
+        if model.positions == "rotary":
+            of = self.queries if model.qk_norm else self.queries + self.keys
+            self.turned = of * model.rotary_width // known(model.head_dim)
         self.saved = {
             module: [t for t in saved_tensors(model, sizes) if t.module == module]
             for module in ("norm", "attention", "mlp_activation")
@@ -140,8 +144,9 @@ class _Way:
         again, away = (policy.recompute, policy.offload) if keep else (frozenset(), frozenset())
         stays = {module: keep and module not in again for module in self.saved}
         self._norm_and_column(tape, self.qkv, stays["norm"], "norm" in away)
-        if self.is_rotary:
-            tape.pass_by(self.queries + self.keys)
+        if self.model.qk_norm:
+            self._norm_heads(tape, 2)
+        tape.pass_by(self.turned)
         let_go = self._attend(tape, stays["attention"])
         self._row_product(tape)
         tape.drop(let_go)
@@ -198,6 +203,13 @@ class _Way:
             wide = self.local * self.high // self.size
             tape.pass_by(2 * wide, self.local)
         tape.take(self.local, self.statistics)
+
+    def _norm_heads(self, tape: Tape, copies: int) -> None:
+        """The norm of the queries, where it takes more than that of the keys: on the CPU, with some
+        copies in a wider type."""
+        if not self.sizes.cuda:
+            copies = copies if self.size < self.high else copies // 4
+            tape.pass_by(copies * self.queries * self.high // self.size, self.queries)
 
     @property
     def _by_hand(self) -> bool:
@@ -309,8 +321,7 @@ class _Way:
         self._narrow_backward(tape, policy, at_once)
         self._widen_backward(tape, policy, self.up, "up", at_once, grad_stays=grad_stays)
         self._attention_backward(tape, policy, at_once)
-        if self.is_rotary:
-            tape.pass_by(self.queries + self.keys)
+        tape.pass_by(self.turned)
         stays = input_stays and "norm" not in policy.offload
         self._widen_backward(tape, policy, self.qkv, "qkv", at_once, input_stays=stays)
 
@@ -346,7 +357,10 @@ class _Way:
         elif self.unfused is not None:
             tape.pass_by(self.unfused.backward)
         tape.take(self.qkv)  # three gradients
-        tape.drop(self.queries, saved, 0 if again else kept)
+        tape.drop(self.queries, saved)
+        if self.model.qk_norm:
+            self._norm_heads(tape, 4)
+        tape.drop(0 if again else kept)
         tape.take(self.qkv)  # joined
         tape.drop(self.qkv, kept if again else 0)
 

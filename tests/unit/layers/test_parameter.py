@@ -66,4 +66,4 @@ def test_sums_over_the_sequence_are_partial_only_where_it_is_split(
 ) -> None:
     whole = ParameterSpec(name="norm", shape=(4,), sequence_partial=True)
     spec = spec_of(new_parameter(sharding(size, 0, sequence_parallel), whole))
-    assert spec.sequence_partial is partial
+    assert spec.sequence_partial is spec.partial is partial

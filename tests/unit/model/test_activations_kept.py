@@ -191,6 +191,7 @@ MODELS = [
     ("llama", {"kv_heads": 1}),
     ("mixed", {"dropout": 0.1, "dtype": "bf16"}),
     ("gelu", {"dtype": "fp32"}),
+    ("qwen", {"kv_heads": 2}),
 ]
 
 
@@ -224,6 +225,7 @@ LARGER = {"hidden": 64, "head_dim": 16, "ffn_hidden": 192}
         ("llama", {"kv_heads": 2, "dtype": "fp32"}),
         ("llama", {"kv_heads": 2, "dtype": "bf16", "dropout": 0.1}),
         ("llama", {"kv_heads": 1, "dtype": "fp32", "dropout": 0.1}),
+        ("qwen", {"kv_heads": 1, "dtype": "bf16"}),
     ],
 )
 def test_the_peak_within_an_operation_is_that_of_the_formula(

@@ -1,17 +1,25 @@
-"""Weights and configurations to and from transformers' GPT-2 and Llama, bit by bit."""
+"""Weights and configurations to and from transformers' classes, bit by bit."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, OPTConfig
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.hf.config import class_of, config_from_hf, config_to_hf
+from megapipe.model.gpt.hf.config import class_of, config_from_hf, config_to_hf, row_of
 from megapipe.model.gpt.hf.weights import from_hf, to_hf
 from tests.parity.reference import init_random
+from tests.unit.model.transformers_models import FAMILIES, model_of
 
 GPT2 = ModelConfig(layers=2, hidden=12, heads=3, vocab_size=31, max_positions=10).resolved(
     vocab_size=0, sequence_length=0
@@ -40,6 +48,7 @@ MODELS = {
     "llama_biases": LLAMA.model_copy(update={"bias": True}),
     "llama_tied": LLAMA.model_copy(update={"tied_embeddings": True}),
     "llama_mqa_wide_heads": LLAMA.model_copy(update={"kv_heads": 1, "head_dim": 8}),
+    **{name: model_of(name).model_copy(update={"dtype": "fp32"}) for name in FAMILIES},
 }
 
 
@@ -67,7 +76,7 @@ def test_weights_survive_both_ways(name: str) -> None:
 
     original = {n: torch.randn_like(t) for n, t in hf_model(model).state_dict().items()}
     if model.tied_embeddings:
-        embedding = next(n for n in original if n.endswith(("wte.weight", "embed_tokens.weight")))
+        embedding = f"{row_of(model).modules['embedding.word']}.weight"
         original["lm_head.weight"] = original[embedding]
     assert_same(to_hf(from_hf(original, model), model), original)
 
@@ -172,7 +181,7 @@ def test_params_of_another_model_are_refused() -> None:
 @pytest.mark.parametrize(
     ("hf_config", "message"),
     [
-        (OPTConfig(), "model_type 'opt' is not supported; supported are gpt2 and llama"),
+        (OPTConfig(), "model_type 'opt' is not supported; supported are gpt2, llama, .* and "),
         (GPT2Config(activation_function="relu"), "activation_function 'relu'.*gelu_new"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
         (GPT2Config(scale_attn_weights=False), "scale_attn_weights = False.*must be True"),
@@ -184,10 +193,22 @@ def test_params_of_another_model_are_refused() -> None:
         (LlamaConfig(attention_bias=True), "mlp_bias = False.*must be True, as attention_bias"),
         (LlamaConfig(attention_dropout=0.1), "attention_dropout = 0.1"),
         (
-            LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
-            "rope_parameters .*linear.* without scaling",
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "rope_parameters with rope_type 'dynamic'.* llama; supported are default, linear, ",
         ),
-        (LlamaConfig(partial_rotary_factor=0.5), "rope_parameters .*partial_rotary_factor"),
+        (
+            LlamaConfig(
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "rope_theta": 1e4,
+                    "truncate": False,
+                }
+            ),
+            "rope_parameters with truncate = False",
+        ),
+        (Qwen2Config(use_sliding_window=True), "use_sliding_window = True.* for qwen2"),
+        (Qwen3Config(attention_bias=True), "attention_bias = True.* for qwen3"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,10 +1,9 @@
-"""The tests' own reference equals transformers' GPT-2 and Llama classes, in fp64."""
+"""The tests' own reference equals transformers' classes, in fp64."""
 
 from typing import Any
 
 import pytest
 import torch
-from transformers.models.llama import modeling_llama
 
 from megapipe.model.gpt.config import ModelConfig
 from tests.parity.reference import (
@@ -14,16 +13,19 @@ from tests.parity.reference import (
     loss_and_grads,
     random_batch,
 )
-from tests.unit.model.transformers_models import CASES, GPT2, LLAMA, Fp64Torch, hf_logits_and_grads
+from tests.unit.model.transformers_models import (
+    CASES,
+    FAMILIES,
+    GPT2,
+    LLAMA,
+    hf_logits_and_grads,
+    model_of,
+)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_and_gradients_equal_transformers(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(modeling_llama, "torch", Fp64Torch("torch"))
-    base, changes = CASES[case]
-    model = base.model_copy(update=changes).resolved(vocab_size=0, sequence_length=0)
+@pytest.mark.parametrize("case", [*CASES, *FAMILIES])
+def test_logits_and_gradients_equal_transformers(case: str) -> None:
+    model = model_of(case)
     params = init_random(model, seed=7)
     batch = random_batch(model, b=3, s=17, seed=8, masked=0.2)
 
@@ -44,10 +46,7 @@ def test_logits_and_gradients_equal_transformers(
         (LLAMA, {"norm_eps": 1.1e-4}),
     ],
 )
-def test_a_slightly_different_model_differs(
-    base: ModelConfig, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(modeling_llama, "torch", Fp64Torch("torch"))
+def test_a_slightly_different_model_differs(base: ModelConfig, changes: dict[str, Any]) -> None:
     model = base.resolved(vocab_size=0, sequence_length=0)
     params = init_random(model, seed=7)
     batch = random_batch(model, b=3, s=17, seed=8)

@@ -39,6 +39,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"kv_heads": 1}),
     ("mixed", {"kv_heads": 1, "dtype": "bf16"}),
     ("mixed", {"dropout": 0.1, "dtype": "bf16"}),
+    ("qwen", {"kv_heads": 2}),
 ]
 
 

@@ -84,6 +84,10 @@ def _read_whole_heads(config: Any) -> dict[str, Any]:
 def _split_heads(model: ModelConfig) -> Iterator[Misfit]:
     if model.kv_heads != model.heads:
         yield Misfit("kv_heads", model.kv_heads, str(model.heads))
+    yield from _other_width(model)
+
+
+def _other_width(model: ModelConfig) -> Iterator[Misfit]:
     width = model.heads * (model.head_dim or 0)
     if width != model.hidden:
         yield Misfit("heads x model.head_dim", width, str(model.hidden))
@@ -106,22 +110,16 @@ def _uneven(model: ModelConfig) -> Iterator[Misfit]:
 GROUPED_HEADS = pairs(kv_heads="num_key_value_heads", head_dim="head_dim")._replace(misfits=_uneven)
 """Of a class that has keys for both, and wants `hidden` to be a multiple of `heads` even so."""
 
-
-def _read_rope(config: Any) -> dict[str, Any]:
-    rope = config.rope_parameters
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1) != 1:
-        raise ConfigError(
-            f"rope_parameters {rope} are not supported for {config.model_type}; "
-            "supported is rope_type 'default' over the whole head, without scaling"
-        )
-    return {"rotary_base": rope["rope_theta"]}
-
-
-ROPE = Part(
-    ("rotary_base",),
-    _read_rope,
-    lambda model: {"rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base}},
+GROUPED_WHOLE_HEADS = Part(
+    ("kv_heads", "head_dim"),
+    lambda config: {
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.hidden_size // config.num_attention_heads,
+    },
+    lambda model: {"num_key_value_heads": model.kv_heads},
+    _other_width,
 )
+"""Of a class without a key for the width of a head: that of the model by the heads."""
 
 
 def require(config: Any, key: str, wanted: Any, reason: str = "") -> None:

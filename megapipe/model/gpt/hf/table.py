@@ -7,13 +7,13 @@ row fixes, or else their default. No torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.parts import (
     GROUPED_HEADS,
-    ROPE,
+    GROUPED_WHOLE_HEADS,
     WHOLE_HEADS,
     Misfit,
     Part,
@@ -21,6 +21,7 @@ from megapipe.model.gpt.hf.parts import (
     equal,
     pairs,
 )
+from megapipe.model.gpt.hf.rope import ROPE
 
 Arrangement = Literal["same", "transposed", "apart", "blocks", "stacked"]
 """Of the values of one of our tensors: the same rows; [in, out]; q, k and v as tensors of their
@@ -89,6 +90,8 @@ _USUAL = pairs(
     max_positions="max_position_embeddings",
 )
 _SILU = activation("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
+_LLAMA_PARTS = (_COMMON, _USUAL, _SILU, ROPE, pairs(norm_eps="rms_norm_eps"))
+_LLAMA_FIXED = {"norm": "rmsnorm", "positions": "rotary"}
 
 _LLAMA_MODULES = {
     "embedding.word": "model.embed_tokens",
@@ -98,6 +101,8 @@ _LLAMA_MODULES = {
 _LLAMA_LAYER = {
     "attention_norm": Tensors(("input_layernorm",)),
     "attention.qkv": Tensors(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "apart"),
+    "attention.q_norm": Tensors(("self_attn.q_norm",)),
+    "attention.k_norm": Tensors(("self_attn.k_norm",)),
     "attention.out": Tensors(("self_attn.o_proj",)),
     "mlp_norm": Tensors(("post_attention_layernorm",)),
     "mlp.up": Tensors(("mlp.gate_proj", "mlp.up_proj"), "stacked"),
@@ -156,18 +161,28 @@ _LLAMA = Row(
     modules=_LLAMA_MODULES,
     layers="model.layers",
     layer=_LLAMA_LAYER,
-    parts=(
-        _COMMON,
-        _USUAL,
-        GROUPED_HEADS,
-        _SILU,
-        ROPE,
-        pairs(norm_eps="rms_norm_eps"),
-        equal("bias", "attention_bias", "mlp_bias"),
-    ),
-    fixed={"norm": "rmsnorm", "positions": "rotary"},
+    parts=(*_LLAMA_PARTS, GROUPED_HEADS, equal("bias", "attention_bias", "mlp_bias")),
+    fixed=_LLAMA_FIXED,
     required={"attention_dropout": 0},
 )
 
-TABLE = {row.model_type: row for row in (_GPT2, _LLAMA)}
+_QWEN2 = replace(
+    _LLAMA,
+    model_type="qwen2",
+    classes="Qwen2",
+    parts=(*_LLAMA_PARTS, GROUPED_WHOLE_HEADS),
+    fixed={**_LLAMA_FIXED, "bias": False, "qkv_bias": True},
+    required={"attention_dropout": 0, "use_sliding_window": False},
+)
+
+_QWEN3 = replace(
+    _LLAMA,
+    model_type="qwen3",
+    classes="Qwen3",
+    parts=(*_LLAMA_PARTS, pairs(kv_heads="num_key_value_heads", head_dim="head_dim")),
+    fixed={**_LLAMA_FIXED, "bias": False, "qk_norm": True},
+    required={"attention_dropout": 0, "use_sliding_window": False, "attention_bias": False},
+)
+
+TABLE = {row.model_type: row for row in (_GPT2, _LLAMA, _QWEN2, _QWEN3)}
 """Of rows that express a model alike the first is taken."""
