@@ -1,0 +1,23 @@
+"""The samples of Megatron-LM and their order, by indices equal to its own."""
+
+from megapipe.data.indices.blend import blend_index, exhaustive_blend_index
+from megapipe.data.indices.counts import Counts
+from megapipe.data.indices.dataset import BlendedDataset, IndexedDataset
+from megapipe.data.indices.indices import Indices, Request, open_indices
+from megapipe.data.indices.samples import sample_index
+from megapipe.data.indices.shares import BlendSizes
+from megapipe.data.indices.split import split_ranges
+
+__all__ = [
+    "BlendSizes",
+    "BlendedDataset",
+    "Counts",
+    "IndexedDataset",
+    "Indices",
+    "Request",
+    "blend_index",
+    "exhaustive_blend_index",
+    "open_indices",
+    "sample_index",
+    "split_ranges",
+]

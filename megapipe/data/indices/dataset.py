@@ -1,0 +1,128 @@
+"""Samples by the indices of a token file, alone or blended from several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.data.dataset import Dataset, Sample
+from megapipe.data.indices.blend import Index
+from megapipe.data.indices.indices import Indices
+from megapipe.data.tokens import TokenFile
+from megapipe.errors import DataError
+
+
+class IndexedDataset:
+    """The samples of Megatron-LM's GPTDataset: windows of documents in a shuffled order.
+
+    Sample i is L inputs and their labels, cut from the documents in reading order as if they were
+    one stream; the number i is mapped by the shuffle index. The order of the samples is in the
+    indices, so it needs none of :mod:`megapipe.data.order`. A last sample that is short stays so,
+    where Megatron-LM fills it up with masked tokens.
+
+    Args:
+        file: the tokens.
+        indices: of that file, see :func:`~megapipe.data.indices.indices.open_indices`.
+        sequence_length: L, as the indices were made for.
+    """
+
+    def __init__(self, file: TokenFile, indices: Indices, sequence_length: int) -> None:
+        self.file = file
+        self.indices = indices
+        self.sequence_length = sequence_length
+        # the same memory; to take slices of a memmap is slow
+        self._tokens, self._offsets, self._lengths = map(
+            np.asarray, (file.tokens, file.offsets, file.lengths)
+        )
+
+    def __len__(self) -> int:
+        return len(self.indices.shuffle)
+
+    def labelled(self, index: int) -> Sample:
+        """Sample `index`, of 0 .. len-1.
+
+        Raises:
+            IndexError: there is no such sample.
+            DataError: it lies outside the token file, whose index is damaged then.
+        """
+        return Sample.of_window(self._window(index), self.sequence_length)
+
+    def place(self, index: int, at: int, *, label: bool) -> str:
+        """The place of token or label `at` of a sample, for errors."""
+        left = at + label
+        for start, tokens in zip(*self._parts(index), strict=True):
+            if left < tokens:
+                return f"position {start + left} of {self.file.path}"
+            left -= tokens
+        raise IndexError(f"token {at} behind the end of sample {index}")
+
+    def _window(self, index: int) -> npt.NDArray[np.int64]:
+        """The tokens of a sample and the one that follows [L + 1], or fewer in the last one."""
+        starts, counts = self._parts(index)
+        tokens = self._tokens
+        if len(starts) == 1:
+            window = tokens[starts[0] : starts[0] + counts[0]].astype(np.int64)
+        else:
+            parts = [tokens[s : s + n] for s, n in zip(starts, counts, strict=True)]
+            window = np.concatenate(parts, dtype=np.int64, casting="unsafe")
+        if len(window) != sum(counts) or min(starts) < 0:
+            raise DataError(
+                f"{self.file.index_path} is damaged: sample {index} is outside {self.file.path}"
+            )
+        return window
+
+    def _parts(self, index: int) -> tuple[list[int], list[int]]:
+        """The tokens of the file that the runs of a sample begin with, and the tokens of each."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        row = int(self.indices.shuffle[index])
+        (first, begin), (last, end) = self.indices.samples[row : row + 2].tolist()
+        numbers = self.indices.documents[first : last + 1]
+        starts = (self._offsets[numbers] // self._tokens.itemsize).tolist()
+        counts = self._lengths[numbers].tolist()
+        counts[-1] = end + 1
+        starts[0] += begin
+        counts[0] -= begin
+        return starts, counts
+
+
+class BlendedDataset:
+    """The samples of several data sets in the order of a blend, as Megatron-LM's of that name.
+
+    Args:
+        datasets: the sources, with samples of equal length.
+        index: see :mod:`megapipe.data.indices.blend`.
+
+    Raises:
+        DataError: a source has fewer samples than the blend takes from it.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset], index: Index) -> None:
+        self.datasets = datasets
+        self.sources, self.numbers = index
+        self.sequence_length = datasets[0].sequence_length
+        taken = np.bincount(self.sources, minlength=len(datasets))
+        for number, (dataset, samples) in enumerate(zip(datasets, taken, strict=True)):
+            if samples > len(dataset):
+                raise DataError(
+                    f"source {number} of a blend has {len(dataset)} samples, of which the blend "
+                    f"takes {samples}: ask for more of each source than its weight's share"
+                )
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def labelled(self, index: int) -> Sample:
+        dataset, number = self._source(index)
+        return dataset.labelled(number)
+
+    def place(self, index: int, at: int, *, label: bool) -> str:
+        dataset, number = self._source(index)
+        return dataset.place(number, at, label=label)
+
+    def _source(self, index: int) -> tuple[Dataset, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.datasets[self.sources[index]], int(self.numbers[index])
