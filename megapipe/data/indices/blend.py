@@ -24,9 +24,10 @@ _SHORTEST = 256
 """Lanes at most, and the samples that a lane has at least."""
 _NUMBERS = 2**18
 """Sources times lanes at most, unless a single lane has more."""
+_EARLY = 8
+"""Samples before its own that a lane begins at, for each source."""
 _COLUMNS = 64
 """Samples of each lane that are kept before they are written together."""
-_AT_ONCE = 2**20
 MOST_SOURCES = 2**15 - 2
 
 Floats = npt.NDArray[np.float64]
@@ -43,7 +44,7 @@ def blend_index(weights: Sequence[float] | Floats, size: int) -> Index:
 
     Returns:
         The source of each sample [size] and its number among those of that source [size]. Beside
-        them about 8 MiB are held, and 18 bytes for each of a million samples.
+        these 10 bytes of a sample some tens of MiB are held.
 
     Raises:
         ConfigError: a weight is not positive, or there are too many.
@@ -51,7 +52,7 @@ def blend_index(weights: Sequence[float] | Floats, size: int) -> Index:
     shares = np.array(weights, np.float64)
     if not np.all(shares > 0):
         raise ConfigError(f"weights of a blend {shares.tolist()}: expected positive numbers")
-    return _numbered(_Lanes(shares, size, None).sources(), len(shares))
+    return _Lanes(shares, size, None).index()
 
 
 def exhaustive_blend_index(sizes: Sequence[int]) -> Index:
@@ -71,7 +72,7 @@ def exhaustive_blend_index(sizes: Sequence[int]) -> Index:
         raise ConfigError(f"sizes of a blend {limits.tolist()}: expected positive numbers")
     total = int(limits.sum())
     shares = limits / float(total)
-    return _numbered(_Lanes(shares, total, limits.astype(np.float64)).sources(), len(limits))
+    return _Lanes(shares, total, limits.astype(np.float64)).index()
 
 
 class _Lanes:
@@ -89,12 +90,12 @@ class _Lanes:
         most = min(_LANES, max(_NUMBERS // len(shares), 1))
         self.lanes = min(most, max(size // _SHORTEST, 1))
         self.length = -(-size // self.lanes)
-        # a source is taken once in 1 / share samples, and a guess of it is right after a few times
-        self.early = min(self.length, int(np.ceil(4 / shares.min())))
+        self.early = min(self.length, _EARLY * len(shares))
 
-    def sources(self) -> npt.NDArray[np.int16]:
-        """The source of each sample [size]."""
-        found = np.empty((self.lanes, self.length), np.int16)
+    def index(self) -> Index:
+        """The sources and numbers of all samples."""
+        shape = self.lanes, self.length
+        found = np.empty(shape, np.int16), np.empty(shape, np.int64)
         first = np.arange(self.lanes, dtype=np.int64) * self.length
         start = np.zeros((len(self.shares), self.lanes))
         later = first[1:] - self.early
@@ -103,7 +104,7 @@ class _Lanes:
         while len(wrong := 1 + np.flatnonzero((start[:, 1:] != end[:, :-1]).any(0))):
             start[:, wrong] = end[:, wrong - 1]
             end[:, wrong] = self.walk(first[wrong], start[:, wrong], self.length, found, wrong)
-        return found.reshape(-1)[: self.size]
+        return found[0].reshape(-1)[: self.size], found[1].reshape(-1)[: self.size]
 
     def guess(self, first: npt.NDArray[np.int64]) -> Floats:
         """States before the samples `first`: shares of them, rounded so that the sums are right."""
@@ -116,47 +117,36 @@ class _Lanes:
     def walk(
         self,
         first: npt.NDArray[np.int64],
-        state: Floats,
+        start: Floats,
         steps: int,
-        found: npt.NDArray[np.int16] | None = None,
+        found: Index | None = None,
         rows: npt.NDArray[np.int64] | None = None,
     ) -> Floats:
-        """The states `steps` samples after the samples `first`, from states before these. Sources
-        on the way are written into `rows` of `found`."""
+        """The states `steps` samples after the samples `first`, from the states `start` before
+        these. What is taken on the way is written into `rows` of `found`."""
         lanes = len(first)
-        state = state.copy()
+        state, lane = start.copy(), np.arange(lanes)
         behind, most = np.empty_like(state), np.empty(lanes)
         is_most = np.empty(state.shape, np.bool_)
-        lane = np.arange(lanes)
-        kept = np.empty((_COLUMNS, lanes), np.int16)
+        kept = np.empty((_COLUMNS, lanes), np.int16), np.empty((_COLUMNS, lanes), np.int64)
+        sample = first.astype(np.float64)
         for step in range(steps):
-            np.multiply(self.shares, np.maximum(first + step, 1), out=behind)
+            np.multiply(self.shares, np.maximum(sample, 1.0), out=behind)
             behind -= state
             if self.limits is not None:
                 np.copyto(behind, -np.inf, where=state >= self.limits)
             behind.max(0, out=most)
             np.equal(behind, most, out=is_most)
-            taken = is_most.argmax(0)  # the first of equal ones
-            state[taken, lane] += 1
-            if found is not None:
-                column = step % _COLUMNS
-                kept[column] = taken
-                if column == _COLUMNS - 1 or step == steps - 1:
-                    found[rows, step - column : step + 1] = kept[: column + 1].T
+            source = is_most.argmax(0)  # the first of equal ones
+            number = state[source, lane]
+            state[source, lane] = number + 1.0
+            sample += 1.0
+            if found is None:
+                continue
+            column = step % _COLUMNS
+            kept[0][column], kept[1][column] = source, number
+            if column == _COLUMNS - 1 or step == steps - 1:
+                some = slice(step - column, step + 1)
+                found[0][rows, some] = kept[0][: column + 1].T
+                found[1][rows, some] = kept[1][: column + 1].T
         return state
-
-
-def _numbered(sources: npt.NDArray[np.int16], count: int) -> Index:
-    """With the number of each sample among those of its source."""
-    numbers = np.empty(len(sources), np.int64)
-    before = np.zeros(count, np.int64)
-    for first in range(0, len(sources), _AT_ONCE):
-        part = sources[first : first + _AT_ONCE]
-        by_source = np.argsort(part, kind="stable")
-        amounts = np.bincount(part, minlength=count)
-        starts = before - (np.cumsum(amounts) - amounts)
-        numbers[first : first + len(part)][by_source] = np.arange(len(part)) + starts.repeat(
-            amounts
-        )
-        before += amounts
-    return sources, numbers

@@ -14,11 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 _AT_ONCE = 2**16
-"""Documents that are worked on at a time, and rows on average: what a processor's caches hold."""
-_ROWS = 2 * _AT_ONCE
-"""Rows that are written at a time."""
-_FEW = 8
-"""With fewer than one row in so many documents it is faster to search for each row's document."""
+"""Documents and, on average, rows that are worked on at a time: what a processor's caches hold."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
@@ -37,7 +33,8 @@ def sample_index(
 
     Args:
         lengths: tokens of each sequence of a token file [S], none negative.
-        documents: sequences in the order in which they are read [n].
+        documents: sequences in the order in which they are read [n], all of them below S: that is
+            not looked at.
         sequence_length: L.
         samples: M.
 
@@ -45,9 +42,6 @@ def sample_index(
         [M + 1, 2]: for the first token of each sample, and for the last of the last one, the place
         in `documents` and the place in that document. int32, or int64 for more documents than int32
         can number. Beside it a few MiB are held.
-
-    Raises:
-        IndexError: a document is none of the S sequences.
     """
     wide = len(documents) > np.iinfo(np.int32).max
     found = np.empty((samples + 1, 2), "<i8" if wide else "<i4")
@@ -79,8 +73,6 @@ def _ends(
     rest = sequence_length - 1  # before the first document, as if sample -1 had just been read
     for first in range(0, len(documents), block):
         numbers = documents[first : first + block]
-        if numbers.min() < 0 or numbers.max() >= len(lengths):
-            raise IndexError(f"a document that is none of {len(lengths)} sequences")
         n = len(numbers)
         part = taken[: n + 1]
         lengths.take(numbers, mode="clip", out=part[1:])  # other modes would use another buffer
@@ -95,51 +87,36 @@ def _ends(
 class _Rows:
     """The rows of a sample index, written from the first to the last.
 
-    A row of two int32 is written as one int64, the place in the document in its upper half: half as
-    many operations. All is modulo 2^64, so halves that are out of range on the way do no harm.
+    A row differs from the one before by (0, L), and by a jump where another document begins: a
+    running sum of these makes all rows. A row of two int32 is one int64 in it, the place in the
+    document being the upper half; that is exact, as sums modulo 2^64 are.
     """
 
     def __init__(self, found: Numbers, sequence_length: int) -> None:
         self.written = 0
         self._size = len(found)
         self._sequence_length = sequence_length
-        steps = np.arange(1, _ROWS + 1, dtype=np.int64) * sequence_length
         self._packed = found.dtype == np.dtype("<i4")
         if self._packed:
-            self._columns = [(found.view("<i8")[:, 0], steps << 32)]
+            self._columns = [(found.view("<i8")[:, 0], sequence_length << 32)]
         else:
-            self._columns = [(found[:, 0], np.zeros_like(steps)), (found[:, 1], steps)]
+            self._columns = [(found[:, 0], 0), (found[:, 1], sequence_length)]
 
     def write(self, first: int, ends: Numbers) -> None:
         """The samples that begin in a block of documents; see :func:`_ends`."""
-        where, edges = _begun(ends, self._sequence_length)
+        begun = ends // ends.dtype.type(self._sequence_length)  # samples before each document's end
+        rows = min(int(begun[-1]), self._size - self.written)
+        where = np.flatnonzero(begun[1:] != begun[:-1])  # documents in which a sample begins
+        before = begun.take(where)
+        if rows < begun[-1]:
+            where, before = where[before < rows], before[before < rows]
         # sample j of the block, from 1 on, begins at j * L - 1 - ends[i] in document i
         number, place = where + first, -1 - ends.take(where).astype(np.int64)
         values = [number + (place << 32)] if self._packed else [number, place]
-        rows = min(int(ends[-1]) // self._sequence_length, self._size - self.written)
-        for start in range(0, rows, _ROWS):
-            stop = min(start + _ROWS, rows)
-            for (column, steps), value in zip(self._columns, values, strict=True):
-                if edges is None:
-                    part = value[start:stop]
-                else:
-                    part = value.repeat(np.diff(edges.clip(start, stop)))
-                target = column[self.written + start : self.written + stop]
-                np.add(part, steps[: stop - start], out=target)
-                if start:
-                    target += start * steps[:1]
+        for (column, step), value in zip(self._columns, values, strict=True):
+            target = column[self.written : self.written + rows]
+            target.fill(step)
+            value[1:] -= value[:-1].copy()
+            target[before] = value + step
+            np.add.accumulate(target, out=target)
         self.written += rows
-
-
-def _begun(ends: Numbers, sequence_length: int) -> tuple[npt.NDArray[np.intp], Numbers | None]:
-    """The documents of a block in which samples begin [m], and how many samples begin before each
-    of them and in all [m + 1]; None if it is one sample for each of the m."""
-    rows = int(ends[-1]) // sequence_length
-    if rows < len(ends) // _FEW:
-        places = np.arange(1, rows + 1, dtype=ends.dtype) * ends.dtype.type(sequence_length)
-        return np.searchsorted(ends[1:], places), None
-    begun = ends // ends.dtype.type(sequence_length)
-    where = np.flatnonzero(begun[1:] != begun[:-1])
-    if len(where) == rows:
-        return where, None
-    return where, begun.take(np.append(where, len(begun) - 1))

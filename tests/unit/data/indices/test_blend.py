@@ -34,7 +34,7 @@ def furthest_behind(shares: Sequence[float], size: int, limits: Sequence[float])
 def test_lanes_are_one_loop(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(lanes)
     monkeypatch.setattr(module, "_LANES", lanes)
-    monkeypatch.setattr(module, "_AT_ONCE", 100)
+    monkeypatch.setattr(module, "_COLUMNS", 7)
     for number in range(40):
         monkeypatch.setattr(module, "_SHORTEST", int(random.choice([1, 2, 50])))
         sources = int(random.integers(1, 9))
