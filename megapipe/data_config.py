@@ -101,9 +101,14 @@ class DataConfig(Section):
     prefetch: bool | None = None
     """Read samples in a thread of its own, a step ahead of their use. Default: true, but for a data
     set of your own, whose code may count on one thread, false."""
-    samples: Literal["stateless", "megatron"] = "stateless"
+    samples: Literal["stateless", "packed", "megatron"] = "stateless"
     """How a token file becomes samples. stateless: windows of `train.sequence_length` tokens, in an
     order that is a function of `run.seed` and the number of the sample; nothing is stored.
+    packed: whole documents, as many as fit best (Ding et al., 2404.10830), each by itself:
+    attention and positions as under `document_mask` and `reset_positions`, no label in another
+    document, and what is left of a sample is padding, which is no label either. A document longer
+    than a sample is cut into pieces that know nothing of each other. Which document is where is
+    kept in `cache`.
     megatron: Megatron-LM's document, sample and shuffle index, and its order of a mixture, for as
     many samples as `train.steps` take: the same samples in the same order for the same seed. The
     indices are kept in `cache`."""
@@ -111,4 +116,18 @@ class DataConfig(Section):
     """Leave the prediction of end-of-document marks out of the loss."""
     document_mask: bool = False
     """Tokens attend to earlier tokens of their own document only, not to those of the documents
-    before it in the same sample. Positions count on through the sample."""
+    before it in the same sample."""
+    reset_positions: bool = False
+    """Positions begin at 0 in each document, with `document_mask`; otherwise they count on through
+    the sample. It matters to learned positions alone: attention with rotary positions or ALiBi goes
+    by distances."""
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention ends where documents do."""
+        return self.document_mask or self.samples == "packed"
+
+    @property
+    def resets_positions(self) -> bool:
+        """Whether positions begin anew where documents do."""
+        return self.reset_positions or self.samples == "packed"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megapipe.data.dataset import Dataset, Sample
@@ -34,7 +35,7 @@ class Origin(NamedTuple):
     sample: int
 
 
-class Rows(NamedTuple):
+class Samples(NamedTuple):
     """b samples of s positions."""
 
     tokens: torch.Tensor
@@ -43,6 +44,8 @@ class Rows(NamedTuple):
     """[b, s] int64."""
     mask: torch.Tensor
     """[b, s]: what counts in the loss, bool; of several sources uint8, 0 or 1 + the source."""
+    documents: torch.Tensor | None = None
+    """[b, s] int64: number of the document of each token in its row, where several are packed."""
 
 
 class Batches:
@@ -92,7 +95,7 @@ class Batches:
         source, sample = self._find(number)
         return None if sample is None else Origin(self.sources[source].name, sample)
 
-    def rows(self, global_indices: Sequence[int]) -> Rows:
+    def rows(self, global_indices: Sequence[int]) -> Samples:
         """Input tokens, labels and the mask of what counts in the loss, for b sample numbers.
 
         Raises:
@@ -102,6 +105,7 @@ class Batches:
         tokens, labels = (np.full(shape, self.eod, dtype=np.int64) for _ in range(2))
         mask = np.zeros(shape, dtype=np.bool_)
         groups = np.ones((shape[0], 1), dtype=np.uint8)
+        documents: npt.NDArray[np.int64] | None = None
         for row, number in enumerate(global_indices):
             source, index = self._find(number)
             if index is None:
@@ -113,10 +117,14 @@ class Batches:
             tokens[row, : len(sample.tokens)] = sample.tokens
             labels[row, : len(sample.labels)][sample.mask] = sample.labels[sample.mask]
             mask[row, : len(sample.mask)] = sample.mask
+            if sample.documents is not None:
+                documents = np.zeros(shape, dtype=np.int64) if documents is None else documents
+                documents[row] = sample.documents
         if self.mask_document_ends:
             mask &= labels != self.eod
         counted = mask if self.mixture is None else mask * groups
-        return Rows(*map(torch.from_numpy, (tokens, labels, counted)))
+        found = Samples(*map(torch.from_numpy, (tokens, labels, counted)))
+        return found if documents is None else found._replace(documents=torch.from_numpy(documents))
 
     def _find(self, number: int) -> tuple[int, int | None]:
         """Source and sample of a number of the run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from megapipe.config import Config
@@ -11,6 +12,7 @@ from megapipe.data.batch import Batches, Source
 from megapipe.data.dataset import Dataset, Split, Stream, TokenDataset
 from megapipe.data.mixture import Mixture, Recipe, weight_plan
 from megapipe.data.order import order
+from megapipe.data.packing import PackedDataset, open_packing
 from megapipe.data.sources import HeldOut, Sources
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import DataConfig
@@ -37,7 +39,6 @@ def build_batches(
     Raises:
         DataError: a split is damaged, or too short for one sample, or a mixture for the run.
     """
-    length = config.train.sequence_length
 
     def batches(given: Sequence[Source], mixture: Mixture | None = None) -> Batches:
         return Batches(
@@ -49,7 +50,7 @@ def build_batches(
         )
 
     def scored(held_out: HeldOut) -> HeldOutBatches:
-        dataset = _cut(held_out.part, length, keep_last=True)
+        dataset = _cut(held_out.part, config, tokenizer.eod, keep_last=True)
         source = Source(dataset, partial(_once, 0, len(dataset)), held_out.name)
         return HeldOutBatches(held_out.name, held_out.split, batches([source]))
 
@@ -57,15 +58,24 @@ def build_batches(
     for name, corpus in sources.training.items():
         part = corpus.part("train")
         assert part is not None
-        dataset = _cut(part, length, keep_last=False)
+        dataset = _cut(part, config, tokenizer.eod, keep_last=False)
         training.append(Source(dataset, partial(order, config.run.seed, len(dataset)), name))
     mixture = _mixture(config, training) if config.data.mixture else None
     return batches(training, mixture), [scored(each) for each in sources.held_out()]
 
 
-def _cut(part: Stream | Dataset, length: int, *, keep_last: bool) -> Dataset:
+def _cut(part: Stream | Dataset, config: Config, eod: int, *, keep_last: bool) -> Dataset:
     if not isinstance(part, Stream):
         return part
+    data, length = config.data, config.train.sequence_length
+    if data.samples != "stateless" and not part.sequences:
+        raise DataError(
+            f"{part.file.path} is a single document, a part of which data.samples={data.samples} "
+            "cannot take: expected data.validation, or data.validation_fraction=0"
+        )
+    if data.samples == "packed":
+        packing = open_packing(part, length, Path(data.cache))
+        return PackedDataset(part.file, packing, length, eod)
     whole = part.positions == range(len(part.file.tokens))
     span = None if whole else part.positions
     return TokenDataset(part.file, length, span, keep_last=keep_last)

@@ -22,6 +22,9 @@ class Sample(NamedTuple):
     labels: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
     """The labels that count in the loss."""
+    documents: npt.NDArray[np.int64] | None = None
+    """Number of the document of each token [L], not decreasing, where several are packed; by
+    default a document ends at its end mark."""
 
     @staticmethod
     def of_window(window: npt.NDArray[np.int64], sequence_length: int) -> Sample:

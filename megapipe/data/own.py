@@ -124,7 +124,7 @@ class OwnSplit:
         """SHA-256 of the number of samples and of some samples, the first and the last included."""
         found = hashlib.sha256(str(len(self)).encode())
         for index in np.unique(np.linspace(0, len(self) - 1, _PROBES).astype(int)):
-            for values in self.labelled(int(index)):
+            for values in self.labelled(int(index))[:3]:
                 found.update(values.tobytes())
         return found.digest()
 

@@ -116,6 +116,7 @@ class WordEmbedding(nn.Module):
 class _PositionTask:
     layer: PositionEmbedding
     start: int
+    positions: Tensor | None  # [s(/tp), b]
     grad: Tensor  # [s(/tp), b, h]
 
     @property
@@ -127,26 +128,40 @@ class _PositionTask:
 
     def run(self) -> None:
         target = main_grad(self.layer.weight)
+        if self.positions is not None:
+            source = self.grad.flatten(0, 1).to(target.dtype)
+            target.index_add_(0, self.positions.flatten(), source)
+            return
         first, stop = self.layer.rows(self.start, self.grad.shape[0])
         target[first:stop].add_(self.grad.sum(1, dtype=target.dtype))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.grad,)
+        return (self.grad,) if self.positions is None else (self.grad, self.positions)
 
 
 class _PositionFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, layer: PositionEmbedding, start: int
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        layer: PositionEmbedding,
+        start: int,
+        positions: Tensor | None,
     ) -> Tensor:
         ctx.layer, ctx.start = layer, start
+        if positions is not None:
+            first, stop = layer.rows(0, x.shape[0])
+            ctx.positions = positions[first:stop]
+            return x + weight[ctx.positions]
+        ctx.positions = None
         first, stop = layer.rows(start, x.shape[0])
         return x + weight[first:stop].unsqueeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.layer.sharding.queue.put(_PositionTask(ctx.layer, ctx.start, grad))
-        return grad, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.layer.sharding.queue.put(_PositionTask(ctx.layer, ctx.start, ctx.positions, grad))
+        return grad, None, None, None, None
 
 
 class PositionEmbedding(nn.Module):
@@ -164,7 +179,5 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, x: Tensor, start: int = 0, positions: Tensor | None = None) -> Tensor:
         """Add the vectors to x; `start` is its first position. `positions` [s, b] give each token
-        its own, for sequences that are not split; the table then gets no gradient."""
-        if positions is not None:
-            return x + self.weight.detach()[positions]
-        return _PositionFunction.apply(x, self.weight, self, start)
+        its own, those of all tp ranks."""
+        return _PositionFunction.apply(x, self.weight, self, start, positions)

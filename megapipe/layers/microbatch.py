@@ -35,7 +35,7 @@ class MicroBatch:
     start: int = 0
     """First position, where these are a slice of the sequence."""
     positions: Tensor | None = None
-    """[s, b]: position of each token, where rows begin with padding (in generation); by default
-    they count from `start`."""
+    """[s, b]: position of each token, where rows begin with padding (in generation) or positions
+    begin anew in each document; by default they count from `start`."""
     sequence_length: int | None = None
     """Length of the whole sequence, given where the sequences are cut into slices."""

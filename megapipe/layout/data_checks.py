@@ -23,6 +23,11 @@ def check_data(data: DataConfig) -> None:
             f"data.split={data.split} and data.validation: expected one of them, as each says what "
             "is validated on"
         )
+    if data.reset_positions and not data.masks_documents:
+        raise ConfigError(
+            "data.reset_positions=true is for documents that attention keeps apart: expected "
+            "data.document_mask=true too, or false"
+        )
     sources = list(_sources(data))
     for key, source in sources:
         _check_source(data, key, source, alone=len(sources) == 1)

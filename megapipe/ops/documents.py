@@ -30,6 +30,14 @@ def document_ids(tokens: Tensor, end: int) -> Tensor:
     return ends.cumsum(-1) - ends
 
 
+def positions_in(ids: Tensor) -> Tensor:
+    """Position of each token in its document, [b, t], from the documents' numbers [b, t]."""
+    at = torch.arange(ids.shape[1], device=ids.device)
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return at - torch.where(begins, at, 0).cummax(-1).values
+
+
 def causal_block_mask(s: int, t: int, device: torch.device) -> Any:
     """FlexAttention's sparse block mask of the last s of t positions, each seeing its past."""
     from torch.nn.attention.flex_attention import create_block_mask

@@ -36,9 +36,12 @@ HARMLESS = (
     "model.init_std",
 )
 """Harmless keys, and sections whose keys are harmless unless they are refused."""
-ORDER = ("run.seed", "train.sequence_length")
+ORDER = ("run.seed", "train.sequence_length", "data.samples")
 """Keys that decide, with the corpus, which tokens a sample number stands for."""
-REFUSED = (*ORDER, "data.mask_document_ends", "data.document_mask", "train.loss")
+REFUSED = (
+    *(*ORDER, "data.mask_document_ends", "data.document_mask", "data.reset_positions"),
+    "train.loss",
+)
 LISTED_OF_MODEL = ("model.dtype", "model.dropout")
 """All other keys of the model are refused."""
 

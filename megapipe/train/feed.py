@@ -15,23 +15,25 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config
+from megapipe.data.batch import Samples
 from megapipe.data.sources import prefetches
 from megapipe.distributed.mesh import AxisName, ParallelMesh
 from megapipe.engine.stage import Key
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
-from megapipe.ops.documents import Documents, document_ids
+from megapipe.ops.documents import Documents, document_ids, positions_in
 from megapipe.ops.transfer import Uploads
 from megapipe.schedule.ir import Schedule
 from megapipe.train.reading import Reading
 
-Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
+Rows = Callable[[Sequence[int]], Samples | tuple[Tensor, Tensor, Tensor]]
 """Global sample indices -> tokens [b, s], labels [b, s], mask [b, s], which is bool, or of a
-mixture uint8: 1 + the source of what counts in the loss."""
+mixture uint8: 1 + the source of what counts in the loss; and documents [b, s] where samples are
+packed."""
 
 
-Samples = dict[int, tuple[Tensor, Tensor, Tensor]]
-"""Tokens, labels and mask of whole micro-batches, by their numbers within the step."""
+Wholes = dict[int, Samples]
+"""Whole micro-batches, by their numbers within the step."""
 
 
 class Piece(NamedTuple):
@@ -130,10 +132,12 @@ class Feed:
         self.document_end = document_end
         self.sources = sources
         self._prefetch = prefetches(config.data)
+        learned = config.model.source is None and config.model.positions == "learned"
+        self._resets = config.data.resets_positions and learned
         self._uploads = Uploads(mesh.device)
         self._ahead: tuple[_Place, _Read] | None = None
         """What is on its way to the device, and for which place in the data."""
-        self._reading: tuple[_Place, Reading[Samples]] | None = None
+        self._reading: tuple[_Place, Reading[Wholes]] | None = None
         """What is being read, and for which place."""
         self.samples_read: list[int] = []
         """Numbers of the samples that first stages of this process were given last."""
@@ -159,6 +163,7 @@ class Feed:
         losses = [self._losses(0.0)] if self.sources else []
         for piece, documents, at, scored in read.pieces:
             tokens, labels, mask = near[at : at + 3] if at is not None else (None, None, None)
+            positions = near[at + 3] if at is not None and self._resets else None
             mixed = scored and mask is not None and mask.dtype != torch.bool
             if mixed:
                 losses.append(self._losses(math.nan))
@@ -174,6 +179,7 @@ class Feed:
                 by_source=losses[-1] if mixed else None,
                 first_row=piece.rows.start,
                 start=piece.positions.start,
+                positions=positions,
                 sequence_length=read.length,
             )
         return result, Counted(tokens_here, tuple(by_source), losses)
@@ -196,7 +202,7 @@ class Feed:
             return
         self._ahead = place, self._start(place, samples)
 
-    def _take(self, place: _Place) -> Samples:
+    def _take(self, place: _Place) -> Wholes:
         """The samples of a place: those that were read ahead, or read now."""
         if self._reading is not None and self._reading[0] == place:
             reading, self._reading = self._reading[1], None
@@ -227,16 +233,16 @@ class Feed:
         lengths = self.layout.slice_lengths
         return lengths if schedule.slices > 1 else (sum(lengths),)
 
-    def _samples(self, place: _Place) -> Samples:
+    def _samples(self, place: _Place) -> Wholes:
         """Read what the stages of this process need."""
-        found: Samples = {}
+        found: Wholes = {}
         for piece, is_first, is_last in self._pieces(place.schedule):
             needed = is_first or is_last or self.document_end is not None
             if needed and piece.whole not in found:
-                found[piece.whole] = place.rows(self._numbers(place.first, piece.whole))
+                found[piece.whole] = Samples(*place.rows(self._numbers(place.first, piece.whole)))
         return found
 
-    def _start(self, place: _Place, samples: Samples) -> _Read:
+    def _start(self, place: _Place, samples: Wholes) -> _Read:
         """Cut the samples into pieces, and begin to copy these to the device."""
         found: list[_ReadPiece] = []
         copied: list[Tensor] = []
@@ -244,23 +250,29 @@ class Feed:
         own = torch.zeros(1 + self.sources, dtype=torch.int64)
         for piece, is_first, is_last in self._pieces(place.schedule):
             if is_last:
-                own += self._count(samples[piece.whole][2][piece.rows, piece.positions])
+                own += self._count(samples[piece.whole].mask[piece.rows, piece.positions])
             if is_first and piece.positions.start == 0:
                 numbers += self._numbers(place.first, piece.whole)[piece.rows]
             at = len(copied) if is_first or is_last else None
+            ids = self._document_ids(samples, piece)
             if at is not None:
-                copied += [x[piece.rows, piece.positions] for x in samples[piece.whole]]
-            found.append(_ReadPiece(piece, self._documents(samples, piece), at, is_last))
+                copied += [x[piece.rows, piece.positions] for x in samples[piece.whole][:3]]
+            if at is not None and self._resets:
+                assert ids is not None, "positions begin anew where documents do"
+                copied.append(positions_in(ids)[:, piece.positions].t())
+            documents = None if ids is None else Documents(ids, self.mesh.device)
+            found.append(_ReadPiece(piece, documents, at, is_last))
         lengths = self._lengths(place.schedule)
         length = sum(lengths) if len(lengths) > 1 else None
         return _Read(found, tuple(own.tolist()), numbers, length, self._uploads.start(copied))
 
-    def _documents(self, samples: Samples, piece: Piece) -> Documents | None:
+    def _document_ids(self, samples: Wholes, piece: Piece) -> Tensor | None:
         """Documents of the piece's tokens, and of the tokens before it in the same samples."""
         if self.document_end is None:
             return None
-        tokens = samples[piece.whole][0][piece.rows, : piece.positions.stop]
-        return Documents(document_ids(tokens, self.document_end), self.mesh.device)
+        tokens, documents = samples[piece.whole].tokens, samples[piece.whole].documents
+        ids = document_ids(tokens, self.document_end) if documents is None else documents
+        return ids[piece.rows, : piece.positions.stop]
 
     def _over_replicas(self, schedule: Schedule, own: int) -> int:
         """Unmasked tokens of the global batch, on the ranks that hold a last stage.

@@ -43,7 +43,7 @@ def agreed_kernels(
             rows={rows, *(int(size * rows) for size in sizes)},  # whole ones: validation
             again=bool(schedule.recompute)
             or any(span.policy.recompute for span in chain(*layout.spans)),
-            documents=config.data.document_mask,
+            documents=config.data.masks_documents,
             device=mesh.device,
         )
     return kernels
@@ -72,7 +72,7 @@ def select_kernels(
             dtype=dtype,
             **needs.attention._asdict(),
             length=config.train.sequence_length,
-            documents=config.data.document_mask,
+            documents=config.data.masks_documents,
             cut=cut,
             compiled=wanted.compile,
         )

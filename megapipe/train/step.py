@@ -29,6 +29,7 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.writer import Meta, save
 from megapipe.cli import flatten
 from megapipe.config import Config
+from megapipe.data.batch import Samples
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.channels import MessageShape
 from megapipe.engine.executor import Executor
@@ -139,7 +140,7 @@ class TrainStep:
         for stage in self.stages.values():
             stage.module.to(mesh.device)  # buffers; parameters are there
             stage.own_autograd_parameters()
-        if not config.data.document_mask:
+        if not config.data.masks_documents:
             document_end = None
         self._sources = sources
         self._feed = Feed(config, layout, mesh, self.pipeline.ranks, document_end, sources)
@@ -455,10 +456,10 @@ class TrainStep:
         after each batch whether this rank was asked to stop; if one was, all give up.
         """
 
-        def masked(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-            tokens, labels, mask = rows(indices)
+        def masked(indices: Sequence[int]) -> Samples:
+            given = Samples(*rows(indices))
             inside = torch.tensor([i < samples for i in indices])
-            return tokens, labels, mask & inside.unsqueeze(1)
+            return given._replace(mask=given.mask & inside.unsqueeze(1))
 
         per_microbatch = self.config.train.microbatch * self.layout.dp
         left = -(-samples // per_microbatch)

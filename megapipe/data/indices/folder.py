@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,8 +16,8 @@ from megapipe.errors import DataError
 
 Array = npt.NDArray[Any]
 Save = Callable[[str, Array], None]
-Form = tuple[tuple[int, ...], str]
-"""The shape and the type of an array."""
+Form = tuple[tuple[int | None, ...], str]
+"""The shape and the type of an array; None: a size that is not known before."""
 
 
 def mapped_arrays(
@@ -61,15 +62,19 @@ def mapped_arrays(
 def _mapped(folder: Path, name: str, form: Form) -> Array:
     path, repair = folder / f"{name}.npy", f"remove {folder} to have it made again"
     try:
-        if form[0][0]:
-            array = np.load(path, mmap_mode="r")
-        else:
+        if form[0][0] == 0:
             array = np.load(path)  # nothing cannot be mapped
+        else:
+            array = np.load(path, mmap_mode="r")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}: {repair}") from error
     except (ValueError, EOFError) as error:
         raise DataError(f"{path} is damaged: {repair}") from error
-    if (array.shape, array.dtype) != (form[0], np.dtype(form[1])):
+    sizes = tuple(
+        found if wanted is None else wanted
+        for found, wanted in itertools.zip_longest(array.shape, form[0], fillvalue=-1)
+    )
+    if (array.shape, array.dtype) != (sizes, np.dtype(form[1])):
         raise DataError(
             f"{path} has shape {array.shape} of {array.dtype}, not {form[0]} of {form[1]}: {repair}"
         )

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.data.batch import Samples
 from megapipe.data_config import DataConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Key
 from megapipe.errors import DataError
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.model.gpt.config import ModelConfig
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, loop
@@ -64,7 +66,10 @@ def fetch(
 ) -> tuple[dict[Key, MicroBatch], int, list[list[int]]]:
     """The micro-batches of a process, the tokens of all, and which samples it has asked for."""
     config: Any = SimpleNamespace(
-        train=SimpleNamespace(microbatch=ROWS), run=SimpleNamespace(seed=SEED), data=DataConfig()
+        train=SimpleNamespace(microbatch=ROWS),
+        run=SimpleNamespace(seed=SEED),
+        data=DataConfig(),
+        model=ModelConfig(),
     )
     layout: Any = SimpleNamespace(dp=dp, slice_lengths=slice_lengths)
     mesh: Any = FakeMesh(Axis(dp, index, tuple(range(dp)), None), elsewhere)
@@ -221,6 +226,7 @@ def new_feed(**data: Any) -> Feed:
         train=SimpleNamespace(microbatch=ROWS),
         run=SimpleNamespace(seed=SEED),
         data=DataConfig(**data),
+        model=ModelConfig(),
     )
     layout: Any = SimpleNamespace(dp=1, slice_lengths=(LENGTH,))
     mesh: Any = FakeMesh(Axis(1, 0, (0,), None), 0)
@@ -292,3 +298,28 @@ def test_tokens_and_losses_of_a_mixture() -> None:
     result, counted = feed.fetch(gpipe_on(loop(1), 1), Source(), 0, 0)
     assert counted.by_source == (0, 0, 0)
     assert result[0, 0].by_source is None
+
+
+def test_positions_begin_anew_in_each_document() -> None:
+    """Of what is packed, and of tokens whose end mark is 5; for learned positions alone."""
+
+    def packed(indices: Sequence[int]) -> Samples:
+        documents = torch.tensor([[0, 0, 1, 1, 1, 2]]).expand(len(indices), -1)
+        return Samples(*Source()(indices), documents)
+
+    def marked(indices: Sequence[int]) -> Samples:
+        tokens = torch.tensor([[1, 5, 5, 2, 3, 4]]).expand(len(indices), -1)
+        return Samples(tokens, tokens, tokens > 0)
+
+    schedule = gpipe_on(loop(1), 1, slices=2)
+    for rows, expected in ((packed, [0, 1, 0, 1, 2, 0]), (marked, [0, 1, 0, 0, 1, 2])):
+        feed = new_feed(document_mask=True, reset_positions=True)
+        feed.document_end, feed.layout.slice_lengths = 5, (4, 2)
+        result, _ = feed.fetch(schedule, rows, 0, 0)
+        for key, positions in (((0, 0), expected[:4]), ((0, 1), expected[4:])):
+            found = result[key].positions
+            assert found is not None
+            assert found.tolist() == [[position] * ROWS for position in positions]
+    feed = new_feed(document_mask=True)
+    feed.document_end = 5
+    assert feed.fetch(gpipe_on(loop(1), 1), marked, 0, 0)[0][0, 0].positions is None

@@ -1,0 +1,75 @@
+"""Samples that are packed documents."""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from megapipe.data.dataset import Sample
+from megapipe.data.packing.index import Packing
+from megapipe.data.tokens import TokenFile
+
+
+class PackedDataset:
+    """Pieces of documents one after the other, and padding.
+
+    In a piece of n positions each token has the one that follows it as its label, so every token of
+    a document but its first is a label exactly once. Padding is a document of its own.
+
+    Args:
+        file: the documents.
+        packing: which pieces each sample has.
+        sequence_length: L.
+        padding: the token id that fills a sample up, which is no label.
+    """
+
+    def __init__(
+        self, file: TokenFile, packing: Packing, sequence_length: int, padding: int
+    ) -> None:
+        self.file = file
+        self.packing = packing
+        self.sequence_length = sequence_length
+        self.padding = padding
+
+    def __len__(self) -> int:
+        return len(self.packing.samples) - 1
+
+    @property
+    def padded(self) -> float:
+        """The share of all positions that is padding."""
+        return 1 - int(self.packing.lengths.sum(dtype=np.int64)) / (
+            len(self) * self.sequence_length
+        )
+
+    def labelled(self, index: int) -> Sample:
+        """Sample `index`. Raises IndexError if it is not in 0 .. len-1."""
+        starts, lengths = self._pieces(index)
+        tokens, labels = (
+            np.full(self.sequence_length, self.padding, dtype=np.int64) for _ in range(2)
+        )
+        documents = np.full(self.sequence_length, len(starts), dtype=np.int64)
+        at = 0
+        for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            window = self.file.tokens[start : start + length + 1]
+            here = slice(at, at + length)
+            tokens[here], labels[here], documents[here] = window[:-1], window[1:], number
+            at += length
+        mask = np.arange(self.sequence_length) < at
+        return Sample(tokens, labels, mask, documents)
+
+    def place(self, index: int, at: int, *, label: bool) -> str:
+        starts, lengths = self._pieces(index)
+        ends = np.cumsum(lengths).tolist()
+        piece = bisect.bisect_right(ends, at)
+        if piece == len(starts):
+            return f"padding of sample {index} of {self.file.path}"
+        position = starts[piece] + at - (ends[piece] - lengths[piece]) + label
+        return f"position {position} of {self.file.path}"
+
+    def _pieces(self, index: int) -> tuple[list[int], list[int]]:
+        """Starts and lengths of the pieces of a sample."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        first, last = self.packing.samples[index : index + 2]
+        return self.packing.starts[first:last].tolist(), self.packing.lengths[first:last].tolist()

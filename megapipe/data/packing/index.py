@@ -1,0 +1,111 @@
+"""Which pieces of which documents make up each sample, kept in a folder and mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megapipe.data.dataset import Stream
+from megapipe.data.indices.folder import Array, Save, mapped_arrays
+from megapipe.data.packing.best_fit import Numbers, best_fit
+from megapipe.errors import DataError
+
+_FORMAT = 1
+"""Raised when the same documents would be packed in another way."""
+AT_ONCE = 2**22
+"""Documents that are packed together: what bounds the memory, at some hundreds of MiB."""
+_PROBES = 64
+
+
+class Packing(NamedTuple):
+    """The pieces of B samples, sample after sample: P of them, each a run of tokens of a document.
+
+    A piece of n tokens and the one that follows makes n positions, each with its label.
+    """
+
+    samples: Array
+    """[B + 1] int64: the first piece of each sample, and P."""
+    starts: Array
+    """[P] int64: the first token of each piece in its file."""
+    lengths: Array
+    """[P] int32: its positions, 1 to L."""
+
+
+def open_packing(stream: Stream, length: int, cache: Path) -> Packing:
+    """How the documents of a stream are packed into samples of L = `length` positions, computed by
+    one of the processes that share `cache`.
+
+    Documents are packed 4 million at a time, in their order. One of n tokens has n - 1 positions;
+    where that is more than L, it is cut into pieces of L and a rest. One of a single token has
+    none. The arrays take 12 bytes a piece and 8 a sample.
+
+    Raises:
+        DataError: there is nothing to pack, the token file is damaged, the cache cannot be written,
+            or what is there is damaged.
+    """
+
+    def compute(save: Save) -> None:
+        found = _pack(stream, length)
+        if not len(found.starts):
+            raise DataError(
+                f"{stream.file.path} has no document of 2 tokens or more to pack: use more text"
+            )
+        for name, array in found._asdict().items():
+            save(name, array)
+
+    folder = cache / f"packing-{_digest(stream, length)}"
+    forms = {"samples": ((None,), "<i8"), "starts": ((None,), "<i8"), "lengths": ((None,), "<i4")}
+    found = Packing(**mapped_arrays(folder, forms, compute))
+    if found.samples[-1] != len(found.starts) or len(found.starts) != len(found.lengths):
+        raise DataError(f"{folder} is damaged: remove it to have it made again")
+    return found
+
+
+def _pack(stream: Stream, length: int) -> Packing:
+    samples, pieces = [np.zeros(1, np.int64)], 0
+    starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+    for first, positions in _documents(stream):
+        some, sizes = _pieces(first, positions, length)
+        if not len(some):
+            continue
+        sample_of = best_fit(sizes, length)
+        order = np.argsort(sample_of, kind="stable")
+        starts.append(some[order])
+        lengths.append(sizes[order].astype(np.int32))
+        samples.append(pieces + np.cumsum(np.bincount(sample_of)))
+        pieces += len(order)
+    return Packing(*(np.concatenate(parts) for parts in (samples, starts, lengths)))
+
+
+def _documents(stream: Stream) -> Iterator[tuple[Numbers, Numbers]]:
+    """First token and positions of the documents of a stream, some at a time."""
+    file = stream.file
+    inside = np.searchsorted(file.documents, [stream.sequences.start, stream.sequences.stop])
+    boundaries = file.documents[inside[0] : inside[1] + 1]
+    for at in range(0, len(boundaries) - 1, AT_ONCE):
+        tokens = file.starts(boundaries[at : at + AT_ONCE + 1])
+        yield tokens[:-1], np.diff(tokens) - 1
+
+
+def _pieces(first: Numbers, positions: Numbers, length: int) -> tuple[Numbers, Numbers]:
+    """Starts and lengths of the pieces of documents, at most so long."""
+    counts = np.maximum(-(-positions // length), 0)
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(first, counts) + number * length
+    return starts, np.minimum(np.repeat(positions, counts) - number * length, length)
+
+
+def _digest(stream: Stream, length: int) -> str:
+    """Of what decides the packing: the lengths of the documents, by their ends at some places."""
+    boundaries = stream.file.documents
+    chosen = np.unique(np.linspace(0, len(boundaries) - 1, _PROBES).astype(np.int64))
+    ends = stream.file.starts(boundaries[chosen]).tolist()
+    place = [stream.sequences.start, stream.sequences.stop]
+    known = [_FORMAT, length, *place, len(boundaries), len(stream.file.lengths), ends]
+    known += [str(stream.file.path.resolve()), stream.file.index_path.stat().st_mtime_ns]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]

@@ -1,0 +1,127 @@
+"""Packed documents train as each of them would by itself: loss and every gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.data.batch import Batches, Source
+from megapipe.data.dataset import Stream
+from megapipe.data.packing import PackedDataset, open_packing
+from megapipe.data.tokens import TokenFile, TokenWriter
+from megapipe.data.tokens.format import token_type
+from megapipe.distributed.mesh import Grid
+from megapipe.layout.resolve import resolve
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+from tests.parity import reference
+from tests.parity.outcome import assemble, own_grads, take_region
+
+L, VOCAB, END = 12, 50, 49
+LENGTHS = (5, 30, 2, 13, 8, 3, 7, 4, 20, 6)
+"""Tokens of documents: some longer than a sample."""
+ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [{}, {"model": ROTARY}, {"pipeline": {"schedule": "seq1f1b", "slices": 3}}],
+    4: [
+        {"parallel": {"pp": 2, "tp": 2, "sequence_parallel": True}},
+        {"parallel": {"pp": 4}, "pipeline": {"schedule": "zb_h1"}},
+        {"parallel": {"dp": 2, "tp": 2}, "kernels": {"loss_chunk": 5}, "model": ROTARY},
+    ],
+}
+
+
+def document(number: int) -> np.ndarray[Any, Any]:
+    """End marks are at the ends, and one is within: what was packed says where documents are."""
+    tokens = np.random.default_rng(number).integers(0, VOCAB - 1, LENGTHS[number])
+    tokens[-1] = END
+    tokens[len(tokens) // 3] = END
+    return tokens
+
+
+def settings(case: dict[str, Any]) -> Config:
+    model = {"layers": 4, "hidden": 16, "heads": 4, "vocab_size": VOCAB, "dtype": "fp64"}
+    base: dict[str, dict[str, Any]] = {
+        "model": model,
+        "data": {"samples": "packed"},
+        "optimizer": {"clip": None},
+        "train": {"steps": 1, "sequence_length": L, "global_batch": 8, "microbatch": 1},
+    }
+    for section, keys in case.items():
+        base[section] = base.get(section, {}) | keys
+    return Config.model_validate(base)
+
+
+def batches(prefix: Path) -> Batches:
+    file = TokenFile(prefix)
+    packing = open_packing(Stream.of(file), L, prefix.parent / "cache")
+    dataset = PackedDataset(file, packing, L, END)
+    assert len(dataset) <= 9
+    source = Source(dataset, lambda draw: draw if draw < len(dataset) else None)
+    return Batches([source], vocab_size=VOCAB, mask_document_ends=False, eod=END)
+
+
+def grads_of(world: World, cases: list[dict[str, Any]], prefix: Path) -> list[Any]:
+    found = []
+    for case in cases:
+        config, layout = resolve(settings(case), world.size, VOCAB)
+        parallel = config.parallel
+        grid = Grid(pp=parallel.pp, dp=parallel.dp or 1, tp=parallel.tp)
+        step = TrainStep(config, layout, world.mesh(grid), document_end=END)
+        params = reference.init_random(config.model, seed=3)
+        step.optimizer.set_weights(
+            lambda spec, out, params=params: take_region(params[spec.name], spec, out)
+        )
+        reduced = step.optimizer.finish_reduce
+        grads: list[Any] = []
+
+        def spy(
+            scale: float = 1.0, step: Any = step, reduced: Any = reduced, grads: Any = grads
+        ) -> Tensor:
+            squares: Tensor = reduced(scale)
+            grads += own_grads(step.optimizer)
+            return squares
+
+        step.optimizer.finish_reduce = spy  # type: ignore[method-assign]
+        (result,) = step.train(0, batches(prefix).rows)
+        found.append((result.loss, result.tokens, grads))
+    return found
+
+
+def alone(config: Config) -> tuple[float, int, dict[str, Tensor]]:
+    """The sum over all pieces of all documents, each a batch of its own."""
+    params = reference.init_random(config.model, seed=3)
+    leaves = {name: p.requires_grad_() for name, p in params.items()}
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for number in range(len(LENGTHS)):
+        tokens = torch.from_numpy(document(number))
+        for start in range(0, len(tokens) - 1, L):
+            piece = tokens[start : start + L + 1]
+            given, labels = piece[:-1].unsqueeze(0), piece[1:].unsqueeze(0)
+            total = total + reference.token_losses(leaves, config.model, given, labels).sum()
+            count += labels.numel()
+    grads = torch.autograd.grad(total / count, list(leaves.values()))
+    return float(total.detach()) / count, count, dict(zip(leaves, grads, strict=True))
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_each_document_trains_as_if_it_were_alone(world: int, tmp_path: Path) -> None:
+    with TokenWriter(tmp_path / "x", token_type(VOCAB), VOCAB) as writer:
+        for number in range(len(LENGTHS)):
+            writer.add(document(number))
+    ranks = run_world(world, grads_of, CASES[world], tmp_path / "x")
+    for i, case in enumerate(CASES[world]):
+        config, _ = resolve(settings(case), world, VOCAB)
+        loss, tokens, expected = alone(config)
+        assert tokens == sum(length - 1 for length in LENGTHS)
+        found = assemble([rank[i][2] for rank in ranks], expected)
+        for rank in ranks:
+            assert rank[i][:2] == (pytest.approx(loss, rel=1e-12), tokens)
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-13, msg=name)
