@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megapipe.data.dataset import Dataset, Sample
-from megapipe.data.mixture import Mixture
+from megapipe.data.mixture import Draw
 from megapipe.errors import DataError
 
 Order = Callable[[int], int | None]
 """The sample that is drawn at a number, counted from 0; None: there are no more."""
+
+
+class Mixing(Protocol):
+    """The source of each sample of a run, of several."""
+
+    def __call__(self, sample: int) -> Draw:
+        """Source and number there of a sample. Raises DataError where there are no more."""
+
+    def taken(self, samples: int) -> list[int]:
+        """Samples of each source among the first `samples` of the run."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Batches:
     def __init__(
         self,
         sources: Sequence[Source],
-        mixture: Mixture | None = None,
+        mixture: Mixing | None = None,
         *,
         vocab_size: int,
         mask_document_ends: bool,

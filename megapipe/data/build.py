@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from megapipe.config import Config
-from megapipe.data.batch import Batches, Source
-from megapipe.data.dataset import Dataset, Split, Stream, TokenDataset
+from megapipe.data.batch import Batches, Mixing, Source
+from megapipe.data.dataset import Corpus, Dataset, Split, Stream, TokenDataset
+from megapipe.data.indices import BlendSizes, IndexedDataset, Request, open_indices
+from megapipe.data.indices.mixing import Blend, open_blend
 from megapipe.data.mixture import Mixture, Recipe, weight_plan
 from megapipe.data.order import order
 from megapipe.data.packing import PackedDataset, open_packing
@@ -40,7 +42,7 @@ def build_batches(
         DataError: a split is damaged, or too short for one sample, or a mixture for the run.
     """
 
-    def batches(given: Sequence[Source], mixture: Mixture | None = None) -> Batches:
+    def batches(given: Sequence[Source], mixture: Mixing | None = None) -> Batches:
         return Batches(
             given,
             mixture,
@@ -54,31 +56,83 @@ def build_batches(
         source = Source(dataset, partial(_once, 0, len(dataset)), held_out.name)
         return HeldOutBatches(held_out.name, held_out.split, batches([source]))
 
-    training = []
-    for name, corpus in sources.training.items():
-        part = corpus.part("train")
-        assert part is not None
-        dataset = _cut(part, config, tokenizer.eod, keep_last=False)
-        training.append(Source(dataset, partial(order, config.run.seed, len(dataset)), name))
-    mixture = _mixture(config, training) if config.data.mixture else None
-    return batches(training, mixture), [scored(each) for each in sources.held_out()]
+    parts = {name: _trained_on(corpus) for name, corpus in sources.training.items()}
+    if config.data.samples == "megatron":
+        training = batches(*_in_megatrons_order(config, parts))
+    else:
+        cut = {name: _cut(p, config, tokenizer.eod, keep_last=False) for name, p in parts.items()}
+        shuffled = [
+            Source(dataset, partial(order, config.run.seed, len(dataset)), name)
+            for name, dataset in cut.items()
+        ]
+        training = batches(shuffled, _mixture(config, shuffled) if config.data.mixture else None)
+    return training, [scored(each) for each in sources.held_out()]
+
+
+def _trained_on(corpus: Corpus) -> Stream | Dataset:
+    part = corpus.part("train")
+    assert part is not None
+    return part
 
 
 def _cut(part: Stream | Dataset, config: Config, eod: int, *, keep_last: bool) -> Dataset:
     if not isinstance(part, Stream):
         return part
     data, length = config.data, config.train.sequence_length
-    if data.samples != "stateless" and not part.sequences:
-        raise DataError(
-            f"{part.file.path} is a single document, a part of which data.samples={data.samples} "
-            "cannot take: expected data.validation, or data.validation_fraction=0"
-        )
     if data.samples == "packed":
+        _check_whole(part, data)
         packing = open_packing(part, length, Path(data.cache))
         return PackedDataset(part.file, packing, length, eod)
     whole = part.positions == range(len(part.file.tokens))
     span = None if whole else part.positions
     return TokenDataset(part.file, length, span, keep_last=keep_last)
+
+
+def _check_whole(part: Stream, data: DataConfig) -> None:
+    if not part.sequences:
+        raise DataError(
+            f"{part.file.path} is a single document, a part of which data.samples={data.samples} "
+            "cannot take: expected data.validation, or data.validation_fraction=0"
+        )
+
+
+def _in_megatrons_order(
+    config: Config, parts: Mapping[str, Stream | Dataset]
+) -> tuple[list[Source], Blend | None]:
+    """The sources as Megatron-LM's data sets for a run of so many samples, and their blend."""
+    data, train = config.data, config.train
+    samples, cache = train.steps * train.global_batch, Path(data.cache)
+    given = [source.weight for source in data.mixture.values() if source.weight is not None]
+    blend = None
+    requests: list[int | None] = [None] * len(parts) if data.mixture else [samples]
+    if given:
+        (_, weights), *_ = weight_plan(given)
+        blend = BlendSizes.weighted([w ** (1 / data.temperature) for w in weights], samples)
+        requests = [*blend.requests]
+    found = []
+    for (name, part), request in zip(parts.items(), requests, strict=True):
+        assert isinstance(part, Stream), "a data set of the user's has an order of its own"
+        _check_whole(part, data)
+        wanted = Request(part.sequences, train.sequence_length, request, config.run.seed)
+        indices = open_indices(part.file, wanted, cache)
+        dataset = IndexedDataset(part.file, indices, train.sequence_length)
+        found.append(Source(dataset, partial(_in_order, len(dataset)), name))
+    if not data.mixture:
+        return found, None
+    if blend is None:
+        blend = BlendSizes.by_size([len(source.dataset) for source in found], samples)
+    mixing = open_blend(blend, cache)
+    mixing.check(samples)
+    return found, mixing
+
+
+def _in_order(n: int, number: int) -> int:
+    if number >= n:
+        raise DataError(
+            f"data.samples=megatron: a source has {n} samples, and number {number} is asked for: "
+            "its order was made for fewer train.steps"
+        )
+    return number
 
 
 def _once(seed: int, n: int, number: int) -> int | None:

@@ -28,6 +28,8 @@ def check_data(data: DataConfig) -> None:
             "data.reset_positions=true is for documents that attention keeps apart: expected "
             "data.document_mask=true too, or false"
         )
+    if data.samples == "megatron":
+        _check_megatrons(data)
     sources = list(_sources(data))
     for key, source in sources:
         _check_source(data, key, source, alone=len(sources) == 1)
@@ -69,6 +71,22 @@ def _check_mixture(data: DataConfig) -> None:
     for step, some in weight_plan([weight for weight in weights.values() if weight is not None]):
         if not any(some):
             raise ConfigError(f"data.mixture: from step {step} on all weights are 0")
+
+
+def _check_megatrons(data: DataConfig) -> None:
+    """Refuse what Megatron-LM's blends do not have."""
+    for name, source in data.mixture.items():
+        key = f"data.mixture.{name}"
+        if source.tokens is not None or source.epochs is not None:
+            raise ConfigError(
+                f"{key}: tokens and epochs are for data.samples=stateless or packed: Megatron-LM's "
+                "blends have weights alone"
+            )
+        if isinstance(source.weight, list):
+            raise ConfigError(
+                f"{key}.weight={source.weight}: expected one number: Megatron-LM's blends do not "
+                "change"
+            )
 
 
 def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> None:

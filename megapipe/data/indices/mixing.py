@@ -1,0 +1,86 @@
+"""The order of Megatron-LM's blend of data sets, kept in a folder and mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megapipe.data.indices.blend import Index, blend_index
+from megapipe.data.indices.folder import Save, mapped_arrays
+from megapipe.data.indices.shares import BlendSizes
+from megapipe.data.mixture import Draw
+from megapipe.errors import DataError
+
+_FORMAT = 1
+"""Raised when the same blend would come out as other arrays."""
+_BACK = 2**10
+"""Samples that are looked at first for the last one of each source."""
+
+
+class Blend:
+    """Deals the samples of a run to n sources as a blend index says.
+
+    Args:
+        index: source [N] and number there [N] of each sample.
+        sources: n.
+    """
+
+    def __init__(self, index: Index, sources: int) -> None:
+        self._source, self._number = index
+        self._sources = sources
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __call__(self, sample: int) -> Draw:
+        """Where sample `sample` is from. Raises DataError if the blend has no such sample."""
+        if not 0 <= sample < len(self):
+            raise self._used_up(len(self))
+        return Draw(int(self._source[sample]), int(self._number[sample]))
+
+    def taken(self, samples: int) -> list[int]:
+        """Samples of each source [n] among the first `samples`."""
+        found = [0] * self._sources
+        left, back, stop = set(range(self._sources)), _BACK, min(samples, len(self))
+        while left and stop > 0:
+            start = max(stop - back, 0)
+            some = self._source[start:stop]
+            for source in list(left):
+                at = np.flatnonzero(some == source)
+                if len(at):
+                    found[source] = int(self._number[start + at[-1]]) + 1
+                    left.remove(source)
+            back, stop = 2 * back, start
+        return found
+
+    def check(self, samples: int) -> None:
+        """Raise DataError if there are fewer than `samples`."""
+        if samples > len(self):
+            raise self._used_up(len(self))
+
+    def _used_up(self, samples: int) -> DataError:
+        return DataError(
+            f"data.mixture: its sources are used up after {samples} samples: expected weights, by "
+            "which they are taken more than once, or fewer train.steps"
+        )
+
+
+def open_blend(sizes: BlendSizes, cache: Path) -> Blend:
+    """The blend of these sizes, computed by one of the processes that share `cache`.
+
+    Raises DataError if the cache cannot be written, or what is there is damaged.
+    """
+
+    def compute(save: Save) -> None:
+        source, number = blend_index(sizes.shares, sizes.size)
+        save("source", source)
+        save("number", number)
+
+    known = [_FORMAT, sizes.size, *sizes.shares]
+    name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+    forms = {"source": ((sizes.size,), "<i2"), "number": ((sizes.size,), "<i8")}
+    arrays = mapped_arrays(cache / f"blend-{name}", forms, compute)
+    return Blend((arrays["source"], arrays["number"]), len(sizes.requests))
