@@ -45,7 +45,7 @@ def batches(
 
 
 def test_rows_in_file_order(tmp_path: Path) -> None:
-    tokens, labels, mask = batches(tmp_path, np.arange(33)).rows([0, 3, 1])
+    tokens, labels, mask = batches(tmp_path, np.arange(33)).rows([0, 3, 1])[:3]
     assert tokens.tolist() == [list(range(i * L, i * L + L)) for i in (0, 3, 1)]
     assert torch.equal(labels, tokens + 1)
     assert (tokens.dtype, labels.dtype, mask.dtype) == (torch.int64, torch.int64, torch.bool)
@@ -64,7 +64,7 @@ def test_training_takes_each_sample_once_per_epoch(tmp_path: Path) -> None:
 def test_a_row_depends_on_its_number_alone(tmp_path: Path) -> None:
     """However the numbers are dealt to replicas, micro-batches or a resumed run."""
     training = batches(tmp_path, np.arange(10 * L + 1), shuffle=True)
-    whole = training.rows(range(24))
+    whole = training.rows(range(24))[:3]
     for size in (1, 2, 3, 8):
         parts = [training.rows(range(i, i + size)) for i in range(0, 24, size)]
         for i, tensor in enumerate(whole):
@@ -77,7 +77,7 @@ def test_validation_scores_every_held_out_token_once(tmp_path: Path) -> None:
         tmp_path, np.arange(length) % 200, keep_last=True, shuffle=True, repeat=False
     )
     assert len(validation) == 6
-    tokens, labels, mask = validation.rows(range(8))
+    tokens, labels, mask = validation.rows(range(8))[:3]
     assert mask.sum() == length - 1
     assert sorted(labels[mask].tolist()) == sorted((np.arange(1, length) % 200).tolist())
     assert not mask[6:].any()
@@ -90,9 +90,9 @@ def test_validation_scores_every_held_out_token_once(tmp_path: Path) -> None:
 
 def test_document_ends_can_be_left_out(tmp_path: Path) -> None:
     stream = [1, 2, EOD, 3, EOD, EOD, 4, 5, 6]
-    _, labels, mask = batches(tmp_path, stream).rows([0])
+    _, labels, mask = batches(tmp_path, stream).rows([0])[:3]
     assert mask.all()
-    _, labels, mask = batches(tmp_path, stream, mask_document_ends=True).rows([0])
+    _, labels, mask = batches(tmp_path, stream, mask_document_ends=True).rows([0])[:3]
     assert torch.equal(mask, labels != EOD)
     assert mask.sum() == 5
 
@@ -148,7 +148,7 @@ def test_built_from_a_config(folder_config: DataConfig) -> None:
     assert len(train) == (meta.train.tokens - 1) // 16
     assert len(validation) == -(-(meta.validation.tokens - 1) // 16)
     numbers = range(len(validation) + 3)
-    rows, other_rows = validation.rows(numbers), other_validation.rows(numbers)
+    rows, other_rows = validation.rows(numbers)[:3], other_validation.rows(numbers)[:3]
     assert rows[2].sum() == meta.validation.tokens - 1
     assert all(torch.equal(a, b) for a, b in zip(rows, other_rows, strict=True))
     assert not torch.equal(train.rows(range(32))[0], other_train.rows(range(32))[0])

@@ -144,12 +144,12 @@ def batches(name: str, *overrides: str) -> tuple[Batches, Batches]:
 def test_rows_of_windows_in_the_order_of_a_corpus() -> None:
     train, validation = batches("counting", "run.seed=5")
     for number in (0, 3, 17):
-        tokens, labels, mask = train.rows([number])
+        tokens, labels, mask = train.rows([number])[:3]
         first = order(5, 10, number)
         assert tokens.tolist() == [list(range(first, first + L))]
         assert torch.equal(labels, tokens + 1)
         assert mask.all()
-    tokens, _, mask = validation.rows(range(12))
+    tokens, _, mask = validation.rows(range(12))[:3]
     assert tokens[:10, 0].tolist() == [100 + order(0, 10, i) for i in range(10)]
     assert not mask[10:].any()
 
@@ -157,14 +157,14 @@ def test_rows_of_windows_in_the_order_of_a_corpus() -> None:
 def test_rows_of_triples() -> None:
     """What is masked may have any label."""
     for more in ("data.mask_document_ends=false", "data.mask_document_ends=true"):
-        tokens, labels, mask = batches("triples", more)[0].rows([0])
+        tokens, labels, mask = batches("triples", more)[0].rows([0])[:3]
         assert tokens.tolist() == [[1, 2, 256, 3]]
         assert labels.tolist() == [[7, EOD, 8, 256]]
         assert mask.tolist() == [[True, False, True, more.endswith("false")]]
 
 
 def test_tensors_of_any_integer_type() -> None:
-    tokens, labels, _ = batches("Tensors")[0].rows([0, 1, 2])
+    tokens, labels, _ = batches("Tensors")[0].rows([0, 1, 2])[:3]
     assert sorted(tokens[:, 0].tolist()) == [0, 1, 2]
     assert tokens.dtype == labels.dtype == torch.int64
 
