@@ -3,7 +3,8 @@
 The corpus is the source text of Python's standard library, as JSONL, twice; the tokenizer a BPE of
 32,000 ids that is trained on a part of it. Ours is the command that users call, with all that it
 does: start, read, tokenize, write, flush. Each side runs in processes of its own, in turns; times
-are medians of wall time, as several processes work.
+are medians of wall time, as several processes work. Of the indices of token files see
+token_indices.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from common import Result, parser, report
+from token_indices import index_claims
 
 from megapipe.data.corpus import pieces
 from megapipe.data.tokens.format import Header, bin_of, idx_of
@@ -122,6 +124,7 @@ def measure(folder: Path, *, quick: bool) -> list[Result]:
         memory(folder, corpus),
         *writing(folder, corpus, rounds=1 if quick else 5),
         *opening(folder, 1000 if quick else DOCUMENTS),
+        *index_claims(folder, quick=quick),
     ]
 
 

@@ -26,6 +26,7 @@ SHARED = (
     "peer_row.py",
     "pipelines.py",
     "plain_gpt.py",
+    "token_indices.py",
 )
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 LONG = ("gpu_ladder", "peers", "step")
