@@ -1,6 +1,7 @@
 """The samples of Megatron-LM and their order, by indices equal to its own."""
 
 from megapipe.data.indices.blend import blend_index, exhaustive_blend_index
+from megapipe.data.indices.cached_blend import open_blend
 from megapipe.data.indices.counts import Counts
 from megapipe.data.indices.dataset import BlendedDataset, IndexedDataset
 from megapipe.data.indices.indices import Indices, Request, open_indices
@@ -17,6 +18,7 @@ __all__ = [
     "Request",
     "blend_index",
     "exhaustive_blend_index",
+    "open_blend",
     "open_indices",
     "sample_index",
     "split_ranges",

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import megapipe.data.indices.blend as module
-from megapipe.data.indices import BlendSizes, blend_index, exhaustive_blend_index
-from megapipe.errors import ConfigError
+from megapipe.data.indices import (
+    BlendSizes,
+    blend_index,
+    exhaustive_blend_index,
+    open_blend,
+)
+from megapipe.errors import ConfigError, DataError
 
 
 def furthest_behind(shares: Sequence[float], size: int, limits: Sequence[float]) -> list[list[int]]:
@@ -122,3 +128,24 @@ def test_wrong_weights() -> None:
         blend_index([], 10)
     with pytest.raises(ConfigError, match="of 40000 sources"):
         blend_index(np.full(40000, 1 / 40000), 10)
+
+
+def test_they_are_made_once(tmp_path: Path) -> None:
+    plan = BlendSizes.weighted([0.3, 0.7], 50)
+    for _ in range(2):
+        for opened, computed in (
+            (open_blend(plan, tmp_path), blend_index(plan.shares, plan.size)),
+            (open_blend([3, 5], tmp_path), exhaustive_blend_index([3, 5])),
+            (open_blend(BlendSizes.weighted([1.0], 0), tmp_path), blend_index([1.0], 0)),
+        ):
+            for part, expected in zip(opened, computed, strict=True):
+                assert part.dtype == expected.dtype
+                assert part.tolist() == expected.tolist()
+        assert len(list(tmp_path.iterdir())) == 3
+    for path in tmp_path.glob("*/dataset_index.npy"):
+        path.write_bytes(path.read_bytes()[:-1] or b"x")
+    with pytest.raises(DataError, match=r"dataset_index\.npy is damaged: remove "):
+        open_blend(plan, tmp_path)
+    with pytest.raises(ConfigError, match="expected positive"):
+        open_blend([0, 5], tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
