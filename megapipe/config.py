@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megapipe.batch_ramp import BatchRamp
 from megapipe.data_config import DataConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import Expected, Section
@@ -362,6 +363,14 @@ class TrainConfig(Section):
     """Tokens per sample."""
     global_batch: int = Field(32, ge=1)
     """Samples per step over all replicas."""
+    batch_ramp: Annotated[
+        list[Annotated[int, Field(ge=1)]] | None,
+        Expected("start, increment and samples, as in [16, 8, 300000], or null"),
+    ] = Field(None, min_length=3, max_length=3)
+    """Grow the batch: [start, increment, samples] begins with `start` samples per step and adds
+    `increment` after equal shares of the first `samples` samples, until `global_batch` is reached.
+    Each size is a legal batch of its own: a multiple of microbatch x dp that the schedule takes.
+    Default: `global_batch` from the first step on."""
     microbatch: int = Field(4, ge=1)
     """Samples per micro-batch; global_batch / (microbatch x dp) micro-batches make a step."""
     loss: str | None = None
@@ -373,6 +382,16 @@ class TrainConfig(Section):
     """Steps between validations; 0: only at the end."""
     validation_samples: int | None = Field(256, ge=1)
     """Held-out samples per validation; null: all of them."""
+
+    @property
+    def batches(self) -> BatchRamp:
+        """The global batch of each step."""
+        return BatchRamp(self.global_batch, self.batch_ramp)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole run."""
+        return self.batches.after(0, self.steps)
 
     @property
     def last_step(self) -> int:

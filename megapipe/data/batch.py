@@ -79,7 +79,7 @@ class Batches:
         mask_document_ends: bool,
         eod: int,
     ) -> None:
-        assert (mixture is None) == (len(sources) == 1)
+        assert mixture is not None or len(sources) == 1
         self.sources = sources
         self.mixture = mixture
         self.vocab_size = vocab_size

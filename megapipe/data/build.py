@@ -10,8 +10,14 @@ from typing import NamedTuple
 from megapipe.config import Config
 from megapipe.data.batch import Batches, Mixing, Source
 from megapipe.data.dataset import Corpus, Dataset, Split, Stream, TokenDataset
-from megapipe.data.indices import BlendSizes, IndexedDataset, Request, open_indices
-from megapipe.data.indices.mixing import Blend, open_blend
+from megapipe.data.indices import (
+    Blend,
+    BlendSizes,
+    IndexedDataset,
+    Request,
+    open_blend,
+    open_indices,
+)
 from megapipe.data.mixture import Mixture, Recipe, weight_plan
 from megapipe.data.order import order
 from megapipe.data.packing import PackedDataset, open_packing
@@ -101,7 +107,7 @@ def _in_megatrons_order(
 ) -> tuple[list[Source], Blend | None]:
     """The sources as Megatron-LM's data sets for a run of so many samples, and their blend."""
     data, train = config.data, config.train
-    samples, cache = train.steps * train.global_batch, Path(data.cache)
+    samples, cache = train.samples, Path(data.cache)
     given = [source.weight for source in data.mixture.values() if source.weight is not None]
     blend = None
     requests: list[int | None] = [None] * len(parts) if data.mixture else [samples]
@@ -121,7 +127,7 @@ def _in_megatrons_order(
         return found, None
     if blend is None:
         blend = BlendSizes.by_size([len(source.dataset) for source in found], samples)
-    mixing = open_blend(blend, cache)
+    mixing = Blend(open_blend(blend, cache), len(found))
     mixing.check(samples)
     return found, mixing
 
@@ -154,11 +160,11 @@ def _mixture(config: Config, training: Sequence[Source]) -> Mixture:
                 f"train.sequence_length={train.sequence_length}"
             )
     weights = [
-        (step * train.global_batch, [weight ** (1 / data.temperature) for weight in some])
+        (train.batches.after(0, step), [weight ** (1 / data.temperature) for weight in some])
         for step, some in _weights(data, samples, most)
     ]
     mixture = Mixture(Recipe(weights, most), [source.name for source in training])
-    mixture.check(train.steps * train.global_batch)
+    mixture.check(train.samples)
     return mixture
 
 

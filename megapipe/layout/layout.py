@@ -1,6 +1,6 @@
 """Decisions that follow from several keys of a configuration, worked out once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,6 +44,8 @@ class Layout:
     replicas: ReplicaPolicy
     """The ZeRO stage in force, and when replicas communicate."""
     schedule: Schedule = field(repr=False)
+    smaller: Mapping[int, Schedule] = field(repr=False)
+    """Schedules of the batches before the final one, by their size (``train.batch_ramp``)."""
     proof: Report = field(repr=False)
     """The result of the proof that the schedule can be executed."""
     spans: tuple[tuple[Span, ...], ...] = field(repr=False)

@@ -4,6 +4,7 @@
 before any process group exists. It imports no torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megapipe.config import Config, ParallelConfig, PipelineConfig
@@ -133,6 +134,7 @@ def _resolve(
         loss_chunk=family.conditions.loss_chunk,
         replicas=replica_policy(config.optimizer, dp, loss_chunk=family.conditions.loss_chunk),
         schedule=schedule,
+        smaller=_smaller(config, dp, schedule, cost, len(slice_lengths) if by_time else None),
         proof=proof,
         spans=spans,
         cost=cost,
@@ -198,7 +200,52 @@ def _microbatches(config: Config, dp: int) -> int:
             f"{train.microbatch} x dp {dp} = {per_round}: "
             f"{multiples(train.global_batch, per_round)}"
         )
+    if train.batch_ramp is not None:
+        _check_ramp(config, train.batch_ramp, per_round)
     return train.global_batch // per_round
+
+
+def _check_ramp(config: Config, ramp: Sequence[int], per_round: int) -> None:
+    train, (start, increment, _) = config.train, ramp
+    where = f"train.batch_ramp={list(ramp)}"
+    if start >= train.global_batch or (train.global_batch - start) % increment:
+        raise ConfigError(
+            f"{where}: steps of {increment} do not lead from {start} to train.global_batch="
+            f"{train.global_batch}"
+        )
+    for size, what in ((start, "start"), (increment, "increment")):
+        if size % per_round:
+            raise ConfigError(
+                f"{where}: {what} {size} is not divisible by train.microbatch x dp = {per_round}: "
+                f"{multiples(size, per_round)}"
+            )
+    if config.pipeline.schedule == "auto":
+        raise ConfigError(
+            f"{where}: pipeline.schedule=auto searches an order of one number of micro-batches: "
+            "expected null, or another schedule"
+        )
+
+
+def _smaller(
+    config: Config, dp: int, like: Schedule, cost: Cost, slices: int | None
+) -> dict[int, Schedule]:
+    """Schedules of the batches that lead to the final one, proved; `slices` as in
+    :func:`_schedule`."""
+    found = {}
+    for batch in config.train.batches.sizes[:-1]:
+        microbatches = batch // (config.train.microbatch * dp)
+        try:
+            schedule = _recomputing(config, _schedule(config, microbatches, cost, slices))
+            _prove(config, schedule, config.pipeline.memory_limit)
+        except ConfigError as error:
+            raise ConfigError(f"train.batch_ramp: a batch of {batch} samples: {error}") from None
+        if schedule.placement != like.placement or schedule.recompute != like.recompute:
+            raise ConfigError(
+                f"train.batch_ramp: pipeline.schedule={config.pipeline.schedule} has another "
+                f"placement for a batch of {batch} samples than for {config.train.global_batch}"
+            )
+        found[batch] = schedule
+    return found
 
 
 def _partition(config: Config, family: Family, placement: Placement) -> tuple[StageSpec, ...]:

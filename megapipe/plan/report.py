@@ -111,7 +111,7 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
             f"compute       {per_token * tokens:.4g} FLOPs per step, {per_token:.4g} per token, "
             f"{per_token * tokens / layout.world:.4g} per process and step on average"
         ),
-        f"run           {train.steps:,} steps, {train.steps * tokens:,} tokens",
+        f"run           {train.steps:,} steps, {train.samples * length:,} tokens",
         *(f"note          {line}" for line in shortened(config)),
     ]
 

@@ -29,7 +29,9 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
 def banner(run: Run) -> str:
     """Model, mesh, optimizer, schedule, steps, and whether it could run again bit for bit."""
     config, layout, mesh = run.config, run.layout, run.mesh
-    tokens = config.train.global_batch * config.train.sequence_length
+    *_, final = sizes = config.train.batches.sizes
+    tokens = final * config.train.sequence_length
+    rising = f", from a batch of {sizes[0]} on" if len(sizes) > 1 else ""
     exact = mesh.device.type == "cpu" or config.run.deterministic
     grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
     parts = (
@@ -37,7 +39,7 @@ def banner(run: Run) -> str:
         f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
         f"{config.optimizer.rule}, ZeRO-{run.train_step.optimizer.policy.stage}",
         f"{run.train_step.schedule.name} of {counted(layout.microbatches, 'micro-batch')}",
-        f"{counted(config.train.steps, 'step')} of {counted(tokens, 'token')}",
+        f"{counted(config.train.steps, 'step')} of {counted(tokens, 'token')}{rising}",
         "bitwise reproducible" if exact else "not bitwise reproducible (run.deterministic)",
     )
     return " | ".join(parts)

@@ -14,7 +14,6 @@ micro-batch back-propagates its sum by that global count, so gradients only ever
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,6 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.writer import Meta, save
 from megapipe.cli import flatten
 from megapipe.config import Config
-from megapipe.data.batch import Samples
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.channels import MessageShape
 from megapipe.engine.executor import Executor
@@ -51,27 +49,14 @@ from megapipe.optim.scaler import LossScaler
 from megapipe.optim.state_store import StatePolicy
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Kind, Op, Schedule
-from megapipe.train import checkpoint_io, logits, resume
+from megapipe.train import checkpoint_io, evaluation, logits, resume
+from megapipe.train.evaluation import Evaluation
 from megapipe.train.feed import Counted, Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
 from megapipe.train.post_validation import PostValidation
 from megapipe.train.totals import LARGEST, SourceTotal, Totals, Wishes
 from megapipe.train.update import StepResult, Update
 from megapipe.train.warm_up import WarmUp
-
-VALIDATION_MICROBATCHES = 64
-"""Most micro-batches of one validation program."""
-
-
-class Evaluation(NamedTuple):
-    """The result of validation."""
-
-    loss: float
-    """Mean over the unmasked tokens, in nats."""
-    tokens: int
-    """Unmasked tokens."""
-    stopped: bool = False
-    """Some rank was asked to stop before all samples were seen; the loss is nan."""
 
 
 class Position(NamedTuple):
@@ -108,6 +93,7 @@ class TrainStep:
         self.config = config
         self.layout = layout
         self.mesh = mesh
+        self._batches = config.train.batches
         self.schedule = schedule or layout.schedule
         self.placement = self.schedule.placement
         self._check_schedule()
@@ -173,7 +159,8 @@ class TrainStep:
         layout, placement = self.layout, self.placement
         whole = self.schedule.whole_microbatches
         sizes = (placement.ranks, placement.stages) == (layout.pp, layout.stages)
-        if not sizes or whole != layout.microbatches:
+        counts = [layout.microbatches, *(s.whole_microbatches for s in layout.smaller.values())]
+        if not sizes or whole not in counts:
             raise ScheduleError(
                 f"schedule {self.schedule.name} has {placement.ranks} ranks, {placement.stages} "
                 f"stages and {whole} micro-batches; the layout needs {layout.pp}, "
@@ -212,6 +199,22 @@ class TrainStep:
         self._executors = self._make_executors(schedule, train=True)
         self._watched.clear()
 
+    def _schedule_of(self, step: int) -> Schedule:
+        """The schedule for the batch of a step, which grows under ``train.batch_ramp``."""
+        smaller, batch = self.layout.smaller, self._batches.batch_at(self.samples(step))
+        if batch in smaller:
+            return smaller[batch]
+        return self.layout.schedule if self.schedule in smaller.values() else self.schedule
+
+    def _use_schedule_of(self, step: int) -> list[StepResult]:
+        """Take up the schedule of a step, if it is another; the results that this settles."""
+        schedule = self._schedule_of(step)
+        if schedule is self.schedule:
+            return []
+        results = self._settle()
+        self.use(schedule)
+        return results
+
     def _make_executors(
         self, schedule: Schedule, *, train: bool, record: bool = False, name: bool = False
     ) -> list[Executor]:
@@ -220,7 +223,7 @@ class TrainStep:
             self.stages,
             self.optimizer,
             train=train,
-            proved=schedule is self.layout.schedule,
+            proved=schedule is self.layout.schedule or schedule in self.layout.smaller.values(),
             record=record,
             name=name,
             speculate=train and self.config.optimizer.post_validation,
@@ -273,9 +276,10 @@ class TrainStep:
         actions. Raises :class:`NumericError` before an update with a gradient that is not finite.
         """
         start = time.perf_counter()
+        results = self._use_schedule_of(step)
         result = self._train(step, rows, record=record, name=name, wishes=wishes)
         self.settled = False
-        results = [] if result is None else [result]
+        results += [] if result is None else [result]
         if settle or any(r.wishes.stop or r.wishes.save for r in results):
             results += self._settle()
         self._seconds[step] = time.perf_counter() - start
@@ -348,13 +352,13 @@ class TrainStep:
         first, scale = self.samples(step), self.scaler.scale
         found = self._feed.fetch(self.schedule, rows, step, first, scale)
         if step + 1 < self.config.train.last_step:
-            self._feed.read_ahead(self.schedule, rows, self.samples(step + 1))
+            self._feed.read_ahead(self._schedule_of(step + 1), rows, self.samples(step + 1))
         return found
 
     def _upload_ahead(self, step: int, rows: Rows) -> None:
         """While a GPU computes the step before, get the data of `step`, if there will be one."""
         if step < self.config.train.last_step:
-            self._feed.upload_ahead(self.schedule, rows, self.samples(step))
+            self._feed.upload_ahead(self._schedule_of(step), rows, self.samples(step))
 
     @property
     def samples_read(self) -> list[int]:
@@ -363,8 +367,8 @@ class TrainStep:
 
     def samples(self, step: int) -> int:
         """Samples that the steps before `step` take, and so the number of its first one."""
-        since = step - self.position.step
-        return self.position.samples + since * self.config.train.global_batch
+        position = self.position
+        return self._batches.after(position.samples, step - position.step)
 
     def own_totals(self, counted: Counted, wishes: Callable[[], Wishes]) -> Totals:
         """This rank's part of the totals of a step whose backward passes are done."""
@@ -456,32 +460,19 @@ class TrainStep:
         after each batch whether this rank was asked to stop; if one was, all give up.
         """
 
-        def masked(indices: Sequence[int]) -> Samples:
-            given = Samples(*rows(indices))
-            inside = torch.tensor([i < samples for i in indices])
-            return given._replace(mask=given.mask & inside.unsqueeze(1))
+        return evaluation.evaluate(self, rows, samples, stop)
 
-        per_microbatch = self.config.train.microbatch * self.layout.dp
-        left = -(-samples // per_microbatch)
-        first, total, tokens = 0, 0.0, 0
-        while left:
-            m = min(left, VALIDATION_MICROBATCHES)
-            if m not in self._validators:
-                schedule = forward_only(self.placement, m)
-                self._validators[m] = schedule, self._make_executors(schedule, train=False)
-            schedule, executors = self._validators[m]
-            microbatches, own = self._feed.fetch(schedule, masked, 0, first)
-            self.pipeline.run(executors, microbatches)
-            loss, counted = self._own_loss(own)
-            sums = torch.tensor([loss.item(), counted.tokens, stop()], dtype=torch.float64)
-            loss_sum, seen, stopped = self.mesh.ordered_sum(sums, "tp", "dp", "pp").tolist()
-            total += loss_sum
-            tokens += int(seen)
-            if stopped:
-                return Evaluation(math.nan, tokens, stopped=True)
-            first += m * per_microbatch
-            left -= m
-        return Evaluation(total / max(tokens, 1), tokens)
+    def run_forward(self, rows: Rows, first: int, microbatches: int) -> tuple[float, int]:
+        """Sum of the unmasked token losses, and these tokens, of the samples from `first` on that
+        the last stages of this process see in so many micro-batches."""
+        if microbatches not in self._validators:
+            schedule = forward_only(self.placement, microbatches)
+            self._validators[microbatches] = schedule, self._make_executors(schedule, train=False)
+        schedule, executors = self._validators[microbatches]
+        given, counted = self._feed.fetch(schedule, rows, 0, first)
+        self.pipeline.run(executors, given)
+        loss, counted = self._own_loss(counted)
+        return loss.item(), counted.tokens
 
     def _own_loss(self, counted: Counted) -> tuple[Tensor, Counted]:
         """Sum of this rank's unmasked token losses, micro-batches in order, and its tokens; nothing

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapipe.cli import parse
+from megapipe.data.build import build_batches
+from megapipe.data.dataset import Sample
 from megapipe.data.indices import (
-    BlendedDataset,
+    Blend,
     BlendSizes,
     Counts,
     IndexedDataset,
@@ -23,6 +26,8 @@ from megapipe.data.indices import (
     sample_index,
     split_ranges,
 )
+from megapipe.data.sources import load_sources
+from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenFile, TokenWriter
 
 pytest.importorskip("megatron.core.datasets.gpt_dataset")
@@ -74,6 +79,20 @@ def config(seed: int, sequence_length: int, **given: Any) -> GPTDatasetConfig:
         create_attention_mask=False,
         **given,
     )
+
+
+class Blended:
+    """The data sets in the order of a blend."""
+
+    def __init__(self, datasets: list[IndexedDataset], blend: Blend) -> None:
+        self.datasets, self.blend = datasets, blend
+
+    def __len__(self) -> int:
+        return len(self.blend)
+
+    def labelled(self, index: int) -> Sample:
+        source, number = self.blend(index)
+        return self.datasets[source].labelled(number)
 
 
 @pytest.fixture(params=LENGTHS)
@@ -226,7 +245,46 @@ def test_blends_of_files(
             index = exhaustive_blend_index([len(dataset) for dataset in datasets])
         else:
             index = blend_index(plan.shares, plan.size)
-        ours = BlendedDataset(datasets, index)
-        assert np.array_equal(ours.sources, theirs.dataset_index)
-        assert np.array_equal(ours.numbers, theirs.dataset_sample_index)
-        same_samples(ours, theirs)
+        assert np.array_equal(index[0], theirs.dataset_index)
+        assert np.array_equal(index[1], theirs.dataset_sample_index)
+        same_samples(Blended(datasets, Blend(index, sources)), theirs)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0], [2.0, 1.0, 0.25], []])
+def test_batches_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[float] | None
+) -> None:
+    """By the keys of a configuration: one file, a blend with weights, one without."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(5)
+    names = ["a"] if weights is None else ["a", "b", "c"][: len(weights) or 3]
+    for number, name in enumerate(names):
+        write(Path(name), random.geometric(0.03, 90 + number))
+    steps, batch = (9, 8) if weights else (5, 6)
+    keys = [
+        *("train.sequence_length=16", f"train.steps={steps}", f"train.global_batch={batch}"),
+        *("run.seed=7", "data.samples=megatron", "data.split=80,15,5", "model.vocab_size=65536"),
+    ]
+    if weights is None:
+        keys.append("data.source=a")
+    for number, name in enumerate(names if weights is not None else []):
+        keys.append(f"data.mixture.{name}.source={name}")
+        keys += [f"data.mixture.{name}.weight={weights[number]}"] if weights else []
+    chosen = parse(keys).config
+    training, _ = build_batches(chosen, ByteTokenizer(), load_sources(chosen, ByteTokenizer()))
+    given = config(7, 16, blend=(names, weights or None), split="80,15,5")
+    sizes = [steps * batch, 1, 1]
+    theirs = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, given).build()[0]
+    rows = training.rows(range(steps * batch))
+    for number in range(steps * batch):
+        expected = theirs[number]
+        assert np.array_equal(rows.tokens[number], expected["tokens"])
+        assert np.array_equal(rows.labels[number], expected["labels"])
+    assert sum(training.taken(steps * batch)) == (steps * batch if weights is not None else 0)
+    for samples in (0, 1, 7, steps * batch):
+        counts = [0] * len(names)
+        for number in range(samples if weights is not None else 0):
+            origin = training.origin(number)
+            assert origin is not None
+            counts[names.index(origin.source)] += 1
+        assert training.taken(samples) == (counts if weights is not None else [])

@@ -33,6 +33,7 @@ FLOORS = (
     "keys",
     "config",
     "data_config",
+    "batch_ramp",
     "engine",
     "model",
     "layers",

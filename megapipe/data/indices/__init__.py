@@ -3,15 +3,16 @@
 from megapipe.data.indices.blend import blend_index, exhaustive_blend_index
 from megapipe.data.indices.cached_blend import open_blend
 from megapipe.data.indices.counts import Counts
-from megapipe.data.indices.dataset import BlendedDataset, IndexedDataset
+from megapipe.data.indices.dataset import IndexedDataset
 from megapipe.data.indices.indices import Indices, Request, open_indices
+from megapipe.data.indices.mixing import Blend
 from megapipe.data.indices.samples import sample_index
 from megapipe.data.indices.shares import BlendSizes
 from megapipe.data.indices.split import split_ranges
 
 __all__ = [
+    "Blend",
     "BlendSizes",
-    "BlendedDataset",
     "Counts",
     "IndexedDataset",
     "Indices",

@@ -1,14 +1,11 @@
-"""Samples by the indices of a token file, alone or blended from several."""
+"""Samples by the indices of a token file."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.data.dataset import Dataset, Sample
-from megapipe.data.indices.blend import Index
+from megapipe.data.dataset import Sample
 from megapipe.data.indices.indices import Indices
 from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
@@ -86,43 +83,3 @@ class IndexedDataset:
         starts[0] += begin
         counts[0] -= begin
         return starts, counts
-
-
-class BlendedDataset:
-    """The samples of several data sets in the order of a blend, as Megatron-LM's of that name.
-
-    Args:
-        datasets: the sources, with samples of equal length.
-        index: see :mod:`megapipe.data.indices.blend`.
-
-    Raises:
-        DataError: a source has fewer samples than the blend takes from it.
-    """
-
-    def __init__(self, datasets: Sequence[Dataset], index: Index) -> None:
-        self.datasets = datasets
-        self.sources, self.numbers = index
-        self.sequence_length = datasets[0].sequence_length
-        taken = np.bincount(self.sources, minlength=len(datasets))
-        for number, (dataset, samples) in enumerate(zip(datasets, taken, strict=True)):
-            if samples > len(dataset):
-                raise DataError(
-                    f"source {number} of a blend has {len(dataset)} samples, of which the blend "
-                    f"takes {samples}: ask for more of each source than its weight's share"
-                )
-
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def labelled(self, index: int) -> Sample:
-        dataset, number = self._source(index)
-        return dataset.labelled(number)
-
-    def place(self, index: int, at: int, *, label: bool) -> str:
-        dataset, number = self._source(index)
-        return dataset.place(number, at, label=label)
-
-    def _source(self, index: int) -> tuple[Dataset, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self.datasets[self.sources[index]], int(self.numbers[index])

@@ -1,21 +1,13 @@
-"""The order of Megatron-LM's blend of data sets, kept in a folder and mapped into memory."""
+"""A run on several sources in the order of a blend of Megatron-LM's."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
-
 import numpy as np
 
-from megapipe.data.indices.blend import Index, blend_index
-from megapipe.data.indices.folder import Save, mapped_arrays
-from megapipe.data.indices.shares import BlendSizes
+from megapipe.data.indices.blend import Index
 from megapipe.data.mixture import Draw
 from megapipe.errors import DataError
 
-_FORMAT = 1
-"""Raised when the same blend would come out as other arrays."""
 _BACK = 2**10
 """Samples that are looked at first for the last one of each source."""
 
@@ -66,21 +58,3 @@ class Blend:
             f"data.mixture: its sources are used up after {samples} samples: expected weights, by "
             "which they are taken more than once, or fewer train.steps"
         )
-
-
-def open_blend(sizes: BlendSizes, cache: Path) -> Blend:
-    """The blend of these sizes, computed by one of the processes that share `cache`.
-
-    Raises DataError if the cache cannot be written, or what is there is damaged.
-    """
-
-    def compute(save: Save) -> None:
-        source, number = blend_index(sizes.shares, sizes.size)
-        save("source", source)
-        save("number", number)
-
-    known = [_FORMAT, sizes.size, *sizes.shares]
-    name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
-    forms = {"source": ((sizes.size,), "<i2"), "number": ((sizes.size,), "<i8")}
-    arrays = mapped_arrays(cache / f"blend-{name}", forms, compute)
-    return Blend((arrays["source"], arrays["number"]), len(sizes.requests))

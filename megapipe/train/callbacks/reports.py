@@ -33,6 +33,7 @@ class Reports(Callback):
         self._entropy = entropy
         self._training = training
         self._losses: list[float] = []
+        self._tokens = 0
         self._validation_loss: float | None = None
         self._held_out: dict[str, float] = {}
         """The last loss of each set that has a name, and of tests."""
@@ -63,8 +64,9 @@ class Reports(Callback):
 
     def _record(self, run: Run, result: StepResult, pace: float) -> StepRecord:
         step, seconds = result.step + 1, result.seconds
-        train = run.config.train
-        tokens = train.global_batch * train.sequence_length
+        train, samples = run.config.train, run.train_step.samples
+        tokens = (samples(step) - samples(step - 1)) * train.sequence_length
+        self._tokens += tokens
         flops = tokens * run.layout.model.token_flops()
         tflops = flops / seconds / run.mesh.world / 1e12
         limit = _peak(run)
@@ -82,10 +84,10 @@ class Reports(Callback):
             mfu=None if limit is None else tflops / limit,
             memory_gib=result.memory_gib,
             eta_seconds=pace * (train.last_step - step),
-            samples=run.train_step.samples(step),
+            samples=samples(step),
             loss_scale=result.loss_scale if scales else None,
             skipped=self._skipped if scales else None,
-            sources=self._sources(result, run.train_step.samples(step)),
+            sources=self._sources(result, samples(step)),
         )
 
     def _sources(self, result: StepResult, samples: int) -> dict[str, SourceRecord] | None:
@@ -108,15 +110,13 @@ class Reports(Callback):
         if run.mesh.rank != 0 or not self._losses:
             return
         seconds = time.perf_counter() - self._began
-        train = run.config.train
-        tokens = len(self._losses) * train.global_batch * train.sequence_length
         summary = Summary(
             loss_first=self._losses[0],
             loss_last=self._losses[-1],
             validation_loss=self._validation_loss,
             held_out=self._held_out,
             unigram_entropy=self._entropy,
-            tokens_per_second=tokens / seconds,
+            tokens_per_second=self._tokens / seconds,
             run_folder=str(run.folder),
             steps=len(self._losses),
             seconds=seconds,

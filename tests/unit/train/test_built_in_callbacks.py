@@ -23,7 +23,7 @@ from megapipe.train.callbacks.saving import Clock, Saving
 from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
-from megapipe.train.step import Evaluation
+from megapipe.train.evaluation import Evaluation
 from tests.unit.train.standing_run import STEPS, reported, result, standing_run
 
 

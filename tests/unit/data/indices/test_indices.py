@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megapipe.data.indices import (
-    BlendedDataset,
+    Blend,
     IndexedDataset,
     Request,
     blend_index,
@@ -148,20 +148,16 @@ def test_what_cannot_be(file: TokenFile, tmp_path: Path) -> None:
         open_indices(file, Request(range(1), 8, 5, 1), tmp_path)
 
 
-def test_a_blend(file: TokenFile, tmp_path: Path) -> None:
-    datasets = [
-        IndexedDataset(file, open_indices(file, Request(part, 8, None, 1), tmp_path), 8)
-        for part in (range(75), range(75, 150))
-    ]
-    blend = BlendedDataset(datasets, blend_index([0.25, 0.75], 40))
-    assert len(blend) == 40
-    assert blend.sequence_length == 8
-    for index, source, number in ((0, 1, 0), (1, 0, 0), (39, 1, 29)):
-        expected = datasets[source].labelled(number)
-        assert np.array_equal(blend.labelled(index).tokens, expected.tokens)
-        place = datasets[source].place(number, 3, label=True)
-        assert blend.place(index, 3, label=True) == place
-    with pytest.raises(IndexError, match="sample 40 of 40"):
-        blend.labelled(40)
-    with pytest.raises(DataError, match=r"source 1 of a blend has .* takes 300: ask for more"):
-        BlendedDataset(datasets, blend_index([0.25, 0.75], 400))
+def test_a_blend() -> None:
+    """Counts of its first samples, without going through them all."""
+    index = blend_index([0.0004, 0.25, 0.7496], 6000)
+    blend = Blend(index, 3)
+    assert len(blend) == 6000
+    assert [blend(sample) for sample in (0, 1, 2)] == [(2, 0), (1, 0), (2, 1)]
+    for samples in (0, 1, 2, 1023, 1024, 1025, 3000, 5999, 6000, 7000):
+        counts = np.bincount(index[0][:samples], minlength=3).tolist()
+        assert blend.taken(samples) == counts
+    blend.check(6000)
+    for wrong in (lambda: blend.check(6001), lambda: blend(6000), lambda: blend(-1)):
+        with pytest.raises(DataError, match="its sources are used up after 6000 samples"):
+            wrong()
