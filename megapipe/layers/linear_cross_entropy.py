@@ -43,6 +43,8 @@ class _Chunk(NamedTuple):
     """[tp, 3, n]."""
     scratch: Tensor
     """[n, V/tp] of the model's dtype; the memory of `logits`, if that is their type."""
+    slope: Tensor | None
+    """[n, V/tp]: what soft-capping multiplies gradients by."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class _Loss:
     mask: Tensor
     vocab_size: int
     chunk: int
-    by_source: Tensor | None
+    by_source: Tensor | None = None
+    softcap: float | None = None
 
     def whole(self, hidden: Tensor) -> Tensor:
         """[s(/tp), b, h] -> [s * b, h]."""
@@ -77,8 +80,18 @@ class _Loss:
             torch.mm(x[tokens], matrix.t(), out=scratch[:n])
             if logits is not scratch:
                 logits[:n].copy_(scratch[:n])
+            slope = self._cap(logits[:n])
             gathered = exchange(kernel.shares(logits[:n], here), tp)
-            yield _Chunk(tokens, x[tokens], logits[:n], here, gathered, scratch[:n])
+            yield _Chunk(tokens, x[tokens], logits[:n], here, gathered, scratch[:n], slope)
+
+    def _cap(self, logits: Tensor) -> Tensor | None:
+        """Soft-cap logits in place; returns by how much each follows a change."""
+        if self.softcap is None:
+            return None
+        shares = logits.div_(self.softcap).tanh_()
+        slope = shares.square().neg_().add_(1)
+        shares.mul_(self.softcap)
+        return slope
 
     @property
     def kernel(self) -> LossKernel:
@@ -108,6 +121,8 @@ class _Loss:
                 chunk.logits, chunk.labels, chunk.gathered, weights[chunk.tokens]
             )
             losses.append(some)
+            if chunk.slope is not None:
+                g = g.mul_(chunk.slope)
             if g.dtype != x.dtype:
                 g = chunk.scratch.copy_(g)
             torch.mm(g, matrix, out=grad_x[chunk.tokens])
@@ -144,16 +159,18 @@ def linear_cross_entropy(
     vocab_size: int,
     chunk: int,
     by_source: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Sum of the unmasked token losses in nats, [], in fp32 (fp64 for fp64).
 
     `hidden` is [s(/tp), b, h]; `labels`, global ids, and `mask` are [s, b]. The logits of at most
-    `chunk` tokens exist at a time (:func:`~megapipe.layers.policy.loss_chunk`). Over tp there is
+    `chunk` tokens exist at a time (:func:`~megapipe.layers.policy.loss_chunk`). With `softcap` they
+    are softcap * tanh(logits / softcap). Over tp there is
     one small all-gather per chunk, and one reduction of the gradient of `hidden`. With a graph the
     result is NaN until the backward has run, which computes it together with the gradients, and so
     is `by_source` [n], which takes the sums of the losses whose mask is 1, 2, ..., n.
     """
-    loss = _Loss(head, labels, mask, vocab_size, chunk, by_source)
+    loss = _Loss(head, labels, mask, vocab_size, chunk, by_source, softcap)
     if not torch.is_grad_enabled():
         return loss.forward(hidden)
     return _LinearCrossEntropy.apply(hidden, head.weight, loss)

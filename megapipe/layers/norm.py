@@ -26,14 +26,16 @@ class Norm(nn.Module):
         *,
         kind: Literal["layernorm", "rmsnorm"],
         eps: float,
+        offset: bool = False,
         kernel: NormKernel | None = None,
     ) -> None:
         super().__init__()
         self.centred = kind == "layernorm"
         self.eps = eps
+        self.offset = offset
         self.kernel = kernel or sharding.kernels.norm
         self.weight = new_parameter(sharding, weight)
         self.bias = None if bias is None else new_parameter(sharding, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernel(x, self.weight, self.bias, self.eps, self.centred)
+        return self.kernel(x, self.weight, self.bias, self.eps, self.centred, self.offset)

@@ -103,13 +103,13 @@ def row_linear(
         yield ParameterSpec(name=f"{name}.bias", shape=shape[:-1], sequence_partial=True)
 
 
-def norm(name: str, hidden: int, *, bias: bool) -> Iterator[ParameterSpec]:
-    """Weight and bias of a norm, which every tp rank holds."""
-    for own, fill in (("weight", 1.0), *([("bias", 0.0)] if bias else [])):
+def norm(name: str, hidden: int, *, bias: bool, fill: float = 1.0) -> Iterator[ParameterSpec]:
+    """Weight, at first `fill`, and bias of a norm, which every tp rank holds."""
+    for own, first in (("weight", fill), *([("bias", 0.0)] if bias else [])):
         yield ParameterSpec(
             name=f"{name}.{own}",
             shape=(hidden,),
-            fill=fill,
+            fill=first,
             sequence_partial=True,
             by_autograd=True,
         )

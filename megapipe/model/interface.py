@@ -21,6 +21,7 @@ from megapipe.errors import ConfigError, MegapipeError
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.partition import StageSpec
+from megapipe.ops.scores import PLAIN, Scores
 from megapipe.schedule.cost import Time
 from megapipe.user_code import UserCode
 
@@ -145,6 +146,8 @@ class AttentionNeeds(NamedTuple):
     """Key and value heads."""
     head_dim: int
     dropout: float
+    scores: Scores = PLAIN
+    """Of the layers that differ most from plain attention."""
 
 
 class NormNeeds(NamedTuple):
@@ -155,6 +158,8 @@ class NormNeeds(NamedTuple):
     centred: bool
     """Layernorm; otherwise root mean square."""
     bias: bool
+    offset: bool = False
+    """The weight is a difference from 1."""
 
 
 class KernelNeeds(NamedTuple):

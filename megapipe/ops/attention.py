@@ -1,50 +1,86 @@
 """Causal attention: torch's SDPA backends, FlexAttention, and flash kernels of packed rows.
 
-The queries are the last s of t positions. SDPA takes documents as a mask; the flash kernels take
-runs of rows (varlen) and FlexAttention a sparse block mask, and both skip what is masked.
+The queries are the last s of t positions. SDPA takes documents and windows as a mask, ALiBi as a
+mask of numbers; the flash kernels take runs of rows (varlen) and FlexAttention a sparse block mask,
+and both skip what is masked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megapipe.ops.documents import Documents, causal_block_mask
+from megapipe.ops.explicit_attention import alibi, explicit_attention, visible
+from megapipe.ops.scores import PLAIN, Scores
 
-AttentionKernel = Callable[[Tensor, Tensor, Tensor, float, "Documents | None"], Tensor]
-"""(q [b, heads, s, d], k and v [b, groups, t, d], dropout, documents) -> [b, heads, s, d].
 
-Dropout draws from the device's default generator."""
+class AttentionKernel(Protocol):
+    """q [b, heads, s, d], k and v [b, groups, t, d] -> [b, heads, s, d].
+
+    Dropout draws from the device's default generator.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: float,
+        documents: Documents | None,
+        scores: Scores = PLAIN,
+    ) -> Tensor: ...
 
 
 class Sdpa:
     """torch's scaled_dot_product_attention; torch chooses among its backends at each call.
 
-    `pinned` makes a context manager that allows one backend only.
+    `pinned` makes a context manager that allows one backend only. What no backend computes is
+    written out; so are windows and ALiBi on the CPU, whose backends would keep a mask each.
     """
 
     def __init__(self, pinned: Callable[[], AbstractContextManager[Any]] | None = None) -> None:
         self.pinned = pinned
+        self._masks: dict[Any, Tensor] = {}
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: float,
+        documents: Documents | None,
+        scores: Scores = PLAIN,
     ) -> Tensor:
-        if self.pinned is None:
-            return self._attend(q, k, v, dropout, documents)
-        with self.pinned():
-            return self._attend(q, k, v, dropout, documents)
+        scores = scores.among(k.shape[2])
+        if self.pinned is not None:
+            with self.pinned():
+                return self._attend(q, k, v, dropout, documents, scores)
+        if scores.softcap is not None or not (q.is_cuda or scores.plain):
+            assert not dropout
+            return explicit_attention(q, k, v, documents, scores)
+        return self._attend(q, k, v, dropout, documents, scores)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: float,
+        documents: Documents | None,
+        scores: Scores,
     ) -> Tensor:
         s, t = q.shape[2], k.shape[2]
         mask = None
-        if documents is not None:
+        if not scores.plain:
+            assert scores.softcap is None
+            mask = self._mask(q, t, documents, scores)
+        elif documents is not None:
             mask = documents.mask(s)
         elif s < t:
             mask = lower_right(s, t, q.device)
@@ -56,7 +92,28 @@ class Sdpa:
             is_causal=mask is None,
             enable_gqa=q.shape[1] != k.shape[1],
             dropout_p=dropout,
+            scale=scores.scale,
         )
+
+    def _mask(self, q: Tensor, t: int, documents: Documents | None, scores: Scores) -> Tensor:
+        """Of windows and ALiBi, kept: without documents from call to call, else with these."""
+        s, shape = q.shape[2], scores._replace(scale=None)
+        key = (s, t, shape, q.dtype, q.device)
+
+        def make() -> Tensor:
+            seen = visible(s, t, documents, scores, q.device)
+            if scores.slopes is None:
+                return seen
+            bias = alibi(s, t, scores.slopes, q.new_empty(0, dtype=torch.float32)).to(q.dtype)
+            return bias.masked_fill(~seen, float("-inf"))
+
+        if torch.compiler.is_compiling():
+            return make()
+        if documents is not None:
+            return documents.kept(key, make)
+        if key not in self._masks:
+            self._masks[key] = make()
+        return self._masks[key]
 
 
 class FlashAttn:
@@ -66,16 +123,33 @@ class FlashAttn:
         self.package = package
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: float,
+        documents: Documents | None,
+        scores: Scores = PLAIN,
     ) -> Tensor:
         deterministic = torch.are_deterministic_algorithms_enabled()
         options = {"dropout_p": dropout, "causal": True, "deterministic": deterministic}
+        if scores != PLAIN:
+            options |= self._options(scores, q.device)
         if documents is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return self.package.flash_attn_func(q, k, v, **options).transpose(1, 2)
         runs = documents.runs(q.shape[2])
         packed = map(_packed, (q, k, v))
         return _unpacked(self.package.flash_attn_varlen_func(*packed, *runs, **options), q)
+
+    def _options(self, scores: Scores, device: torch.device) -> dict[str, Any]:
+        slopes = scores.slopes
+        return {
+            "softmax_scale": scores.scale,
+            "window_size": (-1, -1) if scores.window is None else (scores.window - 1, 0),
+            "softcap": scores.softcap or 0.0,
+            "alibi_slopes": None if slopes is None else torch.tensor(slopes, device=device),
+        }
 
 
 class Varlen:
@@ -89,15 +163,26 @@ class Varlen:
         self.whole = Sdpa()
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: float,
+        documents: Documents | None,
+        scores: Scores = PLAIN,
     ) -> Tensor:
         assert not dropout
         if documents is None:
-            return self.whole(q, k, v, dropout, None)
+            return self.whole(q, k, v, dropout, None, scores)
+        assert scores.softcap is None
+        assert scores.slopes is None
         runs = documents.runs(q.shape[2])
         gqa = q.shape[1] != k.shape[1]
         packed = map(_packed, (q, k, v))
-        return _unpacked(self.varlen_attn(*packed, *runs, window_size=(-1, 0), enable_gqa=gqa), q)
+        options = {} if scores.scale is None else {"scale": scores.scale}
+        back = -1 if scores.window is None else scores.window - 1
+        y = self.varlen_attn(*packed, *runs, window_size=(back, 0), enable_gqa=gqa, **options)
+        return _unpacked(y, q)
 
 
 class Flex:
@@ -105,21 +190,49 @@ class Flex:
 
     def __init__(self, flex_attention: Callable[..., Tensor]) -> None:
         self.flex_attention = flex_attention
-        self._causal: dict[tuple[int, int], Any] = {}
+        self._causal: dict[tuple[int, int, int | None], Any] = {}
+        self._changes: dict[tuple[Scores, int], Any] = {}
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: float,
+        documents: Documents | None,
+        scores: Scores = PLAIN,
     ) -> Tensor:
         assert not dropout
-        s, t = q.shape[2], k.shape[2]
+        s, t, window = q.shape[2], k.shape[2], scores.among(k.shape[2]).window
         if documents is not None:
-            blocks = documents.block_mask(s)
+            blocks = documents.block_mask(s, window)
         else:
-            if (s, t) not in self._causal:
-                self._causal[s, t] = causal_block_mask(s, t, q.device)
-            blocks = self._causal[s, t]
-        gqa = q.shape[1] != k.shape[1]
-        return self.flex_attention(q, k, v, block_mask=blocks, enable_gqa=gqa)
+            if (s, t, window) not in self._causal:
+                self._causal[s, t, window] = causal_block_mask(s, t, q.device, window)
+            blocks = self._causal[s, t, window]
+        options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": q.shape[1] != k.shape[1]}
+        if scores.scale is not None:
+            options["scale"] = scores.scale
+        if scores.softcap is not None or scores.slopes is not None:
+            if (scores, t - s) not in self._changes:
+                self._changes[scores, t - s] = _change(scores, t - s, q.device)
+            options["score_mod"] = self._changes[scores, t - s]
+        return self.flex_attention(q, k, v, **options)
+
+
+def _change(scores: Scores, earlier: int, device: torch.device) -> Callable[..., Tensor]:
+    """FlexAttention's change of each score; `earlier` positions come before the first query."""
+    cap = scores.softcap
+    slopes = None if scores.slopes is None else torch.tensor(scores.slopes, device=device)
+
+    def change(score: Tensor, _row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        if slopes is not None:
+            score = score - slopes[head] * (q + earlier - k)
+        return score
+
+    return change
 
 
 def lower_right(s: int, t: int, device: torch.device) -> Tensor:

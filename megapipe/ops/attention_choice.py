@@ -24,6 +24,7 @@ from megapipe.ops.probe import (
     needs_no_graph,
     small_data,
 )
+from megapipe.ops.scores import PLAIN, Scores
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,19 @@ class Attended:
     """Sequences come in slices, whose queries also attend to the keys of earlier slices."""
     compiled: bool = False
     """Attention is part of a compiled block."""
+    scores: Scores = PLAIN
+    """Those of a layer, of as many heads as there are here."""
+
+    @property
+    def written_out(self) -> bool:
+        """Whether no backend of torch's SDPA computes it, or none as well (see :class:`Sdpa`)."""
+        scores = self.scores.among(self.length)
+        return scores.softcap is not None or not (self.device.type == "cuda" or scores.plain)
 
 
 def candidates(given: Attended) -> list[Candidate[AttentionKernel]]:
-    """Flash for packed documents on a GPU, then SDPA; the others are used when named."""
+    """On a GPU flash for packed documents and FlexAttention for scores that are not plain, then
+    SDPA; the others are used when named."""
     flash_attn = Candidate(
         "flash_attn", partial(_flash_attn, given), partial(_check, given), "flash-attn"
     )
@@ -55,7 +65,10 @@ def candidates(given: Attended) -> list[Candidate[AttentionKernel]]:
     flex = Candidate("flex", partial(_flex, given), partial(_check, given))
     named = [Candidate(name, partial(_pinned, given, name)) for name in _BACKENDS]
     auto: Candidate[AttentionKernel] = Candidate("SDPA", Sdpa)
-    first = [varlen] if given.documents and given.device.type == "cuda" else []
+    first = []
+    if given.device.type == "cuda":
+        first += [varlen] if given.documents else []
+        first += [] if given.scores.among(given.length).plain else [flex]
     return [*first, auto, *named, flash_attn, varlen, flex]
 
 
@@ -81,8 +94,10 @@ def torch_choice(given: Attended, only: str | None = None) -> str:
         for shape in shapes
     )
     mask = None
-    if given.documents or (given.cut and given.device.type == "cpu"):
-        mask = torch.empty(1, 1, given.length, given.length, dtype=torch.bool, device=given.device)
+    scores = given.scores.among(given.length)
+    if given.documents or (given.cut and given.device.type == "cpu") or not scores.plain:
+        dtype = torch.bool if scores.slopes is None else given.dtype
+        mask = torch.empty(1, 1, given.length, given.length, dtype=dtype, device=given.device)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -119,6 +134,8 @@ def _pinned(given: Attended, name: str) -> AttentionKernel:
         needs_cuda(given.device)
     if name == "math" and given.compiled:
         raise Unavailable("is taken apart by inductor and put together wrong (kernels.compile)")
+    if given.scores.softcap is not None:
+        raise Unavailable("has no soft-capped scores (model.attention_softcap)")
     if given.cut and name == "cudnn":
         raise Unavailable("takes no slices of sequences (pipeline.slices)")
     torch_choice(given, name)
@@ -140,6 +157,10 @@ def _varlen(given: Attended) -> AttentionKernel:
     needs_no_graph(given.compiled)
     needs_half(given.dtype)
     _needs_no_dropout(given)
+    if given.scores.softcap is not None:
+        raise Unavailable("has no soft-capped scores (model.attention_softcap)")
+    if given.scores.slopes is not None:
+        raise Unavailable("has no biases by distance (model.positions=alibi)")
     varlen_attn = load_module("torch.nn.attention.varlen", "torch").varlen_attn
     if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
         raise Unavailable(f"torch {torch.__version__} has an earlier varlen_attn")
@@ -163,8 +184,11 @@ def _check(given: Attended, kernel: AttentionKernel) -> None:
     """Compare with SDPA's plain arithmetic, with and without documents, whole and sliced."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    plain: AttentionKernel = Sdpa(partial(sdpa_kernel, SDPBackend.MATH))
-    b, t = 2, 256
+    scores, b, t = given.scores, 2, 256
+    if scores.window is not None:
+        scores = scores._replace(window=min(scores.window, 100))
+    math: AttentionKernel = Sdpa(partial(sdpa_kernel, SDPBackend.MATH))
+    plain = math if scores.softcap is None else Sdpa()
     breaks = torch.zeros(b, t, dtype=torch.long)
     breaks[0, 40] = breaks[0, 200] = breaks[1, 129] = 1
     documents = Documents(breaks.cumsum(-1), given.device)
@@ -176,7 +200,7 @@ def _check(given: Attended, kernel: AttentionKernel) -> None:
             k_shape = (b, given.groups, t, given.head_dim)
             shapes = [q_shape, k_shape, k_shape, q_shape]
             q, k, v, grad = small_data(shapes, given.dtype, precision, given.device)
-            y = of(q, k, v, 0.0, documents if given.documents else None)
+            y = of(q, k, v, 0.0, documents if given.documents else None, scores)
             found += [y, *torch.autograd.grad(y, [q, k, v], grad)]
         return found
 

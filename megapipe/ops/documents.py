@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +39,14 @@ def positions_in(ids: Tensor) -> Tensor:
     return at - torch.where(begins, at, 0).cummax(-1).values
 
 
-def causal_block_mask(s: int, t: int, device: torch.device) -> Any:
-    """FlexAttention's sparse block mask of the last s of t positions, each seeing its past."""
+def causal_block_mask(s: int, t: int, device: torch.device, window: int | None = None) -> Any:
+    """FlexAttention's sparse block mask of the last s of t positions, each seeing its past, or the
+    last `window` positions of it."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def allowed(_row: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q + (t - s) >= k
+        before = q + (t - s) - k
+        return before >= 0 if window is None else (before >= 0) & (before < window)
 
     return create_block_mask(allowed, None, None, s, t, device=device)
 
@@ -85,18 +88,25 @@ class Documents:
             self._forms[key] = Runs(self._ends(q), self._ends(k), int(q.max()), int(k.max()))
         return self._forms[key]
 
-    def block_mask(self, s: int) -> Any:
-        """FlexAttention's sparse block mask of :meth:`mask`."""
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Another form, made when it is first asked for by `key`."""
+        if key not in self._forms:
+            self._forms[key] = make()
+        return self._forms[key]
+
+    def block_mask(self, s: int, window: int | None = None) -> Any:
+        """FlexAttention's sparse block mask of :meth:`mask`, of the last `window` positions."""
         from torch.nn.attention.flex_attention import create_block_mask
 
-        key = ("blocks", s)
+        key = ("blocks", s, window)
         if key not in self._forms:
             ids = self._near
             b, t = ids.shape
 
             def allowed(row: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 q = q + (t - s)
-                return (q >= k) & (ids[row, q] == ids[row, k])
+                seen = (q >= k) & (ids[row, q] == ids[row, k])
+                return seen if window is None else seen & (q - k < window)
 
             self._forms[key] = create_block_mask(allowed, b, None, s, t, device=self.device)
         return self._forms[key]

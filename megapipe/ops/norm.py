@@ -21,48 +21,72 @@ from megapipe.ops.probe import (
     small_data,
 )
 
-NormKernel = Callable[[Tensor, Tensor, "Tensor | None", float, bool], Tensor]
-"""(x [..., h], weight [h], bias [h] or none, eps, centred) -> [..., h]; `centred` is LayerNorm,
-else RMSNorm. Autograd computes the gradients, those of the weights included."""
+NormKernel = Callable[[Tensor, Tensor, "Tensor | None", float, bool, bool], Tensor]
+"""(x [..., h], weight [h], bias [h] or none, eps, centred, offset) -> [..., h]; `centred` is
+LayerNorm, else RMSNorm, of which an `offset` weight is a difference from 1. Autograd computes the
+gradients, those of the weights included."""
 
 
 class _RMSNorm(Function):
-    """RMSNorm on the CPU, where torch has no kernel for it and keeps the normalised input too.
+    """RMSNorm on the CPU, where torch has no kernel for it and keeps the normalised input too, and
+    with an offset weight, for which it has none in narrow types.
 
     Computed in fp32 (fp64 for fp64); what is kept is the input and a number per row.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         rstd = square.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd).mul_(weight).to(x.dtype)
+        ctx.offset = offset
+        return (wide * rstd).mul_(_full(weight, wide.dtype) if offset else weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, rstd = ctx.saved_tensors
-        wide, g, w = (t.to(rstd.dtype) for t in (x, grad, weight))
+        wide, g = (t.to(rstd.dtype) for t in (x, grad))
+        w = _full(weight, rstd.dtype) if ctx.offset else weight.to(rstd.dtype)
         product = (g * wide).flatten(0, -2)  # [rows, h]
         grad_weight = rstd.flatten() @ product
         mean = (product @ w).view_as(rstd).div_(x.shape[-1])
         grad_x = (g * w).mul_(rstd).addcmul_(wide, mean * rstd**3, value=-1)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
-def torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+def _full(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 + weight, in `dtype`: a narrow one would lose what the difference is kept for."""
+    return weight.to(dtype) + 1
+
+
+def torch_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    offset: bool = False,
+) -> Tensor:
     if centred:
         return functional.layer_norm(x, weight.shape, weight, bias, eps)
-    if x.is_cuda:
+    if x.is_cuda and not offset:
         return functional.rms_norm(x, weight.shape, weight, eps)
-    return _RMSNorm.apply(x, weight, eps)
+    return _RMSNorm.apply(x, weight, eps, offset)
 
 
 def apex_norm(extension: Any) -> NormKernel:
     """apex's fused norms, `extension` being apex.normalization.fused_layer_norm."""
 
-    def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+    def norm(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
+        offset: bool = False,
+    ) -> Tensor:
+        assert not offset
         if centred:
             return extension.fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
         return extension.fused_rms_norm_affine(x, weight, weight.shape, eps)
@@ -73,11 +97,18 @@ def apex_norm(extension: Any) -> NormKernel:
 def liger_norm(layer_norm: Any, rms_norm: Any) -> NormKernel:
     """Liger's Triton norms, given its two autograd functions."""
 
-    def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+    def norm(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
+        offset: bool = False,
+    ) -> Tensor:
         if centred:
             return layer_norm.apply(x, weight, bias, eps)
         # gemma: all of it in fp32, as torch; not in place: others may hold the gradient
-        return rms_norm.apply(x, weight, eps, 0.0, "gemma", False)
+        return rms_norm.apply(x, weight, eps, float(offset), "gemma", False)
 
     return norm
 
@@ -90,6 +121,7 @@ def candidates(
     eps: float,
     centred: bool,
     bias: bool,
+    offset: bool = False,
     compiled: bool = False,
 ) -> list[Candidate[NormKernel]]:
     """apex before Liger before torch, which alone can be part of a compiled block."""
@@ -103,6 +135,8 @@ def candidates(
 
     def apex() -> NormKernel:
         usable()
+        if offset:
+            raise Unavailable("has no weight that is a difference from 1 (model.norm_offset)")
         load_module("fused_layer_norm_cuda", "NVIDIA apex")
         return apex_norm(load_module("apex.normalization.fused_layer_norm", "NVIDIA apex"))
 
@@ -115,7 +149,7 @@ def candidates(
     def results(kernel: NormKernel, precision: torch.dtype) -> Sequence[Tensor]:
         shapes = [(6, 2, hidden), (hidden,), (hidden,), (6, 2, hidden)]
         x, weight, shift, grad = small_data(shapes, dtype, precision, device)
-        y = kernel(x, weight, shift if bias and centred else None, eps, centred)
+        y = kernel(x, weight, shift if bias and centred else None, eps, centred, offset)
         leaves = [x, weight, shift] if bias and centred else [x, weight]
         return [y, *torch.autograd.grad(y, leaves, grad)]
 

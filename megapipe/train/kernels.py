@@ -142,6 +142,8 @@ def _attention(wanted: str, given: Attended) -> Choice[AttentionKernel]:
     choice = choose("attention", wanted, attention_choice.candidates(given))
     if choice.name != "SDPA":
         return choice
+    if given.written_out:
+        return replace(choice, name="explicit", why="scores that no kernel of torch has here")
     backend = torch_choice(given)
     reasons = [choice.why] if choice.why else []
     if backend != "flash":

@@ -50,8 +50,7 @@ class Ledger:
         for shard in step.optimizer.shards:
             self.exclude(shard.bucket.weights)
         for module in step.modules.values():
-            if module._rotary is not None:
-                self.exclude(*module._rotary[1])
+            self.exclude(*module.constants())
         self.key: Key | None = None
 
     def exclude(self, *tensors: Tensor | None) -> None:

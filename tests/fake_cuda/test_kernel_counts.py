@@ -96,7 +96,7 @@ def without_attention_and_norms(config: Config, layout: Layout, mesh: ParallelMe
     chosen = agreed_kernels(config, layout, mesh, layout.schedule)
     kernels = replace(
         chosen,
-        attention=lambda q, k, v, p, documents: _Nothing.apply(q, k, v),
+        attention=lambda q, k, v, p, documents, scores: _Nothing.apply(q, k, v),
         norm=lambda x, *rest: _Nothing.apply(x),
     )
     return TrainStep(config, layout, mesh, kernels=kernels)

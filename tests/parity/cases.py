@@ -127,6 +127,30 @@ MODELS: dict[str, dict[str, Any]] = {
         "rotary_original_positions": 8,
     },
     "gelu": {"activation": "gelu", "positions": "rotary", "bias": False},
+    "neox": {
+        "activation": "gelu",
+        "positions": "rotary",
+        "rotary_share": 0.5,
+        "bias": False,
+        "parallel_residual": True,
+    },
+    "bloom": {"positions": "alibi", "embedding_norm": True},
+    "gemma": {
+        "norm": "rmsnorm",
+        "norm_offset": True,
+        "post_norms": True,
+        "positions": "rotary",
+        "rotary_local_base": 100.0,
+        "activation": "geglu_tanh",
+        "bias": False,
+        "ffn_hidden": 24,
+        "embedding_scale": 4.0,
+        "attention_scale": 0.4,
+        "attention_softcap": 2.0,
+        "logit_softcap": 3.0,
+        "window": 3,
+        "full_attention_every": 2,
+    },
 }
 
 

@@ -93,9 +93,7 @@ def measure_slices(
 def known_of(stage: Stage, *inputs: Tensor) -> list[Tensor]:
     """What is there without a micro-batch."""
     known = [getattr(p, what) for p in stage.module.parameters() for what in _STORED]
-    if stage.module._rotary is not None:
-        known += stage.module._rotary[1]
-    return [*inputs, *known]
+    return [*inputs, *known, *stage.module.constants()]
 
 
 def settle() -> None:

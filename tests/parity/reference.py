@@ -73,7 +73,7 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     h, f, v = model.hidden, model.ffn_hidden, model.vocab_size
     attended = model.heads * model.head_dim
     qkv = attended + 2 * model.kv_heads * model.head_dim
-    swiglu = model.activation == "swiglu"
+    gated = model.activation in ("swiglu", "geglu_tanh")
     out: dict[str, tuple[int, ...]] = {}
 
     def norm(name: str) -> None:
@@ -89,14 +89,19 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     out["embedding.word.weight"] = (v, h)
     if model.positions == "learned":
         out["embedding.position.weight"] = (model.max_positions, h)
+    if model.embedding_norm:
+        norm("embedding.norm")
     for i in range(model.layers):
         norm(f"layers.{i}.attention_norm")
         linear(f"layers.{i}.attention.qkv", qkv, h, bias=model.qkv_bias)
         for part in ("q", "k") if model.qk_norm else ():
             out[f"layers.{i}.attention.{part}_norm.weight"] = (model.head_dim,)
         linear(f"layers.{i}.attention.out", h, attended)
+        if model.post_norms:
+            norm(f"layers.{i}.attention_post_norm")
+            norm(f"layers.{i}.mlp_post_norm")
         norm(f"layers.{i}.mlp_norm")
-        linear(f"layers.{i}.mlp.up", *((2, f, h) if swiglu else (f, h)))
+        linear(f"layers.{i}.mlp.up", *((2, f, h) if gated else (f, h)))
         linear(f"layers.{i}.mlp.down", h, f)
     norm("final_norm")
     if not model.tied_embeddings:
@@ -114,7 +119,7 @@ def init_random(model: ModelConfig, seed: int, dtype: torch.dtype = torch.float6
         if name.endswith(".bias"):
             tensor = 0.1 * draw
         elif len(shape) == 1:
-            tensor = 1 + 0.1 * draw
+            tensor = (0 if model.norm_offset else 1) + 0.1 * draw
         elif name.startswith("embedding."):
             tensor = 0.5 * draw
         else:
@@ -145,18 +150,32 @@ def logits(
     """
     hidden = _hidden_from(tokens, end)
     x = params["embedding.word.weight"][tokens]  # [b, s, h]
+    if model.embedding_scale is not None:
+        x = x * torch.tensor(model.embedding_scale, dtype=x.dtype)
     if model.positions == "learned":
         x = x + params["embedding.position.weight"][: tokens.shape[1]]
+    if model.embedding_norm:
+        x = _norm(x, params, "embedding.norm", model)
     x = _drop(x, noise, "embedding", 0)
     for i in range(model.layers):
         normed = _norm(x, params, f"layers.{i}.attention_norm", model)
-        y = _attention(normed, params, i, model, hidden, noise)
-        x = x + _drop(y, noise, "attention_out", i)
-        normed = _norm(x, params, f"layers.{i}.mlp_norm", model)
-        x = x + _drop(_mlp(normed, params, f"layers.{i}.mlp", model), noise, "mlp_out", i)
+        y = _drop(_attention(normed, params, i, model, hidden, noise), noise, "attention_out", i)
+        if model.post_norms:
+            y = _norm(y, params, f"layers.{i}.attention_post_norm", model)
+        normed = _norm(
+            x if model.parallel_residual else x + y, params, f"layers.{i}.mlp_norm", model
+        )
+        z = _drop(_mlp(normed, params, f"layers.{i}.mlp", model), noise, "mlp_out", i)
+        if model.post_norms:
+            z = _norm(z, params, f"layers.{i}.mlp_post_norm", model)
+        x = x + y + z
     x = _norm(x, params, "final_norm", model)
     head = "embedding.word.weight" if model.tied_embeddings else "head.weight"
-    return x @ params[head].T
+    return _cap(x @ params[head].T, model.logit_softcap)
+
+
+def _cap(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def token_losses(
@@ -255,6 +274,9 @@ def _norm(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig
 
 
 def _rms(x: Tensor, weight: Tensor, model: ModelConfig) -> Tensor:
+    if model.norm_offset:  # 1 + weight would lose bits in a narrow type
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, weight.shape, 1 + weight.to(wide.dtype), model.norm_eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, model.norm_eps)
 
 
@@ -295,19 +317,49 @@ def _attention(
         queries += q
         keys += [k] * per_group
         values += [v] * per_group
-    heads = []
+    heads, window, s = [], _window(model, layer), x.shape[1]
+    if window is not None:
+        hidden = hidden | torch.ones(s, s, dtype=torch.bool).tril(-window)
     for head, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
         if model.qk_norm:
             q = _rms(q, params[f"{name}.q_norm.weight"], model)
             k = _rms(k, params[f"{name}.k_norm.weight"], model)
         if model.positions == "rotary":
-            q, k = _rotate(q, model), _rotate(k, model)
-        scores = q @ k.transpose(-1, -2) / math.sqrt(d)  # [b, s, s]
+            if window is not None and model.rotary_local_base is not None:
+                local = {"rotary_base": model.rotary_local_base, "rotary_scaling": "none"}
+                q, k = (_rotate(each, model.model_copy(update=local)) for each in (q, k))
+            else:
+                q, k = _rotate(q, model), _rotate(k, model)
+        scores = q @ k.transpose(-1, -2)  # [b, s, s]
+        scores = (
+            scores / math.sqrt(d)
+            if model.attention_scale is None
+            else scores * model.attention_scale
+        )
+        scores = _cap(scores, model.attention_softcap)
+        if model.positions == "alibi":
+            place = torch.arange(s, dtype=x.dtype)
+            scores = scores - _slope(head, model.heads) * (place[:, None] - place)
         shares = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
         if noise is not None:
             shares = shares * noise["attention", layer][:, head].to(x.dtype)
         heads.append(shares @ v)
     return _linear(torch.cat(heads, dim=-1), params, f"{name}.out")
+
+
+def _window(model: ModelConfig, layer: int) -> int | None:
+    """Positions that a token of a layer sees."""
+    every = model.full_attention_every
+    return None if every is not None and layer % every == every - 1 else model.window
+
+
+def _slope(head: int, heads: int) -> float:
+    """ALiBi's of a head: a geometric sequence, and where `heads` is no power of two then every
+    other one of the sequence for twice the power below."""
+    power = 2 ** math.floor(math.log2(heads))
+    if head < power:
+        return 2 ** (-8 * (head + 1) / power)
+    return 2 ** (-8 * (2 * (head - power) + 1) / (2 * power))
 
 
 def _rotate(x: Tensor, model: ModelConfig) -> Tensor:
@@ -353,9 +405,11 @@ def _frequency(j: int, d: int, model: ModelConfig) -> float:
 
 
 def _mlp(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
-    if model.activation == "swiglu":
+    if model.activation in ("swiglu", "geglu_tanh"):
         weight, bias = params[f"{name}.up.weight"], params.get(f"{name}.up.bias", (None, None))
-        inner = F.silu(F.linear(x, weight[0], bias[0])) * F.linear(x, weight[1], bias[1])
+        gate = F.linear(x, weight[0], bias[0])
+        gate = F.silu(gate) if model.activation == "swiglu" else F.gelu(gate, approximate="tanh")
+        inner = gate * F.linear(x, weight[1], bias[1])
     else:
         tanh = "tanh" if model.activation == "gelu_tanh" else "none"
         inner = F.gelu(_linear(x, params, f"{name}.up"), approximate=tanh)

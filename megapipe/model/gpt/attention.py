@@ -19,6 +19,7 @@ from megapipe.layers.rng import seeded
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import Named, layer_of
 from megapipe.model.gpt.rotary import Tables
+from megapipe.model.gpt.scores import scores_of
 from megapipe.ops.norm import torch_norm
 from megapipe.ops.rotary import RotaryKernel
 
@@ -77,6 +78,7 @@ class Attention(nn.Module):
         self.queries = config.heads // config.kv_heads
         self.head_dim = config.head_dim
         self.rotary_width = config.rotary_width
+        self.scores = scores_of(config, layer, sharding.tp.index, sharding.tp.size)
         name = f"layers.{layer}.attention"
         self.qkv = ColumnParallelLinear(sharding, *layer_of(parameters, f"{name}.qkv"))
         self.out = RowParallelLinear(sharding, *layer_of(parameters, f"{name}.out"))
@@ -152,6 +154,7 @@ class Attention(nn.Module):
             parameters[f"{name}.weight"],
             kind="rmsnorm",
             eps=self.config.norm_eps,
+            offset=self.config.norm_offset,
             kernel=torch_norm,
         )
 
@@ -166,4 +169,4 @@ class Attention(nn.Module):
         p = self.config.dropout if self.training else 0.0
         seed = dropout_seed(mb, "attention", self.layer, self.sharding.tp.index)
         with seeded(q.device, seed) if p else nullcontext():
-            return self.sharding.kernels.attention(q, k, v, p, mb.documents)
+            return self.sharding.kernels.attention(q, k, v, p, mb.documents, self.scores)

@@ -21,7 +21,7 @@ from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.mlp import MLP
 from megapipe.model.gpt.parameters import Named, block_parameters, layer_of
-from megapipe.model.gpt.rotary import Tables
+from megapipe.model.gpt.rotary import Rotaries, Tables
 
 Rotary = Tables | None
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
     Four segments, each of which ends in a linear layer: norm and projection, attention and its
     output, norm and widening, activation and narrowing. A segment's input and what it saves are
-    kept for its backward as the block's policy says.
+    kept for its backward as the block's policy says. Norms after them are outside of segments.
     """
 
     def __init__(
@@ -49,11 +49,20 @@ class Block(nn.Module):
         self.layer = layer
         self.compiled = compiled
         self.dropout = config.dropout
+        self.parallel = config.parallel_residual
+        self.is_local = config.window_of(layer) is not None
         named, name = by_name(block_parameters(config, layer)), f"layers.{layer}"
         self.attention_norm = new_norm(sharding, config, named, f"{name}.attention_norm")
         self.attention = Attention(sharding, config, layer, named)
         self.mlp_norm = new_norm(sharding, config, named, f"{name}.mlp_norm")
         self.mlp = MLP(sharding, config, layer, named)
+        self.attention_post_norm: Norm | None = None
+        self.mlp_post_norm: Norm | None = None
+        if config.post_norms:
+            self.attention_post_norm = new_norm(
+                sharding, config, named, f"{name}.attention_post_norm"
+            )
+            self.mlp_post_norm = new_norm(sharding, config, named, f"{name}.mlp_post_norm")
         self.use(BlockPolicy(), HostMemory())
 
     def use(self, policy: BlockPolicy, host: HostMemory) -> None:
@@ -74,9 +83,16 @@ class Block(nn.Module):
             assert cache is None, "a compiled block takes whole sequences"
             return self.compiled(self, x, mb, rotary, graph_only)
         qkv = self.of_norms(self._project, x, rotary)
-        x = x + self.of_attention(self._attend, qkv, mb, rotary, cache)
-        wide = self.of_norms(self._widen, x)
-        return x + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
+        y = self.of_attention(self._attend, qkv, mb, rotary, cache)
+        y = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        wide = self.of_norms(self._widen, x if self.parallel else y)
+        if self.mlp_post_norm is not None:
+            return y + self.mlp_post_norm(self.of_activation(self._narrow, wide, mb))
+        return y + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
+
+    def tables(self, rotary: Rotaries) -> Rotary:
+        """Those of its layer."""
+        return rotary.local if self.is_local and rotary.local is not None else rotary.whole
 
     def _project(self, x: Tensor, rotary: Rotary, graph_only: bool = False) -> Tensor:
         return self.attention.project(self.attention_norm(x), rotary, graph_only)
@@ -126,7 +142,7 @@ class Blocks(nn.ModuleList):
                 block.use(span.policy, self._host)
 
     def forward(
-        self, x: Tensor, mb: MicroBatch, rotary: Rotary, cache: KVCache | None, graph_only: bool
+        self, x: Tensor, mb: MicroBatch, rotary: Rotaries, cache: KVCache | None, graph_only: bool
     ) -> Tensor:
         """With `graph_only` the output has no value."""
         self._host.begin()
@@ -140,15 +156,21 @@ def _through(
     blocks: Sequence[Block],
     x: Tensor,
     mb: MicroBatch,
-    rotary: Rotary,
+    rotary: Rotaries,
     cache: KVCache | None,
     graph_only: bool = False,
 ) -> Tensor:
     last = len(blocks) - 1
     for i, block in enumerate(blocks):
-        x = block(x, mb, rotary, cache, graph_only and i == last)
+        x = block(x, mb, block.tables(rotary), cache, graph_only and i == last)
     return x
 
 
 def new_norm(sharding: Sharding, config: ModelConfig, parameters: Named, name: str) -> Norm:
-    return Norm(sharding, *layer_of(parameters, name), kind=config.norm, eps=config.norm_eps)
+    return Norm(
+        sharding,
+        *layer_of(parameters, name),
+        kind=config.norm,
+        eps=config.norm_eps,
+        offset=config.norm_offset,
+    )

@@ -22,6 +22,18 @@ def check(model: ModelConfig, given: Conditions) -> None:
             )
     if model.positions == "rotary":
         _check_rotary(model)
+    if model.full_attention_every is not None and model.window is None:
+        raise ConfigError(
+            f"model.full_attention_every={model.full_attention_every} needs model.window: expected "
+            "null, or a window for the other layers"
+        )
+    for key, is_set in (
+        ("window", model.window is not None),
+        ("attention_softcap", model.attention_softcap is not None),
+        ("positions=alibi", model.positions == "alibi"),
+    ):
+        if is_set and model.dropout:
+            raise ConfigError(f"model.{key} needs model.dropout=0, not {model.dropout:g}")
     length = given.sequence_length
     if model.positions == "learned" and model.max_positions and length > model.max_positions:
         raise ConfigError(

@@ -173,9 +173,15 @@ def run_block(
         cos, sin = (table.squeeze(2) for table in rotary)
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    mixed = joined(sharding.kernels.attention(q, k, v, 0.0, documents))
-    x = x + _Product.apply(mixed, *out, sharding, False)
-    widened = block.mlp_norm(x)
+    mixed = joined(sharding.kernels.attention(q, k, v, 0.0, documents, attention.scores))
+    attended = _Product.apply(mixed, *out, sharding, False)
+    if block.attention_post_norm is not None:
+        attended = block.attention_post_norm(attended)
+    y = x + attended
+    widened = block.mlp_norm(x if block.parallel else y)
     active = mlp.activate(_Product.apply(widened, *up, sharding, True))
-    y = x + _Product.apply(active, *down, sharding, False, graph_only)
+    if block.mlp_post_norm is not None:
+        y = y + block.mlp_post_norm(_Product.apply(active, *down, sharding, False))
+    else:
+        y = y + _Product.apply(active, *down, sharding, False, graph_only)
     return y, tuple(t.detach() for t in (normed, mixed, widened, active))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from megapipe.layers.weight_grad import WeightGradQueue
 from megapipe.model.gpt.block import Block, Rotary
 from megapipe.model.gpt.compiled import CompiledBlock
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.rotary import rotary_tables
+from megapipe.model.gpt.rotary import Rotaries, rotaries
 from megapipe.ops.documents import Documents
 
 TOLERANCE = {
@@ -51,23 +52,28 @@ def check_compiled(
     assert sharding.kernels.compiler is not None
     own = replace(sharding, queue=WeightGradQueue())
     compiled = CompiledBlock(sharding.kernels.compiler)
-    block = Block(own, config, 0, compiled)
-    specs = [spec_of(parameter) for parameter in block.parameters()]
-    block.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(sharding.dtype)
 
-    with torch.no_grad():
-        for parameter, spec in zip(block.parameters(), specs, strict=True):
-            drawn = draw(parameter.shape)
-            parameter.copy_(spec.fill + drawn / 10 if spec.std is None else drawn * spec.std)
+    def new_block(layer: int) -> Block:
+        block = Block(own, config, layer, compiled)
+        specs = [spec_of(parameter) for parameter in block.parameters()]
+        block.to_empty(device=device)
+        with torch.no_grad():
+            for parameter, spec in zip(block.parameters(), specs, strict=True):
+                drawn = draw(parameter.shape)
+                parameter.copy_(spec.fill + drawn / 10 if spec.std is None else drawn * spec.std)
+        return block
+
     split = sharding.tp.size if sharding.sequence_split else 1
-    rotary: Rotary = None
+    tables = Rotaries(None)
     if config.positions == "rotary":
-        rotary = rotary_tables(config, length, device, sharding.dtype)
-    for number in sorted(rows):
+        tables = rotaries(config, length, device, sharding.dtype)
+    kinds = {config.window_of(layer): layer for layer in range(config.layers)}
+    for block, number in itertools.product(map(new_block, kinds.values()), sorted(rows)):
+        rotary = block.tables(tables)
         shape = (length // split, number, config.hidden)
         data = [(draw(shape), draw(shape)) for _ in range(2)]
         ids = (torch.arange(length) * 3 // length).expand(number, length)

@@ -32,7 +32,7 @@ class ModelConfig(Section):
     head_dim: int | None = Field(None, ge=1)
     """Width of a head; default: hidden / heads."""
     ffn_hidden: int | None = Field(None, ge=1)
-    """Inner width of the MLP; default: 4 x hidden, with swiglu 8/3 x hidden rounded up to 64."""
+    """Inner width of the MLP; default: 4 x hidden, with a gate 8/3 x hidden rounded up to 64."""
     vocab_size: int | None = Field(None, ge=2)
     """Size of the vocabulary; default: the tokenizer's. A larger number is allowed."""
     max_positions: int | None = Field(None, ge=1)
@@ -41,10 +41,29 @@ class ModelConfig(Section):
     """Normalisation before attention, before the MLP and before the head."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in every norm."""
-    positions: Literal["learned", "rotary"] = "learned"
-    """A learned table added to the embedding (GPT-2), or rotary embedding of q and k (Llama)."""
+    norm_offset: bool = False
+    """The weight of rmsnorm is kept as its difference from 1 (Gemma), and begins at 0."""
+    post_norms: bool = False
+    """A norm after attention and one after the MLP, before each is added to the residual stream
+    (Gemma 2), besides those before them."""
+    embedding_norm: bool = False
+    """A norm after the embedding (BLOOM)."""
+    embedding_scale: float | None = Field(None, gt=0)
+    """What the word embedding is multiplied by, rounded to `dtype` (Gemma: sqrt(hidden));
+    default: 1."""
+    parallel_residual: bool = False
+    """Attention and MLP of a layer have the same input, and both are added to it (GPT-NeoX)."""
+    logit_softcap: float | None = Field(None, gt=0)
+    """Logits x become logit_softcap * tanh(x / logit_softcap) (Gemma 2)."""
+    positions: Literal["learned", "rotary", "alibi"] = "learned"
+    """A learned table added to the embedding (GPT-2), rotary embedding of queries and keys (Llama),
+    or scores that fall with the distance, by a slope of each head (BLOOM; Press et al.,
+    2108.12409)."""
     rotary_base: float = Field(10000.0, gt=0)
     """Base of the rotary frequencies."""
+    rotary_local_base: float | None = Field(None, gt=0)
+    """Base of the frequencies in layers with a window, which are not stretched (Gemma 3); default:
+    as in the others."""
     rotary_share: float = Field(1.0, gt=0, le=1)
     """Share of a head's width that is rotated, from its beginning on (GPT-NeoX: 0.25)."""
     rotary_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
@@ -61,8 +80,17 @@ class ModelConfig(Section):
     """Frequencies with more turns over them stay (yarn's usual number is 32)."""
     rotary_attention_factor: float | None = Field(None, gt=0)
     """What yarn multiplies rotated queries and keys by; default: 0.1 ln(rotary_factor) + 1."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
-    """Nonlinearity of the MLP; gelu_tanh is GPT-2's approximation, swiglu adds a gate."""
+    attention_scale: float | None = Field(None, gt=0)
+    """What products of queries and keys are multiplied by; default: 1 / sqrt(head_dim)."""
+    attention_softcap: float | None = Field(None, gt=0)
+    """Scores x become attention_softcap * tanh(x / attention_softcap) (Gemma 2)."""
+    window: int | None = Field(None, ge=1)
+    """Positions that a token sees, the last of which is its own (Mistral); default: all."""
+    full_attention_every: int | None = Field(None, ge=1)
+    """With `window` every so many-th layer sees all positions: 2 in Gemma 2, 6 in Gemma 3."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "gelu_tanh"
+    """Nonlinearity of the MLP; gelu_tanh is GPT-2's approximation, swiglu and geglu_tanh (Gemma)
+    add a gate."""
     bias: bool = True
     """Biases in the linear layers (and in layernorm)."""
     qkv_bias: bool | None = None
@@ -83,7 +111,8 @@ class ModelConfig(Section):
     def resolved(self, *, vocab_size: int | None, sequence_length: int) -> "ModelConfig":
         """The same model with every default filled in; an unknown vocabulary stays None."""
         head_dim = self.head_dim or self.hidden // self.heads
-        if self.activation == "swiglu":
+        every = self.full_attention_every
+        if self.gated:
             ffn = -(-8 * self.hidden // (3 * 64)) * 64
         else:
             ffn = 4 * self.hidden
@@ -95,13 +124,24 @@ class ModelConfig(Section):
                 "vocab_size": self.vocab_size or vocab_size,
                 "max_positions": self.max_positions or sequence_length,
                 "qkv_bias": None if self.qkv_bias == self.bias else self.qkv_bias,
+                "full_attention_every": every if every and every <= self.layers else None,
             }
         )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in ("swiglu", "geglu_tanh")
 
     @property
     def has_qkv_bias(self) -> bool:
         """Whether the projection to queries, keys and values has biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a token sees in a layer; None: all."""
+        every = self.full_attention_every
+        return None if every is not None and (layer + 1) % every == 0 else self.window
 
     @property
     def rotary_width(self) -> int:

@@ -17,6 +17,7 @@ from megapipe.model.gpt import checks, traffic
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
 from megapipe.model.gpt.parameters import known, stage_parameters
+from megapipe.model.gpt.scores import scores_of
 from megapipe.model.gpt.work import Once, part_costs, stage_work
 from megapipe.model.interface import (
     AttentionNeeds,
@@ -145,7 +146,8 @@ class GPT(Family):
     def kernels(self) -> KernelNeeds:
         model, tp = self.model, self.conditions.tp
         heads, groups = model.heads // tp, known(model.kv_heads) // tp
-        attention = AttentionNeeds(heads, groups, known(model.head_dim), model.dropout)
+        scores = scores_of(model, 0, 0, tp)._replace(window=model.window)
+        attention = AttentionNeeds(heads, groups, known(model.head_dim), model.dropout, scores)
         norm = NormNeeds(model.hidden, model.norm_eps, model.norm == "layernorm", model.bias)
         return KernelNeeds(
             attention,

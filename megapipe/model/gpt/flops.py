@@ -16,7 +16,7 @@ def layer_flops(model: ModelConfig, sequence_length: int) -> int:
     head_dim = known(model.head_dim)
     queries = model.heads * head_dim
     qkv = queries + 2 * known(model.kv_heads) * head_dim
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = 3 if model.gated else 2
     weights = model.hidden * (qkv + queries + matrices * known(model.ffn_hidden))
     scores = 2 * sequence_length * queries  # q k^T and its product with v
     return 2 * (weights + scores)

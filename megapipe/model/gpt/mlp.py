@@ -1,4 +1,4 @@
-"""The MLP: GELU with two matrices, or SwiGLU with three (Shazeer, 2002.05202)."""
+"""The MLP: GELU with two matrices, or SwiGLU or GeGLU with three (Shazeer, 2002.05202)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.layers.parameter import Sharding
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import Named, layer_of
+from megapipe.ops.geglu import torch_geglu
 
 
 class MLP(nn.Module):
     """An MLP in two steps: `up` widens [s(/tp), b, h], a call does the rest.
 
-    The inner width is split over tp. With swiglu `up` is one weight [2, f, h], gate first, split
+    The inner width is split over tp. With a gate `up` is one weight [2, f, h], gate first, split
     along f.
     """
 
@@ -29,7 +30,7 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(sharding, *layer_of(parameters, f"{name}.down"))
 
     def forward(self, y: Tensor, graph_only: bool = False) -> Tensor:
-        """The output of `up`, [s, b, f/tp] (swiglu: [s, b, 2 f/tp]), -> [s(/tp), b, h].
+        """The output of `up`, [s, b, f/tp] (with a gate: [s, b, 2 f/tp]), -> [s(/tp), b, h].
 
         With `graph_only` the output has no value.
         """
@@ -39,5 +40,7 @@ class MLP(nn.Module):
         """The output of `up` -> the input of `down`, [s, b, f/tp]."""
         if self.activation == "swiglu":
             return self.swiglu(y)
+        if self.activation == "geglu_tanh":
+            return torch_geglu(y)
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
         return functional.gelu(y, approximate=approximate)

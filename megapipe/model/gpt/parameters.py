@@ -22,6 +22,7 @@ Named = Mapping[str, ParameterSpec]
 
 WORD_EMBEDDING = "embedding.word.weight"
 POSITION_EMBEDDING = "embedding.position.weight"
+EMBEDDING_NORM = "embedding.norm"
 
 
 def stage_parameters(model: ModelConfig, stage: StageSpec) -> Iterator[ParameterSpec]:
@@ -34,6 +35,8 @@ def stage_parameters(model: ModelConfig, stage: StageSpec) -> Iterator[Parameter
         if model.positions == "learned":
             rows = known(model.max_positions)
             yield positions(POSITION_EMBEDDING, rows, model.hidden, std=model.init_std)
+        if model.embedding_norm:
+            yield from norm_parameters(model, EMBEDDING_NORM)
     for layer in stage.layers:
         yield from block_parameters(model, layer)
     if stage.head:
@@ -72,22 +75,31 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     heads = model.heads * known(model.head_dim)
     qkv = heads + 2 * known(model.kv_heads) * known(model.head_dim)
     ffn = known(model.ffn_hidden)
-    up = (2, ffn, h) if model.activation == "swiglu" else (ffn, h)
+    up = (2, ffn, h) if model.gated else (ffn, h)
     residual_std, bias = std / math.sqrt(2 * model.layers), model.bias
     yield from norm_parameters(model, f"{name}.attention_norm")
     yield from column_linear(f"{name}.attention.qkv", (qkv, h), bias=model.has_qkv_bias, std=std)
     if model.qk_norm:
-        yield head_norm(f"{name}.attention.q_norm", known(model.head_dim))
-        yield head_norm(f"{name}.attention.k_norm", known(model.head_dim))
+        for part in ("q_norm", "k_norm"):
+            yield head_norm(f"{name}.attention.{part}", known(model.head_dim), _fill(model))
     yield from row_linear(f"{name}.attention.out", (h, heads), bias=bias, std=residual_std)
+    if model.post_norms:
+        yield from norm_parameters(model, f"{name}.attention_post_norm")
     yield from norm_parameters(model, f"{name}.mlp_norm")
     yield from column_linear(f"{name}.mlp.up", up, bias=bias, std=std)
     yield from row_linear(f"{name}.mlp.down", (h, ffn), bias=bias, std=residual_std)
+    if model.post_norms:
+        yield from norm_parameters(model, f"{name}.mlp_post_norm")
 
 
 def norm_parameters(model: ModelConfig, name: str) -> Iterator[ParameterSpec]:
     """The parameters of a norm; rmsnorm has no bias."""
-    return norm(name, model.hidden, bias=model.bias and model.norm == "layernorm")
+    bias = model.bias and model.norm == "layernorm"
+    return norm(name, model.hidden, bias=bias, fill=_fill(model))
+
+
+def _fill(model: ModelConfig) -> float:
+    return 0.0 if model.norm_offset else 1.0
 
 
 def layer_of(named: Named, name: str) -> tuple[ParameterSpec, ParameterSpec | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,29 @@ from megapipe.model.gpt.parameters import known
 Tables = tuple[Tensor, Tensor]
 """cos and sin, [s, 1, 1, 1, d] of the first d values of a head, the halves of which are the two
 coordinates."""
+
+
+class Rotaries(NamedTuple):
+    """The tables of a stage's layers."""
+
+    whole: Tables | None
+    local: Tables | None = None
+    """Of layers with a window, where these have their own."""
+
+    def tensors(self) -> list[Tensor]:
+        return [table for tables in self if tables is not None for table in tables]
+
+
+def rotaries(
+    config: ModelConfig, length: int, device: torch.device, dtype: torch.dtype
+) -> Rotaries:
+    """The tables of a resolved model with rotary positions."""
+    whole = rotary_tables(config, length, device, dtype)
+    if config.rotary_local_base is None:
+        return Rotaries(whole)
+    local = {"rotary_base": config.rotary_local_base, "rotary_scaling": "none"}
+    own = config.model_copy(update=local)
+    return Rotaries(whole, rotary_tables(own, length, device, dtype))
 
 
 def rotary_tables(

@@ -147,7 +147,7 @@ class Widths(NamedTuple):
             queries=model.heads * known(model.head_dim) // tp,
             keys=known(model.kv_heads) * known(model.head_dim) // tp,
             ffn=ffn,
-            up=2 * ffn if model.activation == "swiglu" else ffn,
+            up=2 * ffn if model.gated else ffn,
         )
 
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megapipe.layers.cross_entropy import masked_sum, vocab_parallel_cross_entropy
+from megapipe.layers.cross_entropy import masked_sum, soft_capped, vocab_parallel_cross_entropy
 from megapipe.layers.dropout import dropout
 from megapipe.layers.embedding import PositionEmbedding, WordEmbedding
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.linear import ColumnParallelLinear
 from megapipe.layers.linear_cross_entropy import linear_cross_entropy
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.norm import Norm
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.policy import Span
 from megapipe.layers.specs import by_name
@@ -24,12 +25,13 @@ from megapipe.model.gpt.block import Block, Blocks, new_norm
 from megapipe.model.gpt.compiled import CompiledBlock
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import (
+    EMBEDDING_NORM,
     POSITION_EMBEDDING,
     WORD_EMBEDDING,
     head,
     stage_parameters,
 )
-from megapipe.model.gpt.rotary import Tables, rotary_tables
+from megapipe.model.gpt.rotary import Rotaries, rotaries
 from megapipe.model.interface import Loss
 from megapipe.model.partition import StageSpec
 
@@ -62,9 +64,12 @@ class GPTStage(nn.Module):
         self.queue = sharding.queue
         self.embedding: WordEmbedding | None = None
         self.position: PositionEmbedding | None = None
+        self.embedding_norm: Norm | None = None
         named = by_name(stage_parameters(config, spec))
         if spec.embedding:
             self.embedding = WordEmbedding(sharding, named[WORD_EMBEDDING])
+            if config.embedding_norm:
+                self.embedding_norm = new_norm(sharding, config, named, EMBEDDING_NORM)
             if POSITION_EMBEDDING in named:
                 self.position = PositionEmbedding(sharding, named[POSITION_EMBEDDING])
         compiler = sharding.kernels.compiler
@@ -74,7 +79,7 @@ class GPTStage(nn.Module):
         if spec.head:
             self.final_norm = new_norm(sharding, config, named, "final_norm")
             self.head = ColumnParallelLinear(sharding, head(config))
-        self._rotary: tuple[int, Tables] | None = None
+        self._rotary: tuple[int, Rotaries] | None = None
 
     def use(self, spans: Sequence[Span]) -> None:
         """Set which activations the blocks keep: `spans` cover all blocks in order."""
@@ -101,16 +106,28 @@ class GPTStage(nn.Module):
         assert mb.mask is not None
         assert self.config.vocab_size is not None
         if self.own_loss is not None:
-            logits = head(hidden).transpose(0, 1)[..., : self.config.vocab_size]
+            logits = self._capped(head(hidden)).transpose(0, 1)[..., : self.config.vocab_size]
             return self.own_loss(logits, mb.labels, mb.mask != 0)
         labels, mask, vocab = mb.labels.t(), mb.mask.t(), self.config.vocab_size
         chunk = self.sharding.kernels.loss_chunk
         if chunk:
             return linear_cross_entropy(
-                hidden, head, labels, mask, vocab_size=vocab, chunk=chunk, by_source=mb.by_source
+                hidden,
+                head,
+                labels,
+                mask,
+                vocab_size=vocab,
+                chunk=chunk,
+                by_source=mb.by_source,
+                softcap=self.config.logit_softcap,
             )
-        losses = vocab_parallel_cross_entropy(head(hidden), labels, self.sharding.tp, vocab)
+        logits = self._capped(head(hidden))
+        losses = vocab_parallel_cross_entropy(logits, labels, self.sharding.tp, vocab)
         return masked_sum(losses, mask, mb.by_source)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.logit_softcap
+        return logits if cap is None else soft_capped(logits, cap)
 
     def logits(
         self,
@@ -124,7 +141,7 @@ class GPTStage(nn.Module):
         the last position alone, [1, b, V/tp], of sequences that are not split."""
         assert self.head is not None
         hidden = self.hidden(x, mb, cache)
-        return self.head(self.final_norm(hidden[-1:] if last else hidden))
+        return self._capped(self.head(self.final_norm(hidden[-1:] if last else hidden)))
 
     def hidden(
         self,
@@ -138,21 +155,34 @@ class GPTStage(nn.Module):
         if self.embedding is not None:
             assert mb.tokens is not None
             x = self.embedding(mb.tokens)
+            if self.config.embedding_scale is not None:
+                # as a tensor, which rounds it to the model's type
+                x = x * x.new_tensor(self.config.embedding_scale)
             if self.position is not None:
                 x = self.position(x, mb.start, mb.positions)
+            if self.embedding_norm is not None:
+                x = self.embedding_norm(x)
             p = self.config.dropout if self.training else 0.0
             x = dropout(x, p, mb, "embedding", 0, self.sharding)
         assert x is not None
-        rotary = self._rotary_for(x, mb) if self.config.positions == "rotary" else None
+        rotary = self._rotary_for(x, mb) if self.config.positions == "rotary" else Rotaries(None)
         return self.layers(x, mb, rotary, cache, graph_only)
 
-    def _rotary_for(self, x: Tensor, mb: MicroBatch) -> Tables:
+    def constants(self) -> list[Tensor]:
+        """Tensors besides the parameters that are there without a micro-batch."""
+        return [] if self._rotary is None else self._rotary[1].tensors()
+
+    def _rotary_for(self, x: Tensor, mb: MicroBatch) -> Rotaries:
         split = self.sharding.tp.size if self.sharding.sequence_split else 1
         here = x.shape[0] * split
         length = mb.sequence_length or here
         if self._rotary is None or self._rotary[0] != length:
-            self._rotary = length, rotary_tables(self.config, length, x.device, x.dtype)
-        cos, sin = self._rotary[1]
-        if mb.positions is not None:  # [s, b] of [length, 1, 1, 1, d] -> [s, b, 1, 1, d]
-            return cos[mb.positions].squeeze(2), sin[mb.positions].squeeze(2)
-        return cos[mb.start : mb.start + here], sin[mb.start : mb.start + here]
+            self._rotary = length, rotaries(self.config, length, x.device, x.dtype)
+
+        def here_of(table: Tensor) -> Tensor:
+            if mb.positions is not None:  # [s, b] of [length, 1, 1, 1, d] -> [s, b, 1, 1, d]
+                return table[mb.positions].squeeze(2)
+            return table[mb.start : mb.start + here]
+
+        pairs = ((here_of(pair[0]), here_of(pair[1])) if pair else None for pair in self._rotary[1])
+        return Rotaries(*pairs)

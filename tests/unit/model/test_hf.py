@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
     LlamaConfig,
     OPTConfig,
     Qwen2Config,
@@ -140,6 +144,13 @@ def test_old_files_load() -> None:
     assert_same(from_hf(state, GPT2), params)
 
     params = init_random(LLAMA, seed=3, dtype=torch.float32)
+    neox = model_of("pythia")
+    params = init_random(neox, seed=3, dtype=torch.float32)
+    state = to_hf(params, neox) | {"gpt_neox.layers.0.attention.masked_bias": torch.ones(1)}
+    state["embed_out.weight"] = state.pop("lm_head.weight")
+    assert_same(from_hf(state, neox), params)
+
+    params = init_random(LLAMA, seed=3, dtype=torch.float32)
     state = to_hf(params, LLAMA) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     assert_same(from_hf(state, LLAMA), params)
 
@@ -209,6 +220,25 @@ def test_params_of_another_model_are_refused() -> None:
         ),
         (Qwen2Config(use_sliding_window=True), "use_sliding_window = True.* for qwen2"),
         (Qwen3Config(attention_bias=True), "attention_bias = True.* for qwen3"),
+        (
+            BloomConfig(apply_residual_connection_post_layernorm=True),
+            "apply_residual_connection_post_layernorm = True",
+        ),
+        (BloomConfig(hidden_dropout=0.1), "hidden_dropout = 0.1"),
+        (GPTNeoXConfig(hidden_act="relu"), "hidden_act 'relu'.* for gpt_neox"),
+        (
+            Gemma2Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]),
+            "layer_types .* every n-th layer alone",
+        ),
+        (
+            Gemma3TextConfig(
+                rope_parameters={
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+                }
+            ),
+            "rope_parameters of sliding_attention with rope_type 'linear'",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -229,8 +259,16 @@ def test_unsupported_configs_are_refused(hf_config: Any, message: str) -> None:
         (GPT2, {"vocab_size": None}, "model.vocab_size is not set"),
         (LLAMA, {"norm": "layernorm"}, "model.norm = layernorm.*llama class.*needs rmsnorm"),
         (LLAMA, {"activation": "gelu"}, "model.activation = gelu.*needs swiglu"),
-        (LLAMA, {"hidden": 14}, "hidden % model.heads = 2"),
+        (LLAMA, {"hidden": 14, "bias": True}, "hidden % model.heads = 2"),
         (LLAMA, {"kv_heads": 3}, "heads % model.kv_heads = 1"),
+        (GPT2, {"positions": "alibi"}, "positions = alibi.*gpt2 class, the nearest"),
+        (
+            model_of("gemma2"),
+            {"embedding_scale": 3.0},
+            r"embedding_scale = 3.0.*gemma2 class.*needs 4.0 \(sqrt\(hidden\)\)",
+        ),
+        (model_of("gemma2"), {"attention_scale": 0.3}, "attention_scale = 0.3.*needs 1 / sqrt"),
+        (model_of("gemma3"), {"rotary_local_base": None}, "qk_norm = True.*gemma2.*nearest"),
     ],
 )
 def test_models_without_a_class_are_refused(
@@ -240,6 +278,13 @@ def test_models_without_a_class_are_refused(
         config_to_hf(model.model_copy(update=changes))
     with pytest.raises(ConfigError, match=message):
         to_hf({}, model.model_copy(update=changes))
+
+
+def test_a_class_may_be_named() -> None:
+    assert config_to_hf(LLAMA, "mistral").model_type == "mistral"
+    model = model_of("gemma3").model_copy(update={"rotary_local_base": None})
+    with pytest.raises(ConfigError, match=r"rotary_local_base = None.*gemma3_text class; it needs"):
+        config_to_hf(model, "gemma3_text")
 
 
 def test_default_configs_of_transformers() -> None:

@@ -12,9 +12,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.bloom.modeling_bloom import BloomMLP
 
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.hf.config import class_of, config_to_hf, row_of
+from megapipe.model.gpt.hf.config import class_of, config_to_hf
 from megapipe.model.gpt.hf.weights import from_hf, to_hf
 
 GPT2 = ModelConfig(
@@ -31,6 +32,33 @@ LLAMA = GPT2.model_copy(
         "ffn_hidden": 40,
     }
 )
+GEMMA = LLAMA.model_copy(
+    update={
+        # its root is a whole number: transformers keeps that of Gemma 3 in fp32
+        "hidden": 16,
+        "kv_heads": 4,
+        "head_dim": 8,
+        "norm_offset": True,
+        "post_norms": True,
+        "activation": "geglu_tanh",
+        "tied_embeddings": True,
+        "embedding_scale": 4.0,
+        "attention_scale": 12**-0.5,
+        "window": 5,
+    }
+)
+NEOX = GPT2.model_copy(
+    update={
+        "hidden": 32,
+        "positions": "rotary",
+        "rotary_share": 0.25,
+        "parallel_residual": True,
+        "activation": "gelu",
+        "tied_embeddings": False,
+        "ffn_hidden": 48,
+    }
+)
+BLOOM = {"positions": "alibi", "embedding_norm": True}
 _YARN = {
     "rotary_scaling": "yarn",
     "rotary_factor": 4.0,
@@ -63,8 +91,24 @@ FAMILIES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "llama_yarn_factor": (LLAMA, {**_YARN, "rotary_attention_factor": 1.3}),
     "qwen2": (LLAMA, {"kv_heads": 4, "qkv_bias": True}),
     "qwen3": (LLAMA, {"kv_heads": 4, "qk_norm": True, "head_dim": 8}),
+    "mistral": (LLAMA, {"kv_heads": 4, "window": 5, "head_dim": 8}),
+    "gemma2": (GEMMA, {"attention_softcap": 2.0, "logit_softcap": 3.0, "full_attention_every": 2}),
+    "gemma3": (
+        GEMMA,
+        {
+            "qk_norm": True,
+            "full_attention_every": 3,
+            "rotary_local_base": 50.0,
+            "rotary_scaling": "linear",
+            "rotary_factor": 2.0,
+        },
+    ),
+    "pythia": (NEOX, {}),
+    "neox_in_turn": (NEOX, {"parallel_residual": False, "rotary_share": 1.0}),
+    "bloom": (GPT2, BLOOM),
+    "bloom_12_heads": (GPT2, {**BLOOM, "heads": 12}),
 }
-"""Of these each has four key/value heads, for tp 4."""
+"""Their key/value heads can be split over tp 4."""
 
 
 def model_of(case: str) -> ModelConfig:
@@ -86,11 +130,10 @@ class Fp64Torch(ModuleType):
 @contextmanager
 def in_double(model: ModelConfig) -> Iterator[None]:
     """The model's class computes in fp64 what it otherwise computes in fp32."""
-    name = row_of(model).model_type
-    modules = [f"models.{name}.modeling_{name}", "modeling_rope_utils"]
     with ExitStack() as patches:
-        for module in modules:
-            found = import_module(f"transformers.{module}")
+        patches.enter_context(mock.patch.object(Tensor, "float", Tensor.double))
+        for module in (class_of(model).__module__, "transformers.modeling_rope_utils"):
+            found = import_module(module)
             patches.enter_context(mock.patch.object(found, "torch", Fp64Torch("torch")))
         yield
 
@@ -102,6 +145,9 @@ def hf_logits_and_grads(
     with in_double(model):
         hf = class_of(model)(config_to_hf(model, attn_implementation="eager")).double().train()
         hf.load_state_dict(to_hf(params, model))
+        for module in hf.modules():
+            if isinstance(module, BloomMLP):  # whose own has sqrt(2 / pi) to eight digits
+                module.gelu_impl = torch.nn.GELU("tanh")
         tokens, labels, mask = batch
         out = hf(input_ids=tokens, use_cache=False).logits
         losses = F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="none")

@@ -63,11 +63,12 @@ def config_to_hf(model: ModelConfig, model_type: str | None = None, **extra: Any
     import transformers
 
     row = row_of(model, model_type)
-    keys: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, **row.required}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    keys: dict[str, Any] = {**special, **row.required}
     for part in row.parts:
         keys |= part.write(model)
     keys["dtype"] = _DTYPES[model.dtype]
-    return getattr(transformers, f"{row.classes}Config")(**(keys | extra))
+    return getattr(transformers, row.config_class)(**(keys | extra))
 
 
 def class_of(model: ModelConfig, model_type: str | None = None) -> Any:
@@ -75,7 +76,7 @@ def class_of(model: ModelConfig, model_type: str | None = None) -> Any:
     import transformers
 
     row = row_of(model, model_type)
-    return getattr(transformers, row.classes + row.head)
+    return getattr(transformers, row.model_class)
 
 
 def row_of(model: ModelConfig, model_type: str | None = None) -> Row:

@@ -88,6 +88,7 @@ def _split_heads(model: ModelConfig) -> Iterator[Misfit]:
 
 
 def _other_width(model: ModelConfig) -> Iterator[Misfit]:
+    yield from _uneven_groups(model)
     width = model.heads * (model.head_dim or 0)
     if width != model.hidden:
         yield Misfit("heads x model.head_dim", width, str(model.hidden))
@@ -98,17 +99,24 @@ WHOLE_HEADS = Part(("kv_heads", "head_dim"), _read_whole_heads, lambda model: {}
 the width of the model."""
 
 
+def _uneven_groups(model: ModelConfig) -> Iterator[Misfit]:
+    rest = model.heads % (model.kv_heads or 1)
+    if rest:
+        yield Misfit("heads % model.kv_heads", rest, "0")
+
+
 def _uneven(model: ModelConfig) -> Iterator[Misfit]:
-    for what, size, by in (
-        ("heads % model.kv_heads", model.heads, model.kv_heads or 1),
-        ("hidden % model.heads", model.hidden, model.heads),
-    ):
-        if size % by:
-            yield Misfit(what, size % by, "0")
+    yield from _uneven_groups(model)
+    if model.hidden % model.heads:
+        yield Misfit("hidden % model.heads", model.hidden % model.heads, "0")
 
 
-GROUPED_HEADS = pairs(kv_heads="num_key_value_heads", head_dim="head_dim")._replace(misfits=_uneven)
-"""Of a class that has keys for both, and wants `hidden` to be a multiple of `heads` even so."""
+APART_HEADS = pairs(kv_heads="num_key_value_heads", head_dim="head_dim")._replace(
+    misfits=_uneven_groups
+)
+"""Of a class that has keys for both."""
+GROUPED_HEADS = APART_HEADS._replace(misfits=_uneven)
+"""The same, of a class that wants `hidden` to be a multiple of `heads` even so."""
 
 GROUPED_WHOLE_HEADS = Part(
     ("kv_heads", "head_dim"),
@@ -130,3 +138,70 @@ def require(config: Any, key: str, wanted: Any, reason: str = "") -> None:
         raise ConfigError(
             f"{key} = {value} is not supported for {config.model_type}; it must be {must}"
         )
+
+
+def _read_layers(config: Any) -> dict[str, Any]:
+    kinds, window = list(config.layer_types), config.sliding_window
+    if "sliding_attention" not in kinds:
+        return {"window": None, "full_attention_every": None}
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else None
+    if kinds != _layer_types(len(kinds), every):
+        raise ConfigError(
+            f"layer_types {kinds} are not supported for {config.model_type}; supported is full "
+            "attention in every n-th layer alone"
+        )
+    return {"window": window, "full_attention_every": every}
+
+
+def _write_layers(model: ModelConfig) -> dict[str, Any]:
+    if model.window is None:
+        return {"layer_types": ["full_attention"] * model.layers}
+    types = _layer_types(model.layers, model.full_attention_every)
+    return {"sliding_window": model.window, "layer_types": types}
+
+
+def _layer_types(layers: int, every: int | None) -> list[str]:
+    is_full = [every is not None and (layer + 1) % every == 0 for layer in range(layers)]
+    return ["full_attention" if full else "sliding_attention" for full in is_full]
+
+
+WINDOWS = Part(("window", "full_attention_every"), _read_layers, _write_layers)
+"""Of a class whose layers have windows or not."""
+
+
+def _query_scalar(model: ModelConfig) -> int:
+    return (
+        model.head_dim or 1 if model.attention_scale is None else round(model.attention_scale**-2)
+    )
+
+
+def _other_scale(model: ModelConfig) -> Iterator[Misfit]:
+    wanted = _query_scalar(model) ** -0.5
+    if model.attention_scale not in (None, wanted):
+        yield Misfit("attention_scale", model.attention_scale, "1 / sqrt of a whole number")
+
+
+def _read_scale(config: Any) -> dict[str, Any]:
+    scalar = config.query_pre_attn_scalar
+    return {"attention_scale": None if scalar == config.head_dim else scalar**-0.5}
+
+
+QUERY_SCALE = Part(
+    ("attention_scale",),
+    _read_scale,
+    lambda model: {"query_pre_attn_scalar": _query_scalar(model)},
+    _other_scale,
+)
+"""Of a class that has the number whose root products are divided by."""
+
+
+def of_hidden(field: str, value: Callable[[int], Any], words: str) -> Part:
+    """A field without a key, which is `value` of the width of the model."""
+
+    def misfits(model: ModelConfig) -> Iterator[Misfit]:
+        if getattr(model, field) != value(model.hidden):
+            yield Misfit(field, getattr(model, field), f"{value(model.hidden)} ({words})")
+
+    return Part(
+        (field,), lambda config: {field: value(config.hidden_size)}, lambda model: {}, misfits
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.hf.parts import Part
+from megapipe.model.gpt.hf.parts import Misfit, Part
 
 _TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _KEYS = {
@@ -72,6 +73,40 @@ FIELDS = (
     "rotary_scaling",
     *dict.fromkeys(field for keys in _KEYS.values() for field in keys.values()),
 )
+
+PARTIAL_ROPE = Part(
+    FIELDS,
+    lambda config: read_rope(config.rope_parameters, config.model_type),
+    lambda model: {
+        "rope_parameters": {"partial_rotary_factor": model.rotary_share, **write_rope(model)}
+    },
+)
+"""Of a class whose own default is a share."""
+
+
+def _read_both(config: Any) -> dict[str, Any]:
+    whole, local = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    fields = read_rope(local, config.model_type)
+    if fields["rotary_scaling"] != "none":
+        raise ConfigError(
+            f"rope_parameters of sliding_attention with rope_type {local['rope_type']!r} are not "
+            f"supported for {config.model_type}; supported is default"
+        )
+    return {**read_rope(whole, config.model_type), "rotary_local_base": fields["rotary_base"]}
+
+
+def _write_both(model: ModelConfig) -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": model.rotary_local_base}
+    return {"rope_parameters": {"full_attention": write_rope(model), "sliding_attention": local}}
+
+
+def _without_local_base(model: ModelConfig) -> Iterator[Misfit]:
+    if model.rotary_local_base is None:
+        yield Misfit("rotary_local_base", None, "a number")
+
+
+ROPE_BY_WINDOW = Part((*FIELDS, "rotary_local_base"), _read_both, _write_both, _without_local_base)
+"""Of a class that has rope parameters for layers with a window and for those without."""
 
 ROPE = Part(
     FIELDS,

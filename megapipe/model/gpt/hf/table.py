@@ -12,16 +12,20 @@ from typing import Any, Literal, NamedTuple
 
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.parts import (
+    APART_HEADS,
     GROUPED_HEADS,
     GROUPED_WHOLE_HEADS,
+    QUERY_SCALE,
     WHOLE_HEADS,
+    WINDOWS,
     Misfit,
     Part,
     activation,
     equal,
+    of_hidden,
     pairs,
 )
-from megapipe.model.gpt.hf.rope import ROPE
+from megapipe.model.gpt.hf.rope import PARTIAL_ROPE, ROPE, ROPE_BY_WINDOW
 
 Arrangement = Literal["same", "transposed", "apart", "blocks", "stacked"]
 """Of the values of one of our tensors: the same rows; [in, out]; q, k and v as tensors of their
@@ -40,8 +44,9 @@ class Row:
     """A class of Hugging Face's, all of whose names are here."""
 
     model_type: str
-    classes: str
-    """Its classes in transformers are called so, with `Config` and with `head` at the end."""
+    config_class: str
+    """In transformers."""
+    model_class: str
     prefix: str
     """Of all names but the head's; files of a model without a head leave it out."""
     modules: Mapping[str, str]
@@ -55,7 +60,8 @@ class Row:
     """Fields that are no default, and that the class always has so."""
     required: Mapping[str, Any] = field(default_factory=dict)
     """Values that the class' other keys must have."""
-    head: str = "ForCausalLM"
+    old_names: Mapping[str, str] = field(default_factory=dict)
+    """Names of modules in older files, with those that they have here."""
 
     def counterpart(self, name: str) -> Tensors:
         """The class' full names of a module of ours."""
@@ -92,6 +98,21 @@ _USUAL = pairs(
 _SILU = activation("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
 _LLAMA_PARTS = (_COMMON, _USUAL, _SILU, ROPE, pairs(norm_eps="rms_norm_eps"))
 _LLAMA_FIXED = {"norm": "rmsnorm", "positions": "rotary"}
+_GEMMA_PARTS = (
+    _COMMON,
+    _USUAL,
+    GROUPED_HEADS,
+    activation("hidden_activation", {"gelu_pytorch_tanh": "geglu_tanh"}),
+    WINDOWS,
+    QUERY_SCALE,
+    of_hidden("embedding_scale", lambda hidden: hidden**0.5, "sqrt(hidden)"),
+    pairs(
+        norm_eps="rms_norm_eps",
+        attention_softcap="attn_logit_softcapping",
+        logit_softcap="final_logit_softcapping",
+    ),
+)
+_GEMMA_FIXED = {**_LLAMA_FIXED, "bias": False, "norm_offset": True, "post_norms": True}
 
 _LLAMA_MODULES = {
     "embedding.word": "model.embed_tokens",
@@ -111,7 +132,8 @@ _LLAMA_LAYER = {
 
 _GPT2 = Row(
     "gpt2",
-    "GPT2",
+    "GPT2Config",
+    "GPT2LMHeadModel",
     prefix="transformer.",
     modules={
         "embedding.word": "transformer.wte",
@@ -151,12 +173,12 @@ _GPT2 = Row(
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
-    head="LMHeadModel",
 )
 
 _LLAMA = Row(
     "llama",
-    "Llama",
+    "LlamaConfig",
+    "LlamaForCausalLM",
     prefix="model.",
     modules=_LLAMA_MODULES,
     layers="model.layers",
@@ -169,7 +191,8 @@ _LLAMA = Row(
 _QWEN2 = replace(
     _LLAMA,
     model_type="qwen2",
-    classes="Qwen2",
+    config_class="Qwen2Config",
+    model_class="Qwen2ForCausalLM",
     parts=(*_LLAMA_PARTS, GROUPED_WHOLE_HEADS),
     fixed={**_LLAMA_FIXED, "bias": False, "qkv_bias": True},
     required={"attention_dropout": 0, "use_sliding_window": False},
@@ -178,11 +201,132 @@ _QWEN2 = replace(
 _QWEN3 = replace(
     _LLAMA,
     model_type="qwen3",
-    classes="Qwen3",
-    parts=(*_LLAMA_PARTS, pairs(kv_heads="num_key_value_heads", head_dim="head_dim")),
+    config_class="Qwen3Config",
+    model_class="Qwen3ForCausalLM",
+    parts=(*_LLAMA_PARTS, APART_HEADS),
     fixed={**_LLAMA_FIXED, "bias": False, "qk_norm": True},
     required={"attention_dropout": 0, "use_sliding_window": False, "attention_bias": False},
 )
 
-TABLE = {row.model_type: row for row in (_GPT2, _LLAMA, _QWEN2, _QWEN3)}
+_MISTRAL = replace(
+    _LLAMA,
+    model_type="mistral",
+    config_class="MistralConfig",
+    model_class="MistralForCausalLM",
+    parts=(*_LLAMA_PARTS, APART_HEADS, pairs(window="sliding_window")),
+    fixed={**_LLAMA_FIXED, "bias": False},
+)
+
+_GEMMA2 = replace(
+    _LLAMA,
+    model_type="gemma2",
+    config_class="Gemma2Config",
+    model_class="Gemma2ForCausalLM",
+    layer={
+        **_LLAMA_LAYER,
+        "attention_post_norm": Tensors(("post_attention_layernorm",)),
+        "mlp_norm": Tensors(("pre_feedforward_layernorm",)),
+        "mlp_post_norm": Tensors(("post_feedforward_layernorm",)),
+    },
+    parts=(*_GEMMA_PARTS, ROPE),
+    fixed=_GEMMA_FIXED,
+    required={
+        "attention_dropout": 0,
+        "attention_bias": False,
+        "use_bidirectional_attention": None,
+    },
+)
+
+_GEMMA3 = replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    config_class="Gemma3TextConfig",
+    model_class="Gemma3ForCausalLM",
+    parts=(*_GEMMA_PARTS, ROPE_BY_WINDOW),
+    fixed={**_GEMMA_FIXED, "qk_norm": True},
+    required={**_GEMMA2.required, "use_bidirectional_attention": False},
+)
+
+_MEGATRON_MLP = {
+    "mlp_norm": Tensors(("post_attention_layernorm",)),
+    "mlp.up": Tensors(("mlp.dense_h_to_4h",)),
+    "mlp.down": Tensors(("mlp.dense_4h_to_h",)),
+}
+
+_NEOX = Row(
+    "gpt_neox",
+    "GPTNeoXConfig",
+    "GPTNeoXForCausalLM",
+    prefix="gpt_neox.",
+    modules={
+        "embedding.word": "gpt_neox.embed_in",
+        "final_norm": "gpt_neox.final_layer_norm",
+        "head": "lm_head",
+    },
+    layers="gpt_neox.layers",
+    layer={
+        "attention_norm": Tensors(("input_layernorm",)),
+        # rows of query, key and value by head: our groups, of one query head each
+        "attention.qkv": Tensors(("attention.query_key_value",)),
+        "attention.out": Tensors(("attention.dense",)),
+        **_MEGATRON_MLP,
+    },
+    parts=(
+        _COMMON,
+        _USUAL,
+        WHOLE_HEADS,
+        activation(
+            "hidden_act",
+            {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+        ),
+        PARTIAL_ROPE,
+        pairs(norm_eps="layer_norm_eps", parallel_residual="use_parallel_residual"),
+        equal("dropout", "hidden_dropout", "attention_dropout"),
+    ),
+    fixed={"positions": "rotary"},
+    required={"attention_bias": True},
+    old_names={"embed_out": "lm_head"},
+)
+
+_BLOOM = Row(
+    "bloom",
+    "BloomConfig",
+    "BloomForCausalLM",
+    prefix="transformer.",
+    modules={
+        "embedding.word": "transformer.word_embeddings",
+        "embedding.norm": "transformer.word_embeddings_layernorm",
+        "final_norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    layers="transformer.h",
+    layer={
+        "attention_norm": Tensors(("input_layernorm",)),
+        "attention.qkv": Tensors(("self_attention.query_key_value",)),  # as GPT-NeoX'
+        "attention.out": Tensors(("self_attention.dense",)),
+        **_MEGATRON_MLP,
+    },
+    parts=(
+        _COMMON,
+        pairs(
+            layers="n_layer",
+            hidden="hidden_size",
+            heads="n_head",
+            norm_eps="layer_norm_epsilon",
+            max_positions="seq_length",
+        ),
+        WHOLE_HEADS,
+        of_hidden("ffn_hidden", lambda hidden: 4 * hidden, "4 x hidden"),
+    ),
+    fixed={"positions": "alibi", "embedding_norm": True},
+    required={
+        "apply_residual_connection_post_layernorm": False,
+        "hidden_dropout": 0,
+        "attention_dropout": 0,
+    },
+)
+
+_ROWS = (_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA2, _GEMMA3, _NEOX, _BLOOM)
+
+TABLE = {row.model_type: row for row in _ROWS}
 """Of rows that express a model alike the first is taken."""

@@ -21,7 +21,7 @@ from megapipe.model.gpt.hf.table import Row
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
 from megapipe.model.partition import StageSpec
 
-_BUFFERS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+_BUFFERS = re.compile(r"\.((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
 """Of old files: causal masks and rotary frequencies."""
 
 
@@ -75,11 +75,13 @@ def from_hf(
     """
     row = row_of(model, model_type)
     head = row.modules["head"]
-    left = {
-        name if name.startswith((row.prefix, f"{head}.")) else row.prefix + name: tensor
-        for name, tensor in state.items()
-        if not _BUFFERS.search(f".{name}")
-    }
+    left = {}
+    for given, tensor in state.items():
+        module, dot, kind = given.rpartition(".")
+        name = row.old_names.get(module, module) + dot + kind
+        if not _BUFFERS.search(f".{name}"):
+            is_whole = name.startswith((row.prefix, f"{head}."))
+            left[name if is_whole else row.prefix + name] = tensor
     params: dict[str, Tensor] = {}
     for entry in _entries(row, model):
         expected = entry.way.split(torch.empty(entry.shape, device="meta"), model)
@@ -89,8 +91,8 @@ def from_hf(
         )
         params[entry.name] = entry.way.join(parts, model).contiguous()
     if model.tied_embeddings:
-        given = left.pop(f"{head}.weight", None)
-        if given is not None and not torch.equal(given, params[WORD_EMBEDDING]):
+        other = left.pop(f"{head}.weight", None)
+        if other is not None and not torch.equal(other, params[WORD_EMBEDDING]):
             raise CheckpointError(
                 f"{head}.weight differs from the input embedding, but model.tied_embeddings is "
                 "true; load it with model.tied_embeddings=false"

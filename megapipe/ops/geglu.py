@@ -1,0 +1,40 @@
+"""The gate of a geglu MLP: GELU, by the approximation with tanh, times the other half."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+_gelu, _gelu_grad = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input
+
+
+class _Geglu(Function):
+    """Saves gate and up alone; the backward computes gelu(gate) again, in its result's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        out = torch.empty_like(both)
+        (gate, up), (grad_gate, grad_up) = (t.chunk(2, dim=-1) for t in (both, out))
+        _gelu(gate, approximate="tanh", out=grad_up).mul_(grad)
+        torch.mul(grad, up, out=grad_gate)
+        _gelu_grad(grad_gate, gate, approximate="tanh", grad_input=grad_gate)
+        return out
+
+
+def torch_geglu(both: Tensor) -> Tensor:
+    """gate and up, [..., 2 f] -> gelu(gate) * up, [..., f]."""
+    if torch.compiler.is_compiling():  # a compiler sees for itself what to keep
+        gate, up = both.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh") * up
+    return _Geglu.apply(both)
