@@ -1,11 +1,16 @@
 """The section `data` of the configuration: what a run is trained and validated on."""
 
+from __future__ import annotations
+
 import itertools
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from megapipe.section import Expected, Section
+
+ONLY = ""
+"""The name of a single source, ``data.source``, which the user gives none."""
 
 
 def _rising(pairs: list[list[float]]) -> list[list[float]]:
@@ -121,6 +126,19 @@ class DataConfig(Section):
     """Positions begin at 0 in each document, with `document_mask`; otherwise they count on through
     the sample. It matters to learned positions alone: attention with rotary positions or ALiBi goes
     by distances."""
+
+    @property
+    def sources(self) -> dict[str, DataConfig]:
+        """What is trained on, by name, each with the keys that it is read with."""
+        if not self.mixture:
+            return {ONLY: self}
+        return {name: self._of(source) for name, source in self.mixture.items()}
+
+    def _of(self, source: MixtureSource) -> DataConfig:
+        given = {"source": source.source, "subset": source.subset}
+        given["dataset_split"] = source.dataset_split
+        given["text_field"] = source.text_field or self.text_field
+        return self.model_copy(update=given)
 
     @property
     def masks_documents(self) -> bool:

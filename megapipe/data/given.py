@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megapipe.data.dataset import SPLITS, Split, Stream
-from megapipe.data.indices.split import split_ranges
+from megapipe.data.split import split_ranges
 from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import bin_of, idx_of, without_suffix
 from megapipe.data_config import DataConfig

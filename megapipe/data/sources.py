@@ -14,10 +14,7 @@ from megapipe.data.given import given_tokens, is_given
 from megapipe.data.own import is_own, own_data
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import Tokenizer
-from megapipe.data_config import DataConfig, MixtureSource
-
-ONLY = ""
-"""The name of a single source, ``data.source``, which the user gives none."""
+from megapipe.data_config import ONLY, DataConfig
 
 
 class HeldOut(NamedTuple):
@@ -87,18 +84,11 @@ class Sources:
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
-def training_sources(data: DataConfig) -> dict[str, DataConfig]:
-    """The sources that are trained on, by name, each with the keys that it is read with."""
-    if not data.mixture:
-        return {ONLY: data}
-    return {name: _with(data, source) for name, source in data.mixture.items()}
-
-
 def prefetches(data: DataConfig) -> bool:
     """Whether samples are read in a thread of their own (``data.prefetch``)."""
     if data.prefetch is not None:
         return data.prefetch
-    return not any(is_own(source.source) for source in training_sources(data).values())
+    return not any(is_own(source.source) for source in data.sources.values())
 
 
 def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True) -> Sources:
@@ -125,7 +115,7 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
 
     divided = data.model_copy(update={"validation_fraction": 0.0}) if data.validation else data
     return Sources(
-        {name: load(given, *training) for name, given in training_sources(divided).items()},
+        {name: load(given, *training) for name, given in divided.sources.items()},
         named("validation", data.validation),
         named("test", data.test),
         json.dumps(
@@ -135,10 +125,3 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
             ]
         ),
     )
-
-
-def _with(data: DataConfig, source: MixtureSource) -> DataConfig:
-    given = {"source": source.source, "subset": source.subset}
-    given["dataset_split"] = source.dataset_split
-    given["text_field"] = source.text_field or data.text_field
-    return data.model_copy(update=given)

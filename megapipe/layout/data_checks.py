@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megapipe.data import given, own
 from megapipe.data.mixture import weight_plan
-from megapipe.data.sources import ONLY, training_sources
-from megapipe.data_config import DataConfig
+from megapipe.data_config import ONLY, DataConfig
 from megapipe.errors import ConfigError
 
 MOST_SOURCES = 255
@@ -37,7 +36,7 @@ def check_data(data: DataConfig) -> None:
 
 def _sources(data: DataConfig) -> Iterator[tuple[str, str]]:
     """Every source with the key that names it."""
-    for name, config in training_sources(data).items():
+    for name, config in data.sources.items():
         yield ("data.source" if name == ONLY else f"data.mixture.{name}.source"), config.source
     for split, named in (("validation", data.validation), ("test", data.test)):
         for name, source in named.items():

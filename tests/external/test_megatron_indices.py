@@ -24,9 +24,9 @@ from megapipe.data.indices import (
     exhaustive_blend_index,
     open_indices,
     sample_index,
-    split_ranges,
 )
 from megapipe.data.sources import load_sources
+from megapipe.data.split import split_ranges
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenFile, TokenWriter
 

@@ -8,7 +8,6 @@ from megapipe.data.indices.indices import Indices, Request, open_indices
 from megapipe.data.indices.mixing import Blend
 from megapipe.data.indices.samples import sample_index
 from megapipe.data.indices.shares import BlendSizes
-from megapipe.data.indices.split import split_ranges
 
 __all__ = [
     "Blend",
@@ -22,5 +21,4 @@ __all__ = [
     "open_blend",
     "open_indices",
     "sample_index",
-    "split_ranges",
 ]

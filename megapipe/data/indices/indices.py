@@ -29,7 +29,7 @@ class Request:
     """Which samples of a token file are wanted.
 
     Attributes:
-        sequences: those of the split, see :func:`~megapipe.data.indices.split.split_ranges`.
+        sequences: those of the split, see :func:`~megapipe.data.split.split_ranges`.
         sequence_length: L.
         samples: how many there should be at least, for which epochs are repeated; None for one
             epoch.

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import megapipe.data.indices.samples as module
-from megapipe.data.indices import Counts, sample_index, split_ranges
+from megapipe.data.indices import Counts, sample_index
+from megapipe.data.split import split_ranges
 from megapipe.errors import ConfigError, DataError
 
 
