@@ -57,7 +57,8 @@ class DataConfig(Section):
     (.txt, .jsonl, .json, .parquet; anything else is read as text; all but parquet may be packed:
     .gz, .xz, .zst), a folder of such files, a pattern such as `texts/**/*.jsonl.zst`, a folder
     saved by `datasets`, the name of a data set on the Hugging Face hub, a token file of
-    Megatron-LM's (PREFIX of PREFIX.bin and PREFIX.idx, whose last documents are held out), or a
+    Megatron-LM's (PREFIX of PREFIX.bin and PREFIX.idx, whose last documents are held out), any of
+    these but the hub's by a URL that fsspec opens (`s3://bucket/texts`: copied into `cache`), or a
     function of your own as `module:name` that returns a data set of token ids
     (docs/extending.md)."""
     mixture: Annotated[

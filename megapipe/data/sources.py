@@ -13,6 +13,7 @@ from megapipe.data.dataset import Corpus, Dataset, Split, Stream
 from megapipe.data.given import given_tokens, is_given
 from megapipe.data.own import is_own, own_data
 from megapipe.data.prepare import prepare
+from megapipe.data.remote import fetched
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import ONLY, DataConfig
 
@@ -101,6 +102,7 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
     training: list[Split] = ["train"] if data.validation else ["train", "validation"]
 
     def load(given: DataConfig, *splits: Split) -> Corpus:
+        given = fetched(given, progress=progress)
         if is_own(given.source):
             return own_data(config, given.source, tokenizer, splits)
         if is_given(given.source):

@@ -17,6 +17,7 @@ from megapipe.data.commands.arguments import OF_A_CORPUS, add_keys, data_config
 from megapipe.data.prepare import prepare
 from megapipe.data.prepare.file import prepare_file
 from megapipe.data.prepare.sizes import Sizes
+from megapipe.data.remote import fetched
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens.format import without_suffix
 from megapipe.data_config import DataConfig
@@ -38,6 +39,7 @@ def run(given: argparse.Namespace) -> None:
         raise ConfigError(
             "--validation-fraction is for the cache: a file of --output has all documents"
         )
+    config = fetched(config)
     start = time.perf_counter()
     tokenizer = load_tokenizer(config.tokenizer)
     if given.output is None:

@@ -13,6 +13,7 @@ from megapipe.command_line import Parser
 from megapipe.data.commands.arguments import add_keys, data_config
 from megapipe.data.corpus import pieces
 from megapipe.data.prepare.progress import Meter, meter
+from megapipe.data.remote import fetched
 from megapipe.data.tokenizer.hugging_face import END_TOKENS
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
@@ -46,6 +47,7 @@ def run(given: argparse.Namespace) -> None:
         raise ConfigError(f"--max-bytes {given.max_bytes}: expected a whole number >= 1")
     if given.output.exists():
         raise DataError(f"{given.output} exists: remove it or choose another name")
+    config = fetched(config)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,0 +1,166 @@
+"""Files on object storage: ``data.source=s3://bucket/texts``, copied once into the cache.
+
+What fsspec knows by its protocol can be named: ``s3``, ``gs``, ``https``, ... (some need a package,
+which the error names). One process of those that share the cache copies; a copy is complete or is
+not there. It is identified by names, sizes and versions of the files, so that changed files are
+copied anew, and their SHA-256 are written beside them.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from megapipe.data.hub import one_line
+from megapipe.data.prepare.once import make_once
+from megapipe.data.prepare.progress import Meter, meter
+from megapipe.data_config import DataConfig
+from megapipe.errors import DataError
+from megapipe.section import Section
+
+FILES, MANIFEST = "files", "manifest.json"
+_AT_ONCE = 2**22
+_VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "modified", "created")
+"""What file systems call the version of a file; the first one that is there is taken."""
+
+
+class _Remote(NamedTuple):
+    """Files of a file system, and what is read of them."""
+
+    system: Any
+    names: dict[str, dict[str, Any]]
+    """What the system tells of each file, by its place in the copy."""
+    source: str
+    """What to read in the folder of copies: a name in it, a pattern, or nothing for all."""
+
+
+class _Copied(Section):
+    """A file of the copy."""
+
+    size: int
+    sha256: str
+
+
+class _Manifest(Section):
+    source: str
+    files: dict[str, _Copied]
+
+
+def is_remote(source: str) -> bool:
+    """Whether a ``data.source`` is a URL."""
+    return "://" in source
+
+
+def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
+    """`config` with a source on this machine: a URL's files are copied into the cache.
+
+    Raises:
+        DataError: they cannot be found or read, have changed on the way, or the copy is damaged.
+    """
+    if not is_remote(config.source):
+        return config
+    try:
+        remote = _look(config.source)
+        known = sorted((name, *_version(info)) for name, info in remote.names.items())
+        digest = hashlib.sha256(json.dumps([config.source, known]).encode()).hexdigest()[:32]
+        folder = Path(config.cache, f"remote-{digest}")
+        if not folder.exists():
+            make_once(folder, lambda new: _copy(remote, config.source, new, progress=progress))
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"data.source={config.source}: {one_line(error)}") from error
+    _check(folder)
+    inside = folder / FILES
+    source = str(inside / remote.source) if remote.source else str(inside)
+    return config.model_copy(update={"source": source})
+
+
+def _look(source: str) -> _Remote:
+    """The files that a URL names: one, those of a pattern or a folder, or a token file's two."""
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(source)
+    if glob.has_magic(path):
+        found = [name for name in system.glob(path) if system.isfile(name)]
+        root = os.path.commonpath([os.path.dirname(name) for name in found]) if found else ""
+        return _Remote(system, _infos(system, found, root, source), "**/*")
+    if system.isfile(path):
+        found, root = [path], os.path.dirname(path)
+        return _Remote(system, _infos(system, found, root, source), os.path.basename(path))
+    halves = [f"{path}.bin", f"{path}.idx"]
+    if all(map(system.isfile, halves)):
+        infos = _infos(system, halves, os.path.dirname(path), source)
+        return _Remote(system, infos, os.path.basename(path))
+    found = system.find(path) if system.isdir(path) else []
+    return _Remote(system, _infos(system, found, path, source), "")
+
+
+def _infos(system: Any, names: list[str], root: str, source: str) -> dict[str, dict[str, Any]]:
+    if not names:
+        raise DataError(f"data.source={source}: no such file or folder, and no file matches")
+    found = {}
+    for name in names:
+        place = PurePosixPath(os.path.relpath(name, root or os.path.dirname(name)))
+        if place.is_absolute() or ".." in place.parts:
+            raise DataError(f"data.source={source}: {name} lies outside of it")
+        found[str(place)] = system.info(name)
+    return found
+
+
+def _version(info: dict[str, Any]) -> tuple[int, str]:
+    """Size and version of a file, as its system tells them."""
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
+    return int(info["size"] or 0), version
+
+
+def _copy(remote: _Remote, source: str, folder: Path, *, progress: bool) -> None:
+    total = sum(_version(info)[0] for info in remote.names.values())
+    copied = {}
+    with meter(f"fetching {source}", total, wanted=progress) as shown:
+        for place, info in remote.names.items():
+            copied[place] = _copy_file(remote.system, info, folder / FILES / place, shown)
+    manifest = _Manifest(source=source, files=copied)
+    with open(folder / MANIFEST, "w") as file:
+        file.write(manifest.model_dump_json(indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _copy_file(system: Any, info: dict[str, Any], target: Path, shown: Meter) -> _Copied:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    found, size = hashlib.sha256(), 0
+    with system.open(info["name"], "rb") as near, open(target, "xb") as file:
+        while block := near.read(_AT_ONCE):
+            found.update(block)
+            file.write(block)
+            size += len(block)
+            shown.advance(len(block))
+        file.flush()
+        os.fsync(file.fileno())
+    expected = info.get("size")
+    if expected is not None and size != expected:
+        raise DataError(f"{info['name']}: {size} bytes came, of {expected}: start again")
+    return _Copied(size=size, sha256=found.hexdigest())
+
+
+def _check(folder: Path) -> None:
+    """Compare the sizes of the copies with the manifest's."""
+    repair = f"remove {folder} to have it fetched again"
+    try:
+        manifest = _Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        for place, copied in manifest.files.items():
+            size = (folder / FILES / place).stat().st_size
+            if size != copied.size:
+                where = folder / FILES / place
+                raise DataError(f"{where} has {size} bytes, not {copied.size}: {repair}")
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}: {repair}") from error
+    except ValidationError as error:
+        raise DataError(f"{folder / MANIFEST} is damaged: {repair}") from error

@@ -1,0 +1,152 @@
+"""Sources by URL: copied once, checked, and read as if they were local."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from megapipe.cli import parse
+from megapipe.data import remote
+from megapipe.data.remote import fetched, is_remote
+from megapipe.data.sources import load_sources
+from megapipe.data.tokenizer import ByteTokenizer
+from megapipe.data.tokens import TokenWriter
+from megapipe.data.tokens.format import token_type
+from megapipe.data_config import DataConfig
+from megapipe.errors import DataError
+from megapipe.layout.resolve import resolve
+
+TEXTS = {
+    "a/1.txt": b"one",
+    "a/2.jsonl": b'{"text": "two"}\n',
+    "a/deep/3.txt": b"three",
+    "b.txt": b"b",
+}
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """A bucket in memory."""
+    system = fsspec.filesystem("memory")
+    for name, content in TEXTS.items():
+        system.pipe(f"/bucket/{name}", content)
+    yield system
+    system.rm("/bucket", recursive=True)
+
+
+def fetch(cache: Path, source: str) -> str:
+    return fetched(DataConfig(source=source, cache=str(cache)), progress=False).source
+
+
+def files(path: str) -> dict[str, bytes]:
+    """What is in a folder, or what matches `**/*` in it."""
+    folder = Path(path.removesuffix("/**/*"))
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+def test_a_file_a_folder_and_a_pattern(tmp_path: Path, store: Any) -> None:
+    one = fetch(tmp_path, "memory://bucket/b.txt")
+    assert (Path(one).name, Path(one).read_bytes()) == ("b.txt", b"b")
+    folder = files(fetch(tmp_path, "memory://bucket/a"))
+    assert folder == {name[2:]: content for name, content in TEXTS.items() if name[0] == "a"}
+    pattern = fetch(tmp_path, "memory://bucket/**/*.txt")
+    assert pattern.endswith("**/*")
+    assert files(pattern) == {n: c for n, c in TEXTS.items() if n.endswith(".txt")}
+    assert len(list(tmp_path.iterdir())) == 3
+    manifest = json.loads((Path(one).parents[1] / remote.MANIFEST).read_text())
+    assert manifest["files"]["b.txt"]["sha256"] == hashlib.sha256(b"b").hexdigest()
+
+
+def test_it_is_copied_once_and_anew_when_it_has_changed(
+    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = fetch(tmp_path, "memory://bucket/a")
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "_copy", None)
+        assert fetch(tmp_path, "memory://bucket/a") == first
+    store.pipe("/bucket/a/1.txt", b"ONE")
+    second = fetch(tmp_path, "memory://bucket/a")
+    assert second != first
+    assert files(second)["1.txt"] == b"ONE"
+
+
+def test_a_damaged_copy_is_found(tmp_path: Path, store: Any) -> None:
+    one = Path(fetch(tmp_path, "memory://bucket/b.txt"))
+    one.write_bytes(b"bb")
+    with pytest.raises(DataError, match=r"b\.txt has 2 bytes, not 1: remove .* to have it fetched"):
+        fetch(tmp_path, "memory://bucket/b.txt")
+    one.unlink()
+    with pytest.raises(DataError, match=r"b\.txt: No such file or directory: remove"):
+        fetch(tmp_path, "memory://bucket/b.txt")
+    (one.parents[1] / remote.MANIFEST).write_text("{}")
+    with pytest.raises(DataError, match=r"manifest\.json is damaged: remove"):
+        fetch(tmp_path, "memory://bucket/b.txt")
+
+
+def test_what_is_cut_short_is_not_kept(
+    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = type(store).info
+    monkeypatch.setattr(type(store), "info", lambda self, path: {**info(self, path), "size": 99})
+    with pytest.raises(DataError, match=r"b.txt: 1 bytes came, of 99: start again"):
+        fetch(tmp_path, "memory://bucket/b.txt")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("memory://bucket/none.txt", "no such file or folder, and no file matches"),
+        ("memory://bucket/*.parquet", "no such file or folder, and no file matches"),
+        ("nowhere://bucket/x", "Protocol not known: nowhere"),
+        ("s3://bucket/x", "Install s3fs to access S3"),
+    ],
+)
+def test_what_cannot_be_fetched_is_one_line(
+    tmp_path: Path, store: Any, source: str, words: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        fetch(tmp_path, source)
+    assert str(caught.value).startswith(f"data.source={source}: ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_token_file_and_texts_as_sources_of_a_run(
+    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with TokenWriter(Path("x"), token_type(257), 257) as writer:
+        for _ in range(10):
+            writer.add(np.arange(10))
+    for suffix in ("bin", "idx"):
+        store.pipe(f"/bucket/x.{suffix}", Path(f"x.{suffix}").read_bytes())
+    given = [
+        *("data.mixture.tokens.source=memory://bucket/x", "train.sequence_length=4"),
+        *("data.mixture.texts.source=memory://bucket/a", "data.validation.b=memory://bucket/b.txt"),
+    ]
+    config = resolve(parse(given).config, 1, 257)[0]
+    found = load_sources(config, ByteTokenizer(), progress=False)
+    assert [found.training[name].part("train").positions for name in ("tokens", "texts")] == [
+        range(100),
+        range(len("one") + len("two") + len("three") + 3),
+    ]
+    assert [held_out.name for held_out in found.held_out()] == ["b"]
+
+
+def test_paths_and_names_are_no_urls(tmp_path: Path) -> None:
+    for source in ("stdlib", "a/b.txt", "owner/name", "module:name", str(tmp_path)):
+        assert not is_remote(source)
+        config = DataConfig(source=source)
+        assert fetched(config) is config
