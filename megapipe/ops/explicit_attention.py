@@ -53,36 +53,67 @@ def alibi(s: int, t: int, slopes: tuple[float, ...], like: Tensor) -> Tensor:
 
 
 class _Heads(NamedTuple):
-    """The query heads of one key/value head, in the type of the scores."""
+    """The n query heads of one key/value head, in the type of the scores."""
 
     here: slice
     q: Tensor
-    """[b, n, s, d]"""
+    """[b, n * s, d]"""
     k: Tensor
-    """[b, 1, t, d]"""
+    """[b, t, d]"""
     v: Tensor
+    seen: Tensor
     scores: Scores
 
-    def products(self) -> Tensor:
-        """[b, n, s, t]"""
-        scale = self.scores.scale or 1 / math.sqrt(self.q.shape[-1])
-        return (self.q @ self.k.transpose(-1, -2)).mul_(scale)
+    @property
+    def scale(self) -> float:
+        return self.scores.scale or 1 / math.sqrt(self.q.shape[-1])
 
-    def finish(self, x: Tensor, seen: Tensor) -> Tensor:
-        """The scores that a softmax takes, in place of products that are capped already."""
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The output [b, n * s, d], and the logarithms of the rows' sums [b, n * s, 1]."""
+        x, _ = self._scores(slope=False)
+        top = x.amax(-1, keepdim=True)
+        total = x.sub_(top).exp_().sum(-1, keepdim=True)
+        return (x @ self.v).div_(total), total.log_().add_(top)
+
+    def backward(self, grad: Tensor, y: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries [b, n * s, d], of the key and of the value [b, t, d]."""
+        x, slope = self._scores(slope=True)
+        shares = x.sub_(sums).exp_()
+        grad_v = shares.transpose(1, 2) @ grad
+        mean = (grad * y).sum(-1, keepdim=True)
+        grad_x = (grad @ self.v.transpose(1, 2)).sub_(mean).mul_(shares).mul_(self.scale)
+        del x, shares
+        if slope is not None:
+            grad_x.mul_(slope)
+        return grad_x @ self.k, grad_x.transpose(1, 2) @ self.q, grad_v
+
+    def _scores(self, *, slope: bool) -> tuple[Tensor, Tensor | None]:
+        """What a softmax takes, [b, n * s, t], and by how much each score follows its product,
+        where they are capped."""
+        x, found = (self.q @ self.k.transpose(1, 2)).mul_(self.scale), None
+        if self.scores.softcap is not None:
+            x = x.div_(self.scores.softcap).tanh_()
+            found = x.square().neg_().add_(1) if slope else None
+            x.mul_(self.scores.softcap)
+        by_head = x.view(len(x), -1, *self.seen.shape[-2:])
         if self.scores.slopes is not None:
-            x += alibi(x.shape[-2], x.shape[-1], self.scores.slopes, x)
-        return x.masked_fill_(~seen, float("-inf"))
+            s, t = self.seen.shape[-2:]
+            by_head += alibi(s, t, self.scores.slopes, x)
+        by_head.masked_fill_(~self.seen, float("-inf"))
+        return x, found
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Iterator[_Heads]:
+def _heads(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scores: Scores
+) -> Iterator[_Heads]:
     groups = k.shape[1]
     n, high = q.shape[1] // groups, torch.promote_types(q.dtype, torch.float32)
+    seen = visible(q.shape[2], k.shape[2], documents, scores, q.device)
     for g in range(groups):
         here = slice(g * n, (g + 1) * n)
         own = scores if scores.slopes is None else scores._replace(slopes=scores.slopes[here])
-        key, value = (x[:, g : g + 1].to(high) for x in (k, v))
-        yield _Heads(here, q[:, here].to(high), key, value, own)
+        key, value = (x[:, g].to(high) for x in (k, v))
+        yield _Heads(here, q[:, here].flatten(1, 2).to(high), key, value, seen, own)
 
 
 class _Explicit(Function):
@@ -96,20 +127,12 @@ class _Explicit(Function):
         scores: Scores,
     ) -> Tensor:
         b, heads, s, d = q.shape
-        high = torch.promote_types(q.dtype, torch.float32)
         # positions first, so that the heads of one are one row of memory
         y = q.new_empty(s, b, heads, d).permute(1, 2, 0, 3)
-        sums = q.new_empty(b, heads, s, 1, dtype=high)
-        seen = visible(s, k.shape[2], documents, scores, q.device)
-        for one in _heads(q, k, v, scores):
-            x = one.products()
-            if scores.softcap is not None:
-                x = x.div_(scores.softcap).tanh_().mul_(scores.softcap)
-            x = one.finish(x, seen)
-            top = x.amax(-1, keepdim=True)
-            total = x.sub_(top).exp_().sum(-1, keepdim=True)
-            y[:, one.here] = (x @ one.v).div_(total)
-            sums[:, one.here] = total.log_().add_(top)
+        sums = q.new_empty(b, heads, s, 1, dtype=torch.promote_types(q.dtype, torch.float32))
+        for one in _heads(q, k, v, documents, scores):
+            for whole, own in zip((y, sums), one.forward(), strict=True):
+                whole[:, one.here] = own.unflatten(1, (-1, s))
         ctx.save_for_backward(q, k, v, y, sums)
         ctx.documents, ctx.scores = documents, scores
         return y
@@ -117,25 +140,11 @@ class _Explicit(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, sums = ctx.saved_tensors
-        scores: Scores = ctx.scores
         grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
-        seen = visible(q.shape[2], k.shape[2], ctx.documents, scores, q.device)
-        scale = scores.scale or 1 / math.sqrt(q.shape[-1])
-        for g, one in enumerate(_heads(q, k, v, scores)):
-            x, slope = one.products(), None
-            if scores.softcap is not None:
-                x = x.div_(scores.softcap).tanh_()
-                slope = x.square().neg_().add_(1)
-                x.mul_(scores.softcap)
-            shares = one.finish(x, seen).sub_(sums[:, one.here]).exp_()
-            own = grad[:, one.here].to(x.dtype)
-            grad_v[:, g] = (shares.transpose(-1, -2) @ own).sum(1)
-            mean = (own * y[:, one.here]).sum(-1, keepdim=True)
-            grad_x = (own @ one.v.transpose(-1, -2)).sub_(mean).mul_(shares).mul_(scale)
-            if slope is not None:
-                grad_x.mul_(slope)
-            grad_q[:, one.here] = grad_x @ one.k
-            grad_k[:, g] = (grad_x.transpose(-1, -2) @ one.q).sum(1)
+        for g, one in enumerate(_heads(q, k, v, ctx.documents, ctx.scores)):
+            given = (x[:, one.here].flatten(1, 2) for x in (grad, y, sums))
+            own, grad_k[:, g], grad_v[:, g] = one.backward(*(x.to(sums.dtype) for x in given))
+            grad_q[:, one.here] = own.unflatten(1, (-1, q.shape[2]))
         return grad_q, grad_k, grad_v, None, None
 
 

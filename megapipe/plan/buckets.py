@@ -111,6 +111,12 @@ class BucketPlan:
         return aligned(sum(map(aligned, sizes.values())), owners)
 
     @property
+    def of_heads(self) -> int:
+        """Values whose gradients each tp rank has of its heads alone."""
+        of_heads = self._values(spec for spec in self.parameters if spec.heads_partial)
+        return of_heads if self.tp > 1 else 0
+
+    @property
     def whole(self) -> int:
         """Values of parameters that every tp rank holds whole."""
         return self._values(spec for spec in self.parameters if not spec.split)

@@ -197,9 +197,11 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
         if zero == 3:
             gathers = gathers_of(actions, users)
         yield from reduction(config, bucket, reductions)
-        if config.parallel.sequence_parallel and bucket.whole:
-            parts = reductions * bucket.whole * main
-            yield Exchange("tp", "all_reduce", "sequence shards", reductions, parts, layout.tp)
+        partial = bucket.whole if config.parallel.sequence_parallel else bucket.of_heads
+        if partial:
+            what = "sequence shards" if config.parallel.sequence_parallel else "parts of heads"
+            parts = reductions * partial * main
+            yield Exchange("tp", "all_reduce", what, reductions, parts, layout.tp)
         weights = gathers * bucket.numel * DTYPE_BYTES[config.model.dtype]
         yield Exchange(
             bucket.shard.axis, "all_gather", "weights", gathers, weights, bucket.shard.members

@@ -58,7 +58,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "dropout": [0.0, 0.2],
     "compile": [False, True],
     "loss_chunk": [None, 0, 5],
-    "model": ["gpt2", "llama", "mixed", "qwen", "gelu"],
+    "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "gemma"],
     "activations": ["keep", "stage", "full, two together", "of each some"],
     "in_process": [False, True],
     "scatter": ["off", "on"],
@@ -125,6 +125,7 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (c["reduce_chunk_mib"] is not None and dp == 1)
         or (master == "none" and c["dtype"] != "bf16")
         or (state_dtype == "bf16" and c["dtype"] == "fp64")
+        or (c["model"] in ("bloom", "gemma") and c["dropout"])
         or (c["post_validation"] and not _can_be_undone(c))
         or (c["scatter"] == "on" and not _are_messages_alike(c))
         or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))

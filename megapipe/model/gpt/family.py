@@ -86,24 +86,26 @@ class GPT(Family):
             f"{model.activation}, {model.dtype}"
         )
 
-    @property
-    def _once(self) -> Once:
-        return Once.of(self.model, self.conditions.sequence_length, self.conditions.tp)
+    def _once(self, layer: int) -> Once:
+        given, window = self.conditions, self.model.window_of(layer)
+        return Once.of(self.model, given.sequence_length, given.tp, window)
 
     def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
-        layer, head = part_costs(self._once, repeated)
-        return [Fraction(0), *[layer] * self.layers, head]
+        costs = [part_costs(self._once(layer), repeated) for layer in range(self.layers)]
+        _, head = costs[0]
+        return [Fraction(0), *(layer for layer, _ in costs), head]
 
     def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
         chunked = self.conditions.loss_chunk > 0
         return stage_work(self._once, stage, spans, again=again, chunked=chunked)
 
     def unit_of_work(self) -> int:
-        return self._once.layer
+        return max(self._once(layer).layer for layer in range(self.layers))
 
     def forward_flops(self, stage: StageSpec) -> int:
-        layer = layer_flops(self.model, self.conditions.sequence_length)
-        return len(stage.layers) * layer + stage.head * head_flops(self.model)
+        model, length = self.model, self.conditions.sequence_length
+        layers = sum(layer_flops(model, length, model.window_of(layer)) for layer in stage.layers)
+        return layers + stage.head * head_flops(model)
 
     def causal_flops(self, length: int) -> int:
         return causal_flops(self.model, length)
@@ -138,7 +140,14 @@ class GPT(Family):
     def tensor_traffic(
         self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
     ) -> TensorTraffic:
-        counts = traffic.stage_collectives(stage, spans, self.conditions, again=again, fused=fused)
+        counts = traffic.stage_collectives(
+            stage,
+            spans,
+            self.conditions,
+            again=again,
+            fused=fused,
+            leaves_out=not self.model.post_norms,
+        )
         hidden = {what: (n, n * self.model.hidden) for what, n in counts.items()}
         return TensorTraffic(hidden, traffic.LOSS_NUMBERS * stage.head)
 
@@ -148,7 +157,8 @@ class GPT(Family):
         heads, groups = model.heads // tp, known(model.kv_heads) // tp
         scores = scores_of(model, 0, 0, tp)._replace(window=model.window)
         attention = AttentionNeeds(heads, groups, known(model.head_dim), model.dropout, scores)
-        norm = NormNeeds(model.hidden, model.norm_eps, model.norm == "layernorm", model.bias)
+        centred = model.norm == "layernorm"
+        norm = NormNeeds(model.hidden, model.norm_eps, centred, model.bias, model.norm_offset)
         return KernelNeeds(
             attention,
             norm,

@@ -11,26 +11,31 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import known
 
 
-def layer_flops(model: ModelConfig, sequence_length: int) -> int:
-    """FLOPs of one layer's forward, per token."""
+def layer_flops(model: ModelConfig, sequence_length: int, window: int | None = None) -> int:
+    """FLOPs of one layer's forward, per token, which sees `window` positions if not all."""
     head_dim = known(model.head_dim)
     queries = model.heads * head_dim
     qkv = queries + 2 * known(model.kv_heads) * head_dim
     matrices = 3 if model.gated else 2
     weights = model.hidden * (qkv + queries + matrices * known(model.ffn_hidden))
-    scores = 2 * sequence_length * queries  # q k^T and its product with v
+    seen = sequence_length if window is None else min(sequence_length, window)
+    scores = 2 * seen * queries  # q k^T and its product with v
     return 2 * (weights + scores)
 
 
 def causal_flops(model: ModelConfig, length: int) -> int:
-    """FLOPs of one layer's forward on the first `length` tokens of a sequence.
+    """FLOPs of one layer's forward on the first `length` tokens of a sequence, on average.
 
-    Unlike :func:`layer_flops`, which counts whole score matrices, this
-    counts the positions that each token attends to, itself and all before it.
+    Unlike :func:`layer_flops`, which counts whole score matrices, this counts the positions that
+    each token attends to, itself and all before it, or those in the layer's window.
     """
     linear = layer_flops(model, 0)
     per_position = layer_flops(model, 1) - linear
-    return length * linear + per_position * (length * (length + 1) // 2)
+    seen = 0
+    for layer in range(model.layers):
+        full = min(length, model.window_of(layer) or length)  # the first tokens see fewer
+        seen += full * (full + 1) // 2 + (length - full) * full
+    return length * linear + per_position * seen // model.layers
 
 
 def head_flops(model: ModelConfig) -> int:

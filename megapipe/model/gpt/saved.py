@@ -18,6 +18,7 @@ from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layers.policy import Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import known
+from megapipe.model.gpt.scores import scores_of
 from megapipe.model.interface import Held, Sizes
 from megapipe.model.partition import StageSpec
 
@@ -34,12 +35,17 @@ class Saved(NamedTuple):
     """It is saved where the module does not recompute."""
     has_grad: bool = True
     """It is offloaded where its module is; masks and statistics are not."""
+    is_shared: bool = False
+    """It is the input of the block, of which only host memory has a second copy."""
 
 
 def saved_tensors(model: ModelConfig, sizes: Sizes) -> tuple[Saved, ...]:
     """All that one block of a resolved model saves, in the order of the forward."""
-    norm = tuple(_norm(model, sizes))
-    return *norm, *_attention(model, sizes), *norm, *_activation(model, sizes)
+    first, *rest = norm_tensors(model, sizes)
+    second = first._replace(is_shared=model.parallel_residual)
+    after = tuple(_post_norm(model, sizes))
+    attention, activation = _attention(model, sizes), _activation(model, sizes)
+    return first, *rest, *attention, *after, second, *rest, *activation, *after
 
 
 def held_tensors(
@@ -59,6 +65,8 @@ def held_tensors(
             continue
         for tensor in saved * blocks:
             again = tensor.module in policy.recompute
+            if tensor.is_shared and tensor.module not in policy.offload:
+                continue
             if is_held or (tensor.is_input if again else tensor.is_saved):
                 yield tensor, tensor.has_grad and tensor.module in policy.offload
             is_held = False
@@ -87,11 +95,16 @@ def stage_held(
     residual = w.local_tokens * model.hidden * size
     if stage.embedding:
         device += sum(tensor.bytes for tensor in _residual_mask("embedding", model, sizes))
+        if model.embedding_norm:
+            *own, _output = norm_tensors(model, sizes)
+            device += sum(tensor.bytes for tensor in own)
         queued += residual
     if stage.head:
-        device += sum(tensor.bytes for tensor in _norm(model, sizes) if tensor.is_saved)
+        device += sum(tensor.bytes for tensor in norm_tensors(model, sizes) if tensor.is_saved)
         if not loss_chunk:
             logits = w.tokens * padded_vocabulary(known(model.vocab_size), sizes.tp) // sizes.tp
+            if model.logit_softcap is not None:
+                device += logits * size
             # exponentials; a factor, a column (int64), if it is here, and whether masked, per token
             device += logits * high + w.tokens * (high + 8 + 1 + 1)
             queued += residual + logits * size
@@ -100,10 +113,16 @@ def stage_held(
 
 def queued_bytes(model: ModelConfig, sizes: Sizes) -> int:
     """Bytes that wait for one block's weight gradients, under any policy: the input and the output
-    gradient of each of the four linear layers."""
+    gradient of each of the four linear layers. Two that write to one sum share its gradient."""
     w = Widths.of(model, sizes)
     whole = (w.queries + 2 * w.keys) + w.queries + w.up + w.ffn
-    return DTYPE_BYTES[model.dtype] * (w.tokens * whole + w.local_tokens * 4 * model.hidden)
+    hidden = 3 if share_gradient(model) else 4
+    return DTYPE_BYTES[model.dtype] * (w.tokens * whole + w.local_tokens * hidden * model.hidden)
+
+
+def share_gradient(model: ModelConfig) -> bool:
+    """Whether the outputs of attention and MLP have the same gradient, as one tensor."""
+    return model.parallel_residual and not (model.dropout or model.post_norms)
 
 
 def cache_bytes(model: ModelConfig, blocks: int, sizes: Sizes) -> int:
@@ -151,7 +170,8 @@ class Widths(NamedTuple):
         )
 
 
-def _norm(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
+def norm_tensors(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
+    """What a norm before a linear layer saves, and its output, which that layer does."""
     size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
     tokens = Widths.of(model, sizes).local_tokens
     values = tokens * model.hidden
@@ -162,6 +182,14 @@ def _norm(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
         for name in ("mean", "rstd"):
             yield Saved("norm", name, tokens * (high if sizes.cuda else size), has_grad=False)
     yield Saved("norm", "output", values * size)
+
+
+def _post_norm(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
+    """It is neither run again nor put away by itself."""
+    if model.post_norms:
+        *own, _output = norm_tensors(model, sizes)
+        for tensor in own:
+            yield tensor._replace(module="post_norm", is_input=False)
 
 
 def _attention(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
@@ -190,7 +218,7 @@ def _attention(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
             yield Saved("attention", "queries", queries * size)
             for name in () if is_slice else ("keys", "values"):
                 yield Saved("attention", name, keys * size)
-        if sizes.before and not sizes.cuda:
+        if sizes.before and not sizes.cuda and not _is_written_out(model, sizes):
             mask = sizes.sequence * sizes.attended * size
             yield Saved("attention", "causal mask", mask, has_grad=False)
         yield Saved("attention", "logsumexp", rows * high, has_grad=False)
@@ -206,6 +234,14 @@ def _attention(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
         yield Saved("attention", "dropped weights", scores * high)
     yield Saved("attention", "output", queries * size)
     yield from _residual_mask("attention", model, sizes)
+
+
+def _is_written_out(model: ModelConfig, sizes: Sizes) -> bool:
+    """Whether attention on the CPU is so in all layers, and needs no mask from call to call."""
+    scores = scores_of(model, 0, 0, sizes.tp).among(sizes.attended)
+    if model.full_attention_every is not None:
+        scores = scores._replace(window=None)
+    return not scores.plain
 
 
 def _activation(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:

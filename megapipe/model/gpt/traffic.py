@@ -13,20 +13,27 @@ LOSS_NUMBERS = 3
 
 
 def stage_collectives(
-    stage: StageSpec, spans: Sequence[Span], given: Conditions, *, again: bool, fused: bool
+    stage: StageSpec,
+    spans: Sequence[Span],
+    given: Conditions,
+    *,
+    again: bool,
+    fused: bool,
+    leaves_out: bool = True,
 ) -> dict[tuple[Collective, str], int]:
     """Collectives of hidden states in one pass through a stage, by kind and operation.
 
-    A recomputation leaves out the product of its last linear layer, and so the last reduction. A
+    A recomputation leaves out the product of its last linear layer, and so the last reduction,
+    unless a norm comes after it (`leaves_out`). A
     `fused` backward gathers the gradients of row layers once; compiled blocks gather them twice
     even so.
     """
     linears = PAIRS * len(stage.layers)
     if again:
-        rerun, left_out = linears, int(linears > 0 and not stage.head)
+        rerun, left_out = linears, leaves_out * int(linears > 0 and not stage.head)
     else:
         repeated = [span.blocks for span in spans if "block" in span.policy.recompute]
-        rerun, left_out = PAIRS * sum(repeated), len(repeated)
+        rerun, left_out = PAIRS * sum(repeated), leaves_out * len(repeated)
     columns = linears + rerun
     rows = linears + rerun - left_out + stage.embedding * (1 + again)
     head_forwards = stage.head * (1 + again)

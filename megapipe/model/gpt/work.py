@@ -8,7 +8,7 @@ once, I twice. A loss in chunks has all three products of the head in I
 (:mod:`megapipe.layers.linear_cross_entropy`). Looking up an embedding takes no FLOPs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -27,21 +27,22 @@ class Once(NamedTuple):
     scores: int
     """The part of `layer` that attention computes between its projections."""
     last: int
-    """The part of `layer` of its last product, which recomputation of the layer leaves out."""
+    """The part of `layer` of its last product, which recomputation of the layer leaves out; 0 if it
+    does not."""
     head: int
     """Taken as those of a layer where the vocabulary is not known yet."""
 
     @classmethod
-    def of(cls, model: ModelConfig, length: int, tp: int) -> "Once":
-        """The FLOPs of a resolved model at sequences of `length` tokens."""
-        layer = layer_flops(model, length)
+    def of(cls, model: ModelConfig, length: int, tp: int, window: int | None) -> "Once":
+        """Of a resolved model's layer with this window, at sequences of `length` tokens."""
+        layer = layer_flops(model, length, window)
         head = layer
         if model.vocab_size is not None:
             head = 2 * model.hidden * padded_vocabulary(model.vocab_size, tp)
         return cls(
             layer=layer,
             scores=layer - layer_flops(model, 0),
-            last=2 * model.hidden * known(model.ffn_hidden),
+            last=0 if model.post_norms else 2 * model.hidden * known(model.ffn_hidden),
             head=head,
         )
 
@@ -62,25 +63,34 @@ def part_costs(once: Once, repeated: Repeated | None) -> tuple[Fraction, Fractio
 
 
 def stage_work(
-    once: Once, stage: StageSpec, spans: Sequence[Span], *, again: bool, chunked: bool
+    once: Callable[[int], Once],
+    stage: StageSpec,
+    spans: Sequence[Span],
+    *,
+    again: bool,
+    chunked: bool,
 ) -> Work:
-    """FLOPs of a stage whose blocks keep what `spans` say.
+    """FLOPs of a stage whose blocks keep what `spans` say, `once` being those of a layer.
 
     `again`: the stage recomputes as a whole, which is counted in R and not in I. `chunked`: the
     loss is computed in chunks.
     """
-    layers, repeated = len(stage.layers), 0
+    each = [once(layer) for layer in stage.layers]
+    whole, scores = sum(one.layer for one in each), sum(one.scores for one in each)
+    repeated = start = 0
     for blocks, policy in spans:
+        here = each[start : start + blocks]
+        start += blocks
         if "block" in policy.recompute:
-            repeated += blocks * once.layer - once.last
+            repeated += sum(one.layer for one in here) - once(0).last
         elif "attention" in policy.recompute:
-            repeated += blocks * once.scores
-    head = once.head if stage.head else 0
-    left_out = once.last if layers and not stage.head else 0
+            repeated += sum(one.scores for one in here)
+    head = once(0).head if stage.head else 0
+    left_out = once(0).last if each and not stage.head else 0
     return Work(
         # a forward without a graph computes the loss, in chunks or not
-        F=layers * once.layer + (head if again or not chunked else 0),
-        I=layers * (once.layer + once.scores) + repeated + (3 * head if chunked else head),
-        W=layers * (once.layer - once.scores) + (0 if chunked else head),
-        R=again * (layers * once.layer - left_out + (0 if chunked else head)),
+        F=whole + (head if again or not chunked else 0),
+        I=whole + scores + repeated + (3 * head if chunked else head),
+        W=whole - scores + (0 if chunked else head),
+        R=again * (whole - left_out + (0 if chunked else head)),
     )

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megapipe.dtypes import DTYPE_BYTES
-from megapipe.layers.policy import BlockPolicy, Span, loss_chunk, padded_vocabulary
+from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.parameters import known
-from megapipe.model.gpt.saved import Widths, saved_tensors, stage_held
-from megapipe.model.gpt.unfused import Unfused
+from megapipe.model.gpt.saved import share_gradient
+from megapipe.model.gpt.workspace_parts import Parts
 from megapipe.model.interface import Peaks, Sizes
 from megapipe.model.partition import StageSpec
 from megapipe.model.tape import PutOff, Tape
@@ -49,66 +47,8 @@ def peaks(
     )
 
 
-class _Way:
+class _Way(Parts):
     """The memory, in bytes, of one piece's way through a stage."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        stage: StageSpec,
-        spans: Sequence[Span],
-        sizes: Sizes,
-        most_tokens: int,
-    ) -> None:
-        self.model, self.stage, self.spans, self.sizes = model, stage, spans, sizes
-        w, size = Widths.of(model, sizes), DTYPE_BYTES[model.dtype]
-        self.size, self.high = size, max(size, 4)
-        self.tokens = w.tokens
-        self.split = sizes.tp if sizes.sequence_parallel else 1
-        self.local = w.local_tokens * model.hidden * size
-        """Hidden states [s(/tp), b, h]."""
-        self.whole = w.tokens * model.hidden * size
-        """Hidden states [s, b, h]."""
-        self.queries, self.keys = w.tokens * w.queries * size, w.tokens * w.keys * size
-        self.qkv = self.queries + 2 * self.keys
-        self.up, self.inner = w.tokens * w.up * size, w.tokens * w.ffn * size
-        self.turned = 0
-        """What is copied to be rotated, at once."""
-        if model.positions == "rotary":
-            of = self.queries if model.qk_norm else self.queries + self.keys
-            self.turned = of * model.rotary_width // known(model.head_dim)
-        self.saved = {
-            module: [t for t in saved_tensors(model, sizes) if t.module == module]
-            for module in ("norm", "attention", "mlp_activation")
-        }
-        self.saved["norm"] = self.saved["norm"][: len(self.saved["norm"]) // 2]
-        self.statistics = sum(t.bytes for t in self.saved["norm"]) - 2 * self.local
-        self.mask = sum(t.bytes for t in self.saved["mlp_activation"] if t.name == "residual mask")
-        self.attended = sum(
-            t.bytes
-            for t in self.saved["attention"]
-            if not t.is_input and t.name not in ("output", "residual mask")
-        )
-        """Bytes that attention itself saves: the logsumexp, copies, a mask."""
-        self.copies = sum(
-            t.bytes
-            for t in self.saved["attention"]
-            if t.has_grad and not t.is_input and t.name not in ("output", "residual mask")
-        )
-        """The part of `attended` that is offloaded with the attention."""
-        self.unfused = Unfused.of(model, sizes, self.attended)
-        self.keeps_qkv = self.saved["attention"][0].is_saved
-        hidden, tp = model.hidden, sizes.tp
-        self.matrices = {
-            "qkv": (w.queries + 2 * w.keys) * hidden,
-            "out": w.queries * hidden,
-            "up": w.up * hidden,
-            "down": w.ffn * hidden,
-            "head": padded_vocabulary(known(model.vocab_size), tp) // tp * hidden,
-        }
-        self.logits = padded_vocabulary(known(model.vocab_size), tp) // tp  # columns
-        self.most_tokens = most_tokens
-        self.held = stage_held(model, stage, spans, sizes, loss_chunk=most_tokens)
 
     # forward
 
@@ -133,11 +73,16 @@ class _Way:
         return tape.peak
 
     def _embed(self, tape: Tape, keep: bool) -> None:
-        self._row_product(tape)
-        if self.model.positions == "learned":
-            tape.take(self.local)
-            tape.drop(self.local)
-        self._dropped(tape, keep)
+        self.row_product(tape)
+        for changes in (self.model.embedding_scale is not None, self.model.positions == "learned"):
+            if changes:
+                tape.take(self.local)
+                tape.drop(self.local)
+        if self.model.embedding_norm:
+            self.normalise(tape)
+            if not keep:
+                tape.drop(self.local, self.statistics)
+        self.dropped(tape, keep)
 
     def _block_forward(self, tape: Tape, policy: BlockPolicy, *, keep: bool) -> None:
         """The block's input is held before and after; its output comes on top."""
@@ -145,27 +90,29 @@ class _Way:
         stays = {module: keep and module not in again for module in self.saved}
         self._norm_and_column(tape, self.qkv, stays["norm"], "norm" in away)
         if self.model.qk_norm:
-            self._norm_heads(tape, 2)
+            self.norm_heads(tape, 2)
         tape.pass_by(self.turned)
         let_go = self._attend(tape, stays["attention"])
-        self._row_product(tape)
+        self.row_product(tape)
         tape.drop(let_go)
-        self._dropped(tape, stays["attention"])
+        self.dropped(tape, stays["attention"])
         if stays["attention"] and "attention" in away:  # to the host when the segment is over
             tape.drop(self.copies, self.queries)
+        self.post_norm(tape, keep)
         tape.take(self.local)  # the sum
         tape.drop(self.local)
         self._norm_and_column(tape, self.up, stays["norm"], "norm" in away)
         tape.take(self.inner)
-        self._row_product(tape)
+        self.row_product(tape)
         if not stays["mlp_activation"]:
             tape.drop(self.inner)
-        self._dropped(tape, stays["mlp_activation"])
+        self.dropped(tape, stays["mlp_activation"])
         if stays["mlp_activation"] and "mlp_activation" in away:
             tape.drop(self.inner)
+        self.post_norm(tape, keep)
         tape.take(self.local)  # the sum
         tape.drop(self.local)
-        if not keep or "norm" in away:
+        if not keep or "norm" in away or self.model.parallel_residual:
             tape.drop(self.local)  # the first sum
         holds_qkv = keep and "attention" not in away
         if not (holds_qkv and (self.keeps_qkv or "attention" in again)):
@@ -184,10 +131,11 @@ class _Way:
             let_go = self.unfused.copies + self.queries
             saved *= stays
         tape.take(saved, self.queries)
+        tape.pass_by(self.explicit.forward)
         return let_go if stays else let_go + saved + self.queries
 
     def _norm_and_column(self, tape: Tape, out: int, stays: bool, away: bool) -> None:
-        self._normalise(tape)
+        self.normalise(tape)
         if self.split > 1:
             tape.take(self.whole)
         tape.take(out)
@@ -198,45 +146,11 @@ class _Way:
         elif away:
             tape.drop(self.local)
 
-    def _normalise(self, tape: Tape) -> None:
-        if self._by_hand and self.size < self.high:
-            wide = self.local * self.high // self.size
-            tape.pass_by(2 * wide, self.local)
-        tape.take(self.local, self.statistics)
-
-    def _norm_heads(self, tape: Tape, copies: int) -> None:
-        """The norm of the queries, where it takes more than that of the keys: on the CPU, with some
-        copies in a wider type."""
-        if not self.sizes.cuda:
-            copies = copies if self.size < self.high else copies // 4
-            tape.pass_by(copies * self.queries * self.high // self.size, self.queries)
-
-    @property
-    def _by_hand(self) -> bool:
-        """Whether the norm is the CPU's rmsnorm."""
-        return self.model.norm == "rmsnorm" and not self.sizes.cuda
-
-    def _row_product(self, tape: Tape) -> None:
-        """The product of a row-parallel layer, or the embedding's rows, summed over tp."""
-        tape.take(self.whole)
-        self._scatter(tape)
-
-    def _scatter(self, tape: Tape) -> None:
-        """The sum of [s, b, h] becomes this rank's [s/tp, b, h]."""
-        if self.split > 1:
-            tape.take((self.split - 1) * self.local)
-            tape.drop((self.split - 2) * self.local, self.whole)
-
-    def _dropped(self, tape: Tape, keep: bool) -> None:
-        if self.model.dropout:
-            tape.take(self.local, self.mask)
-            tape.drop(self.local, 0 if keep else self.mask)
-
     def _loss_forward(self, tape: Tape, keep: bool) -> None:
-        self._normalise(tape)
+        self.normalise(tape)
         if self.most_tokens:
             if not keep:
-                tape.pass_by(self._chunk, self.whole if self.split > 1 else 0)
+                tape.pass_by(self.chunk, self.whole if self.split > 1 else 0)
             return
         if self.split > 1:
             tape.take(self.whole)
@@ -245,12 +159,6 @@ class _Way:
         if self.split > 1:
             tape.drop(self.whole)
         tape.take(logits * self.high)
-
-    @property
-    def _chunk(self) -> int:
-        """Logits of a chunk of the loss, and their copy in a wider type."""
-        numbers = loss_chunk(self.tokens, self.most_tokens) * self.logits
-        return numbers * (self.size + (self.high if self.high > self.size else 0))
 
     # backward
 
@@ -279,7 +187,7 @@ class _Way:
                 tape.take(self.local)
                 tape.drop(self.local, self.mask)
             if at_once:
-                self._embedding_gradient(tape)
+                self.embedding_gradient(tape)
         self._compute_put_off(tape)
         return tape.peak
 
@@ -318,12 +226,21 @@ class _Way:
         grad_stays: bool,
     ) -> None:
         """From the gradient of its output, [s(/tp), b, h], to that of its input."""
+        self.post_norm_backward(tape)
         self._narrow_backward(tape, policy, at_once)
-        self._widen_backward(tape, policy, self.up, "up", at_once, grad_stays=grad_stays)
+        parallel = self.model.parallel_residual
+        self._widen_backward(
+            tape, policy, self.up, "up", at_once, grad_stays=grad_stays, adds=not parallel
+        )
+        self.post_norm_backward(tape)
         self._attention_backward(tape, policy, at_once)
         tape.pass_by(self.turned)
         stays = input_stays and "norm" not in policy.offload
         self._widen_backward(tape, policy, self.qkv, "qkv", at_once, input_stays=stays)
+        if parallel:
+            tape.drop(self.local)  # what came through the MLP
+            if share_gradient(self.model) and at_once and grad_stays:
+                tape.take(self.local)
 
     def _narrow_backward(self, tape: Tape, policy: BlockPolicy, at_once: bool) -> None:
         again = "mlp_activation" in policy.recompute
@@ -357,9 +274,10 @@ class _Way:
         elif self.unfused is not None:
             tape.pass_by(self.unfused.backward)
         tape.take(self.qkv)  # three gradients
+        tape.pass_by(self.explicit.backward)
         tape.drop(self.queries, saved)
         if self.model.qk_norm:
-            self._norm_heads(tape, 4)
+            self.norm_heads(tape, 4)
         tape.drop(0 if again else kept)
         tape.take(self.qkv)  # joined
         tape.drop(self.qkv, kept if again else 0)
@@ -368,24 +286,24 @@ class _Way:
         """A row-parallel layer's input `x` is held, and the gradient of its output stays."""
         if self.mask:
             tape.take(self.local)
-            tape.drop(self.mask)
+            tape.drop(self.mask, self.local if self.model.post_norms else 0)
         if self.split == 1:
             tape.take(x)  # the gradient of the input
             if at_once:
-                tape.pass_by(self._product(matrix))
-                tape.drop(x, self.local if self.mask else 0)
+                tape.pass_by(self.product(matrix))
+                tape.drop(x, self.own)
             return
         tape.take(self.whole)
         self._compute_put_off(tape)
         tape.take(x)
         if at_once:
-            tape.put_off = PutOff(matrix, self.whole + x + (self.local if self.mask else 0))
+            tape.put_off = PutOff(matrix, self.whole + x + self.own)
         else:
             tape.drop(self.whole)
 
     def _compute_put_off(self, tape: Tape) -> None:
         if tape.put_off is not None:
-            tape.pass_by(self._product(tape.put_off.matrix))
+            tape.pass_by(self.product(tape.put_off.matrix))
             tape.drop(tape.put_off.frees)
             tape.put_off = None
 
@@ -399,25 +317,31 @@ class _Way:
         *,
         input_stays: bool = False,
         grad_stays: bool = False,
+        adds: bool = True,
     ) -> None:
-        """A column-parallel layer, the norm before it, and the sum with the residual's gradient."""
+        """A column-parallel layer, the norm before it, and the sum with the residual's gradient,
+        unless another branch has to add its own (`adds`)."""
         again, away = "norm" in policy.recompute, "norm" in policy.offload
         if away:
             tape.take(self.local)  # what is run again from, or the linear layer's input
         if again:
-            self._normalise(tape)
+            self.normalise(tape)
         # a gradient that a second run was given is let go of last
         self._column_backward(tape, 0 if again else grad, matrix, at_once)
         if away and not again:
             tape.take(self.local)
-        self._norm_backward(tape)
+        self.norm_backward(tape)
         if again and at_once:
             tape.drop(grad)
+        if not adds:
+            tape.drop(self.local if away else 0)
+            return
         if not input_stays:
             tape.drop(self.local)
         tape.take(self.local)  # the sum
         tape.drop(self.local)
-        if self.mask or (at_once and not grad_stays and tape.put_off is None):
+        stays = grad_stays and self.model.post_norms
+        if (self.own and not stays) or (at_once and not grad_stays and tape.put_off is None):
             tape.drop(self.local)  # the residual's, which no queue holds
         elif at_once and not grad_stays:
             assert tape.put_off is not None
@@ -430,28 +354,17 @@ class _Way:
         if self.split > 1:
             tape.take((self.split - 1) * self.local)  # what the sum receives
         if at_once:
-            tape.pass_by(self._product(matrix))
+            tape.pass_by(self.product(matrix))
             tape.drop(gathered, grad, self.local)
         if self.split > 1:
             tape.drop((self.split - 2) * self.local, self.whole)
-
-    def _norm_backward(self, tape: Tape) -> None:
-        """From the gradient of its output to that of its input."""
-        if self._by_hand:
-            wide = self.local * self.high // self.size
-            if self.size < self.high:
-                tape.pass_by(4 * wide, self.local)
-            else:
-                tape.pass_by(wide, self.local)
-        tape.take(self.local)
-        tape.drop(self.local, self.statistics)
 
     def _loss_backward(self, tape: Tape, at_once: bool) -> None:
         if self.most_tokens:
             gathered = self.whole if self.split > 1 else 0
             tape.take(gathered, self.whole)
-            tape.pass_by(self._chunk, self._product("head"))
-            self._scatter(tape)
+            tape.pass_by(self.chunk, self.product("head"))
+            self.scatter(tape)
             tape.drop(gathered, self.local)  # the norm's output
         else:
             logits = self.tokens * self.logits
@@ -460,8 +373,12 @@ class _Way:
                 tape.take(logits * self.size)
                 tape.drop(logits * self.high)
             tape.drop(self.tokens * (self.high + 8 + 1 + 1))  # a few numbers per token
+            if self.model.logit_softcap is not None:
+                tape.take(logits * self.size)
+                tape.drop(2 * logits * self.size)
+                tape.take(logits * self.size)
             self._column_backward(tape, logits * self.size, "head", at_once)
-        self._norm_backward(tape)
+        self.norm_backward(tape)
         tape.drop(self.local)
 
     # weight gradients
@@ -471,7 +388,7 @@ class _Way:
         tape = Tape(self.held.queued)
         gathered = self.whole if self.split > 1 else 0
         if self.stage.head and not self.most_tokens:
-            tape.pass_by(gathered, self._product("head"))
+            tape.pass_by(gathered, self.product("head"))
             tape.drop(self.local, self.tokens * self.logits * self.size)
         for _ in range(sum(span.blocks for span in self.spans)):
             for matrix, x, grad in (
@@ -481,20 +398,8 @@ class _Way:
                 ("qkv", self.local, self.qkv),
             ):
                 # beside it the next task's gather, which has begun (kernels.overlap)
-                tape.pass_by(2 * gathered, self._product(matrix))
-                tape.drop(x, grad)
+                tape.pass_by(2 * gathered, self.product(matrix))
+                tape.drop(x, 0 if matrix == "out" and share_gradient(self.model) else grad)
         if self.stage.embedding:
-            self._embedding_gradient(tape)
+            self.embedding_gradient(tape)
         return tape.peak
-
-    def _product(self, matrix: str) -> int:
-        """A weight gradient that is not added within its GEMM."""
-        if self.size == self.high:
-            return 0
-        return self.matrices[matrix] * (self.high if self.sizes.cuda else self.size)
-
-    def _embedding_gradient(self, tape: Tape) -> None:
-        gathered = self.whole if self.split > 1 else 0
-        wide = self.whole * self.high // self.size
-        copies = (wide if self.high > self.size else 0) + (wide if self.sizes.tp > 1 else 0)
-        tape.pass_by(gathered, copies)

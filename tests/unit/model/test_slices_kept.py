@@ -40,6 +40,9 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mixed", {"kv_heads": 1, "dtype": "bf16"}),
     ("mixed", {"dropout": 0.1, "dtype": "bf16"}),
     ("qwen", {"kv_heads": 2}),
+    ("neox", {}),
+    ("bloom", {"kv_heads": 2}),
+    ("gemma", {}),
 ]
 
 

@@ -1,0 +1,158 @@
+"""What the steps of a piece's way through a stage take: sizes, and the parts of them that forward
+and backward share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megapipe.dtypes import DTYPE_BYTES
+from megapipe.layers.policy import Span, loss_chunk, padded_vocabulary
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.explicit import Explicit
+from megapipe.model.gpt.parameters import known
+from megapipe.model.gpt.saved import Widths, norm_tensors, saved_tensors, stage_held
+from megapipe.model.gpt.unfused import Unfused
+from megapipe.model.interface import Sizes
+from megapipe.model.partition import StageSpec
+from megapipe.model.tape import Tape
+
+
+class Parts:
+    """Bytes of one piece at a stage, and what its parts make and free on a tape."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        stage: StageSpec,
+        spans: Sequence[Span],
+        sizes: Sizes,
+        most_tokens: int,
+    ) -> None:
+        self.model, self.stage, self.spans, self.sizes = model, stage, spans, sizes
+        w, size = Widths.of(model, sizes), DTYPE_BYTES[model.dtype]
+        self.size, self.high = size, max(size, 4)
+        self.tokens = w.tokens
+        self.split = sizes.tp if sizes.sequence_parallel else 1
+        self.local = w.local_tokens * model.hidden * size
+        """Hidden states [s(/tp), b, h]."""
+        self.whole = w.tokens * model.hidden * size
+        """Hidden states [s, b, h]."""
+        self.queries, self.keys = w.tokens * w.queries * size, w.tokens * w.keys * size
+        self.qkv = self.queries + 2 * self.keys
+        self.up, self.inner = w.tokens * w.up * size, w.tokens * w.ffn * size
+        self.turned = 0
+        """What is copied to be rotated, at once."""
+        if model.positions == "rotary":
+            of = self.queries if model.qk_norm else self.queries + self.keys
+            self.turned = of * model.rotary_width // known(model.head_dim)
+        self.saved = {
+            module: [t for t in saved_tensors(model, sizes) if t.module == module]
+            for module in ("norm", "attention", "mlp_activation")
+        }
+        self.statistics = sum(t.bytes for t in norm_tensors(model, sizes)) - 2 * self.local
+        self.explicit = Explicit.of(model, sizes)
+        self.mask = sum(t.bytes for t in self.saved["mlp_activation"] if t.name == "residual mask")
+        self.own = self.local if self.mask or model.post_norms else 0
+        """The gradient of a branch, where it is not the residual's."""
+        self.attended = sum(
+            t.bytes
+            for t in self.saved["attention"]
+            if not t.is_input and t.name not in ("output", "residual mask")
+        )
+        """Bytes that attention itself saves: the logsumexp, copies, a mask."""
+        self.copies = sum(
+            t.bytes
+            for t in self.saved["attention"]
+            if t.has_grad and not t.is_input and t.name not in ("output", "residual mask")
+        )
+        """The part of `attended` that is offloaded with the attention."""
+        self.unfused = Unfused.of(model, sizes, self.attended)
+        self.keeps_qkv = self.saved["attention"][0].is_saved
+        hidden, tp = model.hidden, sizes.tp
+        self.matrices = {
+            "qkv": (w.queries + 2 * w.keys) * hidden,
+            "out": w.queries * hidden,
+            "up": w.up * hidden,
+            "down": w.ffn * hidden,
+            "head": padded_vocabulary(known(model.vocab_size), tp) // tp * hidden,
+        }
+        self.logits = padded_vocabulary(known(model.vocab_size), tp) // tp  # columns
+        self.most_tokens = most_tokens
+        self.held = stage_held(model, stage, spans, sizes, loss_chunk=most_tokens)
+
+    def post_norm(self, tape: Tape, keep: bool) -> None:
+        """A branch's output, which was taken, becomes its norm."""
+        if self.model.post_norms:
+            self.normalise(tape)
+            if not keep:
+                tape.drop(self.local, self.statistics)
+
+    def normalise(self, tape: Tape) -> None:
+        if self.by_hand and self.size < self.high:
+            wide = self.local * self.high // self.size
+            tape.pass_by(2 * wide, self.local)
+        tape.take(self.local, self.statistics)
+
+    def norm_heads(self, tape: Tape, copies: int) -> None:
+        """The norm of the queries, where it takes more than that of the keys: on the CPU, with some
+        copies in a wider type."""
+        if not self.sizes.cuda:
+            copies = copies if self.size < self.high else copies // 4
+            tape.pass_by(copies * self.queries * self.high // self.size, self.queries)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the norm is the CPU's rmsnorm."""
+        return self.model.norm == "rmsnorm" and not self.sizes.cuda
+
+    def row_product(self, tape: Tape) -> None:
+        """The product of a row-parallel layer, or the embedding's rows, summed over tp."""
+        tape.take(self.whole)
+        self.scatter(tape)
+
+    def scatter(self, tape: Tape) -> None:
+        """The sum of [s, b, h] becomes this rank's [s/tp, b, h]."""
+        if self.split > 1:
+            tape.take((self.split - 1) * self.local)
+            tape.drop((self.split - 2) * self.local, self.whole)
+
+    def dropped(self, tape: Tape, keep: bool) -> None:
+        if self.model.dropout:
+            tape.take(self.local, self.mask)
+            tape.drop(self.local, 0 if keep else self.mask)
+
+    @property
+    def chunk(self) -> int:
+        """Logits of a chunk of the loss, a copy in a wider type, and what soft-capping keeps."""
+        numbers = loss_chunk(self.tokens, self.most_tokens) * self.logits
+        wide = self.high if self.high > self.size else 0
+        capped = self.high if self.model.logit_softcap is not None else 0
+        return numbers * (self.size + wide + capped)
+
+    def post_norm_backward(self, tape: Tape) -> None:
+        """The residual's gradient stays; that of the branch comes for what the norm has saved."""
+        if self.model.post_norms:
+            self.norm_backward(tape)
+
+    def norm_backward(self, tape: Tape) -> None:
+        """From the gradient of its output to that of its input."""
+        if self.by_hand:
+            wide = self.local * self.high // self.size
+            if self.size < self.high:
+                tape.pass_by(4 * wide, self.local)
+            else:
+                tape.pass_by(wide, self.local)
+        tape.take(self.local)
+        tape.drop(self.local, self.statistics)
+
+    def product(self, matrix: str) -> int:
+        """A weight gradient that is not added within its GEMM."""
+        if self.size == self.high:
+            return 0
+        return self.matrices[matrix] * (self.high if self.sizes.cuda else self.size)
+
+    def embedding_gradient(self, tape: Tape) -> None:
+        gathered = self.whole if self.split > 1 else 0
+        wide = self.whole * self.high // self.size
+        copies = (wide if self.high > self.size else 0) + (wide if self.sizes.tp > 1 else 0)
+        tape.pass_by(gathered, copies)
