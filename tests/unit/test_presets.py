@@ -30,8 +30,15 @@ PARAMETERS = {
     "llama_1b": 1_235_814_400,
     "llama_8b": 8_030_261_248,
     "llama_70b": 70_553_706_496,
+    "llama3.1_8b": 8_030_261_248,
+    "llama3.1_70b": 70_553_706_496,
+    "qwen3_8b": 8_190_735_360,
+    "pythia_160m": 162_322_944,
+    "pythia_6.9b": 6_857_302_016,
+    "bloom_176b": 176_247_271_424,
+    "mt_nlg_530b": 529_581_506_560,
 }
-"""GPT-2 and Llama: as published. GPT-3: 12 L h^2 + 13 L h + (V + s + 2) h, the published sizes
+"""As published, but for GPT-3 and MT-NLG: 12 L h^2 + 13 L h + (V + s + 2) h, the published sizes
 rounded."""
 
 
@@ -39,7 +46,16 @@ def test_all_presets_are_here() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {*PARAMETERS, "quickstart"}
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+PATHS = [
+    pytest.param(path, marks=pytest.mark.full if path.stem == "mt_nlg_530b" else (), id=path.stem)
+    for path in sorted(CONFIGS.glob("*.yaml"))
+]
+"""Of which one has a schedule of 35 ranks and 1,920 micro-batches, which takes seconds to plan."""
+BUBBLES = {"mt_nlg_530b": 0.07}
+"""Largest share of a step that is idle: 0.04, but for 105 layers over 35 stages and a head."""
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 def test_preset(path: Path, replicas: int) -> None:
     config = parse([str(path)]).config
@@ -53,14 +69,14 @@ def test_preset(path: Path, replicas: int) -> None:
         assert count(config.model) == PARAMETERS[path.stem]
 
 
-@pytest.mark.parametrize("name", [name for name in PARAMETERS if name.startswith("gpt3")])
+@pytest.mark.parametrize("name", [n for n in PARAMETERS if n.startswith(("gpt3", "mt_nlg"))])
 def test_gpt3_sizes_by_formula(name: str) -> None:
     model = parse([str(CONFIGS / f"{name}.yaml")]).config.model
     layers, h = model.layers, model.hidden
     assert PARAMETERS[name] == 12 * layers * h * h + 13 * layers * h + (50257 + 2048 + 2) * h
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PATHS)
 def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
     """Also with a single replica, which shares its states with no other."""
     comment = path.read_text().partition("\nrun:")[0].replace("\n# ", " ")
@@ -74,10 +90,9 @@ def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
         assert f"; fits in {memory_gb} GB" in total
         if path.stem != "quickstart":
             assert speeds.tflops is not None
-            flops = simulate(layout.schedule, layout.cost)
-            assert (
-                max(expected(config, layout, speeds).bubble_makespan, flops.bubble_makespan) < 0.04
-            )
+            by_flops = simulate(layout.schedule, layout.cost).bubble_makespan
+            bubble = max(expected(config, layout, speeds).bubble_makespan, by_flops)
+            assert bubble < BUBBLES.get(path.stem, 0.04)
 
 
 def test_quickstart_is_what_it_says() -> None:
