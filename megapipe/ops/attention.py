@@ -105,7 +105,7 @@ class Sdpa:
             if scores.slopes is None:
                 return seen
             bias = alibi(s, t, scores.slopes, q.new_empty(0, dtype=torch.float32)).to(q.dtype)
-            return bias.masked_fill(~seen, float("-inf"))
+            return bias[None].masked_fill(~seen, float("-inf"))  # [1 or b, heads, s, t]
 
         if torch.compiler.is_compiling():
             return make()

@@ -20,13 +20,9 @@ def check(model: ModelConfig, given: Conditions) -> None:
                 f"model.{key}={size} is not divisible by parallel.tp={tp}: "
                 f"{choices('tp', size, tp)}"
             )
+    _check_idle(model)
     if model.positions == "rotary":
         _check_rotary(model)
-    if model.full_attention_every is not None and model.window is None:
-        raise ConfigError(
-            f"model.full_attention_every={model.full_attention_every} needs model.window: expected "
-            "null, or a window for the other layers"
-        )
     for key, is_set in (
         ("window", model.window is not None),
         ("attention_softcap", model.attention_softcap is not None),
@@ -47,6 +43,35 @@ def check(model: ModelConfig, given: Conditions) -> None:
         )
     if given.compile and model.dropout:
         raise ConfigError(f"kernels.compile=true needs model.dropout=0, not {model.dropout:g}")
+
+
+def _check_idle(model: ModelConfig) -> None:
+    """Refuse a key that has no effect beside another."""
+    is_rotary, scaling = model.positions == "rotary", model.rotary_scaling
+    for keys, holds, needed in (
+        (("norm_offset",), model.norm == "rmsnorm", "model.norm=rmsnorm"),
+        (("full_attention_every", "rotary_local_base"), model.window is not None, "model.window"),
+        (
+            ("rotary_share", "rotary_scaling", "rotary_local_base"),
+            is_rotary,
+            "model.positions=rotary",
+        ),
+        (("rotary_factor",), scaling != "none", "model.rotary_scaling"),
+        (
+            ("rotary_original_positions", "rotary_turns_low", "rotary_turns_high"),
+            scaling in ("llama3", "yarn"),
+            "model.rotary_scaling=llama3 or yarn",
+        ),
+        (("rotary_attention_factor",), scaling == "yarn", "model.rotary_scaling=yarn"),
+    ):
+        for key in keys:
+            value, default = getattr(model, key), ModelConfig.model_fields[key].default
+            if value != default and not holds:
+                usual = "null" if default is None else str(default).lower()
+                raise ConfigError(
+                    f"model.{key}={str(value).lower()} has no effect without {needed}: expected "
+                    f"{usual}, or that"
+                )
 
 
 def _check_rotary(model: ModelConfig) -> None:

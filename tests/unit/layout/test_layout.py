@@ -229,6 +229,43 @@ def test_a_schedule_of_one_s_own_is_proved_before_anything_starts(
             "model.head_dim=7 (hidden / heads by default) is odd",
         ),
         (
+            ["model.positions=rotary", "model.rotary_share=0.3"],
+            "model.head_dim=8 (hidden / heads by default) x model.rotary_share=0.3 is 2.4",
+        ),
+        (
+            ["model.positions=rotary", "model.rotary_scaling=yarn"],
+            "model.rotary_scaling=yarn needs model.rotary_original_positions",
+        ),
+        (
+            (
+                "model.positions=rotary",
+                "model.rotary_scaling=llama3",
+                "model.rotary_original_positions=64",
+                "model.rotary_turns_low=4",
+            ),
+            "model.rotary_turns_low=4 is not below model.rotary_turns_high=4",
+        ),
+        (
+            ["model.rotary_share=0.5"],
+            "model.rotary_share=0.5 has no effect without model.positions=rotary: expected 1.0, or",
+        ),
+        (
+            ["model.norm_offset=true"],
+            "model.norm_offset=true has no effect without model.norm=rmsnorm: expected false, or",
+        ),
+        (
+            ["model.full_attention_every=2"],
+            "model.full_attention_every=2 has no effect without model.window: expected null, or",
+        ),
+        (
+            ["model.window=4", "model.dropout=0.1"],
+            "model.window needs model.dropout=0, not 0.1",
+        ),
+        (
+            ["model.positions=alibi", "model.dropout=0.1"],
+            "model.positions=alibi needs model.dropout=0, not 0.1",
+        ),
+        (
             ["model.vocab_size=100"],
             (
                 "model.vocab_size=100 is smaller than the vocabulary of data.tokenizer=byte: "

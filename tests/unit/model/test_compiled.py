@@ -203,7 +203,7 @@ def test_a_product_that_nobody_needs_is_left_out(policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixed", "gelu"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "gemma"])
 def test_every_gradient_under_inductor_in_fp64(name: str) -> None:
     assert_like_uncompiled(model_of(name), torch_compile, 1e-12)
 

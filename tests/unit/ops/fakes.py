@@ -6,7 +6,7 @@ They compute what the real ones document, in fp32 like these, from formulas writ
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -140,42 +140,80 @@ def apex_adam(patch: pytest.MonkeyPatch) -> None:
     install(patch, "amp_C", multi_tensor_adam=multi_tensor_adam)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    slopes: Sequence[float] | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Causal attention of the last s of t positions: [s, heads, d] from [t, groups, d]."""
     s, t, per_group = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(per_group, dim=1) for x in (k, v))
-    scores = torch.einsum("shd,thd->hst", q.double(), k.double()) / q.shape[-1] ** 0.5
-    future = torch.ones(s, t, dtype=torch.bool).triu(t - s + 1)
-    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    scores = torch.einsum("shd,thd->hst", q.double(), k.double())
+    scores = scores / q.shape[-1] ** 0.5 if scale is None else scores * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if slopes is not None:
+        before = torch.arange(t - s, t)[:, None] - torch.arange(t)
+        scores = scores - torch.tensor(slopes, dtype=torch.float64)[:, None, None] * before
+    hidden = torch.ones(s, t, dtype=torch.bool).triu(t - s + 1)
+    if window is not None:
+        hidden |= torch.ones(s, t, dtype=torch.bool).tril(t - s - window)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     return torch.einsum("hst,thd->shd", weights, v.double()).to(q.dtype)
 
 
 def by_runs(
-    q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, most_q: int, most_k: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ends: Tensor,
+    k_ends: Tensor,
+    most_q: int,
+    most_k: int,
+    **options: Any,
 ) -> Tensor:
     """What flash kernels of variable lengths compute: one attention per run."""
     assert q_ends.dtype == k_ends.dtype == torch.int32
     assert most_q == q_ends.diff().max()
     assert most_k == k_ends.diff().max()
     runs = [
-        plain_attention(q[a:b], k[c:d], v[c:d])
+        plain_attention(q[a:b], k[c:d], v[c:d], **options)
         for a, b, c, d in zip(q_ends, q_ends[1:], k_ends, k_ends[1:], strict=False)
     ]
     return torch.cat(runs)
 
 
 def flash_attn(patch: pytest.MonkeyPatch, version: str = "2.8.3") -> None:
-    def check(dropout_p: float, causal: bool, deterministic: bool) -> None:
+    def plain_options(
+        dropout_p: float,
+        causal: bool,
+        deterministic: bool,
+        softmax_scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+    ) -> dict[str, Any]:
         assert causal
         assert dropout_p == 0.0
+        back, _ = window_size
+        return {
+            "scale": softmax_scale,
+            "cap": softcap or None,
+            "slopes": None if alibi_slopes is None else alibi_slopes.tolist(),
+            "window": None if back < 0 else back + 1,
+        }
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        check(**options)
-        return torch.stack([plain_attention(*row) for row in zip(q, k, v, strict=True)])
+        own = plain_options(**options)
+        return torch.stack([plain_attention(*row, **own) for row in zip(q, k, v, strict=True)])
 
     def flash_attn_varlen_func(*inputs: Any, **options: Any) -> Tensor:
-        check(**options)
-        return by_runs(*inputs)
+        return by_runs(*inputs, **plain_options(**options))
 
     install(
         patch,
@@ -188,10 +226,14 @@ def flash_attn(patch: pytest.MonkeyPatch, version: str = "2.8.3") -> None:
 
 def varlen(patch: pytest.MonkeyPatch) -> None:
     def varlen_attn(
-        *inputs: Any, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False
+        *inputs: Any,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+        scale: float | None = None,
     ) -> Tensor:
-        assert window_size == (-1, 0)
+        back, ahead = window_size
+        assert ahead == 0
         assert enable_gqa or inputs[0].shape[1] == inputs[1].shape[1]
-        return by_runs(*inputs)
+        return by_runs(*inputs, scale=scale, window=None if back < 0 else back + 1)
 
     install(patch, "torch.nn.attention.varlen", varlen_attn=varlen_attn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megapipe.ops.attention import AttentionKernel, FlashAttn, Flex, Sdpa, Varle
 from megapipe.ops.attention_choice import Attended, candidates, torch_choice
 from megapipe.ops.documents import Documents, document_ids
 from megapipe.ops.probe import choose, load_module
+from megapipe.ops.scores import PLAIN, Scores, alibi_slopes
 from tests.unit.ops.fakes import flash_attn, on_any_device, plain_attention, varlen
 
 CPU = torch.device("cpu")
@@ -24,7 +26,7 @@ IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3, 3], [0] * T, list(range(T)
 """Four documents, one, and one per token."""
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+def expected(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, **options: Any) -> Tensor:
     """Each document by itself, then put together."""
     s = q.shape[2]
     y = torch.empty_like(q)
@@ -37,6 +39,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
                     q[row, :, queries].transpose(0, 1),
                     k[row, :, keys].transpose(0, 1),
                     v[row, :, keys].transpose(0, 1),
+                    **options,
                 )
                 y[row, :, queries] = out.transpose(0, 1)
     return y
@@ -85,10 +88,58 @@ def test_values_and_gradients(
         torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
 
 
+SLOPES = alibi_slopes(6)[2:]
+"""Of the last four of six heads."""
+SCORES = {
+    "scale": Scores(scale=0.3),
+    "window": Scores(window=4),
+    "alibi": Scores(slopes=SLOPES),
+    "soft-cap": Scores(softcap=0.8),
+    "all": Scores(0.3, 0.8, SLOPES, 4),
+}
+
+
+def has(kernel: AttentionKernel, scores: Scores) -> bool:
+    """Whether it is ever called with such scores."""
+    if isinstance(kernel, Varlen):
+        return scores.softcap is None and scores.slopes is None
+    return not isinstance(kernel, Sdpa) or kernel.pinned is None or scores.softcap is None
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(("s", "groups"), [(T, 4), (5, 2), (1, 1)])
+def test_scores_that_are_not_plain(
+    kernel: AttentionKernel, s: int, groups: int, name: str, with_documents: bool
+) -> None:
+    scores = SCORES[name]
+    if not has(kernel, scores):
+        return
+    ids = IDS if with_documents else torch.zeros_like(IDS)
+    documents = Documents(ids, CPU) if with_documents else None
+    leaves = [x.requires_grad_() for x in inputs(s, groups, torch.float64)]
+    own = {"scale": scores.scale, "cap": scores.softcap, "slopes": scores.slopes}
+    right = expected(*leaves, ids, window=scores.window, **own)
+    y = kernel(*leaves, 0.0, documents, scores)
+    torch.testing.assert_close(y, right, rtol=1e-12, atol=1e-12)
+    grad = torch.randn(y.shape, dtype=torch.float64)
+    found = torch.autograd.grad(y, leaves, grad)
+    for ours, plain in zip(found, torch.autograd.grad(right, leaves, grad), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
+
+
+def test_slopes_of_alibi() -> None:
+    """Those of 8 heads, and of 12: these and every other one of 16."""
+    assert alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))
+    assert alibi_slopes(12) == (*alibi_slopes(8), *alibi_slopes(16)[:8:2])
+    assert alibi_slopes(1) == (2.0**-8,)
+
+
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize(("s", "groups"), [(T, 4), (5, 2)])
+@pytest.mark.parametrize("scores", [PLAIN, *SCORES.values()])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex(s: int, groups: int, with_documents: bool) -> None:
+def test_flex(s: int, groups: int, with_documents: bool, scores: Scores) -> None:
     """Its values; it has no backward on the CPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -96,8 +147,12 @@ def test_flex(s: int, groups: int, with_documents: bool) -> None:
     documents = Documents(ids, CPU) if with_documents else None
     q, k, v = inputs(s, groups, torch.float64)
     with torch.no_grad():
-        y = Flex(flex_attention)(q, k, v, 0.0, documents)
-    torch.testing.assert_close(y, expected(q, k, v, ids), rtol=1e-12, atol=1e-12)
+        y = Flex(flex_attention)(q, k, v, 0.0, documents, scores)
+    own = {"scale": scores.scale, "cap": scores.softcap, "slopes": scores.slopes}
+    right = expected(q, k, v, ids, window=scores.window, **own)
+    # slopes are fp32 there
+    limit = 1e-12 if scores.slopes is None else 1e-6
+    torch.testing.assert_close(y, right, rtol=limit, atol=limit)
 
 
 def test_document_ids() -> None:
