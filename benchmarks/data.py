@@ -29,6 +29,7 @@ from megapipe.data.corpus import pieces
 from megapipe.data.tokens.format import Header, bin_of, idx_of
 from megapipe.data_config import DataConfig
 
+TRAIN = [sys.executable, str(Path(__file__).parents[1] / "train.py")]
 COMMAND = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
 DATASETS = """
 import sys
@@ -103,6 +104,25 @@ for index in np.random.default_rng(0).integers(0, len(dataset), 1000):
 file.starts(file.documents[np.arange(0, len(file), 1000)])
 print(opened, private() - before)
 """
+DELIVER = """
+import sys, time
+from megapipe.cli import parse
+from megapipe.data.build import build_batches
+from megapipe.data.sources import load_sources
+from megapipe.data.tokenizer import load_tokenizer
+from megapipe.layout.resolve import resolve
+
+tokenizer = load_tokenizer("byte")
+config = resolve(parse(sys.argv[1:]).config, 1, tokenizer.vocab_size)[0]
+training, _ = build_batches(config, tokenizer, load_sources(config, tokenizer))
+batch, batches = config.train.global_batch, 200
+training.rows(range(batch))
+start = time.perf_counter()
+for number in range(1, batches + 1):
+    training.rows(range(number * batch, (number + 1) * batch))
+seconds = time.perf_counter() - start
+print(batches * batch * config.train.sequence_length / seconds)
+"""
 DOCUMENTS, LARGE = 5_000_000, 100_000_000
 """Documents of the file that is opened, and of the one that the claim is about."""
 
@@ -124,6 +144,7 @@ def measure(folder: Path, *, quick: bool) -> list[Result]:
         memory(folder, corpus),
         *writing(folder, corpus, rounds=1 if quick else 5),
         *opening(folder, 1000 if quick else DOCUMENTS),
+        *delivering(folder, corpus, steps=4 if quick else 40),
         *index_claims(folder, quick=quick),
     ]
 
@@ -214,6 +235,42 @@ def opening(folder: Path, documents: int) -> list[Result]:
     ]
 
 
+def delivering(folder: Path, corpus: Path, steps: int) -> list[Result]:
+    """Tokens per second that one thread gives, and that the quick start's model takes, which is
+    trained by one process."""
+    here = folder / "delivery"
+    for name in "ab":
+        subprocess.run(ours(corpus, Path("byte"), 2, here / name), check=True, capture_output=True)
+    common = [
+        *("quickstart", "parallel={dp: 1, tp: 1, pp: 1}", "pipeline={schedule: 1f1b, chunks: 1}"),
+        *(
+            f"run.folder={here}",
+            f"train.steps={steps}",
+            "optimizer.warmup_steps=0",
+        ),
+    ]
+    one = f"data.source={here / 'a'}"
+    subprocess.run([*TRAIN, *common, one], check=True, capture_output=True)
+    lines = map(json.loads, (here / "quickstart" / "log.jsonl").read_text().splitlines())
+    taken = statistics.median(line["tokens_per_second"] for line in lines if line["kind"] == "step")
+    mixture = [f"data.mixture.{name}.source={here / name}" for name in "ab"]
+    return [
+        Result(
+            f"tokens delivered, {name}",
+            statistics.median(float(run_here(DELIVER, *common, *given)) for _ in range(3)) / taken,
+            50,
+            "x",
+            f"a step of the quick start's model, {taken:,.0f} tokens/s",
+            at_least=True,
+        )
+        for name, given in (
+            ("windows", [one]),
+            ("a mixture", mixture),
+            ("packed documents", [one, "data.samples=packed", f"data.cache={here}"]),
+        )
+    ]
+
+
 def ours(corpus: Path, tokenizer: Path, workers: int, output: Path | None = None) -> list[str]:
     """The command, with an output that is not there yet."""
     output = output or corpus.with_name(f"out{time.monotonic_ns()}")
@@ -241,7 +298,7 @@ def printed(program: str, *given: Path, **environ: str) -> float:
     return float(run_here(program, *given, **environ))
 
 
-def run_here(program: str, *given: Path, **environ: str) -> str:
+def run_here(program: str, *given: Path | str, **environ: str) -> str:
     command = [sys.executable, "-c", program, *map(str, given)]
     root = str(Path(__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": root, **environ}

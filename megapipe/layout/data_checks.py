@@ -98,6 +98,8 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
         what, unused, refused = "a data set of your own", own.CORPUS_KEYS, ("split", "samples")
     elif given.is_given(source):
         what, unused = "a token file", given.TEXT_KEYS
+        if data.samples != "stateless":  # which are made from indices that are kept
+            unused = [key for key in unused if key != "cache"]
     elif "://" in source:  # what it is will be known when it is here
         return
     else:

@@ -212,6 +212,16 @@ def test_keys_that_do_not_go_together(given: list[str], words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_indices_of_a_token_file_are_kept_in_the_cache() -> None:
+    for samples in ("packed", "megatron"):
+        made("data.source=a", f"data.samples={samples}", f"data.cache={samples}")
+        assert list(Path(samples).iterdir())
+    with pytest.raises(
+        ConfigError, match=r"data.cache=x is for a corpus, and data.source=a is a t"
+    ):
+        made("data.source=a", "data.cache=x")
+
+
 @pytest.mark.parametrize("limit", ["tokens=7", "epochs=0.01"])
 def test_less_than_a_sample_of_a_source(limit: str) -> None:
     with pytest.raises(DataError, match=r"data.mixture.b: tokens and epochs leave less than one"):
