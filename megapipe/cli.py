@@ -28,6 +28,7 @@ from megapipe.keys import (
     literal_type_fits,
     unknown,
 )
+from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import documentation
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
 
@@ -130,6 +131,25 @@ def flatten(config: Config) -> dict[str, str | int | float | bool | None]:
         for section, keys in config.model_dump().items()
         for key, value in keys.items()
     }
+
+
+def stored_model(stored: Mapping[str, Any]) -> ModelConfig:
+    """The model section among keys as :func:`flatten` has them, such as those of a checkpoint; one
+    that is not there has its default. Raises :class:`ConfigError` for keys of another version."""
+    fields = {
+        key.removeprefix("model."): value
+        for key, value in stored.items()
+        if key.startswith("model.")
+    }
+    fields["options"] = json.loads(fields.get("options", "{}"))
+    try:
+        return ModelConfig.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"the checkpoint has model.{first['loc'][0]} = {_shown(first['input'])}, which this "
+            "version of megapipe does not know"
+        ) from None
 
 
 def dump(config: Config) -> str:

@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": ("megapipe.generate.command", "text from a checkpoint"),
     "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
     "prepare-data": ("megapipe.data.commands", "texts to token files, and token files to others"),
+    "convert": ("megapipe.convert.commands", "models to Hugging Face's form and back"),
     "summary": ("megapipe.observe.summary", "how a finished run went"),
     "doctor": ("megapipe.launch.doctor", "what this machine gives a run"),
     "launch": ("megapipe.launch.launcher", "start the processes of a job on this node"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 
 from megapipe.checkpoint.durable import file_size
@@ -73,6 +74,11 @@ class Checkpoint:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.manifest.step
+
+    @property
+    def config(self) -> Mapping[str, JsonValue]:
+        """The run's configuration by dotted key."""
+        return self.manifest.config
 
     def names(self) -> list[str]:
         """Names of all entries, sorted."""

@@ -8,7 +8,7 @@ pieces has checked every byte of a shard.
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -72,17 +72,20 @@ def slots_by_file(manifest: Manifest) -> dict[str, list[Slot]]:
 
 def header(slots: Iterable[Slot], *, run_id: str, step: int) -> bytes:
     """The bytes before the data of a shard that holds `slots`, in this order."""
-    content: dict[str, object] = {
-        "__metadata__": {"format": "pt", "run_id": run_id, "step": str(step)}
-    }
+    tensors = ((x.key, _SAFETENSORS_DTYPES[x.dtype], x.region.sizes, x.nbytes) for x in slots)
+    return safetensors_header(tensors, {"run_id": run_id, "step": str(step)})
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
+) -> bytes:
+    """The bytes before the data of a safetensors file: of each tensor, in the order of the data,
+    its name, its type as the format calls it, its shape and its bytes."""
+    content: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0
-    for slot in slots:
-        end = start + slot.nbytes
-        content[slot.key] = {
-            "dtype": _SAFETENSORS_DTYPES[slot.dtype],
-            "shape": slot.region.sizes,
-            "data_offsets": (start, end),
-        }
+    for name, dtype, shape, nbytes in tensors:
+        end = start + nbytes
+        content[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
         start = end
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -104,7 +107,7 @@ def write_shard(
         digest.update(head)
         size += len(head)
         for _, tensor in contents:
-            data, crc = _bytes_of(tensor.detach().cpu()), 0
+            data, crc = bytes_of(tensor.detach().cpu()), 0
             for start in range(0, len(data), _BLOCK):
                 block = data[start : start + _BLOCK]
                 crc = zlib.crc32(block, crc)
@@ -129,7 +132,7 @@ def read_tensor(path: Path, start: int, out: Tensor, crc32: int) -> None:
     Raises CheckpointError if the file ends early or the bytes do not have this CRC-32; `out` is
     then garbage.
     """
-    data, crc = _bytes_of(out), 0
+    data, crc = bytes_of(out), 0
     with open_regular(path) as file:
         file.seek(start)
         for begin in range(0, len(data), _BLOCK):
@@ -152,6 +155,6 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a host tensor, shared with it if it is contiguous."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -5,7 +5,8 @@ it has read, :mod:`~megapipe.generate.sampling` chooses the tokens, and
 :mod:`~megapipe.generate.text` makes characters of them.
 """
 
-from megapipe.generate.generator import Generator, Piece, find_checkpoint
+from megapipe.checkpoint.find import find_checkpoint
+from megapipe.generate.generator import Generator, Piece
 from megapipe.generate.sampling import Sampling
 
 __all__ = ["Generator", "Piece", "Sampling", "find_checkpoint"]

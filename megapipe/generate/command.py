@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from megapipe.checkpoint.find import find_checkpoint
 from megapipe.errors import ConfigError, DataError, MegapipeError
-from megapipe.generate.generator import End, Generator, Piece, find_checkpoint
+from megapipe.generate.generator import End, Generator, Piece
 from megapipe.generate.sampling import Sampling
 
 DESCRIPTION = """\

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megapipe.checkpoint.manifest import MANIFEST
-from megapipe.checkpoint.reader import Checkpoint, find_newest
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.cli import stored_model
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
 from megapipe.distributed.mesh import Axis
-from megapipe.errors import CheckpointError, ConfigError
+from megapipe.errors import ConfigError
 from megapipe.generate.reading import Reading, Texts
 from megapipe.generate.rereading import Rereading
 from megapipe.generate.sampling import Sampling, choose
 from megapipe.generate.text import TextStream
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
 from megapipe.layout.family import make_family
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.interface import Conditions
 from megapipe.optim.buffers import owned_parameters
-
-
-def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`: its folder, or a run folder, whose newest intact one is taken."""
-    if (path / MANIFEST).exists():
-        checkpoint = Checkpoint.open(path)
-        checkpoint.verify()
-        return checkpoint
-    damaged: set[Path] = set()
-    while True:
-        found = find_newest(path / "checkpoints", skip=damaged).path
-        if found is None:
-            what = "all its checkpoints are damaged" if damaged else "it has no checkpoint"
-            raise CheckpointError(f"{path}: neither a checkpoint nor a run folder: {what}")
-        checkpoint = Checkpoint.open(found)
-        try:
-            checkpoint.verify()
-            return checkpoint
-        except CheckpointError:
-            damaged.add(found)
-
 
 End = Literal["document", "stop", "tokens"]
 """Why a text ended: its document did, a stop string came up, or enough tokens were added."""
@@ -70,13 +46,7 @@ class Generator:
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         stored = checkpoint.manifest.config
-        fields: dict[str, Any] = {
-            key.removeprefix("model."): value
-            for key, value in stored.items()
-            if key.startswith("model.")
-        }
-        fields["options"] = json.loads(fields.get("options", "{}"))
-        self.config = ModelConfig.model_validate(fields)
+        self.config = stored_model(stored)
         self.device = device
         self.tokenizer: Tokenizer = load_tokenizer(str(stored["data.tokenizer"]))
         if self.config.vocab_size is None or self.tokenizer.vocab_size > self.config.vocab_size:

@@ -23,6 +23,7 @@ FLOORS = (
     "console",
     "library",
     "train",
+    "convert",
     "generate",
     "observe",
     "optim",

@@ -1,13 +1,13 @@
 """Weights of Hugging Face's classes, both ways (:mod:`megapipe.model.gpt.hf.table`).
 
-One walk (:func:`_entries`) pairs every global tensor with the tensors that a class makes of it, so
+One walk (:func:`entries`) pairs every global tensor with the tensors that a class makes of it, so
 writing and reading cannot drift apart. Only the arrangement differs, never a value.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from megapipe.errors import CheckpointError
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
-from megapipe.model.gpt.hf.table import Row
+from megapipe.model.gpt.hf.table import Arrangement, Row
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
 from megapipe.model.partition import StageSpec
 
@@ -46,7 +46,7 @@ def to_hf(
     row = row_of(model, model_type)
     left = dict(params)
     state: dict[str, Tensor] = {}
-    for entry in _entries(row, model):
+    for entry in entries(row, model):
         tensor = _take(left, entry.name, entry.shape)
         parts = (part.contiguous() for part in entry.way.split(tensor, model))
         state.update(zip(entry.hf_names, parts, strict=True))
@@ -75,20 +75,11 @@ def from_hf(
     """
     row = row_of(model, model_type)
     head = row.modules["head"]
-    left = {}
-    for given, tensor in state.items():
-        module, dot, kind = given.rpartition(".")
-        name = row.old_names.get(module, module) + dot + kind
-        if not _BUFFERS.search(f".{name}"):
-            is_whole = name.startswith((row.prefix, f"{head}."))
-            left[name if is_whole else row.prefix + name] = tensor
+    left = {full: state[name] for full, name in full_names(row, state).items()}
     params: dict[str, Tensor] = {}
-    for entry in _entries(row, model):
-        expected = entry.way.split(torch.empty(entry.shape, device="meta"), model)
-        parts = tuple(
-            _take(left, name, tuple(part.shape))
-            for name, part in zip(entry.hf_names, expected, strict=True)
-        )
+    for entry in entries(row, model):
+        shapes = zip(entry.hf_names, entry.hf_shapes(model), strict=True)
+        parts = tuple(_take(left, name, shape) for name, shape in shapes)
         params[entry.name] = entry.way.join(parts, model).contiguous()
     if model.tied_embeddings:
         other = left.pop(f"{head}.weight", None)
@@ -99,6 +90,18 @@ def from_hf(
             )
     _refuse_rest(left)
     return params
+
+
+def full_names(row: Row, names: Iterable[str]) -> dict[str, str]:
+    """The class' full name of each of a file's `names`, without those of buffers of old files."""
+    known_as = (row.prefix, f"{row.modules['head']}.")
+    found = {}
+    for given in names:
+        module, dot, kind = given.rpartition(".")
+        name = row.old_names.get(module, module) + dot + kind
+        if not _BUFFERS.search(f".{name}"):
+            found[name if name.startswith(known_as) else row.prefix + name] = given
+    return found
 
 
 def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
@@ -120,7 +123,7 @@ def _refuse_rest(tensors: dict[str, Tensor]) -> None:
         )
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """From one tensor of ours to those of a class, and back."""
 
     split: Callable[[Tensor, ModelConfig], tuple[Tensor, ...]]
@@ -144,31 +147,41 @@ def _join_qkv(parts: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
 
 
 _WAYS = {
-    "same": _Way(lambda tensor, _: (tensor,), lambda parts, _: parts[0]),
-    "transposed": _Way(lambda tensor, _: (tensor.t(),), lambda parts, _: parts[0].t()),
-    "apart": _Way(_split_qkv, _join_qkv),
-    "blocks": _Way(
+    "same": Way(lambda tensor, _: (tensor,), lambda parts, _: parts[0]),
+    "transposed": Way(lambda tensor, _: (tensor.t(),), lambda parts, _: parts[0].t()),
+    "apart": Way(_split_qkv, _join_qkv),
+    "blocks": Way(
         lambda tensor, model: (torch.cat(_split_qkv(tensor, model)).t(),),
         lambda parts, model: _join_qkv(parts[0].t().chunk(3), model),
     ),
-    "stacked": _Way(lambda tensor, _: tensor.unbind(), lambda parts, _: torch.stack(parts)),
+    "stacked": Way(lambda tensor, _: tensor.unbind(), lambda parts, _: torch.stack(parts)),
 }
 """By arrangement; a vector is its own transpose."""
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """One global tensor, and its counterparts."""
 
     name: str
     shape: tuple[int, ...]
     hf_names: tuple[str, ...]
-    way: _Way
+    arrangement: Arrangement
+
+    @property
+    def way(self) -> Way:
+        """How the values are arranged anew."""
+        return _WAYS[self.arrangement]
+
+    def hf_shapes(self, model: ModelConfig) -> list[tuple[int, ...]]:
+        """Shapes of the counterparts."""
+        parts = self.way.split(torch.empty(self.shape, device="meta"), model)
+        return [tuple(part.shape) for part in parts]
 
 
-def _entries(row: Row, model: ModelConfig) -> Iterator[_Entry]:
+def entries(row: Row, model: ModelConfig) -> Iterator[Entry]:
     """Every global tensor of a resolved model."""
     whole = StageSpec(embedding=True, layers=range(model.layers), head=True)
     for name, spec in by_name(stage_parameters(model, whole)).items():
         module, _, kind = name.rpartition(".")
         names, arrangement = row.counterpart(module)
-        yield _Entry(name, spec.shape, tuple(f"{n}.{kind}" for n in names), _WAYS[arrangement])
+        yield Entry(name, spec.shape, tuple(f"{n}.{kind}" for n in names), arrangement)

@@ -1,0 +1,11 @@
+"""Models in and out: folders as Hugging Face's libraries read and write them, and checkpoints.
+
+Both ways go tensor by tensor. :class:`HuggingFaceFolder` is read like a checkpoint, by regions;
+:func:`export` writes such a folder of a checkpoint, :func:`adopt` a checkpoint of such a folder.
+"""
+
+from megapipe.convert.adopt import adopt
+from megapipe.convert.export import export
+from megapipe.convert.folder import HuggingFaceFolder
+
+__all__ = ["HuggingFaceFolder", "adopt", "export"]

@@ -1,0 +1,39 @@
+"""Options and output that commands share."""
+
+import argparse
+import os
+import sys
+from math import isfinite
+
+from megapipe.command_line import Parser
+from megapipe.errors import ConfigError
+
+GB = 10**9
+
+
+def be_quiet() -> None:
+    """Before transformers is loaded: its bars and hints are not ours."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def add_shard_gb(parser: Parser, default: float) -> None:
+    """Add the option for the size of files."""
+    parser.add_argument(
+        "--shard-gb",
+        type=float,
+        default=default,
+        metavar="GB",
+        help="most GB (10^9 bytes) in a file, and in memory (default: %(default)s)",
+    )
+
+
+def shard_bytes(given: argparse.Namespace) -> int:
+    """The bytes that --shard-gb asks for. Raises :class:`ConfigError`."""
+    if not (isfinite(given.shard_gb) and given.shard_gb > 0):
+        raise ConfigError(f"--shard-gb {given.shard_gb}: expected a number > 0")
+    return max(1, int(given.shard_gb * GB))
+
+
+def tell(line: str) -> None:
+    """Show progress."""
+    print(f"megapipe: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,77 @@
+"""Shows what is in a folder of Hugging Face's or a checkpoint, and what of it cannot be expressed
+on the other side. With --config it prints a configuration that trains on from it.
+
+example: convert.py inspect Qwen/Qwen3-0.6B --config > qwen.yaml
+         train.py qwen.yaml data.source=texts
+"""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from megapipe.checkpoint.find import find_checkpoint
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.cli import stored_model
+from megapipe.command_line import Parser
+from megapipe.convert.adopt import has_tokenizer
+from megapipe.convert.commands.arguments import be_quiet
+from megapipe.convert.describe import (
+    as_configuration,
+    lines_of_checkpoint,
+    lines_of_files,
+    lines_of_folder,
+)
+from megapipe.convert.folder import CONFIG, HuggingFaceFolder
+from megapipe.convert.hub import local_folder
+from megapipe.convert.tensor_files import TensorFiles
+from megapipe.errors import ConfigError
+
+PURPOSE = "what is in a folder of Hugging Face's, or in a checkpoint"
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="a folder of Hugging Face's, a name on the hub, a checkpoint, or a run folder",
+    )
+    parser.add_argument(
+        "--config", action="store_true", help="print a configuration (YAML) and nothing else"
+    )
+
+
+def run(given: argparse.Namespace) -> None:
+    be_quiet()
+    path = local_folder(given.path)
+    if (path / CONFIG).exists():
+        _folder(path, given.config)
+    else:
+        _checkpoint(find_checkpoint(path, verify=False), given.config)
+
+
+def _folder(path: Path, config: bool) -> None:
+    try:
+        folder = HuggingFaceFolder.open(path)
+    except ConfigError:  # it may be of interest all the same
+        if not config:
+            print(*lines_of_files(TensorFiles.open(path)), sep="\n")
+        raise
+    name = str(path.absolute()) if has_tokenizer(path) else None
+    text = as_configuration(folder.model, tokenizer=name, load=path.absolute())
+    _show(lines_of_folder(folder), text, config)
+
+
+def _checkpoint(checkpoint: Checkpoint, config: bool) -> None:
+    stored = checkpoint.manifest.config
+    text = as_configuration(
+        stored_model(stored),
+        tokenizer=str(stored["data.tokenizer"]),
+        load=checkpoint.path.absolute(),
+    )
+    _show(lines_of_checkpoint(checkpoint), text, config)
+
+
+def _show(lines: Iterable[str], text: str, config: bool) -> None:
+    if not config:
+        print(*lines, sep="\n")
+    print(text, end="")

@@ -1,0 +1,55 @@
+"""Writes the weights of a checkpoint, of any layout, as a folder for transformers: safetensors
+with an index, config, generation config and tokenizer.
+
+example: convert.py megapipe-to-hf runs/quickstart my_model
+"""
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from megapipe.checkpoint.find import find_checkpoint
+from megapipe.command_line import Parser
+from megapipe.convert.commands.arguments import add_shard_gb, be_quiet, shard_bytes, tell
+from megapipe.convert.export import NO_TOKENIZER, export
+from megapipe.dtypes import Dtype
+from megapipe.model.gpt.hf.table import TABLE
+
+PURPOSE = "a checkpoint to a folder that AutoModelForCausalLM and AutoTokenizer load"
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument(
+        "path", type=Path, metavar="PATH", help="a checkpoint, or a run folder (its newest one)"
+    )
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder to make")
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(Dtype),
+        help="type of the weights (default: the model's; master weights are in fp32)",
+    )
+    parser.add_argument(
+        "--model-type", choices=list(TABLE), help="class (default: the first that can express it)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help=f"as data.tokenizer (default: the run's); {NO_TOKENIZER}: leave it out",
+    )
+    add_shard_gb(parser, 5)
+
+
+def run(given: argparse.Namespace) -> None:
+    be_quiet()
+    most = shard_bytes(given)
+    checkpoint = find_checkpoint(given.path, verify=False)
+    export(
+        checkpoint,
+        given.output,
+        dtype=given.dtype,
+        model_type=given.model_type,
+        shard_bytes=most,
+        tokenizer=given.tokenizer,
+        tell=tell,
+    )
+    print(f"{given.output}: step {checkpoint.step} of {checkpoint.path}")

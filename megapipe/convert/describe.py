@@ -1,0 +1,96 @@
+"""What is in a folder of Hugging Face's or in a checkpoint, in lines and as a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megapipe import strict_yaml
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.cli import stored_model
+from megapipe.convert.folder import HuggingFaceFolder
+from megapipe.convert.tensor_files import DTYPES, TensorFiles
+from megapipe.errors import ConfigError
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf.config import row_of
+from megapipe.model.gpt.hf.table import TABLE
+from megapipe.words import counted
+
+
+def as_configuration(
+    model: ModelConfig, *, tokenizer: str | None = None, load: Path | None = None
+) -> str:
+    """A resolved model, with its tokenizer and what its weights are loaded from, as YAML that
+    train.py takes. Keys of the model with their defaults are left out."""
+    fields: dict[str, Any] = {
+        name: getattr(model, name)
+        for name, info in ModelConfig.model_fields.items()
+        if getattr(model, name) != info.get_default(call_default_factory=True)
+    }
+    tree: dict[str, Any] = {"model": fields}
+    if tokenizer is not None:
+        tree["data"] = {"tokenizer": tokenizer}
+    if load is not None:
+        tree["checkpoint"] = {"load": str(load)}
+    return strict_yaml.dump(tree)
+
+
+def lines_of_files(files: TensorFiles) -> Iterator[str]:
+    """Sizes and types of the tensors in a folder."""
+    values = sum(prod(stored.shape) for stored in files.tensors.values())
+    nbytes = sum((files.folder / file).stat().st_size for file in files.files)
+    dtypes = sorted({stored.dtype for stored in files.tensors.values()})
+    yield (
+        f"{counted(len(files.tensors), 'tensor')} of {values:,} values, {', '.join(dtypes)}, "
+        f"{nbytes / 1e9:,.3f} GB in {counted(len(files.files), 'file')}"
+    )
+    if odd := [dtype for dtype in dtypes if dtype not in DTYPES]:
+        yield f"types that are not read here: {', '.join(odd)}"
+
+
+def lines_of_folder(folder: HuggingFaceFolder) -> Iterator[str]:
+    """The family and the sizes of a model of Hugging Face's."""
+    row, model = folder.row, folder.model
+    yield f"{folder.path}: {row.model_type} ({row.classes}{row.head})"
+    yield from lines_of_files(folder.files)
+    yield _sizes(model, sum(prod(shape) for shape in folder.shapes().values()))
+
+
+def lines_of_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
+    """Where a checkpoint comes from, its sizes, and which classes can express its model."""
+    manifest = checkpoint.manifest
+    layout = " x ".join(f"{name} {size}" for name, size in manifest.layout.items())
+    yield f"{checkpoint.path}: checkpoint of step {manifest.step} by {layout}"
+    kinds = sorted({name.split("/")[0] for name in manifest.entries} - {"model"})
+    weights = {n: e for n, e in manifest.entries.items() if n.startswith("model/")}
+    dtypes = sorted({entry.dtype for entry in weights.values()})
+    nbytes = sum(record.bytes for record in manifest.files.values())
+    state = ", ".join(kind.removeprefix("optimizer.") for kind in kinds)
+    yield (
+        f"{counted(len(weights), 'tensor')} of weights in {', '.join(dtypes)}; "
+        f"{f'optimizer state: {state}' if state else 'no optimizer state'}; "
+        f"{nbytes / 1e9:,.3f} GB in {counted(len(manifest.files), 'file')}"
+    )
+    model = stored_model(manifest.config)
+    if model.source is not None:
+        yield f"model.source={model.source}, a model of your own: no class of Hugging Face's"
+        return
+    yield _sizes(model, sum(prod(entry.shape) for entry in weights.values()))
+    fitting = [name for name, row in TABLE.items() if not list(row.misfits(model))]
+    if fitting:
+        yield f"classes of Hugging Face's that express it: {', '.join(fitting)}"
+        return
+    try:
+        row_of(model)
+    except ConfigError as error:
+        yield f"no class of Hugging Face's expresses it: {error}"
+
+
+def _sizes(model: ModelConfig, parameters: int) -> str:
+    return (
+        f"{parameters:,} parameters, {model.dtype}; {counted(model.layers, 'layer')}, hidden "
+        f"{model.hidden:,}, {counted(model.max_positions or 0, 'position')}, vocabulary "
+        f"{model.vocab_size or 0:,}, embeddings {'tied' if model.tied_embeddings else 'not tied'}"
+    )

@@ -1,0 +1,189 @@
+"""A folder of a model as transformers saves it, read by the names and regions of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from megapipe.checkpoint.regions import Region, whole
+from megapipe.convert.tensor_files import TensorFiles, read_json
+from megapipe.data.hub import one_line
+from megapipe.dtypes import Dtype
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf.config import config_from_hf
+from megapipe.model.gpt.hf.table import TABLE, Row
+from megapipe.model.gpt.hf.weights import Entry, entries, full_names
+from megapipe.model.gpt.parameters import WORD_EMBEDDING, known
+
+CONFIG = "config.json"
+_BLOCK_ROWS = 4096
+_KIND = "model/"
+
+
+class HuggingFaceFolder:
+    """Config and weights; of the weights only names, shapes and types are held.
+
+    Make one with :meth:`open`. It takes the place of a checkpoint that has weights alone.
+    """
+
+    def __init__(self, path: Path, row: Row, model: ModelConfig, files: TensorFiles) -> None:
+        self.path = path
+        self.row = row
+        self.files = files
+        self._entries = {entry.name: entry for entry in entries(row, model)}
+        self._given = full_names(row, files.tensors)
+        self._check(model)
+        used = (name for entry in self._entries.values() for name in entry.hf_names)
+        self.model = model.model_copy(update={"dtype": self._dtype(used)})
+        """The resolved model, in the type that holds all tensors without loss."""
+
+    @classmethod
+    def open(cls, path: Path) -> HuggingFaceFolder:
+        """Read config and headers, and compare names and shapes of all tensors with the model's.
+
+        Raises:
+            ConfigError: another family, or a value that cannot be expressed here.
+            CheckpointError: a file is missing or damaged; a tensor is missing, unexpected, or of
+                another shape or type; tied embeddings differ.
+        """
+        config = read_config(path)
+        try:
+            model = config_from_hf(config)
+        except ConfigError as error:
+            raise ConfigError(f"{path / CONFIG}: {error}") from None
+        except (ArithmeticError, LookupError, TypeError, AttributeError) as error:  # 0 heads, say
+            raise ConfigError(f"{path / CONFIG} describes no model: {one_line(error)}") from error
+        return cls(path, TABLE[config.model_type], model, TensorFiles.open(path))
+
+    @property
+    def config(self) -> Mapping[str, JsonValue]:
+        """The keys of the model section, as checkpoints have them."""
+        fields = self.model.model_dump(exclude={"source", "options"})
+        return {f"model.{name}": value for name, value in fields.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global tensors by the names of checkpoints, ``model/...``."""
+        return {f"{_KIND}{name}": entry.shape for name, entry in self._entries.items()}
+
+    def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that exactly these tensors are there. Raises CheckpointError."""
+        own = self.shapes()
+        for name in sorted(own.keys() | shapes.keys()):
+            if own.get(name) != shapes.get(name):
+                raise CheckpointError(
+                    f"{self.path}: entry {name!r} has shape {own.get(name)}, the model's "
+                    f"{shapes.get(name)}"
+                )
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """A region of a global tensor (default: all of it), as a new host tensor.
+
+        Slices of the files are read where the rows of the tensor are rows of theirs, in groups of
+        heads for queries, keys and values; else all of the tensor. Raises CheckpointError.
+        """
+        entry = self._entries[name.removeprefix(_KIND)]
+        region = whole(entry.shape) if region is None else region
+        index = region.inside(whole(entry.shape))
+        names = [self._given[each] for each in entry.hf_names]
+        if entry.arrangement == "same":
+            return self.files.read(names[0], index)
+        if entry.arrangement == "transposed":
+            return self.files.read(names[0], index[::-1]).t().contiguous()
+        if entry.arrangement == "stacked":
+            return torch.stack([self.files.read(each, index[1:]) for each in names[index[0]]])
+        if entry.arrangement == "apart":
+            return self._groups(entry, names, index)
+        parts = tuple(self.files.read(each) for each in names)
+        return entry.way.join(parts, self.model)[index].contiguous()
+
+    def _groups(self, entry: Entry, names: list[str], index: tuple[slice, ...]) -> Tensor:
+        """Rows of queries, keys and values, by the groups of heads that the rows are in."""
+        model, rows = self.model, index[0]
+        width, queries = known(model.head_dim), model.heads // known(model.kv_heads)
+        height = (queries + 2) * width
+        first, last = rows.start // height, -(-rows.stop // height)
+        some = model.model_copy(
+            update={"kv_heads": last - first, "heads": (last - first) * queries}
+        )
+        heights = (queries * width, width, width)
+        parts = tuple(
+            self.files.read(name, (slice(first * n, last * n), *index[1:]))
+            for name, n in zip(names, heights, strict=True)
+        )
+        start = first * height
+        return entry.way.join(parts, some)[rows.start - start : rows.stop - start].contiguous()
+
+    def _check(self, model: ModelConfig) -> None:
+        left = dict(self._given)
+        for entry in self._entries.values():
+            for name, shape in zip(entry.hf_names, entry.hf_shapes(model), strict=True):
+                if name not in left:
+                    raise CheckpointError(
+                        f"{self.path}: tensor {name} is missing; {CONFIG} asks for it with shape "
+                        f"{list(shape)}"
+                    )
+                stored = self.files.tensors[left.pop(name)]
+                if stored.shape != shape:
+                    raise CheckpointError(
+                        f"{self.path / stored.file}: tensor {name} has shape "
+                        f"{list(stored.shape)}; {CONFIG} asks for {list(shape)}"
+                    )
+        head = f"{self.row.modules['head']}.weight"
+        if model.tied_embeddings and head in left:
+            self._check_tied(left.pop(head))
+        if left:
+            raise CheckpointError(
+                f"{self.path}: tensor {min(left)} is not part of the model that {CONFIG} "
+                f"describes ({len(left)} such tensors)"
+            )
+
+    def _check_tied(self, head: str) -> None:
+        (embedding,) = (self._given[name] for name in self._entries[WORD_EMBEDDING].hf_names)
+        a, b = self.files.tensors[head], self.files.tensors[embedding]
+        same = (a.shape, a.dtype) == (b.shape, b.dtype)
+        for row in range(0, a.shape[0], _BLOCK_ROWS) if same else ():
+            block = (slice(row, row + _BLOCK_ROWS),)
+            same = same and torch.equal(
+                self.files.read(head, block), self.files.read(embedding, block)
+            )
+        if not same:
+            raise CheckpointError(
+                f"{self.path}: {head} differs from {embedding}, but {CONFIG} ties them; expected "
+                "tie_word_embeddings false"
+            )
+
+    def _dtype(self, names: Iterable[str]) -> Dtype:
+        dtypes = {self.files.dtype(self._given[name]) for name in names}
+        widest = dtypes.pop()
+        for dtype in dtypes:
+            widest = torch.promote_types(widest, dtype)
+        return next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == widest)
+
+
+def read_config(path: Path) -> Any:
+    """The config of a folder, of its class in transformers.
+
+    Raises:
+        ConfigError: a family that is not supported, or a config that its class refuses.
+        CheckpointError: there is none.
+    """
+    content = read_json(path / CONFIG)
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in TABLE:
+        raise ConfigError(
+            f"{path / CONFIG}: model_type {model_type!r} is not supported; supported are "
+            f"{', '.join(TABLE)}"
+        )
+    import transformers
+
+    try:
+        return getattr(transformers, f"{TABLE[model_type].classes}Config").from_dict(content)
+    except Exception as error:  # whatever the class makes of its values
+        raise ConfigError(f"{path / CONFIG}: {one_line(error)}") from error

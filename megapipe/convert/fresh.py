@@ -1,0 +1,50 @@
+"""New folders that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megapipe.checkpoint.durable import sync_folder
+from megapipe.errors import CheckpointError
+
+
+@contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `path` by a rename when the block ends.
+
+    It is beside `path`, with a name that begins with a dot, and is removed if the block fails.
+
+    Raises:
+        CheckpointError: `path` exists already, or nothing can be written there.
+    """
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{path} exists already; choose another folder")
+    staging = path.parent / f".{path.name}-{secrets.token_hex(8)}"
+    try:
+        staging.mkdir(parents=True)
+        try:
+            yield staging
+            _sync(staging)
+            os.rename(staging, path)
+            sync_folder(path.parent)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _sync(folder: Path) -> None:
+    """Make all files of a folder durable."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)

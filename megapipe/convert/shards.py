@@ -1,0 +1,72 @@
+"""Tensors into safetensors shards of bounded size, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from math import prod
+from pathlib import Path
+
+from torch import Tensor
+
+from megapipe.checkpoint.durable import create
+from megapipe.checkpoint.shard import bytes_of, safetensors_header
+from megapipe.convert.tensor_files import DTYPES, INDEX, SINGLE
+from megapipe.dtypes import DTYPE_BYTES, Dtype
+from megapipe.layers.parameter import TORCH_DTYPES
+
+Named = tuple[str, tuple[int, ...]]
+"""Name and shape of a tensor."""
+
+
+def plan(tensors: Iterable[Named], dtype: Dtype, most: int) -> dict[str, list[Named]]:
+    """The tensors of each file, of at most `most` bytes of data or a single tensor; by name, as
+    transformers names them."""
+    shards: list[list[Named]] = [[]]
+    size = 0
+    for name, shape in tensors:
+        nbytes = prod(shape) * DTYPE_BYTES[dtype]
+        if shards[-1] and size + nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, shape))
+        size += nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
+    }
+
+
+def write(
+    folder: Path,
+    planned: dict[str, list[Named]],
+    dtype: Dtype,
+    values: Iterable[tuple[str, Tensor]],
+    tell: Callable[[str], None],
+) -> None:
+    """Write the files of :func:`plan`, and an index of several.
+
+    `values` are all tensors by name, in the order of the plan, and of its shapes and type. `tell`
+    is given a line after each file. Raises :class:`CheckpointError` if one cannot be written.
+    """
+    format_name = next(name for name, kind in DTYPES.items() if kind == TORCH_DTYPES[dtype])
+    size, coming = DTYPE_BYTES[dtype], iter(values)
+    total = 0
+    for file, tensors in planned.items():
+        rows = [(name, format_name, shape, prod(shape) * size) for name, shape in tensors]
+        with create(folder / file) as out:
+            out.write(safetensors_header(rows, {}))
+            for name, shape in tensors:
+                found, tensor = next(coming)
+                kind = (found, tuple(tensor.shape), tensor.dtype)
+                assert kind == (name, shape, TORCH_DTYPES[dtype]), (kind, name, shape)
+                out.write(bytes_of(tensor.contiguous()))
+        total += sum(nbytes for *_, nbytes in rows)
+        tell(f"{file}: {len(tensors):,} tensors, {total / 1e9:,.3f} GB so far")
+    if len(planned) > 1:
+        weight_map = {name: file for file, tensors in planned.items() for name, _ in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        with create(folder / INDEX) as out:
+            out.write((json.dumps(index, indent=2) + "\n").encode())

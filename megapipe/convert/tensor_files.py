@@ -1,0 +1,137 @@
+"""The safetensors files of a folder: one, or shards with an index; read by slices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megapipe.data.hub import one_line
+from megapipe.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""Types of weights, by their names in safetensors."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file."""
+
+    file: str
+    dtype: str
+    """As safetensors calls it."""
+    shape: tuple[int, ...]
+
+
+class TensorFiles:
+    """The tensors of a folder, none of which is held. Make one with :meth:`open`."""
+
+    def __init__(self, folder: Path, tensors: dict[str, Stored]) -> None:
+        self.folder = folder
+        self.tensors = tensors
+
+    @classmethod
+    def open(cls, folder: Path) -> TensorFiles:
+        """Read the headers of all files.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, or not as the index has it.
+        """
+        index = _read_index(folder)
+        tensors: dict[str, Stored] = {}
+        for file in [SINGLE] if index is None else sorted(set(index.values())):
+            if not (folder / file).is_file():
+                raise CheckpointError(f"{folder}: the shard {file} is missing, which {INDEX} names")
+            found = _read_header(folder / file)
+            wanted = found if index is None else {n for n, where in index.items() if where == file}
+            if odd := sorted(found.keys() ^ set(wanted)):
+                place, other = (file, INDEX) if odd[0] in found else (INDEX, file)
+                raise CheckpointError(
+                    f"{folder}: tensor {odd[0]} is in {place} but not in {other} "
+                    f"({len(odd)} such tensors)"
+                )
+            tensors |= found
+        return cls(folder, tensors)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files."""
+        return sorted({stored.file for stored in self.tensors.values()})
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor. Raises CheckpointError for one that is not of weights."""
+        stored = self.tensors[name]
+        if stored.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.folder / stored.file}: tensor {name} is {stored.dtype}; expected one of "
+                f"{', '.join(DTYPES)}"
+            )
+        return DTYPES[stored.dtype]
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """A new contiguous tensor of the `index` of a tensor (default: all of it). Only that much
+        of the file is read."""
+        path = self.folder / self.tensors[name].file
+        self.dtype(name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                mapped = file.get_slice(name)[index or (slice(None),)]
+                return mapped.clone(memory_format=torch.contiguous_format)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: tensor {name}: {one_line(error)}") from error
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor; None for a folder with a single file."""
+    path = folder / INDEX
+    if not path.exists():
+        if (folder / SINGLE).is_file():
+            return None
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        other = f"; {pickled[0]} is pickled, and not read" if pickled else ""
+        raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} is there{other}")
+    content = read_json(path)
+    index = content.get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise CheckpointError(f"{path}: it has no weight_map")
+    for name, file in index.items():
+        if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
+            raise CheckpointError(f"{path}: {file!a}, for tensor {name}, is no name of a file")
+    return index
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file. Raises CheckpointError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: no JSON: {one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return content
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
+            return {
+                name: Stored(path.name, found.get_dtype(), tuple(found.get_shape()))
+                for name, found in slices
+            }
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from None

@@ -1,0 +1,72 @@
+"""Tokenizers as the files that `transformers.AutoTokenizer` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megapipe.data.tokenizer import ByteTokenizer, Tokenizer
+from megapipe.data.tokenizer.hugging_face import END_TOKENS, FastTokenizer, SlowTokenizer
+
+END = END_TOKENS[0]
+
+
+def save_tokenizer(tokenizer: Tokenizer, name: str, folder: Path, most_tokens: int) -> bool:
+    """Write the files of the tokenizer that :func:`~megapipe.data.tokenizer.load_tokenizer` has
+    made of `name`; of a model that reads `most_tokens`. False: it has none (tiktoken)."""
+    found = _of_transformers(tokenizer, name)
+    if found is None:
+        return False
+    if isinstance(tokenizer, ByteTokenizer):
+        found.model_max_length = most_tokens
+    found.save_pretrained(folder)
+    return True
+
+
+def _of_transformers(tokenizer: Tokenizer, name: str) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if isinstance(tokenizer, ByteTokenizer):
+        # split_special_tokens: an end mark that is spelled out in a text is text, as in a run
+        return PreTrainedTokenizerFast(
+            tokenizer_object=byte_backend(),
+            eos_token=END,
+            bos_token=END,
+            clean_up_tokenization_spaces=False,
+            split_special_tokens=True,
+        )
+    if isinstance(tokenizer, SlowTokenizer):
+        return tokenizer.tokenizer
+    if not isinstance(tokenizer, FastTokenizer):
+        return None
+    path = Path(name).expanduser()
+    if path.is_file():
+        end = tokenizer.backend.id_to_token(tokenizer.eod)
+        return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=end)
+    source = str(path) if path.exists() else name
+    return AutoTokenizer.from_pretrained(
+        source, trust_remote_code=False, local_files_only=True
+    )  # loaded before, so it is in the local copy of the hub
+
+
+def byte_backend() -> Any:
+    """A ``tokenizers.Tokenizer`` with the ids of :class:`ByteTokenizer`: 256 bytes, written as the
+    characters that stand for them in byte-level BPE (Radford et al., 2019), no merges, and a mark
+    that no text has."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    vocabulary[END] = ByteTokenizer.eod
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(END, special=True)])
+    return backend
+
+
+def byte_characters() -> list[str]:
+    """The character of each byte: itself if it can be seen in Latin-1, else one from U+0100 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in seen else next(others)) for byte in range(256)]

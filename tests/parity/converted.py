@@ -1,0 +1,51 @@
+"""Checkpoints and folders of Hugging Face's of small models with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, save, whole
+from megapipe.cli import flatten
+from megapipe.config import Config, TrainConfig
+from megapipe.data_config import DataConfig
+from megapipe.model.gpt.config import ModelConfig
+
+
+def write_checkpoint(
+    run: Path, model: ModelConfig, params: Mapping[str, Tensor], *, tokenizer: str = "byte"
+) -> Checkpoint:
+    """A run folder with a checkpoint of step 3 of a resolved model, without optimizer state."""
+    config = Config(
+        model=model,
+        data=DataConfig(tokenizer=tokenizer),
+        train=TrainConfig(sequence_length=model.max_positions or 1),
+    )
+    path = save(
+        run / "checkpoints",
+        step=3,
+        pieces=[
+            Piece(f"model/{n}", tuple(t.shape), whole(tuple(t.shape)), t) for n, t in params.items()
+        ],
+        meta=Meta(run_id="test", layout={}, coordinates={}, config=flatten(config)),
+        group=Alone(),
+    )
+    return Checkpoint.open(path)
+
+
+def state_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the safetensors files in a folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, types and bits."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
