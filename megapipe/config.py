@@ -410,7 +410,14 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
     load: str | None = None
-    """Start from this checkpoint folder (weights, optimizer, step) if the run has none itself."""
+    """What the run starts from if it has no checkpoint itself, in any layout: a checkpoint folder,
+    a run folder (its newest intact checkpoint), a folder of Hugging Face's, or `latest`: the run in
+    `run.folder` that has saved last. The model has to be the same; `megapipe convert inspect FOLDER
+    --config` prints its section."""
+    load_only: Literal["all", "weights"] = "all"
+    """What is taken from `load`. all: weights, optimizer, step and samples; weights: the run begins
+    at step 0 and sample 0 with a new optimizer, as it always does from a folder of Hugging Face's
+    or another checkpoint that has nothing but weights."""
 
 
 class LogConfig(Section):

@@ -11,13 +11,14 @@ never      the update rule: its state would mean something else
 =========  ======================================================================================
 
 A new run that begins from ``checkpoint.load`` may have another corpus and order; its model has to
-be the checkpoint's all the same.
+be the checkpoint's all the same. From weights alone nothing goes on but the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
@@ -111,6 +112,23 @@ def check(checkpoint: Checkpoint, config: Config, *, own: bool, corpus: Change |
         tuple(change for change in changes if not change.harmless),
         data_anew=any(change.key in ORDER or change is corpus for change in changes),
     )
+
+
+def check_weights(path: Path, stored: Mapping[str, JsonValue], config: Config) -> None:
+    """Check that weights at `path`, of which `stored` has the keys of the model, are of the run's.
+
+    Raises :class:`CheckpointError` that names the keys which differ.
+    """
+    wrong = [change for change in compare(stored, config) if change.of_model]
+    if wrong and config.run.resume_changes == "refuse":
+        right = (
+            f"{c.key} is {strict_yaml.text_of(c.now)}, there {strict_yaml.text_of(c.stored)}"
+            for c in wrong
+        )
+        raise CheckpointError(
+            f"{path} is of another model: {'; '.join(right)}; "
+            f"megapipe convert inspect {path} --config prints what fits"
+        )
 
 
 def compare(stored: Mapping[str, JsonValue], config: Config) -> list[Change]:

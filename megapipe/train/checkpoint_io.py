@@ -6,8 +6,11 @@ rectangles, without the padding of the vocabulary. A rank reads the regions that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
 
+from pydantic import JsonValue
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
@@ -15,6 +18,22 @@ from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
 from megapipe.checkpoint.writer import Piece
 from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.optimizer import Optimizer
+
+
+class Weights(Protocol):
+    """Global tensors to be read by regions: a checkpoint, or what takes the place of one."""
+
+    path: Path
+
+    @property
+    def config(self) -> Mapping[str, JsonValue]:
+        """Keys of the run's configuration, those of the model at least."""
+
+    def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError unless it has exactly these tensors, ``model/...``."""
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """A region of a tensor, on the host; raises CheckpointError."""
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:
@@ -39,7 +58,7 @@ def pieces(optimizer: Optimizer) -> Iterator[Piece]:
                 )
 
 
-def read_region(checkpoint: Checkpoint, kind: str, spec: LocalParameter, out: Tensor) -> None:
+def read_region(checkpoint: Weights, kind: str, spec: LocalParameter, out: Tensor) -> None:
     """Fill `out`, this rank's region of ``kind/name``, from a checkpoint of any layout; padding
     beyond the true shape is left alone."""
     placed = Region(spec.offsets, spec.sizes)
@@ -51,8 +70,13 @@ def read_region(checkpoint: Checkpoint, kind: str, spec: LocalParameter, out: Te
 
 def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int) -> None:
     """Set weights and optimizer states, which have seen `updates`, to those of a checkpoint."""
-    optimizer.set_weights(lambda spec, out: read_region(checkpoint, "model", spec, out))
+    load_weights(optimizer, checkpoint)
     optimizer.set_states(
         updates,
         lambda name, spec, out: read_region(checkpoint, f"optimizer.{name}", spec, out),
     )
+
+
+def load_weights(optimizer: Optimizer, weights: Weights) -> None:
+    """Set the weights alone."""
+    optimizer.set_weights(lambda spec, out: read_region(weights, "model", spec, out))

@@ -24,6 +24,8 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
         yield f"resumed from {source.checkpoint.path} at {at}"
         for change in changes.told:
             yield f"changed since: {change}"
+    if source.weights is not None:
+        yield f"begins with the weights of {source.weights.path}"
 
 
 def banner(run: Run) -> str:

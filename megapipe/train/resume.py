@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.config import Config
+from megapipe.convert.folder import HuggingFaceFolder, read_model
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.train import checkpoint_io
+from megapipe.train.checkpoint_io import Weights
+from megapipe.train.located import located
 
 if TYPE_CHECKING:
     from megapipe.train.step import TrainStep
@@ -29,6 +34,8 @@ class Source:
     """None: initial weights."""
     is_own: bool = False
     """The checkpoint is of this very run."""
+    weights: Weights | None = None
+    """Of which nothing but the weights is taken; then there is no `checkpoint`."""
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints were passed over."""
 
@@ -39,27 +46,57 @@ def choose(config: Config, checkpoints: Path, mesh: ParallelMesh) -> Source:
     Damaged ones are passed over; ``checkpoint.load`` must be intact. Raises
     :class:`CheckpointError` or :class:`ConfigError` on every rank, as ``run.resume`` demands.
     """
-    source = Source()
-    damaged: set[Path] = set()
-    while (path := _newest(checkpoints, damaged, source.skipped, mesh)) is not None:
-        if config.run.resume == "never":
+    if config.run.resume == "never":
+        path = _newest(checkpoints, set(), [], mesh)
+        if path is not None:
             raise ConfigError(
                 f"{checkpoints.parent} already has the checkpoint {path.name}, and run.resume is "
                 "never; choose another run.name"
             )
-        checkpoint, problem = _verified(path, mesh)
-        if checkpoint is not None:
-            return Source(checkpoint, True, source.skipped)
-        source.skipped.append(problem)
-        damaged.add(path)
-    if damaged or config.run.resume == "must":
-        reasons = f": {'; '.join(source.skipped)}" if source.skipped else ""
+    found = _newest_intact(checkpoints, mesh)
+    if found.checkpoint is not None:
+        return Source(found.checkpoint, is_own=True, skipped=found.skipped)
+    if found.damaged or config.run.resume == "must":
+        reasons = f": {'; '.join(found.skipped)}" if found.skipped else ""
         raise CheckpointError(f"{checkpoints}: no checkpoint to resume from{reasons}")
+    source = Source(skipped=found.skipped)
     if config.checkpoint.load is not None:
-        source.checkpoint, problem = _verified(Path(config.checkpoint.load), mesh)
-        if source.checkpoint is None:
-            raise CheckpointError(f"checkpoint.load: {problem}")
+        try:
+            _begin_from(config, source, mesh)
+        except (CheckpointError, ConfigError) as error:
+            raise type(error)(f"checkpoint.load: {error}") from None
     return source
+
+
+def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
+    """Set what ``checkpoint.load`` names, which rank 0 looks up, as the start of a run."""
+    text, error = "", None
+    if mesh.rank == 0:
+        try:
+            text = " ".join(map(str, located(str(config.checkpoint.load), Path(config.run.folder))))
+        except MegapipeError as raised:
+            error = raised
+    all_or_none(mesh, error)
+    kind, _, name = mesh.share(text).partition(" ")
+    path = Path(name)
+    if kind == "hugging_face":
+        source.weights = _opened(path, mesh)
+        return
+    if kind == "checkpoint":
+        checkpoint, problem = _verified(path, mesh)
+        if checkpoint is None:
+            raise CheckpointError(problem)
+    else:
+        found = _newest_intact(path, mesh)
+        source.skipped += found.skipped
+        if found.checkpoint is None:
+            raise CheckpointError(f"{path}: no checkpoint is intact: {'; '.join(found.skipped)}")
+        checkpoint = found.checkpoint
+    has_state = any(not entry.startswith("model/") for entry in checkpoint.names())
+    if config.checkpoint.load_only == "all" and has_state:
+        source.checkpoint = checkpoint
+    else:
+        source.weights = checkpoint
 
 
 def find(path: Path, mesh: ParallelMesh) -> Checkpoint:
@@ -116,6 +153,40 @@ def load(checkpoint: Checkpoint, config: Config, step: TrainStep, mesh: Parallel
     all_or_none(mesh, error)
 
 
+def load_weights(weights: Weights, step: TrainStep, mesh: ParallelMesh) -> None:
+    """Set the weights alone. Raises on every rank if they do not fit."""
+    error = None
+    try:
+        weights.match({f"model/{name}": s for name, s in step.layout.model.shapes().items()})
+        checkpoint_io.load_weights(step.optimizer, weights)
+    except MegapipeError as problem:
+        error = problem
+    all_or_none(mesh, error)
+
+
+class _Newest(NamedTuple):
+    """The newest checkpoint that is intact, and those that are not."""
+
+    checkpoint: Checkpoint | None
+    skipped: list[str]
+    """Why newer ones were passed over."""
+    damaged: bool
+    """Some of these could be opened, but have other bytes than were written."""
+
+
+def _newest_intact(folder: Path, mesh: ParallelMesh) -> _Newest:
+    """The newest checkpoint in `folder` whose files are as they were written."""
+    skipped: list[str] = []
+    damaged: set[Path] = set()
+    while (path := _newest(folder, damaged, skipped, mesh)) is not None:
+        checkpoint, problem = _verified(path, mesh)
+        if checkpoint is not None:
+            return _Newest(checkpoint, skipped, bool(damaged))
+        skipped.append(problem)
+        damaged.add(path)
+    return _Newest(None, skipped, bool(damaged))
+
+
 def _newest(
     checkpoints: Path, damaged: set[Path], skipped: list[str], mesh: ParallelMesh
 ) -> Path | None:
@@ -144,3 +215,24 @@ def _verified(path: Path, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
         error = str(problem)
     first = mesh.agree(error)
     return (checkpoint, "") if first is None else (None, first)
+
+
+def _opened(path: Path, mesh: ParallelMesh) -> HuggingFaceFolder:
+    """A folder of Hugging Face's, whose config rank 0 reads; raises on every rank."""
+    text, folder, error = "", None, None
+    try:
+        if mesh.rank == 0:
+            model_type, model = read_model(path)
+            text = f"{model_type} {model.model_dump_json()}"
+    except MegapipeError as problem:
+        error = problem
+    all_or_none(mesh, error)
+    model_type, _, fields = mesh.share(text).partition(" ")
+    try:
+        model = ModelConfig.model_validate_json(fields)
+        folder = HuggingFaceFolder.of(path, model_type, model)
+    except MegapipeError as problem:
+        error = problem
+    all_or_none(mesh, error)
+    assert folder is not None
+    return folder

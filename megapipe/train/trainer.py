@@ -31,7 +31,7 @@ from megapipe.train.corpus import change_of_corpus, name_of, prepare_on_all
 from megapipe.train.garbage import Garbage
 from megapipe.train.kernels import agreed_kernels
 from megapipe.train.opening import opening
-from megapipe.train.resume import check_end, choose, load
+from megapipe.train.resume import check_end, choose, load, load_weights
 from megapipe.train.step import Position, TrainStep
 from megapipe.train.totals import Wishes
 
@@ -91,6 +91,8 @@ class Trainer:
             skipped = self.first_step - self.train_step.optimizer.count
             if self.source.is_own:
                 self.run_id = self.source.checkpoint.manifest.run_id
+        elif self.source.weights is not None:
+            load_weights(self.source.weights, self.train_step, mesh)
         resumed_at = self.first_step if self.source.is_own else None
         clock = Clock(60 * config.checkpoint.every_minutes)
         self.saving = Saving(checkpoints, clock, run_id=self.run_id, corpus=corpus)
@@ -120,7 +122,9 @@ class Trainer:
 
     def _changes(self, corpus: Change | None) -> Changes:
         """Changes since the checkpoint; raises for what cannot go on."""
-        checkpoint = self.source.checkpoint
+        checkpoint, weights = self.source.checkpoint, self.source.weights
+        if weights is not None:
+            changes.check_weights(weights.path, weights.config, self.config)
         if checkpoint is None:
             return Changes()
         return changes.check(checkpoint, self.config, own=self.source.is_own, corpus=corpus)

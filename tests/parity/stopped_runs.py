@@ -115,7 +115,8 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
         )
         if this.clocks:
             trainer.saving.clock = this.clocks[world.rank]()
-        outcome["loaded"] = list(local_copies(trainer.train_step)) if trainer.first_step else None
+        loaded = trainer.first_step or trainer.source.weights is not None
+        outcome["loaded"] = list(local_copies(trainer.train_step)) if loaded else None
         rows = trainer.training.rows
 
         def rows_and_note(samples: Sequence[int]) -> Any:

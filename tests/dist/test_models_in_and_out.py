@@ -1,0 +1,216 @@
+"""Runs that begin from folders of Hugging Face's and from weights, and exports of any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from megapipe.checkpoint import Checkpoint
+from megapipe.checkpoint.find import find_checkpoint
+from megapipe.cli import parse
+from megapipe.convert import HuggingFaceFolder, export
+from megapipe.convert.commands import main
+from megapipe.data.tokenizer import load_tokenizer
+from megapipe.distributed.mesh import Grid
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.launch.signals import StopRequest
+from megapipe.layout.resolve import resolve
+from megapipe.testing import World, run_world
+from megapipe.train.trainer import Trainer
+from tests.parity.converted import write_checkpoint
+from tests.parity.jobs import arguments, run_launched, tiny
+from tests.parity.reference import init_random
+from tests.parity.stopped_runs import (
+    BASE,
+    STEPS,
+    TP,
+    Play,
+    checkpoint,
+    play_all,
+    run,
+    save_as_loaded,
+)
+from tests.unit.model.transformers_models import model_of
+
+pytestmark = pytest.mark.full
+
+LAYOUT = {"parallel.dp": "2", "parallel.tp": "2", "parallel.pp": "2"}
+BATCH = 8
+
+
+def write_folder(folder: Path, case: str, **changes: Any) -> dict[str, str]:
+    """``folder/hf`` with random weights; settings of a run of the model that begins from it."""
+    model = model_of(case).model_copy(
+        update={"dtype": "fp32", "vocab_size": 257, "layers": 4, **changes}
+    )
+    params = init_random(model, seed=5, dtype=torch.float32)
+    export(write_checkpoint(folder / "source", model, params), folder / "hf", shard_bytes=40_000)
+    return {
+        key: str(value)
+        for key, value in HuggingFaceFolder.open(folder / "hf").config.items()
+        if value is not None
+    } | {"checkpoint.load": str(folder / "hf")}
+
+
+def first_loss(world: World, argv: list[str]) -> tuple[float, list[np.ndarray[Any, Any]]]:
+    """The loss of a run's first step, and tokens, labels and mask of its batch."""
+    tokenizer = load_tokenizer("byte")
+    config, layout = resolve(parse(argv).config, world.size, tokenizer.vocab_size)
+    mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
+    with StopRequest() as stop:
+        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
+    batch = trainer.training.rows(range(BATCH))
+    results = trainer.train_step.train(0, trainer.training.rows) or trainer.train_step.settle()
+    trainer.close()
+    assert trainer.first_step == 0
+    return results[0].loss, [tensor.numpy() for tensor in batch]
+
+
+def test_a_run_from_a_folder_has_the_loss_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The two commands of docs/models.md, at tp 2: 257 tokens are padded."""
+    write_folder(tmp_path, "llama_gqa")
+    assert main(["inspect", str(tmp_path / "hf"), "--config"]) == 0
+    (tmp_path / "model.yaml").write_text(capsys.readouterr().out)
+    given = {k: v for k, v in {**tiny(tmp_path), **BASE}.items() if not k.startswith("model.")}
+    argv = [str(tmp_path / "model.yaml"), *arguments(given), "data.tokenizer=byte"]
+    ranks = run_world(2, first_loss, [*argv, "parallel.tp=2"])
+    loss, (tokens, labels, mask) = ranks[0]
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        logits = hf(torch.from_numpy(tokens)).logits.double()
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(labels).flatten(), reduction="none"
+    )
+    expected = losses[torch.from_numpy(mask).flatten().bool()].mean().item()
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert [rank[0] for rank in ranks] == [loss, loss]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_checkpoints_of_any_layout_export_to_the_same_bytes(tmp_path: Path) -> None:
+    """A step of one process, saved again by dp 2 x tp 2 x pp 2."""
+    run(tmp_path, Play("one", {"train.stop_after": "1"}), world=1)
+    source = checkpoint(tmp_path, "one", 1)
+    settings = {**tiny(tmp_path), **BASE, **LAYOUT}
+    again = run_world(8, save_as_loaded, settings, str(source), str(tmp_path / "again"))
+    layouts = []
+    for path, name in ((source, "a"), (Path(again[0]), "b")):
+        opened = Checkpoint.open(path)
+        layouts.append(opened.manifest.layout)
+        export(opened, tmp_path / name, shard_bytes=30_000)
+    assert layouts[1] == {"pp": 2, "dp": 2, "cp": 1, "tp": 2, "chunks": 1} != layouts[0]
+    assert len(files_of(tmp_path / "a")) > 6
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+
+
+@pytest.mark.parametrize("case", ["gpt2", "qwen2"])
+def test_each_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
+    """Afterwards the run goes on from a checkpoint of its own."""
+    model = write_folder(tmp_path, case)
+    begun, went_on = run(
+        tmp_path,
+        Play("run", {**model, **TP, "train.stop_after": "1"}),
+        Play("run", {**model, **TP, "train.stop_after": "2"}),
+    )
+    folder = HuggingFaceFolder.open(tmp_path / "hf")
+    for rank in begun:
+        assert rank["error"] is None
+        assert rank["loaded"]
+        for name, region, values in rank["loaded"]:
+            assert np.array_equal(values, folder.read(f"model/{name}", region).numpy()), name
+    samples = set().union(*(rank.get("samples", set()) for rank in begun))
+    assert samples == set(range(8)), "from the first sample on"
+    assert [rank["first_step"] for rank in went_on] == [1] * 4
+    assert began_with(tmp_path, "run") == str(tmp_path / "hf")
+
+
+def began_with(folder: Path, name: str) -> str:
+    lines = (folder / "runs" / name / "log.jsonl").read_text().splitlines()
+    notes = [x["text"] for x in map(json.loads, lines) if x["kind"] == "note"]
+    (found,) = (x for x in notes if x.startswith("begins with the weights of "))
+    return str(found).removeprefix("begins with the weights of ")
+
+
+def test_weights_of_another_run(tmp_path: Path) -> None:
+    """With another update rule and another order of the data; by its folder, and as the latest."""
+    old = {"optimizer.rule": "lion", "train.stop_after": "2"}
+    weights = {"checkpoint.load_only": "weights", "run.seed": "99"}
+    named = {**weights, "checkpoint.load": str(tmp_path / "runs/old")}
+    latest = {**weights, "checkpoint.load": "latest"}
+    wrong = {**named, "checkpoint.load_only": "all"}
+    outcomes = run(
+        tmp_path,
+        Play("old", old),
+        Play("named", {**named, "train.stop_after": "1"}),
+        Play("latest", {**latest, "parallel.tp": "2", "parallel.dp": "1"}),
+        Play("again", {"checkpoint.load": "latest", "run.seed": "99"}),
+        Play("refused", {**wrong}),
+        Play("deeper", {**named, "model.layers": "5", "model.norm": "rmsnorm"}),
+        world=2,
+    )
+    old_run, by_name, by_latest, again, refused, deeper = (ranks[0] for ranks in outcomes)
+    assert old_run["error"] is by_name["error"] is by_latest["error"] is None
+    source = Checkpoint.open(checkpoint(tmp_path, "old", 2))
+    saved = find_checkpoint(tmp_path / "runs/named")
+    for outcome, opened in ((by_name, source), (by_latest, saved)):
+        assert outcome["first_step"] == 0
+        assert 1 in outcome["steps"]
+        for name, region, values in outcome["loaded"]:
+            assert np.array_equal(values, opened.read(f"model/{name}", region).numpy()), name
+    assert sorted(by_latest["steps"]) == list(range(1, STEPS + 1))
+    assert min(by_latest["samples"]) == 0
+    assert again["error"][0] is ConfigError  # all of it: the latest is at its end
+    assert "leaves nothing to do" in again["error"][1]
+    assert refused["error"][0] is CheckpointError
+    assert "optimizer.rule=lion" in refused["error"][1]
+    assert deeper["error"][0] is CheckpointError
+    for words in ("model.layers is 5, there 4", "model.norm is rmsnorm, there layernorm"):
+        assert words in deeper["error"][1]
+
+
+Wrong = tuple[Mapping[str, str], type[Exception], str]
+
+
+def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """The same line on every rank."""
+    given = write_folder(tmp_path, "llama")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "opt").mkdir()
+    (tmp_path / "opt/config.json").write_text('{"model_type": "opt"}')
+    (tmp_path / "cut").mkdir()
+    for path in sorted((tmp_path / "hf").iterdir()):
+        if "-00002-of-" not in path.name:
+            (tmp_path / "cut" / path.name).write_bytes(path.read_bytes())
+    cases: list[Wrong] = [
+        ({"model.ffn_hidden": "48"}, CheckpointError, "ffn_hidden is 48, there 40; megapipe con"),
+        ({"checkpoint.load": "latest"}, CheckpointError, "checkpoint.load: latest: no run in"),
+        ({"checkpoint.load": str(tmp_path / "none")}, CheckpointError, "is neither a checkpoint"),
+        ({"checkpoint.load": str(tmp_path / "opt")}, ConfigError, "model_type 'opt' is not"),
+        (
+            {"checkpoint.load": str(tmp_path / "cut")},
+            CheckpointError,
+            "model-00002-of-00004.safetensors is missing",
+        ),
+    ]
+    plays = [Play("bad", {**given, **wrong}) for wrong, *_ in cases]
+    settings = {**tiny(tmp_path), **BASE}
+    first, second = run_world(2, play_all, settings, plays)
+    assert [x["error"] for x in first] == [x["error"] for x in second]
+    for outcome, (_, kind, words) in zip(first, cases, strict=True):
+        assert outcome["error"][0] is kind
+        assert words in outcome["error"][1], outcome["error"]
+    wrong = arguments({**settings, **given, "checkpoint.load": str(tmp_path / "cut")})
+    run_launched(tmp_path, 2, *wrong).assert_one_line(5, "checkpoint.load", "is missing")

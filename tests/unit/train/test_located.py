@@ -1,0 +1,61 @@
+"""What checkpoint.load may name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.errors import CheckpointError
+from megapipe.train.located import located
+
+
+def make_run(folder: Path, *steps: int, seconds: float) -> Path:
+    for step in steps:
+        path = folder / f"checkpoints/step-{step:08d}"
+        path.mkdir(parents=True)
+        (path / MANIFEST).touch()
+        os.utime(path / MANIFEST, (seconds, seconds))
+    return folder
+
+
+def test_folders_of_each_kind(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 3, seconds=1)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").touch()
+    for name, kind, path in (
+        ("run/checkpoints/step-00000003", "checkpoint", run / "checkpoints/step-00000003"),
+        ("run", "checkpoints", run / "checkpoints"),
+        ("run/checkpoints", "checkpoints", run / "checkpoints"),
+        ("hf", "hugging_face", tmp_path / "hf"),
+    ):
+        assert located(str(tmp_path / name), tmp_path) == (kind, path)
+
+
+def test_the_latest_is_of_the_run_that_saved_last_not_of_the_highest_step(tmp_path: Path) -> None:
+    make_run(tmp_path / "long", 900, 1000, seconds=50)
+    make_run(tmp_path / "short", 1, 2, seconds=60)
+    make_run(tmp_path / "old", 7, seconds=40)
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    (tmp_path / "cut/checkpoints/step-00000009").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    assert located("latest", tmp_path) == ("checkpoints", tmp_path / "short/checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("latest", "latest: no run in .* has a checkpoint"),
+        ("./gone", r"\./gone: no such folder; expected a checkpoint, a run folder, .*, or latest"),
+        (".", r"\. is neither a checkpoint \(manifest.json\), nor a run folder"),
+        (__file__, "no such folder"),
+    ],
+)
+def test_what_is_none_of_them(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=words):
+        located(name, tmp_path / "runs")
