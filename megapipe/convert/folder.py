@@ -53,14 +53,12 @@ class HuggingFaceFolder:
             CheckpointError: a file is missing or damaged; a tensor is missing, unexpected, or of
                 another shape or type; tied embeddings differ.
         """
-        config = read_config(path)
-        try:
-            model = config_from_hf(config)
-        except ConfigError as error:
-            raise ConfigError(f"{path / CONFIG}: {error}") from None
-        except (ArithmeticError, LookupError, TypeError, AttributeError) as error:  # 0 heads, say
-            raise ConfigError(f"{path / CONFIG} describes no model: {one_line(error)}") from error
-        return cls(path, TABLE[config.model_type], model, TensorFiles.open(path))
+        return cls.of(path, *read_model(path))
+
+    @classmethod
+    def of(cls, path: Path, model_type: str, model: ModelConfig) -> HuggingFaceFolder:
+        """As :meth:`open`, where somebody has read the config: its class and what it describes."""
+        return cls(path, TABLE[model_type], model, TensorFiles.open(path))
 
     @property
     def config(self) -> Mapping[str, JsonValue]:
@@ -167,13 +165,24 @@ class HuggingFaceFolder:
         return next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == widest)
 
 
-def read_config(path: Path) -> Any:
-    """The config of a folder, of its class in transformers.
+def read_model(path: Path) -> tuple[str, ModelConfig]:
+    """The class, by its ``model_type``, and the model that the config of a folder describes.
 
     Raises:
-        ConfigError: a family that is not supported, or a config that its class refuses.
-        CheckpointError: there is none.
+        ConfigError: another family, or a value that cannot be expressed here.
+        CheckpointError: there is no config.
     """
+    config = _read_config(path)
+    try:
+        return config.model_type, config_from_hf(config)
+    except ConfigError as error:
+        raise ConfigError(f"{path / CONFIG}: {error}") from None
+    except (ArithmeticError, LookupError, TypeError, AttributeError) as error:  # 0 heads, say
+        raise ConfigError(f"{path / CONFIG} describes no model: {one_line(error)}") from error
+
+
+def _read_config(path: Path) -> Any:
+    """The config of a folder, of its class in transformers."""
     content = read_json(path / CONFIG)
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in TABLE:
