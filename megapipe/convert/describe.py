@@ -53,7 +53,7 @@ def lines_of_files(files: TensorFiles) -> Iterator[str]:
 def lines_of_folder(folder: HuggingFaceFolder) -> Iterator[str]:
     """The family and the sizes of a model of Hugging Face's."""
     row, model = folder.row, folder.model
-    yield f"{folder.path}: {row.model_type} ({row.classes}{row.head})"
+    yield f"{folder.path}: {row.model_type} ({row.model_class})"
     yield from lines_of_files(folder.files)
     yield _sizes(model, sum(prod(shape) for shape in folder.shapes().values()))
 

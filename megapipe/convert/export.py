@@ -75,7 +75,7 @@ def export(
     config = config_to_hf(
         model.model_copy(update={"dtype": dtype}),
         row.model_type,
-        architectures=[row.classes + row.head],
+        architectures=[row.model_class],
         **end,
     )
     named = [

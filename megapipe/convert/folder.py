@@ -193,6 +193,6 @@ def _read_config(path: Path) -> Any:
     import transformers
 
     try:
-        return getattr(transformers, f"{TABLE[model_type].classes}Config").from_dict(content)
+        return getattr(transformers, TABLE[model_type].config_class).from_dict(content)
     except Exception as error:  # whatever the class makes of its values
         raise ConfigError(f"{path / CONFIG}: {one_line(error)}") from error
