@@ -118,6 +118,21 @@ class DataConfig(Section):
     megatron: Megatron-LM's document, sample and shuffle index, and its order of a mixture, for as
     many samples as `train.steps` take: the same samples in the same order for the same seed. The
     indices are kept in `cache`."""
+    fim_rate: float = Field(0.0, ge=0, le=1)
+    """Share of the documents that are rearranged to prefix, suffix and middle, so that a model
+    learns to fill in the middle (Bavarian et al., 2207.14255): of what a sample has of a document,
+    cut at two of its tokens at random. It follows from `run.seed` and the number of the sample. For
+    samples stateless and packed, of texts and token files that are trained on; what is held out
+    stays as it is."""
+    fim_spm_rate: float = Field(0.5, ge=0, le=1)
+    """Share of those that are in the order suffix, prefix, middle."""
+    fim_tokens: Annotated[
+        list[str] | None,
+        Expected("three names: [<fim_prefix>, <fim_suffix>, <fim_middle>]"),
+        Field(min_length=3, max_length=3),
+    ] = None
+    """Names of the tokens that come before prefix, suffix and middle: [<fim_prefix>, <fim_suffix>,
+    <fim_middle>]. The tokenizer has to have them."""
     mask_document_ends: bool = False
     """Leave the prediction of end-of-document marks out of the loss."""
     document_mask: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +10,13 @@ from typing import NamedTuple
 from megapipe.config import Config
 from megapipe.data.batch import Batches, Mixing, Source
 from megapipe.data.dataset import Corpus, Dataset, Split, Stream, TokenDataset
+from megapipe.data.fill_in_the_middle import (
+    MARKS,
+    FillInTheMiddle,
+    PackedInTheMiddle,
+    WindowsInTheMiddle,
+    marks_of,
+)
 from megapipe.data.indices import (
     Blend,
     BlendSizes,
@@ -20,7 +27,7 @@ from megapipe.data.indices import (
 )
 from megapipe.data.mixture import Mixture, Recipe, weight_plan
 from megapipe.data.order import order
-from megapipe.data.packing import PackedDataset, open_packing
+from megapipe.data.packing import PackedDataset, Rule, open_packing
 from megapipe.data.sources import HeldOut, Sources
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import DataConfig
@@ -58,7 +65,7 @@ def build_batches(
         )
 
     def scored(held_out: HeldOut) -> HeldOutBatches:
-        dataset = _cut(held_out.part, config, tokenizer.eod, keep_last=True)
+        dataset = _cut(held_out.part, config, tokenizer.eod, keep_last=True, change=None)
         source = Source(dataset, partial(_once, 0, len(dataset)), held_out.name)
         return HeldOutBatches(held_out.name, held_out.split, batches([source]))
 
@@ -66,7 +73,11 @@ def build_batches(
     if config.data.samples == "megatron":
         training = batches(*_in_megatrons_order(config, parts))
     else:
-        cut = {name: _cut(p, config, tokenizer.eod, keep_last=False) for name, p in parts.items()}
+        change = _rearranging(config, tokenizer)
+        cut = {
+            name: _cut(part, config, tokenizer.eod, keep_last=False, change=change(name))
+            for name, part in parts.items()
+        }
         shuffled = [
             Source(dataset, partial(order, config.run.seed, len(dataset)), name)
             for name, dataset in cut.items()
@@ -81,17 +92,38 @@ def _trained_on(corpus: Corpus) -> Stream | Dataset:
     return part
 
 
-def _cut(part: Stream | Dataset, config: Config, eod: int, *, keep_last: bool) -> Dataset:
+def _rearranging(config: Config, tokenizer: Tokenizer) -> Callable[[str], FillInTheMiddle | None]:
+    """What rearranges the documents of a source, by its name; None where they stay as they are."""
+    data = config.data
+    if not data.fim_rate:
+        return lambda source: None
+    marks = marks_of(data, tokenizer)
+    rates, seed = (data.fim_rate, data.fim_spm_rate), config.run.seed
+    return lambda source: FillInTheMiddle(marks, tokenizer.eod, *rates, seed, source)
+
+
+def _cut(
+    part: Stream | Dataset,
+    config: Config,
+    eod: int,
+    *,
+    keep_last: bool,
+    change: FillInTheMiddle | None,
+) -> Dataset:
     if not isinstance(part, Stream):
         return part
     data, length = config.data, config.train.sequence_length
     if data.samples == "packed":
         _check_whole(part, data)
-        packing = open_packing(part, length, Path(data.cache))
-        return PackedDataset(part.file, packing, length, eod)
+        rule = Rule(length, spare=0 if change is None else MARKS)
+        packing = open_packing(part, rule, Path(data.cache))
+        if change is None:
+            return PackedDataset(part.file, packing, length, eod)
+        return PackedInTheMiddle(part.file, packing, length, eod, change)
     whole = part.positions == range(len(part.file.tokens))
     span = None if whole else part.positions
-    return TokenDataset(part.file, length, span, keep_last=keep_last)
+    windows = TokenDataset(part.file, length, span, keep_last=keep_last)
+    return windows if change is None else WindowsInTheMiddle(windows, change)
 
 
 def _check_whole(part: Stream, data: DataConfig) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.data.dataset import Corpus, Dataset, Split, Stream
+from megapipe.data.fill_in_the_middle import marks_of
 from megapipe.data.given import given_tokens, is_given
 from megapipe.data.own import is_own, own_data
 from megapipe.data.prepare import prepare
@@ -35,7 +36,8 @@ class Sources:
         training: those trained on, by name; their own held-out parts are validated on.
         validation: those of ``data.validation``, in the place of these parts.
         test: those of ``data.test``.
-        recipe: what else decides which tokens are trained on, and in which order.
+        recipe: what else decides which tokens are trained on, and in which order; empty if nothing
+            does.
     """
 
     training: Mapping[str, Corpus]
@@ -79,7 +81,7 @@ class Sources:
                     yield HeldOut(name, split, part)
 
     def _of_training(self, of: Callable[[Corpus], str]) -> str:
-        if ONLY in self.training:
+        if ONLY in self.training and not self.recipe:
             return of(self.training[ONLY])
         known = [self.recipe, *([name, of(corpus)] for name, corpus in self.training.items())]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
@@ -98,6 +100,8 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
     Raises :class:`DataError` for whatever is wrong with one.
     """
     data = config.data
+    if data.fim_rate:
+        marks_of(data, tokenizer)  # before texts are tokenized for nothing
     whole = data.model_copy(update={"validation_fraction": 0.0, "split": None})
     training: list[Split] = ["train"] if data.validation else ["train", "validation"]
 
@@ -120,10 +124,15 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
         {name: load(given, *training) for name, given in divided.sources.items()},
         named("validation", data.validation),
         named("test", data.test),
-        json.dumps(
-            [
-                {name: [m.weight, m.tokens, m.epochs] for name, m in data.mixture.items()},
-                data.temperature,
-            ]
-        ),
+        _recipe(data),
     )
+
+
+def _recipe(data: DataConfig) -> str:
+    known: list[object] = []
+    if data.mixture:
+        shares = {name: [m.weight, m.tokens, m.epochs] for name, m in data.mixture.items()}
+        known += [shares, data.temperature]
+    if data.fim_rate:
+        known += [data.fim_rate, data.fim_spm_rate, data.fim_tokens]
+    return json.dumps(known) if known else ""

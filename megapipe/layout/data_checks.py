@@ -29,6 +29,7 @@ def check_data(data: DataConfig) -> None:
         )
     if data.samples == "megatron":
         _check_megatrons(data)
+    _check_fim(data)
     sources = list(_sources(data))
     for key, source in sources:
         _check_source(data, key, source, alone=len(sources) == 1)
@@ -88,6 +89,28 @@ def _check_megatrons(data: DataConfig) -> None:
             )
 
 
+def _check_fim(data: DataConfig) -> None:
+    if not data.fim_rate:
+        for name in ("fim_tokens", "fim_spm_rate"):
+            value, default = getattr(data, name), DataConfig.model_fields[name].default
+            if value != default:
+                raise ConfigError(
+                    f"data.{name}={value} is for data.fim_rate above 0: expected "
+                    f"{'null' if default is None else default} without"
+                )
+        return
+    if data.samples not in ("stateless", "packed"):
+        raise ConfigError(
+            f"data.fim_rate={data.fim_rate}: expected data.samples=stateless or packed, not "
+            f"{data.samples}, or data.fim_rate=0"
+        )
+    if data.fim_tokens is None or len(set(data.fim_tokens)) < 3:
+        raise ConfigError(
+            f"data.fim_rate={data.fim_rate} needs data.fim_tokens: expected the names of three "
+            "tokens, as in [<fim_prefix>, <fim_suffix>, <fim_middle>]"
+        )
+
+
 def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> None:
     """Of keys that are for sources of one kind, those that `source` has no use for are refused;
     keys that another source may use, only if it is alone."""
@@ -95,7 +118,11 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
     refused: Sequence[str] = ()
     if own.is_own(source):
         own.load(source, ConfigError)
-        what, unused, refused = "a data set of your own", own.CORPUS_KEYS, ("split", "samples")
+        what, unused, refused = (
+            "a data set of your own",
+            (*own.CORPUS_KEYS, "fim_rate"),
+            ("split", "samples"),
+        )
     elif given.is_given(source):
         what, unused = "a token file", given.TEXT_KEYS
         if data.samples != "stateless":  # which are made from indices that are kept

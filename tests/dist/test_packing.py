@@ -13,7 +13,7 @@ from torch import Tensor
 from megapipe.config import Config
 from megapipe.data.batch import Batches, Source
 from megapipe.data.dataset import Stream
-from megapipe.data.packing import PackedDataset, open_packing
+from megapipe.data.packing import PackedDataset, Rule, open_packing
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.distributed.mesh import Grid
@@ -60,7 +60,7 @@ def settings(case: dict[str, Any]) -> Config:
 
 def batches(prefix: Path) -> Batches:
     file = TokenFile(prefix)
-    packing = open_packing(Stream.of(file), L, prefix.parent / "cache")
+    packing = open_packing(Stream.of(file), Rule(L), prefix.parent / "cache")
     dataset = PackedDataset(file, packing, L, END)
     assert len(dataset) <= 9
     source = Source(dataset, lambda draw: draw if draw < len(dataset) else None)

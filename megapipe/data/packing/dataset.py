@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megapipe.data.dataset import Sample
 from megapipe.data.packing.index import Packing
@@ -44,22 +46,26 @@ class PackedDataset:
 
     def labelled(self, index: int) -> Sample:
         """Sample `index`. Raises IndexError if it is not in 0 .. len-1."""
-        starts, lengths = self._pieces(index)
+        pieces = self.pieces(index)
         tokens, labels = (
             np.full(self.sequence_length, self.padding, dtype=np.int64) for _ in range(2)
         )
-        documents = np.full(self.sequence_length, len(starts), dtype=np.int64)
+        documents = np.full(self.sequence_length, len(pieces), dtype=np.int64)
         at = 0
-        for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            window = self.file.tokens[start : start + length + 1]
-            here = slice(at, at + length)
-            tokens[here], labels[here], documents[here] = window[:-1], window[1:], number
-            at += length
+        for number, piece in enumerate(pieces):
+            here = slice(at, at + len(piece) - 1)
+            tokens[here], labels[here], documents[here] = piece[:-1], piece[1:], number
+            at = here.stop
         mask = np.arange(self.sequence_length) < at
         return Sample(tokens, labels, mask, documents)
 
+    def pieces(self, index: int) -> list[npt.NDArray[Any]]:
+        """The pieces of a sample, n+1 tokens each for n positions."""
+        found = zip(*self._places(index), strict=True)
+        return [self.file.tokens[start : start + length + 1] for start, length in found]
+
     def place(self, index: int, at: int, *, label: bool) -> str:
-        starts, lengths = self._pieces(index)
+        starts, lengths = self._places(index)
         ends = np.cumsum(lengths).tolist()
         piece = bisect.bisect_right(ends, at)
         if piece == len(starts):
@@ -67,7 +73,7 @@ class PackedDataset:
         position = starts[piece] + at - (ends[piece] - lengths[piece]) + label
         return f"position {position} of {self.file.path}"
 
-    def _pieces(self, index: int) -> tuple[list[int], list[int]]:
+    def _places(self, index: int) -> tuple[list[int], list[int]]:
         """Starts and lengths of the pieces of a sample."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")

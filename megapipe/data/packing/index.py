@@ -36,21 +36,37 @@ class Packing(NamedTuple):
     """[P] int32: its positions, 1 to L."""
 
 
-def open_packing(stream: Stream, length: int, cache: Path) -> Packing:
-    """How the documents of a stream are packed into samples of L = `length` positions, computed by
-    one of the processes that share `cache`.
+class Rule(NamedTuple):
+    """How documents become pieces of samples of L = `length` positions.
 
-    Documents are packed 4 million at a time, in their order. One of n tokens has n - 1 positions;
-    where that is more than L, it is cut into pieces of L and a rest. One of a single token has
-    none. The arrays take 12 bytes a piece and 8 a sample.
-
-    Raises:
-        DataError: there is nothing to pack, the token file is damaged, the cache cannot be written,
-            or what is there is damaged.
+    A document of n tokens has n - 1 positions; where that is more than L - `spare`, it is cut into
+    pieces of so many and a rest. One of a single token has none.
     """
 
+    length: int
+    spare: int = 0
+    """Positions that are left free for each piece."""
+
+
+def open_packing(stream: Stream, rule: Rule, cache: Path) -> Packing:
+    """How the documents of a stream are packed into samples, computed by one of the processes that
+    share `cache`.
+
+    Documents are packed 4 million at a time, in their order. The arrays take 12 bytes a piece and 8
+    a sample.
+
+    Raises:
+        DataError: there is nothing to pack, a sample has no room for more than what is spare, the
+            token file is damaged, the cache cannot be written, or what is there is damaged.
+    """
+    if rule.length <= rule.spare:
+        raise DataError(
+            f"train.sequence_length={rule.length}: expected more than the {rule.spare} positions "
+            "that are left free for each document"
+        )
+
     def compute(save: Save) -> None:
-        found = _pack(stream, length)
+        found = _pack(stream, rule)
         if not len(found.starts):
             raise DataError(
                 f"{stream.file.path} has no document of 2 tokens or more to pack: use more text"
@@ -58,7 +74,7 @@ def open_packing(stream: Stream, length: int, cache: Path) -> Packing:
         for name, array in found._asdict().items():
             save(name, array)
 
-    folder = cache / f"packing-{_digest(stream, length)}"
+    folder = cache / f"packing-{_digest(stream, rule)}"
     forms = {"samples": ((None,), "<i8"), "starts": ((None,), "<i8"), "lengths": ((None,), "<i4")}
     found = Packing(**mapped_arrays(folder, forms, compute))
     if found.samples[-1] != len(found.starts) or len(found.starts) != len(found.lengths):
@@ -66,14 +82,14 @@ def open_packing(stream: Stream, length: int, cache: Path) -> Packing:
     return found
 
 
-def _pack(stream: Stream, length: int) -> Packing:
+def _pack(stream: Stream, rule: Rule) -> Packing:
     samples, pieces = [np.zeros(1, np.int64)], 0
     starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
     for first, positions in _documents(stream):
-        some, sizes = _pieces(first, positions, length)
+        some, sizes = _pieces(first, positions, rule.length - rule.spare)
         if not len(some):
             continue
-        sample_of = best_fit(sizes, length)
+        sample_of = best_fit(sizes + rule.spare, rule.length)
         order = np.argsort(sample_of, kind="stable")
         starts.append(some[order])
         lengths.append(sizes[order].astype(np.int32))
@@ -100,12 +116,12 @@ def _pieces(first: Numbers, positions: Numbers, length: int) -> tuple[Numbers, N
     return starts, np.minimum(np.repeat(positions, counts) - number * length, length)
 
 
-def _digest(stream: Stream, length: int) -> str:
+def _digest(stream: Stream, rule: Rule) -> str:
     """Of what decides the packing: the lengths of the documents, by their ends at some places."""
     boundaries = stream.file.documents
     chosen = np.unique(np.linspace(0, len(boundaries) - 1, _PROBES).astype(np.int64))
     ends = stream.file.starts(boundaries[chosen]).tolist()
     place = [stream.sequences.start, stream.sequences.stop]
-    known = [_FORMAT, length, *place, len(boundaries), len(stream.file.lengths), ends]
+    known = [_FORMAT, *rule, *place, len(boundaries), len(stream.file.lengths), ends]
     known += [str(stream.file.path.resolve()), stream.file.index_path.stat().st_mtime_ns]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]

@@ -1,7 +1,8 @@
 """Bytes as tokens."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -14,6 +15,7 @@ class ByteTokenizer:
     vocab_size = 257
     eod = 256
     digest = hashlib.sha256(b"byte 257").hexdigest()
+    added_tokens: Mapping[str, int] = MappingProxyType({})
 
     def encode(self, text: str) -> TokenIds:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)

@@ -35,6 +35,7 @@ class FastTokenizer:
         self.backend = backend
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.eod = _end_of_document(declared, vocab, name)
+        self.added_tokens = _added(backend.get_added_tokens_decoder())
         backend.no_truncation()
         backend.no_padding()
         self.digest = hashlib.sha256(f"{self.eod} {backend.to_str()}".encode()).hexdigest()
@@ -72,6 +73,7 @@ class SlowTokenizer:
         self.tokenizer = tokenizer
         self.vocab_size = max(vocab.values()) + 1
         self.eod = _end_of_document(_declared(tokenizer), vocab, name)
+        self.added_tokens = _added(tokenizer.added_tokens_decoder)
         self.digest = _digest(tokenizer, vocab, self.eod)
 
     def encode(self, text: str) -> TokenIds:
@@ -104,6 +106,10 @@ def of_transformers(tokenizer: Any, name: str) -> FastTokenizer | SlowTokenizer:
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     return FastTokenizer(backend, name, _declared(tokenizer))
+
+
+def _added(tokens: dict[int, Any]) -> dict[str, int]:
+    return {token.content: number for number, token in sorted(tokens.items())}
 
 
 def _declared(tokenizer: Any) -> tuple[int | None, int | None]:

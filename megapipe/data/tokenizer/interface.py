@@ -1,6 +1,6 @@
 """What the package needs of a tokenizer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,10 @@ class Tokenizer(Protocol):
     @property
     def digest(self) -> str:
         """Hex digest of all that decides which ids a text gets."""
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Ids of tokens by names such as ``<|im_end|>``, beside those that texts are made of."""
 
     def encode(self, text: str) -> TokenIds:
         """Ids of a text [n], without marks at its ends."""

@@ -20,7 +20,9 @@ class TiktokenTokenizer:
         self.encoding = encoding
         self.vocab_size: int = encoding.n_vocab
         self.eod: int = encoding.eot_token
-        self._special = frozenset(map(encoding.encode_single_token, encoding.special_tokens_set))
+        special = sorted(encoding.special_tokens_set)
+        self.added_tokens = {name: int(encoding.encode_single_token(name)) for name in special}
+        self._special = frozenset(self.added_tokens.values())
         ranks = hashlib.sha256(f"{self.eod} {encoding._pat_str}".encode())
         for token, rank in sorted(encoding._mergeable_ranks.items()):
             ranks.update(token + b" %d " % rank)

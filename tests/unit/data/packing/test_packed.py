@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megapipe.data.dataset import Stream
-from megapipe.data.packing import PackedDataset, index, open_packing
+from megapipe.data.packing import PackedDataset, Rule, index, open_packing
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.errors import DataError
@@ -29,7 +29,7 @@ def write(prefix: Path, lengths: tuple[int, ...] = LENGTHS) -> TokenFile:
 
 def dataset(folder: Path, sequences: range | None = None, length: int = L) -> PackedDataset:
     file = write(folder / "x")
-    packing = open_packing(Stream.of(file, sequences), length, folder / "cache")
+    packing = open_packing(Stream.of(file, sequences), Rule(length), folder / "cache")
     return PackedDataset(file, packing, length, EOD)
 
 
@@ -113,15 +113,15 @@ def test_it_is_made_once_and_checked(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "cache").iterdir()
     made = folder.stat().st_mtime_ns
     stream = Stream.of(TokenFile(tmp_path / "x"))
-    again = open_packing(stream, L, tmp_path / "cache")
+    again = open_packing(stream, Rule(L), tmp_path / "cache")
     assert all((a == b).all() for a, b in zip(first, again, strict=True))
     assert folder.stat().st_mtime_ns == made
     np.save(folder / "starts.npy", np.zeros(3, "<i8"))
     with pytest.raises(DataError, match="is damaged: remove it to have it made again"):
-        open_packing(stream, L, tmp_path / "cache")
+        open_packing(stream, Rule(L), tmp_path / "cache")
     np.save(folder / "starts.npy", np.zeros(3, "<i4"))
     with pytest.raises(DataError, match=r"starts.npy has shape \(3,\) of int32, not"):
-        open_packing(stream, L, tmp_path / "cache")
+        open_packing(stream, Rule(L), tmp_path / "cache")
 
 
 def test_another_file_of_that_name_is_packed_anew(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_another_file_of_that_name_is_packed_anew(tmp_path: Path) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"x.{suffix}").unlink()
     file = write(tmp_path / "x", (5, 5))
-    packing = open_packing(Stream.of(file), L, tmp_path / "cache")
+    packing = open_packing(Stream.of(file), Rule(L), tmp_path / "cache")
     assert packing.lengths.tolist() == [4, 4]
 
 
@@ -137,5 +137,5 @@ def test_another_file_of_that_name_is_packed_anew(tmp_path: Path) -> None:
 def test_nothing_to_pack(tmp_path: Path, lengths: tuple[int, ...]) -> None:
     file = write(tmp_path / "x", lengths)
     with pytest.raises(DataError, match=r"x\.bin has no document of 2 tokens or more to pack"):
-        open_packing(Stream.of(file), L, tmp_path / "cache")
+        open_packing(Stream.of(file), Rule(L), tmp_path / "cache")
     assert not [path for path in tmp_path.glob("cache/*") if not path.name.startswith(".")]
