@@ -107,7 +107,7 @@ class DataConfig(Section):
     prefetch: bool | None = None
     """Read samples in a thread of its own, a step ahead of their use. Default: true, but for a data
     set of your own, whose code may count on one thread, false."""
-    samples: Literal["stateless", "packed", "megatron"] = "stateless"
+    samples: Literal["stateless", "packed", "megatron", "supervised"] = "stateless"
     """How a token file becomes samples. stateless: windows of `train.sequence_length` tokens, in an
     order that is a function of `run.seed` and the number of the sample; nothing is stored.
     packed: whole documents, as many as fit best (Ding et al., 2404.10830), each by itself:
@@ -117,7 +117,22 @@ class DataConfig(Section):
     kept in `cache`.
     megatron: Megatron-LM's document, sample and shuffle index, and its order of a mixture, for as
     many samples as `train.steps` take: the same samples in the same order for the same seed. The
-    indices are kept in `cache`."""
+    indices are kept in `cache`.
+    supervised: examples, packed as documents are. Rows of texts have `messages_field`, a
+    conversation, or else `prompt_field` and `completion_field`; the completion with its end mark,
+    or what the assistant says, counts in the loss, and nothing else does. An example longer than a
+    sample is left out."""
+    prompt_field: str = "prompt"
+    """Of `samples=supervised`: field of the text that is given."""
+    completion_field: str = "completion"
+    """Field of the text that is to be written."""
+    messages_field: str = "messages"
+    """Field of a conversation, a list of [{role: user, content: ...}, {role: assistant, ...}]. It
+    is written by the tokenizer's chat template."""
+    chat_template: str | None = None
+    """File of a chat template in Jinja, as transformers renders it; default: the tokenizer's."""
+    train_on: Literal["all", "last"] = "all"
+    """What of a conversation counts in the loss: all of the assistant's turns, or the last one."""
     fim_rate: float = Field(0.0, ge=0, le=1)
     """Share of the documents that are rearranged to prefix, suffix and middle, so that a model
     learns to fill in the middle (Bavarian et al., 2207.14255): of what a sample has of a document,
@@ -157,11 +172,16 @@ class DataConfig(Section):
         return self.model_copy(update=given)
 
     @property
+    def packs(self) -> bool:
+        """Whether a sample is made of documents that know nothing of each other."""
+        return self.samples in ("packed", "supervised")
+
+    @property
     def masks_documents(self) -> bool:
         """Whether attention ends where documents do."""
-        return self.document_mask or self.samples == "packed"
+        return self.document_mask or self.packs
 
     @property
     def resets_positions(self) -> bool:
         """Whether positions begin anew where documents do."""
-        return self.reset_positions or self.samples == "packed"
+        return self.reset_positions or self.packs

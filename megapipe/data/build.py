@@ -29,6 +29,7 @@ from megapipe.data.mixture import Mixture, Recipe, weight_plan
 from megapipe.data.order import order
 from megapipe.data.packing import PackedDataset, Rule, open_packing
 from megapipe.data.sources import HeldOut, Sources
+from megapipe.data.supervised import ExampleDataset
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
@@ -65,7 +66,7 @@ def build_batches(
         )
 
     def scored(held_out: HeldOut) -> HeldOutBatches:
-        dataset = _cut(held_out.part, config, tokenizer.eod, keep_last=True, change=None)
+        dataset = _cut(held_out.part, config, tokenizer, keep_last=True, change=None)
         source = Source(dataset, partial(_once, 0, len(dataset)), held_out.name)
         return HeldOutBatches(held_out.name, held_out.split, batches([source]))
 
@@ -75,7 +76,7 @@ def build_batches(
     else:
         change = _rearranging(config, tokenizer)
         cut = {
-            name: _cut(part, config, tokenizer.eod, keep_last=False, change=change(name))
+            name: _cut(part, config, tokenizer, keep_last=False, change=change(name))
             for name, part in parts.items()
         }
         shuffled = [
@@ -105,14 +106,17 @@ def _rearranging(config: Config, tokenizer: Tokenizer) -> Callable[[str], FillIn
 def _cut(
     part: Stream | Dataset,
     config: Config,
-    eod: int,
+    tokenizer: Tokenizer,
     *,
     keep_last: bool,
     change: FillInTheMiddle | None,
 ) -> Dataset:
     if not isinstance(part, Stream):
         return part
-    data, length = config.data, config.train.sequence_length
+    data, length, eod = config.data, config.train.sequence_length, tokenizer.eod
+    if data.samples == "supervised":
+        packing = open_packing(part, Rule(length, cut=False), Path(data.cache))
+        return ExampleDataset(part, packing, length, eod, tokenizer.vocab_size)
     if data.samples == "packed":
         _check_whole(part, data)
         rule = Rule(length, spare=0 if change is None else MARKS)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megapipe.config import Config
-from megapipe.data.dataset import Corpus, Dataset, Split, Stream
+from megapipe.data.dataset import SPLITS, Corpus, Dataset, Split, Stream
 from megapipe.data.fill_in_the_middle import marks_of
 from megapipe.data.given import given_tokens, is_given
 from megapipe.data.own import is_own, own_data
 from megapipe.data.prepare import prepare
 from megapipe.data.remote import fetched
+from megapipe.data.supervised import Examples, left_out, prepare_examples
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import ONLY, DataConfig
 
@@ -111,6 +113,11 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
             return own_data(config, given.source, tokenizer, splits)
         if is_given(given.source):
             return given_tokens(given)
+        if data.samples == "supervised":
+            examples = prepare_examples(given, tokenizer, progress=progress)
+            if progress:
+                _tell_left_out(given.source, examples, config.train.sequence_length)
+            return examples
         return prepare(given, tokenizer, progress=progress)
 
     def named(split: Split, given: Mapping[str, str]) -> dict[str, Corpus]:
@@ -126,6 +133,19 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
         named("test", data.test),
         _recipe(data),
     )
+
+
+def _tell_left_out(source: str, examples: Examples, length: int) -> None:
+    parts = [part for split in SPLITS if (part := examples.part(split)) is not None]
+    left = sum(left_out(part, length) for part in parts)
+    if left:
+        total = sum(len(part.sequences) for part in parts)
+        print(
+            f"megapipe: {source}: {left:,} of {total:,} examples are left out, as they are longer "
+            f"than train.sequence_length={length}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _recipe(data: DataConfig) -> str:

@@ -58,7 +58,10 @@ class Generator:
         assert isinstance(length, int)
         self.context = length
         """Most tokens that the model sees at a time: the length that it was trained at."""
-        masked = stored.get("data.document_mask") or stored.get("data.samples") == "packed"
+        masked = stored.get("data.document_mask") or stored.get("data.samples") in (
+            "packed",
+            "supervised",
+        )
         self.document_end = self.tokenizer.eod if masked else None
         sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[self.config.dtype])
         family = make_family(self.config, Conditions(length, microbatch=1))

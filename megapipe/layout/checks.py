@@ -55,7 +55,7 @@ def _check_support(config: Config, family: Family) -> None:
         ("offload", bool(activations.offload), f"activations.offload={activations.offload}", "[]"),
         ("compile", kernels.compile, "kernels.compile=true", "false"),
         ("document_mask", config.data.document_mask, "data.document_mask=true", "false"),
-        ("document_mask", config.data.masks_documents, "data.samples=packed", "stateless"),
+        ("document_mask", config.data.packs, f"data.samples={config.data.samples}", "stateless"),
         ("loss_chunk", bool(kernels.loss_chunk), f"kernels.loss_chunk={kernels.loss_chunk}", "0"),
     ]
     for feature, wished, key, expected in wishes:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megapipe.data import given, own
+from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.mixture import weight_plan
 from megapipe.data_config import ONLY, DataConfig
 from megapipe.errors import ConfigError
 
+SUPERVISED_KEYS = (
+    "prompt_field",
+    "completion_field",
+    "messages_field",
+    "chat_template",
+    "train_on",
+)
+"""Keys of ``data`` that only examples have a use for."""
 MOST_SOURCES = 255
 """Of a mixture: a byte tells them apart."""
 
@@ -30,6 +39,10 @@ def check_data(data: DataConfig) -> None:
     if data.samples == "megatron":
         _check_megatrons(data)
     _check_fim(data)
+    if data.samples == "supervised":
+        _refuse_unused(data, ("text_field",), "texts, not data.samples=supervised")
+    else:
+        _refuse_unused(data, SUPERVISED_KEYS, "data.samples=supervised")
     sources = list(_sources(data))
     for key, source in sources:
         _check_source(data, key, source, alone=len(sources) == 1)
@@ -91,13 +104,7 @@ def _check_megatrons(data: DataConfig) -> None:
 
 def _check_fim(data: DataConfig) -> None:
     if not data.fim_rate:
-        for name in ("fim_tokens", "fim_spm_rate"):
-            value, default = getattr(data, name), DataConfig.model_fields[name].default
-            if value != default:
-                raise ConfigError(
-                    f"data.{name}={value} is for data.fim_rate above 0: expected "
-                    f"{'null' if default is None else default} without"
-                )
+        _refuse_unused(data, ("fim_tokens", "fim_spm_rate"), "data.fim_rate above 0")
         return
     if data.samples not in ("stateless", "packed"):
         raise ConfigError(
@@ -109,6 +116,17 @@ def _check_fim(data: DataConfig) -> None:
             f"data.fim_rate={data.fim_rate} needs data.fim_tokens: expected the names of three "
             "tokens, as in [<fim_prefix>, <fim_suffix>, <fim_middle>]"
         )
+
+
+def _refuse_unused(data: DataConfig, names: Sequence[str], use: str) -> None:
+    """Raise for keys that have a value but no use."""
+    for name in names:
+        value, default = getattr(data, name), DataConfig.model_fields[name].default
+        if value != default:
+            raise ConfigError(
+                f"data.{name}={value} is for {use}: expected "
+                f"{'null' if default is None else default} without"
+            )
 
 
 def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> None:
@@ -131,6 +149,11 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
         return
     else:
         what, refused = "texts", ("split",)
+    if data.samples == "supervised" and (given.is_given(source) or is_standard_library(source)):
+        raise ConfigError(
+            f"data.samples=supervised, and {key}={source} has no rows: expected JSON, parquet or a "
+            "data set, with fields of messages, or of prompt and completion"
+        )
     trained_on = key == "data.source" or key.startswith("data.mixture.")
     for names, kind, wrong in (
         (unused, "a corpus", alone),

@@ -3,5 +3,6 @@
 from megapipe.data.corpus.cutting import Piece
 from megapipe.data.corpus.dividing import Part, is_one_text, parts, pieces, total_bytes
 from megapipe.data.corpus.files import identity
+from megapipe.data.corpus.rows import Rows
 
-__all__ = ["Part", "Piece", "identity", "is_one_text", "parts", "pieces", "total_bytes"]
+__all__ = ["Part", "Piece", "Rows", "identity", "is_one_text", "parts", "pieces", "total_bytes"]

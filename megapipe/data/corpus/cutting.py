@@ -18,6 +18,8 @@ class Piece(NamedTuple):
     text: str
     ends: bool
     """Whether the document ends with it."""
+    end_mark: bool = True
+    """Whether an end mark follows the document."""
 
 
 def cut(chunks: Iterable[str]) -> Iterator[Piece]:

@@ -16,6 +16,7 @@ from typing import IO, Protocol, TypeVar
 from megapipe.data.corpus import files, json_rows, tables
 from megapipe.data.corpus.compressed import inner_suffix, is_compressed, opened
 from megapipe.data.corpus.cutting import Piece, cut, decoded
+from megapipe.data.corpus.rows import Rows, TextRows
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
@@ -72,7 +73,7 @@ class LineRange:
     path: Path
     start: int
     stop: int
-    field: str
+    rows: Rows
 
     @property
     def source_bytes(self) -> int:
@@ -80,18 +81,18 @@ class LineRange:
 
     def pieces(self) -> Iterator[Piece]:
         origin = f"corpus file {self.path}"
-        field = json_rows.Field(self.field, origin)
+        reader = self.rows.reader(origin)
         try:
-            yield from _of_texts(json_rows.of_lines(self._lines(), field, 1))
+            yield from _pieces(json_rows.of_lines(self._lines(), reader, 1), self.rows)
             if not self.start:
-                field.finish()
+                reader.finish()
         except DataError:
             if not self.start:
                 raise
             # once more, with the number of the line in the file, which is not known before
             with opened(self.path) as file:
                 first = json_rows.line_of(self.path, self._seek(file.content))
-            for _ in json_rows.of_lines(self._lines(), json_rows.Field(self.field, origin), first):
+            for _ in json_rows.of_lines(self._lines(), self.rows.reader(origin), first):
                 pass
             raise
 
@@ -121,13 +122,14 @@ class Lines:
     first: int
     """Number of the first line."""
     source_bytes: int
-    field: str
+    rows: Rows
 
     def pieces(self) -> Iterator[Piece]:
-        field = json_rows.Field(self.field, f"corpus file {self.path}")
-        yield from _of_texts(json_rows.of_lines(BytesIO(self.content), field, self.first))
+        reader = self.rows.reader(f"corpus file {self.path}")
+        found = json_rows.of_lines(BytesIO(self.content), reader, self.first)
+        yield from _pieces(found, self.rows)
         if self.first == 1:
-            field.finish()
+            reader.finish()
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,10 @@ class RowGroups:
     path: Path
     groups: tuple[int, ...]
     source_bytes: int
-    field: str
+    rows: Rows
 
     def pieces(self) -> Iterator[Piece]:
-        return _of_texts(tables.of_row_groups(self.path, self.groups, self.field))
+        return _pieces(tables.of_row_groups(self.path, self.groups, self.rows), self.rows)
 
 
 @dataclass(frozen=True)
@@ -149,34 +151,43 @@ class Texts:
 
     texts: tuple[str, ...]
     source_bytes: int
+    rows: Rows
 
     def pieces(self) -> Iterator[Piece]:
-        return _of_texts(self.texts)
+        return _pieces(self.texts, self.rows)
 
 
-def parts(config: DataConfig) -> Iterator[Part]:
+def parts(config: DataConfig, rows: Rows | None = None) -> Iterator[Part]:
     """The parts of a corpus, in its order; there may be none.
 
+    Args:
+        rows: what is taken of rows; by default the text in ``data.text_field``.
+
     Raises:
-        DataError: the corpus is missing or unreadable.
+        DataError: the corpus is missing or unreadable, or has none of these rows.
     """
+    rows = TextRows(config.text_field) if rows is None else rows
     if files.is_standard_library(config.source):
         yield from _grouped(files.standard_library(), PART, skip_other_encodings=True)
         return
     found = files.local(config.source)
     if found is None or (config.dataset_split and not _is_saved(found)):
-        yield from _of_stream(tables.of_data_set(config))
+        yield from _of_stream(tables.of_data_set(config, rows), rows)
     elif _is_saved(found):
-        yield from _of_stream(tables.of_saved(found[0], config))
+        yield from _of_stream(tables.of_saved(found[0], config, rows), rows)
     else:
         waiting: list[Path] = []
         size = max(PART, (total_bytes(config) or 0) // MOST_PARTS)
         for path in files.corpus_files(found):
             divide = _divider(path)
             if divide is None:
+                if not rows.takes_texts:
+                    raise DataError(
+                        f"corpus file {path}: it has no rows, as {', '.join(files.OF_ROWS)} have"
+                    )
                 waiting.append(path)
                 continue
-            yield from chain(_grouped(waiting, size), divide(path, config.text_field, size))
+            yield from chain(_grouped(waiting, size), divide(path, rows, size))
             waiting = []
         yield from _grouped(waiting, size)
 
@@ -214,9 +225,9 @@ def _is_saved(paths: list[Path]) -> bool:
     return len(paths) == 1 and files.is_saved_data_set(paths[0])
 
 
-def _divider(path: Path) -> Callable[[Path, str, int], Iterator[Part]] | None:
-    """What divides a file, with its field of text, into parts of some bytes; None for text, of
-    which several files make one part."""
+def _divider(path: Path) -> Callable[[Path, Rows, int], Iterator[Part]] | None:
+    """What divides a file, with what is taken of its rows, into parts of some bytes; None for
+    text, of which several files make one part."""
     suffix = inner_suffix(path)
     if suffix in files.LINES:
         return _of_packed_lines if is_compressed(path) else _of_lines
@@ -233,36 +244,38 @@ def _grouped(
         yield TextFiles(group, nbytes, skip_other_encodings)
 
 
-def _of_lines(path: Path, field: str, size: int) -> Iterator[LineRange]:
+def _of_lines(path: Path, rows: Rows, size: int) -> Iterator[LineRange]:
     end = files.size_of(path)
     for start in range(0, end, size):
-        yield LineRange(path, start, min(start + size, end), field)
+        yield LineRange(path, start, min(start + size, end), rows)
 
 
-def _of_packed_lines(path: Path, field: str, _: int) -> Iterator[Lines]:
+def _of_packed_lines(path: Path, rows: Rows, _: int) -> Iterator[Lines]:
     with opened(path) as file:
         first, before = 1, 0
         while content := file.content.read(PART):
             content += file.content.readline()
             at = file.raw.tell()
-            yield Lines(path, content, first, at - before, field)
+            yield Lines(path, content, first, at - before, rows)
             first, before = first + content.count(b"\n"), at
 
 
-def _of_json(path: Path, field: str, _: int) -> Iterator[Texts]:
+def _of_json(path: Path, rows: Rows, _: int) -> Iterator[Texts]:
     with opened(path) as file:
-        rows = json_rows.of_values(file.content, json_rows.Field(field, f"corpus file {path}"))
-        yield from _of_stream(rows, file.raw.tell)
+        texts = json_rows.of_values(file.content, rows.reader(f"corpus file {path}"))
+        yield from _of_stream(texts, rows, file.raw.tell)
 
 
-def _of_parquet(path: Path, field: str, size: int) -> Iterator[RowGroups]:
+def _of_parquet(path: Path, rows: Rows, size: int) -> Iterator[RowGroups]:
     if is_compressed(path):
         raise DataError(f"corpus file {path}: parquet cannot be read from a packed file; unpack it")
     for groups, nbytes in _gathered(tables.row_groups(path), size):
-        yield RowGroups(path, groups, nbytes, field)
+        yield RowGroups(path, groups, nbytes, rows)
 
 
-def _of_stream(texts: Iterable[str], bytes_read: Callable[[], int] = lambda: 0) -> Iterator[Texts]:
+def _of_stream(
+    texts: Iterable[str], rows: Rows, bytes_read: Callable[[], int] = lambda: 0
+) -> Iterator[Texts]:
     """Parts of some characters; `bytes_read` tells how far the corpus was read."""
     waiting: list[str] = []
     size = before = 0
@@ -271,10 +284,10 @@ def _of_stream(texts: Iterable[str], bytes_read: Callable[[], int] = lambda: 0) 
         size += len(text)
         if size >= PART:
             at = bytes_read()
-            yield Texts(tuple(waiting), at - before)
+            yield Texts(tuple(waiting), at - before, rows)
             waiting, size, before = [], 0, at
     if waiting:
-        yield Texts(tuple(waiting), bytes_read() - before)
+        yield Texts(tuple(waiting), bytes_read() - before, rows)
 
 
 def _gathered(sized: Iterable[tuple[T, int]], size: int) -> Iterator[tuple[tuple[T, ...], int]]:
@@ -291,6 +304,6 @@ def _gathered(sized: Iterable[tuple[T, int]], size: int) -> Iterator[tuple[tuple
         yield tuple(group), nbytes
 
 
-def _of_texts(texts: Iterable[str]) -> Iterator[Piece]:
+def _pieces(texts: Iterable[str], rows: Rows) -> Iterator[Piece]:
     for text in texts:
-        yield from cut([text])
+        yield from rows.pieces(text)

@@ -18,7 +18,8 @@ from megapipe.errors import DataError
 
 LINES = (".jsonl", ".ndjson")
 """Suffixes of files with a JSON object in each line."""
-_KNOWN = (*LINES, ".json", ".parquet", ".txt")
+OF_ROWS = (*LINES, ".json", ".parquet")
+_KNOWN = (*OF_ROWS, ".txt")
 _MARKS = ("dataset_dict.json", "dataset_info.json")
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from megapipe.data.corpus.cutting import decoded
 from megapipe.data.hub import one_line
@@ -17,6 +17,20 @@ _AT_ONCE = 2**20
 """Characters of a value that is longer than what was read, before as much again is read."""
 _LONGEST_WORD = len("-Infinity")
 """An error that far from the end of what was read is none that more text can mend."""
+
+
+class RowReader(Protocol):
+    """Takes documents out of the rows of one file."""
+
+    @property
+    def origin(self) -> str:
+        """What the rows are of, for errors."""
+
+    def text(self, row: Any, line: int) -> str | None:
+        """The document of a row; None if it has none. Raises DataError for a row that is wrong."""
+
+    def finish(self) -> None:
+        """Raise a DataError if the rows so far say that all of them are wrong."""
 
 
 class Field:
@@ -40,7 +54,7 @@ class Field:
             DataError: the row is no object, or its field is no text.
         """
         if not isinstance(row, dict):
-            raise DataError(f"{self.origin}: line {line} holds {_kind(row)}, no object with fields")
+            raise no_object(self.origin, row, line)
         if self.name not in row:
             self._others = self._others or list(row)
             return None
@@ -48,7 +62,7 @@ class Field:
         value = row[self.name]
         if value is not None and not isinstance(value, str):
             raise DataError(
-                f"{self.origin}: field {self.name!r} (data.text_field) holds {_kind(value)}, no "
+                f"{self.origin}: field {self.name!r} (data.text_field) holds {kind_of(value)}, no "
                 f"text, in line {line}"
             )
         return value
@@ -63,7 +77,7 @@ class Field:
             )
 
 
-def of_lines(lines: Iterable[bytes], field: Field, first: int) -> Iterator[str]:
+def of_lines(lines: Iterable[bytes], field: RowReader, first: int) -> Iterator[str]:
     """The texts of lines, of which the first has the number `first`.
 
     Raises:
@@ -83,7 +97,7 @@ def of_lines(lines: Iterable[bytes], field: Field, first: int) -> Iterator[str]:
             yield text
 
 
-def of_values(file: IO[bytes], field: Field) -> Iterator[str]:
+def of_values(file: IO[bytes], field: RowReader) -> Iterator[str]:
     """The texts of an array of objects, or of objects that follow one another, whatever their
     lines. Raises as :func:`of_lines` does."""
     try:
@@ -140,7 +154,12 @@ def _plain(error: Exception) -> str:
     return one_line(error)
 
 
-def _kind(value: Any) -> str:
+def no_object(origin: str, row: Any, line: int) -> DataError:
+    """The error for a row that is none."""
+    return DataError(f"{origin}: line {line} holds {kind_of(row)}, no object with fields")
+
+
+def kind_of(value: Any) -> str:
     """What a value is called in JSON."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value"}
     return names.get(type(value), "null" if value is None else "a number")

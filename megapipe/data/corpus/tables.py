@@ -1,4 +1,4 @@
-"""Texts of tables: parquet files by pyarrow, saved and hub data sets by `datasets`, streaming."""
+"""Rows of tables: parquet files by pyarrow, saved and hub data sets by `datasets`, streaming."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megapipe.data.corpus.rows import Rows
 from megapipe.data.hub import check_reachable, one_line
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
@@ -42,19 +43,21 @@ def row_groups(path: Path) -> list[tuple[int, int]]:
         ]
 
 
-def of_row_groups(path: Path, groups: Sequence[int], field: str) -> Iterator[str]:
-    """The texts of some row groups of a parquet file."""
+def of_row_groups(path: Path, groups: Sequence[int], rows: Rows) -> Iterator[str]:
+    """The documents of some row groups of a parquet file, which follow one another."""
     import pyarrow.parquet as pq
 
     origin = f"corpus file {path}"
     with reading(origin), pq.ParquetFile(path) as file:
-        _check(origin, field, file.schema_arrow)
-        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[field]):
-            yield from _texts(batch.column(0))
+        columns = rows.columns(origin, file.schema_arrow)
+        row = 1 + sum(file.metadata.row_group(i).num_rows for i in range(groups[0]))
+        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=columns):
+            yield from rows.of_table(origin, batch.select(columns), row)
+            row += batch.num_rows
 
 
-def of_saved(path: Path, config: DataConfig) -> Iterator[str]:
-    """The texts of a folder that `datasets` has saved."""
+def of_saved(path: Path, config: DataConfig, rows: Rows) -> Iterator[str]:
+    """The documents of a folder that `datasets` has saved."""
 
     def load() -> Any:
         saved = _library().load_from_disk(str(path))
@@ -64,11 +67,11 @@ def of_saved(path: Path, config: DataConfig) -> Iterator[str]:
                 return next(iter(saved.values()))
         return _split_of(saved, config, path)
 
-    return _rows(f"corpus {path}", config.text_field, load)
+    return _of_data_set(f"corpus {path}", rows, load)
 
 
-def of_data_set(config: DataConfig) -> Iterator[str]:
-    """The texts of a data set that `datasets` opens: on the hub, or in a folder as on the hub."""
+def of_data_set(config: DataConfig, rows: Rows) -> Iterator[str]:
+    """The documents of a data set that `datasets` opens: on the hub, or a folder as on the hub."""
     local = Path(config.source).expanduser()
     if local.exists():
         name = str(local)
@@ -82,7 +85,7 @@ def of_data_set(config: DataConfig) -> Iterator[str]:
         )
         return _split_of(opened, config, name)
 
-    return _rows(f"corpus {config.source!r}", config.text_field, load)
+    return _of_data_set(f"corpus {config.source!r}", rows, load)
 
 
 def _split_of(splits: Any, config: DataConfig, name: object) -> Any:
@@ -94,31 +97,14 @@ def _split_of(splits: Any, config: DataConfig, name: object) -> Any:
     return splits[wanted]
 
 
-def _rows(origin: str, field: str, load: Callable[[], Any]) -> Iterator[str]:
-    """The texts in `field` of the data set that `load` opens."""
+def _of_data_set(origin: str, rows: Rows, load: Callable[[], Any]) -> Iterator[str]:
+    """The documents of the data set that `load` opens."""
     with reading(origin):
+        row = 1
         for table in load().with_format("arrow").iter(batch_size=_ROWS):
-            _check(origin, field, table.schema)
-            yield from _texts(table.column(field))
-
-
-def _check(origin: str, field: str, schema: Any) -> None:
-    """Raise a DataError if a table has no text of that name."""
-    if field not in schema.names:
-        raise DataError(
-            f"{origin}: no field {field!r} (data.text_field); it has: {', '.join(schema.names)}"
-        )
-    from pyarrow import types
-
-    kind = schema.field(field).type
-    stored = kind.value_type if types.is_dictionary(kind) else kind
-    texts = types.is_string, types.is_large_string, types.is_string_view, types.is_null
-    if not any(check(stored) for check in texts):
-        raise DataError(f"{origin}: field {field!r} (data.text_field) holds {kind}, no text")
-
-
-def _texts(column: Any) -> Iterator[str]:
-    return (text for text in column.to_pylist() if text is not None)
+            columns = rows.columns(origin, table.schema)
+            yield from rows.of_table(origin, table.select(columns), row)
+            row += table.num_rows
 
 
 def _library() -> Any:

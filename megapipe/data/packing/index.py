@@ -46,6 +46,8 @@ class Rule(NamedTuple):
     length: int
     spare: int = 0
     """Positions that are left free for each piece."""
+    cut: bool = True
+    """False: a document that is too long is left out."""
 
 
 def open_packing(stream: Stream, rule: Rule, cache: Path) -> Packing:
@@ -68,9 +70,7 @@ def open_packing(stream: Stream, rule: Rule, cache: Path) -> Packing:
     def compute(save: Save) -> None:
         found = _pack(stream, rule)
         if not len(found.starts):
-            raise DataError(
-                f"{stream.file.path} has no document of 2 tokens or more to pack: use more text"
-            )
+            raise DataError(_nothing(stream, rule))
         for name, array in found._asdict().items():
             save(name, array)
 
@@ -86,7 +86,10 @@ def _pack(stream: Stream, rule: Rule) -> Packing:
     samples, pieces = [np.zeros(1, np.int64)], 0
     starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
     for first, positions in _documents(stream):
-        some, sizes = _pieces(first, positions, rule.length - rule.spare)
+        most = rule.length - rule.spare
+        if not rule.cut:
+            first, positions = first[positions <= most], positions[positions <= most]
+        some, sizes = _pieces(first, positions, most)
         if not len(some):
             continue
         sample_of = best_fit(sizes + rule.spare, rule.length)
@@ -114,6 +117,15 @@ def _pieces(first: Numbers, positions: Numbers, length: int) -> tuple[Numbers, N
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = np.repeat(first, counts) + number * length
     return starts, np.minimum(np.repeat(positions, counts) - number * length, length)
+
+
+def _nothing(stream: Stream, rule: Rule) -> str:
+    if rule.cut:
+        return f"{stream.file.path} has no document of 2 tokens or more to pack: use more text"
+    return (
+        f"{stream.file.path}: all of its {len(stream.sequences)} examples are longer than "
+        f"train.sequence_length={rule.length}: expected a larger one"
+    )
 
 
 def _digest(stream: Stream, rule: Rule) -> str:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megapipe.data.corpus import identity
+from megapipe.data.corpus import Rows, identity
 from megapipe.data.dataset import Split, Stream
 from megapipe.data.prepare.held_out import divide
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.parts_folder import PartsFolder
 from megapipe.data.prepare.sizes import Sizes
-from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.tokenizer import Encoder
 from megapipe.data.tokens import TokenFile
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
@@ -86,7 +86,9 @@ class Prepared:
         return hashlib.sha256(what.encode()).hexdigest()
 
 
-def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) -> Prepared:
+def prepare(
+    config: DataConfig, tokenizer: Encoder, rows: Rows | None = None, *, progress: bool = True
+) -> Prepared:
     """The tokenized corpus of `config`, from the cache if it is there.
 
     A share of the documents, chosen by a hash of their number in the corpus, is held out; each side
@@ -94,6 +96,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) 
     the share is 0, nothing is.
 
     Args:
+        rows: what is taken of rows, which the digest of `tokenizer` stands for; by default a text.
         progress: show it, on a terminal.
 
     Raises:
@@ -101,7 +104,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) 
     """
     digest = _digest(config, tokenizer)
     folder = Path(config.cache, digest)
-    parts = PartsFolder(Path(config.cache, f".{digest}.parts"), config, tokenizer)
+    parts = PartsFolder(Path(config.cache, f".{digest}.parts"), config, tokenizer, rows)
     try:
         if not folder.exists():
             make_once(folder, lambda new: _build(parts, new, digest, progress=progress))
@@ -112,7 +115,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True) 
     return Prepared(folder, digest, _checked_meta(folder))
 
 
-def _digest(config: DataConfig, tokenizer: Tokenizer) -> str:
+def _digest(config: DataConfig, tokenizer: Encoder) -> str:
     content = [_FORMAT, identity(config), tokenizer.digest, config.validation_fraction]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

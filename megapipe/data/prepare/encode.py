@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megapipe.data.corpus import Part, Piece
 from megapipe.data.corpus.cutting import LONGEST
-from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.tokenizer import Encoder
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
 
@@ -70,7 +70,7 @@ def summary_file(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".npz")
 
 
-def encode(part: Part, tokenizer: Tokenizer, prefix: Path) -> Summary:
+def encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
     """Tokenize a part into the files of `prefix`; empty documents are left out.
 
     Raises:
@@ -95,7 +95,7 @@ def _made_of(part: Part) -> str:
     return hashlib.sha256(pickle.dumps((_FORMAT, LONGEST, part))).hexdigest()
 
 
-def _encode(part: Part, tokenizer: Tokenizer, prefix: Path) -> Summary:
+def _encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     text_bytes: list[int] = []
     length = nbytes = 0  # of the document that has begun
@@ -110,8 +110,9 @@ def _encode(part: Part, tokenizer: Tokenizer, prefix: Path) -> Summary:
                 length += len(found)
                 nbytes += len(text.encode())
                 if piece.ends:
-                    ids.append(end)
-                    lengths.append(length + 1)
+                    if piece.end_mark:
+                        ids.append(end)
+                    lengths.append(length + piece.end_mark)
                     text_bytes.append(nbytes)
                     length = nbytes = 0
             together = np.concatenate(ids)

@@ -38,13 +38,14 @@ def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
     the share is 0 all of it is trained on.
 
     Raises:
-        DataError: the corpus cannot be read, is empty, or has a single character to divide.
+        DataError: the corpus cannot be read, is empty, or has a single character, or row that is
+            no text, to divide.
         OSError: a folder cannot be written.
     """
-    if is_one_text(parts.config):
+    if parts.rows is None and is_one_text(parts.config):
         return _divide_document(parts, folder, progress=progress)
     whole = parts.fill(progress=progress)
-    if whole.documents == 1:
+    if whole.documents == 1 and parts.rows is None:
         return _divide_document(parts, folder, progress=progress)
     prefixes = parts.prefixes(whole)
     fraction, vocab_size = parts.config.validation_fraction, parts.tokenizer.vocab_size
@@ -54,6 +55,11 @@ def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
             join(prefixes, writer, choice)
         return sizes_of(folder / name, text_bytes)
 
+    if whole.documents == 1 and fraction:
+        raise DataError(
+            f"corpus {parts.config.source!r} has a single row: nothing to hold out; expected "
+            "data.validation, or data.validation_fraction=0"
+        )
     if not fraction:
         return Divided(write("train", None, whole.text_bytes), None, whole.entropy)
     held_out = HeldOut(fraction, whole.documents)
@@ -107,9 +113,9 @@ class _Share:
 
     def pieces(self) -> Iterator[Piece]:
         at = 0
-        for text, _ in pieces(self.config):
-            inside = text[max(self.start - at, 0) : max(self.stop - at, 0)]
-            at += len(text)
+        for piece in pieces(self.config):
+            inside = piece.text[max(self.start - at, 0) : max(self.stop - at, 0)]
+            at += len(piece.text)
             if inside:
                 self.shown.advance(len(inside))
                 yield Piece(inside, ends=at >= self.stop)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.data.corpus import Part, parts, total_bytes
+from megapipe.data.corpus import Part, Rows, parts, total_bytes
 from megapipe.data.prepare.encode import Summary, prefix_of
 from megapipe.data.prepare.progress import meter
 from megapipe.data.prepare.workers import encode_all
-from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.tokenizer import Encoder
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
@@ -29,12 +29,16 @@ class Whole(NamedTuple):
 
 
 class PartsFolder:
-    """The parts of the corpus of `config` in `folder`, which stands for it and for `tokenizer`."""
+    """The parts of the corpus of `config` in `folder`, which stands for it, for `tokenizer` and for
+    what is taken of `rows`, by default a text."""
 
-    def __init__(self, folder: Path, config: DataConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, folder: Path, config: DataConfig, tokenizer: Encoder, rows: Rows | None = None
+    ) -> None:
         self.folder = folder
         self.config = config
         self.tokenizer = tokenizer
+        self.rows = rows
 
     def fill(self, *, progress: bool) -> Whole:
         """Tokenize what is not there yet; what has been done stays if that fails.
@@ -59,9 +63,8 @@ class PartsFolder:
                     read = its_bytes if total is None else part.source_bytes
                     shown.advance(read, len(summary.text_bytes), at_once=was_there)
 
-                number = encode_all(
-                    parts(self.config), self.tokenizer, self.folder, self.config.workers, step
-                )
+                found = parts(self.config, self.rows)
+                number = encode_all(found, self.tokenizer, self.folder, self.config.workers, step)
             if not documents:
                 self.remove()
                 raise self.is_empty()

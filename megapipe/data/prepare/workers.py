@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megapipe.data.corpus import Part
 from megapipe.data.prepare.encode import Summary, encode, finished, prefix_of
-from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.tokenizer import Encoder
 from megapipe.errors import DataError
 
 Step = Callable[[Part, Summary, bool], None]
@@ -39,7 +39,7 @@ def cores() -> int:
 
 
 def encode_all(
-    parts: Iterable[Part], tokenizer: Tokenizer, folder: Path, workers: int | None, step: Step
+    parts: Iterable[Part], tokenizer: Encoder, folder: Path, workers: int | None, step: Step
 ) -> int:
     """Tokenize all parts into `folder`; their number. A corpus of one part is tokenized here.
 
@@ -76,7 +76,7 @@ def encode_all(
 class _Pool:
     """Processes that tokenize, started when there is something for them to do."""
 
-    def __init__(self, size: int, tokenizer: Tokenizer, folder: Path) -> None:
+    def __init__(self, size: int, tokenizer: Encoder, folder: Path) -> None:
         self.size = size
         self._arguments = tokenizer, folder
         self._processes: dict[Connection, subprocess.Popen[bytes]] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megapipe.data.tokenizer.interface import TokenIds
+from megapipe.data.tokenizer.interface import Chat, Placed, TokenIds
 from megapipe.errors import DataError
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -25,17 +25,25 @@ class FastTokenizer:
         backend: a ``tokenizers.Tokenizer``, which this object has for itself.
         name: how the user called it, for messages.
         declared: ids that may end a document, the first that is not None is taken.
+        chat: how it writes conversations; by default it knows but the name of its end mark.
 
     Raises:
         DataError: the tokenizer has no token that ends a document.
     """
 
-    def __init__(self, backend: Any, name: str, declared: Sequence[int | None] = ()) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        name: str,
+        declared: Sequence[int | None] = (),
+        chat: Chat | None = None,
+    ) -> None:
         vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.backend = backend
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.eod = _end_of_document(declared, vocab, name)
-        self.added_tokens = _added(backend.get_added_tokens_decoder())
+        self.added_tokens, self.reserved = _added(backend.get_added_tokens_decoder())
+        self.chat = chat or Chat(names={"eos_token": backend.id_to_token(self.eod)})
         backend.no_truncation()
         backend.no_padding()
         self.digest = hashlib.sha256(f"{self.eod} {backend.to_str()}".encode()).hexdigest()
@@ -51,6 +59,15 @@ class FastTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int32) for one in encoded]
+
+    def encode_rendered(self, text: str) -> Placed:
+        self.backend.encode_special_tokens = False
+        try:
+            encoded = self.backend.encode(text, add_special_tokens=False)
+        finally:
+            self.backend.encode_special_tokens = True
+        starts, stops = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
+        return Placed(np.array(encoded.ids, dtype=np.int32), starts, stops)
 
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self.backend.decode(list(ids), skip_special_tokens=True)
@@ -73,7 +90,9 @@ class SlowTokenizer:
         self.tokenizer = tokenizer
         self.vocab_size = max(vocab.values()) + 1
         self.eod = _end_of_document(_declared(tokenizer), vocab, name)
-        self.added_tokens = _added(tokenizer.added_tokens_decoder)
+        self.name = name
+        self.added_tokens, self.reserved = _added(tokenizer.added_tokens_decoder)
+        self.chat = _chat(tokenizer)
         self.digest = _digest(tokenizer, vocab, self.eod)
 
     def encode(self, text: str) -> TokenIds:
@@ -90,6 +109,12 @@ class SlowTokenizer:
         )
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
+    def encode_rendered(self, text: str) -> Placed:
+        raise DataError(
+            f"tokenizer {self.name!r} is written in Python and does not tell the places of its "
+            "tokens, which chats need: expected one that has a tokenizer.json"
+        )
+
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self.tokenizer.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -105,11 +130,21 @@ def of_transformers(tokenizer: Any, name: str) -> FastTokenizer | SlowTokenizer:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    return FastTokenizer(backend, name, _declared(tokenizer))
+    return FastTokenizer(backend, name, _declared(tokenizer), _chat(tokenizer))
 
 
-def _added(tokens: dict[int, Any]) -> dict[str, int]:
-    return {token.content: number for number, token in sorted(tokens.items())}
+def _added(tokens: dict[int, Any]) -> tuple[dict[str, int], frozenset[str]]:
+    """Ids of added tokens by their names, and those names that are special."""
+    special = frozenset(token.content for token in tokens.values() if token.special)
+    return {token.content: number for number, token in sorted(tokens.items())}, special
+
+
+def _chat(tokenizer: Any) -> Chat:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    names = tokenizer.special_tokens_map.items()
+    return Chat(template, {key: str(name) for key, name in names if not isinstance(name, list)})
 
 
 def _declared(tokenizer: Any) -> tuple[int | None, int | None]:

@@ -1,7 +1,8 @@
 """What the package needs of a tokenizer."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -9,8 +10,29 @@ import numpy.typing as npt
 TokenIds = npt.NDArray[np.integer[Any]]
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer, as far as the package uses it."""
+class Placed(NamedTuple):
+    """Tokens of a text, and the characters that each stands for."""
+
+    ids: TokenIds
+    """[n]."""
+    starts: npt.NDArray[np.int64]
+    """[n]."""
+    stops: npt.NDArray[np.int64]
+    """[n], behind the last one."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a tokenizer writes conversations."""
+
+    template: str | None = None
+    """In Jinja, as `transformers` renders it."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Texts that it may ask for, such as that of ``eos_token``."""
+
+
+class Encoder(Protocol):
+    """What turns the documents of a corpus into ids."""
 
     @property
     def vocab_size(self) -> int:
@@ -24,15 +46,31 @@ class Tokenizer(Protocol):
     def digest(self) -> str:
         """Hex digest of all that decides which ids a text gets."""
 
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Ids of each text [n]; may use several threads."""
+
+
+class Tokenizer(Encoder, Protocol):
+    """The interface of a tokenizer, as far as the package uses it."""
+
     @property
     def added_tokens(self) -> Mapping[str, int]:
         """Ids of tokens by names such as ``<|im_end|>``, beside those that texts are made of."""
 
+    @property
+    def reserved(self) -> Collection[str]:
+        """Those of these names that are plain text to :meth:`encode`."""
+
+    @property
+    def chat(self) -> Chat:
+        """Of conversations."""
+
     def encode(self, text: str) -> TokenIds:
         """Ids of a text [n], without marks at its ends."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """`encode` of each text; may use several threads."""
+    def encode_rendered(self, text: str) -> Placed:
+        """Tokens of what a chat template has written, in which every name of
+        :attr:`added_tokens` is its token. Raises DataError if their places are not to be had."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of some ids; special tokens and incomplete characters do not make it fail."""

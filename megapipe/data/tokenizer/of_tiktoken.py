@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megapipe.data.hub import one_line
-from megapipe.data.tokenizer.interface import TokenIds
+from megapipe.data.tokenizer.interface import Chat, Placed, TokenIds
 from megapipe.errors import DataError
 
 PREFIX = "tiktoken:"
@@ -22,7 +22,9 @@ class TiktokenTokenizer:
         self.eod: int = encoding.eot_token
         special = sorted(encoding.special_tokens_set)
         self.added_tokens = {name: int(encoding.encode_single_token(name)) for name in special}
+        self.reserved = frozenset(special)
         self._special = frozenset(self.added_tokens.values())
+        self.chat = Chat(names={"eos_token": encoding.decode([self.eod])})
         ranks = hashlib.sha256(f"{self.eod} {encoding._pat_str}".encode())
         for token, rank in sorted(encoding._mergeable_ranks.items()):
             ranks.update(token + b" %d " % rank)
@@ -34,6 +36,13 @@ class TiktokenTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
+
+    def encode_rendered(self, text: str) -> Placed:
+        ids = self.encoding.encode(text, allowed_special="all")
+        _, offsets = self.encoding.decode_with_offsets(ids)
+        starts = np.array(offsets, np.int64)
+        stops = np.append(starts[1:], len(text))[: len(starts)]
+        return Placed(np.array(ids, np.int32), starts, np.maximum(stops, starts + 1))
 
     def decode(self, ids: Iterable[int]) -> str:
         found = b"".join(self._bytes(token) for token in ids if token not in self._special)

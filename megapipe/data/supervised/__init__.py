@@ -1,0 +1,7 @@
+"""Supervised samples: examples of prompts and completions, or of conversations, in which only what
+is to be written counts in the loss."""
+
+from megapipe.data.supervised.corpus import Examples, prepare_examples
+from megapipe.data.supervised.dataset import ExampleDataset, left_out
+
+__all__ = ["ExampleDataset", "Examples", "left_out", "prepare_examples"]

@@ -1,0 +1,41 @@
+"""Samples of packed examples."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.data.dataset import Sample, Stream
+from megapipe.data.packing import PackedDataset, Packing
+
+
+class ExampleDataset(PackedDataset):
+    """Packed examples, of which only what is to be written is a label.
+
+    Args:
+        vocab_size: V; token i is stored as i where it is a label, and as V + i where it is none.
+    """
+
+    def __init__(
+        self, stream: Stream, packing: Packing, sequence_length: int, padding: int, vocab_size: int
+    ) -> None:
+        super().__init__(stream.file, packing, sequence_length, padding)
+        self.vocab_size = vocab_size
+
+    def labelled(self, index: int) -> Sample:
+        stored = super().labelled(index)
+        counts = stored.labels < self.vocab_size
+        return stored._replace(
+            tokens=self._ids(stored.tokens),
+            labels=self._ids(stored.labels),
+            mask=stored.mask & counts,
+        )
+
+    def _ids(self, stored: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.where(stored < self.vocab_size, stored, stored - self.vocab_size)
+
+
+def left_out(stream: Stream, length: int) -> int:
+    """Examples of a stream that are longer than a sample of `length` positions."""
+    sizes = stream.file.lengths[stream.sequences.start : stream.sequences.stop]
+    return int((sizes > length + 1).sum())
