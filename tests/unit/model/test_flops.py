@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.flops import head_flops, layer_flops
+from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
 from tests.parity.families import token_flops
 
 
@@ -36,3 +36,16 @@ def test_counted(activation: str) -> None:
         linear(torch.zeros(s, f), torch.zeros(h, f))
     assert counter.get_total_flops() == s * layer_flops(model, s)
     assert head_flops(model) == 2 * h * 101
+
+
+def test_windows_count_what_is_seen() -> None:
+    """Of three layers one sees all; each token of the others sees four positions at most."""
+    model = ModelConfig(layers=3, hidden=48, heads=8, window=4, full_attention_every=3)
+    model = model.resolved(vocab_size=101, sequence_length=16)
+    per_position = layer_flops(model, 1) - layer_flops(model, 0)
+    whole = layer_flops(model, 16)
+    assert layer_flops(model, 16, model.window_of(0)) == whole - 12 * per_position
+    assert token_flops(model, 16) == 3 * (3 * whole - 24 * per_position + head_flops(model))
+    seen = [min(i + 1, 4) for i in range(9)]
+    total = 3 * 9 * layer_flops(model, 0) + per_position * (2 * sum(seen) + 45)
+    assert 3 * causal_flops(model, 9) == pytest.approx(total, abs=3)
