@@ -475,6 +475,13 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
+    @property
+    def resets_positions(self) -> bool:
+        """Whether tokens are given positions in their own documents: where those are learned, as
+        others are distances."""
+        learned = self.model.source is None and self.model.positions == "learned"
+        return learned and self.data.resets_positions
+
     def loss_tokens(self, *, cuda: bool) -> int:
         """Most tokens whose logits there are at a time; 0: all, as a loss or a model of the user's
         needs."""

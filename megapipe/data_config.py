@@ -15,7 +15,8 @@ ONLY = ""
 
 def _rising(pairs: list[list[float]]) -> list[list[float]]:
     steps = [step for step, _ in pairs]
-    if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
+    whole = all(step == int(step) and step < 2**53 for step in steps)
+    if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)) or not whole:
         raise ValueError("steps that rise from 0")
     return pairs
 

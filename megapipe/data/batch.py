@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ import torch
 from megapipe.data.dataset import Dataset, Sample
 from megapipe.data.mixture import Draw
 from megapipe.errors import DataError
+from megapipe.words import counted
 
 Order = Callable[[int], int | None]
 """The sample that is drawn at a number, counted from 0; None: there are no more."""
@@ -42,6 +43,8 @@ class Origin(NamedTuple):
     """The place of a row in the data."""
 
     source: str
+    draw: int
+    """Samples of the source that came before, over all epochs."""
     sample: int
 
 
@@ -64,6 +67,7 @@ class Batches:
     Args:
         sources: where the samples come from.
         mixture: which source each is from, where there are several.
+        order: what a checkpoint keeps, for the rest of the run to be dealt alike.
         vocab_size: token ids must be below it.
         mask_document_ends: leave the prediction of `eod` out of the loss.
         eod: the id that ends a document; also fills what is masked. A number beyond the last sample
@@ -75,6 +79,7 @@ class Batches:
         sources: Sequence[Source],
         mixture: Mixing | None = None,
         *,
+        order: str = "",
         vocab_size: int,
         mask_document_ends: bool,
         eod: int,
@@ -82,6 +87,7 @@ class Batches:
         assert mixture is not None or len(sources) == 1
         self.sources = sources
         self.mixture = mixture
+        self.order = order
         self.vocab_size = vocab_size
         self.mask_document_ends = mask_document_ends
         self.eod = eod
@@ -96,14 +102,24 @@ class Batches:
         """Of the sources of a mixture; none where there is but one."""
         return [source.name for source in self.sources] if self.mixture is not None else []
 
+    def notes(self) -> Iterator[str]:
+        """A line for each source whose samples have padding."""
+        for source in self.sources:
+            padded = getattr(source.dataset, "padded", None)
+            if padded is not None:
+                name = f"{source.name}: " if source.name else ""
+                samples = counted(len(source.dataset), "sample")
+                yield f"packed {name}{samples}, of whose positions {padded:.2%} are padding"
+
     def taken(self, samples: int) -> list[int]:
         """Of the first `samples` samples of a mixture, those of each source."""
         return [] if self.mixture is None else self.mixture.taken(samples)
 
     def origin(self, number: int) -> Origin | None:
         """Where a sample of the run is from; None: there is no such sample."""
-        source, sample = self._find(number)
-        return None if sample is None else Origin(self.sources[source].name, sample)
+        source, draw = self._draw(number)
+        sample = self.sources[source].sample_at(draw)
+        return None if sample is None else Origin(self.sources[source].name, draw, sample)
 
     def rows(self, global_indices: Sequence[int]) -> Samples:
         """Input tokens, labels and the mask of what counts in the loss, for b sample numbers.
@@ -117,7 +133,8 @@ class Batches:
         groups = np.ones((shape[0], 1), dtype=np.uint8)
         documents: npt.NDArray[np.int64] | None = None
         for row, number in enumerate(global_indices):
-            source, index = self._find(number)
+            source, draw = self._draw(number)
+            index = self.sources[source].sample_at(draw)
             if index is None:
                 continue
             groups[row] = 1 + source
@@ -132,14 +149,13 @@ class Batches:
                 documents[row] = sample.documents
         if self.mask_document_ends:
             mask &= labels != self.eod
-        counted = mask if self.mixture is None else mask * groups
-        found = Samples(*map(torch.from_numpy, (tokens, labels, counted)))
+        scored = mask if self.mixture is None else mask * groups
+        found = Samples(*map(torch.from_numpy, (tokens, labels, scored)))
         return found if documents is None else found._replace(documents=torch.from_numpy(documents))
 
-    def _find(self, number: int) -> tuple[int, int | None]:
-        """Source and sample of a number of the run."""
-        source, draw = (0, number) if self.mixture is None else self.mixture(number)
-        return source, self.sources[source].sample_at(draw)
+    def _draw(self, number: int) -> Draw:
+        """Source of a number of the run, and the draw there."""
+        return Draw(0, number) if self.mixture is None else self.mixture(number)
 
     def _check(self, dataset: Dataset, sample: Sample, index: int) -> None:
         for ids, label in ((sample.tokens, False), (sample.labels, True)):

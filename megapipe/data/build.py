@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,14 +26,24 @@ from megapipe.data.indices import (
     open_blend,
     open_indices,
 )
-from megapipe.data.mixture import Mixture, Recipe, weight_plan
+from megapipe.data.mixture import Mixture, Recipe, tempered, weight_plan
 from megapipe.data.order import order
 from megapipe.data.packing import PackedDataset, Rule, open_packing
 from megapipe.data.sources import HeldOut, Sources
 from megapipe.data.supervised import ExampleDataset
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import DataConfig
-from megapipe.errors import DataError
+from megapipe.errors import CheckpointError, DataError
+
+
+class Past(NamedTuple):
+    """How far a run has come in its data, by the checkpoint that it goes on from."""
+
+    step: int = 0
+    samples: int = 0
+    order: str = ""
+    """:attr:`~megapipe.data.batch.Batches.order` of the batches that dealt them; empty if there was
+    nothing to keep."""
 
 
 class HeldOutBatches(NamedTuple):
@@ -44,7 +55,7 @@ class HeldOutBatches(NamedTuple):
 
 
 def build_batches(
-    config: Config, tokenizer: Tokenizer, sources: Sources
+    config: Config, tokenizer: Tokenizer, sources: Sources, past: Past | None = None
 ) -> tuple[Batches, list[HeldOutBatches]]:
     """Training batches and those of the sets that are held out.
 
@@ -56,10 +67,13 @@ def build_batches(
         DataError: a split is damaged, or too short for one sample, or a mixture for the run.
     """
 
-    def batches(given: Sequence[Source], mixture: Mixing | None = None) -> Batches:
+    past = past or Past()
+
+    def batches(given: Sequence[Source], mixture: Mixing | None = None, order: str = "") -> Batches:
         return Batches(
             given,
             mixture,
+            order=order,
             vocab_size=config.model.vocab_size or tokenizer.vocab_size,
             mask_document_ends=config.data.mask_document_ends,
             eod=tokenizer.eod,
@@ -72,7 +86,7 @@ def build_batches(
 
     parts = {name: _trained_on(corpus) for name, corpus in sources.training.items()}
     if config.data.samples == "megatron":
-        training = batches(*_in_megatrons_order(config, parts))
+        training = batches(*_in_megatrons_order(config, parts, past))
     else:
         change = _rearranging(config, tokenizer)
         cut = {
@@ -83,7 +97,8 @@ def build_batches(
             Source(dataset, partial(order, config.run.seed, len(dataset)), name)
             for name, dataset in cut.items()
         ]
-        training = batches(shuffled, _mixture(config, shuffled) if config.data.mixture else None)
+        mixture = _mixture(config, shuffled, past) if config.data.mixture else None
+        training = batches(shuffled, mixture, mixture.recipe.text if mixture is not None else "")
     return training, [scored(each) for each in sources.held_out()]
 
 
@@ -138,18 +153,33 @@ def _check_whole(part: Stream, data: DataConfig) -> None:
         )
 
 
+def _samples(config: Config, past: Past) -> int:
+    """Samples of the whole run, those that are behind it included."""
+    train = config.train
+    return train.batches.after(past.samples, train.steps - past.step)
+
+
 def _in_megatrons_order(
-    config: Config, parts: Mapping[str, Stream | Dataset]
-) -> tuple[list[Source], Blend | None]:
-    """The sources as Megatron-LM's data sets for a run of so many samples, and their blend."""
-    data, train = config.data, config.train
-    samples, cache = train.samples, Path(data.cache)
+    config: Config, parts: Mapping[str, Stream | Dataset], past: Past
+) -> tuple[list[Source], Blend | None, str]:
+    """The sources as Megatron-LM's data sets for a run of so many samples, their blend, and what a
+    checkpoint keeps: how many samples the order is made for, which decides it."""
+    data, train, cache = config.data, config.train, Path(config.data.cache)
+    needed = _samples(config, past)
+    samples = int(past.order) if past.order.isdecimal() else needed
+    if needed > samples:
+        raise DataError(
+            f"data.samples=megatron: the order of this run was made for {samples} samples, which "
+            f"its length decides, and it would take {needed}: expected fewer train.steps"
+        )
     given = [source.weight for source in data.mixture.values() if source.weight is not None]
     blend = None
     requests: list[int | None] = [None] * len(parts) if data.mixture else [samples]
     if given:
         (_, weights), *_ = weight_plan(given)
-        blend = BlendSizes.weighted([w ** (1 / data.temperature) for w in weights], samples)
+        if data.temperature != 1:
+            weights = tempered(weights, data.temperature)
+        blend = BlendSizes.weighted(weights, samples)
         requests = [*blend.requests]
     found = []
     for (name, part), request in zip(parts.items(), requests, strict=True):
@@ -160,12 +190,12 @@ def _in_megatrons_order(
         dataset = IndexedDataset(part.file, indices, train.sequence_length)
         found.append(Source(dataset, partial(_in_order, len(dataset)), name))
     if not data.mixture:
-        return found, None
+        return found, None, str(samples)
     if blend is None:
         blend = BlendSizes.by_size([len(source.dataset) for source in found], samples)
     mixing = Blend(open_blend(blend, cache), len(found))
-    mixing.check(samples)
-    return found, mixing
+    mixing.check(needed)
+    return found, mixing, str(samples)
 
 
 def _in_order(n: int, number: int) -> int:
@@ -181,8 +211,12 @@ def _once(seed: int, n: int, number: int) -> int | None:
     return order(seed, n, number) if number < n else None
 
 
-def _mixture(config: Config, training: Sequence[Source]) -> Mixture:
-    """The mixture of a run, whose sources have these data sets."""
+def _mixture(config: Config, training: Sequence[Source], past: Past) -> Mixture:
+    """The mixture of a run, whose sources have these data sets.
+
+    Weights change at steps of the run, at whichever sample they begin. What the checkpoint's recipe
+    has dealt stays dealt: where another one goes on, it begins at the checkpoint's sample.
+    """
     data, train = config.data, config.train
     samples = [len(source.dataset) for source in training]
     most = [
@@ -195,13 +229,33 @@ def _mixture(config: Config, training: Sequence[Source]) -> Mixture:
                 f"data.mixture.{source.name}: tokens and epochs leave less than one sample of "
                 f"train.sequence_length={train.sequence_length}"
             )
-    weights = [
-        (train.batches.after(0, step), [weight ** (1 / data.temperature) for weight in some])
-        for step, some in _weights(data, samples, most)
+    plan = [
+        (step, tempered(some, data.temperature)) for step, some in _weights(data, samples, most)
     ]
-    mixture = Mixture(Recipe(weights, most), [source.name for source in training])
-    mixture.check(train.samples)
+    now = next(some for step, some in reversed(plan) if step <= past.step)
+    coming = [
+        (train.batches.after(past.samples, step - past.step), some)
+        for step, some in plan
+        if step > past.step
+    ]
+    names = [source.name for source in training]
+    recipe = Recipe([(past.samples, now), *coming], most, past.samples)
+    if past.samples:
+        recipe = _joined(recipe, past, names)
+    mixture = Mixture(recipe, names)
+    mixture.check(_samples(config, past))
     return mixture
+
+
+def _joined(recipe: Recipe, past: Past, names: Sequence[str]) -> Recipe:
+    """A recipe that goes on where the checkpoint's ended, or that one, if both go on alike."""
+    try:
+        stored = Recipe.of(past.order)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError("the checkpoint does not say how its mixture was dealt") from error
+    if stored.goes_on(past.samples, recipe):
+        return stored
+    return recipe._replace(before=Mixture(stored, names).taken(past.samples))
 
 
 def _most(tokens: int | None, epochs: float | None, samples: int, length: int) -> int | None:
@@ -210,7 +264,7 @@ def _most(tokens: int | None, epochs: float | None, samples: int, length: int) -
     if tokens is not None:
         limits.append(tokens // length)
     if epochs is not None:
-        limits.append(int(epochs * samples))
+        limits.append(int(Fraction(str(epochs)) * samples))
     return min(limits, default=None)
 
 

@@ -10,6 +10,7 @@ where weights change, or where a source is used up.
 from __future__ import annotations
 
 import bisect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,9 +36,36 @@ class Recipe(NamedTuple):
     """The mixture that a user asks for, of n sources."""
 
     weights: Sequence[tuple[int, Sequence[float]]]
-    """First sample and weights [n], in order, the first one of sample 0; not all weights are 0."""
+    """First sample and weights [n], in order, the first one of sample `start`; not all weights are
+    0."""
     most: Sequence[int | None]
     """Samples that there are of each source, at most [n]; None: any number."""
+    start: int = 0
+    """The first sample; those before it were dealt by another recipe."""
+    before: Sequence[int] = ()
+    """Those of each source [n]; none by default."""
+
+    @property
+    def text(self) -> str:
+        """As JSON, which :meth:`of` reads."""
+        return json.dumps(self._asdict())
+
+    @staticmethod
+    def of(text: str) -> Recipe:
+        """From JSON. Raises ValueError, TypeError or KeyError for anything else."""
+        given = json.loads(text)
+        weights = [(int(first), [float(w) for w in some]) for first, some in given.pop("weights")]
+        return Recipe(weights, **given)
+
+    def at(self, sample: int) -> Sequence[float]:
+        """The weights in force at a sample."""
+        return next(some for first, some in reversed(self.weights) if first <= sample)
+
+    def goes_on(self, since: int, like: Recipe) -> bool:
+        """Whether both deal alike what comes from sample `since` on."""
+        coming = [[change for change in r.weights if change[0] > since] for r in (self, like)]
+        now = list(self.at(since)) == list(like.at(since))
+        return now and coming[0] == coming[1] and list(self.most) == list(like.most)
 
 
 def weight_plan(
@@ -53,6 +81,12 @@ def weight_plan(
         (int(step), [next(w for since, w in reversed(plan) if since <= step) for plan in plans])
         for step in steps
     ]
+
+
+def tempered(weights: Sequence[float], temperature: float) -> list[float]:
+    """Weights to the power of 1 / temperature, the largest being 1."""
+    highest = max(weights)
+    return [(weight / highest) ** (1 / temperature) for weight in weights]
 
 
 class _Table:
@@ -100,6 +134,7 @@ class Mixture:
 
     def __init__(self, recipe: Recipe, names: Sequence[str]) -> None:
         self.names = names
+        self.recipe = recipe
         self._stretches = _stretches(recipe)
         self._firsts = [stretch.first for stretch in self._stretches]
 
@@ -112,6 +147,11 @@ class Mixture:
         table, source = stretch.table, int(stretch.table.source[at])
         number = stretch.before[source] + periods * table.counts[source] + table.number[at]
         return Draw(source, int(number))
+
+    @property
+    def text(self) -> str:
+        """What a checkpoint keeps of it."""
+        return self.recipe.text
 
     def taken(self, samples: int) -> list[int]:
         """Draws of each source [n] among the first `samples` of the run."""
@@ -153,7 +193,8 @@ def _shares(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
 def _stretches(recipe: Recipe) -> list[_Stretch]:
     changes = [*(first for first, _ in recipe.weights[1:]), None]
     most = np.array([np.iinfo(np.int64).max if m is None else m for m in recipe.most])
-    at, before = 0, np.zeros(len(most), np.int64)
+    at = recipe.start
+    before = np.array(recipe.before or [0] * len(most), np.int64)
     found: list[_Stretch] = []
     for (_, weights), change in zip(recipe.weights, changes, strict=True):
         while change is None or at < change:

@@ -38,8 +38,7 @@ class Sources:
         training: those trained on, by name; their own held-out parts are validated on.
         validation: those of ``data.validation``, in the place of these parts.
         test: those of ``data.test``.
-        recipe: what else decides which tokens are trained on, and in which order; empty if nothing
-            does.
+        recipe: what else decides which tokens are trained on; empty if nothing does.
     """
 
     training: Mapping[str, Corpus]
@@ -104,7 +103,8 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
     data = config.data
     if data.fim_rate:
         marks_of(data, tokenizer)  # before texts are tokenized for nothing
-    whole = data.model_copy(update={"validation_fraction": 0.0, "split": None})
+    plain = {"validation_fraction": 0.0, "split": None, "subset": None, "dataset_split": None}
+    whole = data.model_copy(update=plain)
     training: list[Split] = ["train"] if data.validation else ["train", "validation"]
 
     def load(given: DataConfig, *splits: Split) -> Corpus:
@@ -150,9 +150,6 @@ def _tell_left_out(source: str, examples: Examples, length: int) -> None:
 
 def _recipe(data: DataConfig) -> str:
     known: list[object] = []
-    if data.mixture:
-        shares = {name: [m.weight, m.tokens, m.epochs] for name, m in data.mixture.items()}
-        known += [shares, data.temperature]
     if data.fim_rate:
         known += [data.fim_rate, data.fim_spm_rate, data.fim_tokens]
     return json.dumps(known) if known else ""

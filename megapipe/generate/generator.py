@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
+from megapipe.data_config import DataConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.errors import ConfigError
 from megapipe.generate.reading import Reading, Texts
@@ -58,11 +59,11 @@ class Generator:
         assert isinstance(length, int)
         self.context = length
         """Most tokens that the model sees at a time: the length that it was trained at."""
-        masked = stored.get("data.document_mask") or stored.get("data.samples") in (
-            "packed",
-            "supervised",
-        )
-        self.document_end = self.tokenizer.eod if masked else None
+        keys = ("samples", "document_mask", "reset_positions")
+        known = {key: stored[f"data.{key}"] for key in keys if f"data.{key}" in stored}
+        data = DataConfig.model_validate(known)
+        self.document_end = self.tokenizer.eod if data.masks_documents else None
+        self.resets_positions = self.config.positions == "learned" and data.resets_positions
         sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[self.config.dtype])
         family = make_family(self.config, Conditions(length, microbatch=1))
         self.module = family.build(family.whole, sharding)
@@ -99,6 +100,7 @@ class Generator:
             room=room,
             device=self.device,
             document_end=self.document_end,
+            resets_positions=self.resets_positions,
         )
 
     def generate(

@@ -26,7 +26,7 @@ from torch import Tensor
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.model.interface import StageModule
-from megapipe.ops.documents import Documents, document_ids
+from megapipe.ops.documents import Documents, document_ids, positions_in
 
 
 class Texts(Protocol):
@@ -54,6 +54,7 @@ class Reading:
         context: most tokens that the model sees at a time.
         room: tokens that will be appended to a text, at most.
         document_end: the token that ends a document, where attention ends at documents.
+        resets_positions: positions begin anew in each document.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Reading:
         room: int,
         device: torch.device,
         document_end: int | None = None,
+        resets_positions: bool = False,
     ) -> None:
         self.model = model
         self.texts = [list(text) for text in texts]
         self.context = context
         self.device = device
         self.document_end = document_end
+        self.resets_positions = resets_positions
         longest = max(map(len, self.texts))
         self._columns = min(context, longest + room)
         self._tokens = torch.zeros(len(self.texts), self._columns, dtype=torch.int64)
@@ -131,13 +134,19 @@ class Reading:
         """Documents that hide the padding, and other documents, from a token."""
         if self.document_end is None and not self._padding.any():
             return None
+        return Documents(self._numbers(stop), self.device)
+
+    def _numbers(self, stop: int) -> Tensor:
+        """Number of the document of each column, [texts, stop]; padding is the first."""
         numbers = (torch.arange(stop) >= self._padding.unsqueeze(1)).long()
         if self.document_end is not None:
             numbers += document_ids(self._tokens[:, :stop], self.document_end)
-        return Documents(numbers, self.device)
+        return numbers
 
     def _positions(self, first: int, stop: int) -> Tensor | None:
         """Position of each column in its text, [columns, texts]; None where it is the column."""
+        if self.resets_positions:
+            return positions_in(self._numbers(stop))[:, first:stop].t().to(self.device)
         if not self._padding.any():
             return None
         columns = torch.arange(first, stop).unsqueeze(1)

@@ -43,6 +43,9 @@ def check_data(data: DataConfig) -> None:
         _refuse_unused(data, ("text_field",), "texts, not data.samples=supervised")
     else:
         _refuse_unused(data, SUPERVISED_KEYS, "data.samples=supervised")
+    for key in ("mixture", "validation", "test"):
+        if "" in getattr(data, key):
+            raise ConfigError(f"data.{key}: a source has an empty name: expected data.{key}.NAME")
     sources = list(_sources(data))
     for key, source in sources:
         _check_source(data, key, source, alone=len(sources) == 1)
@@ -70,6 +73,12 @@ def _check_mixture(data: DataConfig) -> None:
             f"data.source={data.source} and data.mixture ({', '.join(mixture)}): expected one of "
             "them"
         )
+    for key in ("subset", "dataset_split"):
+        if getattr(data, key) is not None:
+            raise ConfigError(
+                f"data.{key}={getattr(data, key)} is for data.source: expected "
+                f"data.mixture.NAME.{key}"
+            )
     if len(mixture) > MOST_SOURCES:
         raise ConfigError(
             f"data.mixture has {len(mixture)} sources: expected {MOST_SOURCES} at most"
@@ -88,6 +97,11 @@ def _check_mixture(data: DataConfig) -> None:
 
 def _check_megatrons(data: DataConfig) -> None:
     """Refuse what Megatron-LM's blends do not have."""
+    if data.temperature != 1 and all(s.weight is None for s in data.mixture.values()):
+        raise ConfigError(
+            f"data.temperature={data.temperature} is for weights, and data.mixture has none: "
+            "data.samples=megatron takes sources by their sizes then; expected 1, or weights"
+        )
     for name, source in data.mixture.items():
         key = f"data.mixture.{name}"
         if source.tokens is not None or source.epochs is not None:

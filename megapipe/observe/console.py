@@ -1,6 +1,7 @@
 """One aligned line per step on the terminal, with its date, plain text wherever it goes."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable
 from datetime import datetime
@@ -81,7 +82,8 @@ def step_line(record: StepRecord) -> str:
     if record.skipped is not None:
         cells.append(f"{record.skipped} skipped")
     if record.sources is not None:
-        cells += [f"{name} {source.loss:.4f}" for name, source in record.sources.items()]
+        known = {name: s.loss for name, s in record.sources.items() if not math.isnan(s.loss)}
+        cells += [f"{name} {loss:.4f}" for name, loss in known.items()]
     cells.append(f"ETA {duration(record.eta_seconds)}")
     return " | ".join(cells)
 

@@ -74,8 +74,9 @@ class StepRecord:
             "memory/gib": self.memory_gib,
         }
         for name, source in (self.sources or {}).items():
-            if source.tokens:
+            if not math.isnan(source.loss):
                 named[f"source/{name}/loss"] = source.loss
+            named[f"source/{name}/tokens"] = source.tokens
             named[f"source/{name}/samples"] = source.samples
         return {name: value for name, value in named.items() if value is not None}
 

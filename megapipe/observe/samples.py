@@ -4,10 +4,11 @@ Every start of a run has a folder of its own in ``samples/``, ``003-after-120`` 
 which went on after step 120; what earlier starts did after that step was lost, and does not count.
 Each process that feeds a first stage writes a file, with one line for each step::
 
-    {"step": 121, "samples": [[1920, "web", 7], [1921, "code", 80]]}
+    {"step": 121, "samples": [[1920, "web", 1604, 7], [1921, "code", 315, 80]]}
 
-that is the number of each sample in the run, its source ("" where there is but one) and its number
-there. ``python -m megapipe.observe.samples RUN_FOLDER`` checks them.
+that is the number of each sample in the run, its source ("" where there is but one), how many of
+that source came before, over all epochs, and its number there. ``python -m megapipe.observe.samples
+RUN_FOLDER`` checks them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Taken(NamedTuple):
     number: int
     """In the run."""
     source: str
+    draw: int
+    """Samples of the source before it, over all epochs."""
     sample: int
     """In its source."""
 
@@ -80,24 +83,36 @@ def read_samples(run_folder: Path) -> dict[int, list[Taken]]:
 def check(steps: dict[int, list[Taken]]) -> list[str]:
     """Lines of text about the samples of steps.
 
-    Raises :class:`DataError` where a step is missing, or a sample of the run is missing, taken
-    twice or out of its order.
+    Where a run has begun its data anew, they count from there on. Raises :class:`DataError` where a
+    step is missing, or a sample of the run or of a source is missing, taken twice or out of its
+    order.
     """
     numbers = list(steps)
     for before, step in itertools.pairwise(numbers):
         if step != before + 1:
             raise DataError(f"samples: step {before + 1} is missing")
-    first = expected = steps[numbers[0]][0].number
+    began, first, expected = numbers[0], 0, -1
     sources: dict[str, Counter[int]] = {}
+    draws: dict[str, int] = {}
     for step, samples in steps.items():
+        if expected < 0 or (samples[0].number == 0 and expected > 0):
+            began, first, expected = step, samples[0].number, samples[0].number
+            sources, draws = {}, {}
         for taken in samples:
             if taken.number != expected:
                 raise DataError(
                     f"samples: step {step} took sample {taken.number} where {expected} was next"
                 )
+            draw = draws.get(taken.source, taken.draw)
+            if taken.draw != draw:
+                raise DataError(
+                    f"samples: step {step} took number {taken.draw} of source "
+                    f"{taken.source or 'data.source'} where {draw} was next"
+                )
+            draws[taken.source] = draw + 1
             expected += 1
             sources.setdefault(taken.source, Counter())[taken.sample] += 1
-    steps_taken, range_taken = f"{numbers[0]} to {numbers[-1]}", f"{first} to {expected - 1}"
+    steps_taken, range_taken = f"{began} to {numbers[-1]}", f"{first} to {expected - 1}"
     lines = [f"steps {steps_taken} took samples {range_taken} of the run, each once and in order"]
     for name, found in sorted(sources.items()):
         low, high = min(found.values()), max(found.values())

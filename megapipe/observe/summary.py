@@ -23,7 +23,7 @@ class Summary(BaseModel):
     loss_last: float
     validation_loss: float | None
     """Of a single set; None where there are several, or none."""
-    held_out: dict[str, float] = {}
+    held_out: dict[str, float | None] = {}
     """The last loss of each set that has a name, and of tests."""
     unigram_entropy: float | None
     """Of the corpus; None where it is not known."""
@@ -62,7 +62,10 @@ def format_summary(summary: Summary, commands: dict[str, str] | None = None) -> 
 
 def _losses(summary: Summary) -> dict[str, str]:
     """A row for each set that was held out."""
-    rows = {name: f"{loss:.4f}" for name, loss in summary.held_out.items()}
+    rows = {
+        name: "not finite" if loss is None else f"{loss:.4f}"
+        for name, loss in summary.held_out.items()
+    }
     if summary.validation_loss is None:
         return rows or {"validation": "nothing was held out"}
     entropy = summary.unigram_entropy

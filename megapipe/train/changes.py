@@ -43,6 +43,8 @@ REFUSED = (
     *(*ORDER, "data.mask_document_ends", "data.document_mask", "data.reset_positions"),
     "train.loss",
 )
+LISTED_OF_DATA = ("data.mixture", "data.temperature")
+"""What else of the data is not refused is harmless."""
 LISTED_OF_MODEL = ("model.dtype", "model.dropout")
 """All other keys of the model are refused."""
 
@@ -62,7 +64,7 @@ class Change:
     @property
     def harmless(self) -> bool:
         """Whether nothing that is learnt depends on it."""
-        return not self.refused and any(
+        return not (self.refused or self.key in LISTED_OF_DATA) and any(
             self.key.startswith(name) if name.endswith(".") else self.key == name
             for name in HARMLESS
         )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config import Config
+from megapipe.data.build import Past
 from megapipe.data.sources import Sources, load_sources
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import DataConfig
@@ -13,6 +16,8 @@ from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import DataError, MegapipeError
 from megapipe.train.changes import Change
+
+T = TypeVar("T")
 
 PATIENCE = datetime.timedelta(days=7)
 """How long the other processes wait for one of their node to tokenize a corpus."""
@@ -25,18 +30,37 @@ def prepare_on_all(
 
     Raises a :class:`MegapipeError` of any rank on all of them.
     """
-    prepared, error = None, None
+    prepared = on_all(
+        mesh, local_rank, lambda: load_sources(config, tokenizer, progress=mesh.rank == 0)
+    )
+    _compare_ranks(prepared, name_of(config.data), mesh)
+    return prepared
+
+
+def on_all(mesh: ParallelMesh, local_rank: int, make: Callable[[], T]) -> T:
+    """What `make` returns on every process, called by one of each node before the others; it may
+    take long. Raises a :class:`MegapipeError` of any rank on all of them."""
+    made: list[T] = []
+    error = None
     for turn in (local_rank == 0, local_rank != 0):
         if turn:
             try:
-                prepared = load_sources(config, tokenizer, progress=mesh.rank == 0)
+                made.append(make())
             except MegapipeError as problem:
                 error = problem
         mesh.await_all(PATIENCE)
         all_or_none(mesh, error)
-    assert prepared is not None
-    _compare_ranks(prepared, name_of(config.data), mesh)
-    return prepared
+    return made[0]
+
+
+def past_of(checkpoint: Checkpoint | None, *, anew: bool) -> Past:
+    """How far a checkpoint is in the data; `anew`: they are begun again."""
+    if checkpoint is None:
+        return Past()
+    coordinates: Mapping[str, Any] = checkpoint.manifest.coordinates
+    if anew or type(coordinates.get("samples")) is not int:  # which is refused when it is loaded
+        return Past(checkpoint.step)
+    return Past(checkpoint.step, coordinates["samples"], str(coordinates.get("order", "")))
 
 
 def name_of(data: DataConfig) -> str:

@@ -35,7 +35,7 @@ def evaluate(step: TrainStep, rows: Rows, samples: int, stop: Callable[[], bool]
     def masked(indices: Sequence[int]) -> Samples:
         given = Samples(*rows(indices))
         inside = torch.tensor([i < samples for i in indices])
-        return given._replace(mask=given.mask & inside.unsqueeze(1))
+        return given._replace(mask=given.mask * inside.unsqueeze(1))
 
     per_microbatch = step.config.train.microbatch * step.layout.dp
     left = -(-samples // per_microbatch)

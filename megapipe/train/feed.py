@@ -132,8 +132,7 @@ class Feed:
         self.document_end = document_end
         self.sources = sources
         self._prefetch = prefetches(config.data)
-        learned = config.model.source is None and config.model.positions == "learned"
-        self._resets = config.data.resets_positions and learned
+        self._resets = config.resets_positions
         self._uploads = Uploads(mesh.device)
         self._ahead: tuple[_Place, _Read] | None = None
         """What is on its way to the device, and for which place in the data."""

@@ -12,7 +12,7 @@ from megapipe.engine.channels import MessageShape
 from megapipe.engine.stage import Stage
 from megapipe.errors import DataError
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.ops.documents import Documents, document_ids
+from megapipe.ops.documents import Documents, document_ids, positions_in
 from megapipe.schedule.generators import forward_only
 
 if TYPE_CHECKING:
@@ -40,8 +40,19 @@ def read(step: TrainStep, tokens: Tensor, shape: MessageShape, end: int | None) 
     """
     mesh, placement = step.mesh, step.placement
     tokens = tokens.to(mesh.device)
-    documents = None if end is None else Documents(document_ids(tokens.cpu(), end), mesh.device)
-    mb = MicroBatch(index=0, step=0, seed=step.config.run.seed, tokens=tokens, documents=documents)
+    ids = None if end is None else document_ids(tokens.cpu(), end)
+    mb = MicroBatch(
+        index=0,
+        step=0,
+        seed=step.config.run.seed,
+        tokens=tokens,
+        documents=None if ids is None else Documents(ids, mesh.device),
+        positions=(
+            positions_in(ids).t().to(mesh.device)
+            if ids is not None and step.config.resets_positions
+            else None
+        ),
+    )
     schedule = forward_only(placement, 1)
     stages = dict(step.stages)
     last = placement.stages - 1

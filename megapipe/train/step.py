@@ -72,7 +72,7 @@ class TrainStep:
     """The computation of one process; `schedule` replaces the configured one if given.
 
     `kernels` are those of :func:`~megapipe.train.kernels.agreed_kernels`, chosen here by default.
-    `document_end` is the token that ends a document, needed with ``data.document_mask``.
+    `document_end` is the token that ends a document, needed where attention ends there.
     `sources` are those of a mixture, 0 if there is none.
     `initial` writes the initial weights, each time a region of a global tensor; by default they are
     drawn from ``run.seed``.
@@ -389,12 +389,14 @@ class TrainStep:
         *,
         run_id: str | None = None,
         digests: Mapping[str, str] | None = None,
+        order: str = "",
     ) -> Path:
         """Write a checkpoint of the state after `step` steps, into a folder that all ranks share.
 
         Returns the checkpoint's own folder in it, ``step-<step>``, on every rank. To be called by
-        all of them, once the steps are settled (:meth:`settle`). `run_id` and the `digests` of the
-        data are stored for runs that resume from it. Raises :class:`CheckpointError` on all.
+        all of them, once the steps are settled (:meth:`settle`). `run_id`, the `digests` of the
+        data and their `order` are stored for runs that resume from it. Raises
+        :class:`CheckpointError` on all.
         """
         self._require_settled("save")
         axes = ("pp", "dp", "cp", "tp", "chunks")
@@ -404,6 +406,7 @@ class TrainStep:
             coordinates={
                 "step": step,
                 "samples": self.samples(step),
+                "order": order,
                 "updates": self.optimizer.count,
                 "loss_scale": dict(self.scaler.state()),
             },

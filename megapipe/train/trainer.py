@@ -27,7 +27,7 @@ from megapipe.train.callbacks.several import Callbacks, check_callbacks
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
 from megapipe.train.changes import Change, Changes
-from megapipe.train.corpus import change_of_corpus, name_of, prepare_on_all
+from megapipe.train.corpus import change_of_corpus, name_of, on_all, past_of, prepare_on_all
 from megapipe.train.garbage import Garbage
 from megapipe.train.kernels import agreed_kernels
 from megapipe.train.opening import opening
@@ -71,7 +71,10 @@ class Trainer:
         corpus = prepare_on_all(config, tokenizer, mesh, local_rank=local_rank)
         changed = change_of_corpus(self.source.checkpoint, corpus, name_of(config.data))
         self.changes = self._changes(changed)
-        self.training, held_out = build_batches(config, tokenizer, corpus)
+        past = past_of(self.source.checkpoint, anew=self.changes.data_anew)
+        self.training, held_out = on_all(
+            mesh, local_rank, lambda: build_batches(config, tokenizer, corpus, past)
+        )
         self.train_step = TrainStep(
             config,
             layout,
@@ -95,7 +98,9 @@ class Trainer:
             load_weights(self.source.weights, self.train_step, mesh)
         resumed_at = self.first_step if self.source.is_own else None
         clock = Clock(60 * config.checkpoint.every_minutes)
-        self.saving = Saving(checkpoints, clock, run_id=self.run_id, corpus=corpus)
+        self.saving = Saving(
+            checkpoints, clock, run_id=self.run_id, corpus=corpus, order=self.training.order
+        )
         first: list[Callback] = [
             Profiling(),
             Reports(skipped=skipped, entropy=corpus.entropy, training=self.training),
@@ -133,7 +138,8 @@ class Trainer:
         """Train to ``train.stop_after`` or the end. Raises :class:`Preempted` after saving if asked
         to stop."""
         with Garbage(self.config.run.collect_every) as garbage:
-            for line in opening(self.context, self.source, self.changes):
+            lines = opening(self.context, self.source, self.changes)
+            for line in (*lines, *self.training.notes()):
                 self.context.note(line)
             self.callbacks.begin(self.context)
             self.stop.phase = "training"

@@ -99,4 +99,5 @@ def test_each_sample_is_taken_once_over_a_kill_and_other_layouts_and_batches(
     assert [len(steps[step]) for step in (1, 30, 40)] == [8, 6, 12]
     lines = check(steps)
     assert "rare: 9 samples, 9 different ones, each once" in lines
+    assert sum("different ones" in line for line in lines) == 3
     assert len(list((folder / "runs/run/samples").iterdir())) == 3

@@ -104,10 +104,12 @@ def _pack(stream: Stream, rule: Rule) -> Packing:
 def _documents(stream: Stream) -> Iterator[tuple[Numbers, Numbers]]:
     """First token and positions of the documents of a stream, some at a time."""
     file = stream.file
-    inside = np.searchsorted(file.documents, [stream.sequences.start, stream.sequences.stop])
-    boundaries = file.documents[inside[0] : inside[1] + 1]
-    for at in range(0, len(boundaries) - 1, AT_ONCE):
-        tokens = file.starts(boundaries[at : at + AT_ONCE + 1])
+    ends = stream.sequences.start, stream.sequences.stop
+    low = int(np.searchsorted(file.documents, ends[0], side="right")) - 1
+    high = int(np.searchsorted(file.documents, ends[1], side="left"))
+    for at in range(low, high, AT_ONCE):  # what a split cuts off of a document is left out
+        boundaries = np.clip(file.documents[at : min(at + AT_ONCE, high) + 1], *ends)
+        tokens = file.starts(boundaries)
         yield tokens[:-1], np.diff(tokens) - 1
 
 

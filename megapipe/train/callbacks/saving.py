@@ -20,11 +20,14 @@ class Saving(Callback):
     `clock` says when a checkpoint is due by time: that of rank 0 decides.
     """
 
-    def __init__(self, checkpoints: Path, clock: Clock, *, run_id: str, corpus: Sources) -> None:
+    def __init__(
+        self, checkpoints: Path, clock: Clock, *, run_id: str, corpus: Sources, order: str
+    ) -> None:
         self.checkpoints = checkpoints
         self.clock = clock
         self._run_id = run_id
         self._corpus = corpus
+        self._order = order
 
     def begin(self, run: Run) -> None:
         self.clock.restart()
@@ -48,6 +51,7 @@ class Saving(Callback):
             step,
             run_id=self._run_id,
             digests={"corpus": self._corpus.digest, "content": self._corpus.content},
+            order=self._order,
         )
         run.note(f"saved {path}")
         error = None

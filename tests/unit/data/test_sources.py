@@ -11,7 +11,7 @@ import pytest
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.data.batch import Batches
-from megapipe.data.build import HeldOutBatches, build_batches
+from megapipe.data.build import HeldOutBatches, Past, build_batches
 from megapipe.data.sources import Sources, load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenWriter
@@ -38,6 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(*given: str) -> Config:
     usual = [f"train.sequence_length={L}", "train.steps=2", "train.global_batch=4"]
+    usual.append("train.microbatch=1")
     return resolve(parse([*usual, *given]).config, 1, 257)[0]
 
 
@@ -150,6 +151,108 @@ def test_each_source_of_a_mixture_is_validated_by_itself() -> None:
     assert len(held_out[0].batches) == 2
 
 
+def continued(past: Past, *given: str) -> Batches:
+    chosen = config("data.validation_fraction=0", *given)
+    found = load_sources(chosen, ByteTokenizer())
+    return build_batches(chosen, ByteTokenizer(), found, past)[0]
+
+
+FADING = [
+    *("data.mixture.a.source=a", "data.mixture.a.weight=[[0, 4], [3, 1], [9, 2]]"),
+    *("data.mixture.b.source=b", "data.mixture.b.weight=1", "data.mixture.b.epochs=3"),
+    "train.steps=12",
+]
+
+
+def dealt(batches: Batches, samples: range) -> list[tuple[str, int]]:
+    origins = [batches.origin(sample) for sample in samples]
+    return [(origin.source, origin.draw) for origin in origins if origin is not None]
+
+
+def test_a_mixture_goes_on_as_it_began() -> None:
+    first = continued(Past(), *FADING)
+    again = continued(Past(5, 20, first.order), *FADING)
+    assert again.order == first.order
+    assert dealt(again, range(48)) == dealt(first, range(48))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ["train.global_batch=8"],
+        ["train.batch_ramp=[2, 2, 30]"],
+        ["data.temperature=2"],
+        ["data.mixture.b.epochs=1"],
+        ["data.mixture.a.weight=1"],
+        ["data.mixture.a.weight=[[0, 4], [3, 1], [7, 2]]"],
+    ],
+)
+def test_what_was_dealt_stays_dealt_when_the_recipe_changes(changed: list[str]) -> None:
+    """Draws of each source go on without a gap, and weights change at the steps of the run."""
+    first = continued(Past(), *FADING)
+    again = continued(Past(5, 20, first.order), *FADING, *changed)
+    assert again.taken(20) == first.taken(20)
+    draws = dict(zip("ab", first.taken(20), strict=True))
+    for source, draw in dealt(again, range(20, 40)):
+        assert draw == draws[source]
+        draws[source] += 1
+    samples = config(*FADING, *changed).train.batches.after(20, 1)
+    twice = continued(Past(6, samples, again.order), *FADING, *changed)
+    assert dealt(twice, range(samples, 40)) == dealt(again, range(samples, 40))
+
+
+def test_weights_that_change_later_do_so_at_their_step() -> None:
+    """Of batches of 4, and of 8 from step 5 on, where 20 samples are behind."""
+    plan = [
+        *("data.mixture.a.source=a", "data.mixture.a.weight=[[0, 1], [7, 0]]"),
+        *("data.mixture.b.source=b", "data.mixture.b.weight=[[0, 0], [7, 1]]", "train.steps=9"),
+    ]
+    first = continued(Past(), *plan)
+    again = continued(Past(5, 20, first.order), *plan, "train.global_batch=8")
+    assert [source for source, _ in dealt(again, range(20, 52))] == ["a"] * 16 + ["b"] * 16
+
+
+def test_a_mixture_that_does_not_last_from_here_on() -> None:
+    """24 samples of b are 3 times its own; those that are behind count."""
+    only = ["data.mixture.b.source=b", "data.mixture.b.epochs=1", "train.steps=8"]
+    first = continued(Past(), *only, "train.global_batch=1")
+    continued(Past(7, 7, first.order), *only, "train.global_batch=16")
+    with pytest.raises(DataError, match=r"of b are used up after 24 samples"):
+        continued(Past(6, 6, first.order), *only, "train.global_batch=16")
+
+
+def test_megatrons_order_is_that_of_the_beginning() -> None:
+    given = ["data.source=a", "data.samples=megatron", "train.global_batch=8"]
+    first = continued(Past(), *given, "train.steps=30")
+    shorter = continued(Past(10, 80, first.order), *given, "train.steps=20")
+    numbers = range(80, 160)
+    assert (shorter.rows(numbers).tokens == first.rows(numbers).tokens).all()
+    assert dealt(shorter, numbers) == dealt(first, numbers)
+    with pytest.raises(DataError, match="was made for 240 samples, which its length decides, and"):
+        continued(Past(10, 80, first.order), *given, "train.steps=31")
+
+
+def test_how_much_is_padding_is_told() -> None:
+    (line,) = continued(
+        Past(), "data.source=a", "data.samples=packed", "train.sequence_length=7"
+    ).notes()
+    assert line == "packed 54 samples, of whose positions 4.76% are padding"
+    assert list(continued(Past(), "data.source=a").notes()) == []
+
+
+@pytest.mark.parametrize("temperature", ["0.001", "1e-9", "1e9"])
+def test_temperatures_at_the_ends(temperature: str) -> None:
+    mixed(f"data.temperature={temperature}").taken(100)
+    mixed(
+        f"data.temperature={temperature}",
+        *(
+            "data.mixture.a.weight=0.5",
+            "data.mixture.b.weight=1e308",
+            "data.mixture.c.weight=1e308",
+        ),
+    ).taken(100)
+
+
 def sources(*given: str) -> Sources:
     return load_sources(config(*given), ByteTokenizer())
 
@@ -158,10 +261,9 @@ def test_a_digest_follows_what_is_trained_on() -> None:
     mixture = ["data.mixture.a.source=a", "data.mixture.b.source=b"]
     same = sources(*mixture)
     assert same.entropy is None
+    weighted = [*mixture, "data.mixture.a.weight=1", "data.mixture.b.weight=1"]
+    assert sources(*weighted).content == same.content, "the past says how they were dealt"
     for other in (
-        [*mixture, "data.mixture.a.epochs=2"],
-        [*mixture, "data.temperature=2"],
-        [*mixture, "data.mixture.a.weight=1", "data.mixture.b.weight=1"],
         ["data.mixture.b.source=b", "data.mixture.a.source=a"],
         ["data.mixture.a.source=a", "data.mixture.b.source=c"],
     ):
@@ -197,6 +299,18 @@ def test_a_digest_follows_what_is_trained_on() -> None:
         (
             ["data.mixture.x.source=t.jsonl", "data.mixture.y.source=a", "data.split=9,1"],
             "data.split=9,1 is for token files, and data.mixture.x.source=t.jsonl is texts",
+        ),
+        (
+            ["data.mixture..source=a"],
+            "data.mixture: a source has an empty name: expected data.mixture.NAME",
+        ),
+        (
+            ["data.mixture.x.source=a", "data.subset=x"],
+            "data.subset=x is for data.source: expected data.mixture.NAME.subset",
+        ),
+        (
+            ["data.mixture.x.source=a", "data.samples=megatron", "data.temperature=2"],
+            "data.temperature=2.0 is for weights, and data.mixture has none",
         ),
         (["data.source=a", "data.split=0,0"], "split '0,0': the sum of the weights is 0"),
         (["data.source=a", "data.split=1.2.3,1"], "split '1.2.3,1': expected one to three weights"),

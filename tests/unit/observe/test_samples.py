@@ -16,7 +16,7 @@ def log(folder: Path, after: int, *ranks: dict[int, list[int]], source: str = ""
     for rank, steps in enumerate(ranks):
         writer = SampleWriter(start, rank)
         for step, numbers in steps.items():
-            writer.step(step, [Taken(number, source, number % 10) for number in numbers])
+            writer.step(step, [Taken(n, source, n, n % 10) for n in numbers])
         writer.close()
     return start
 
@@ -42,6 +42,23 @@ def test_what_a_later_start_did_again_counts(tmp_path: Path) -> None:
         "steps 1 to 4 took samples 0 to 13 of the run, each once and in order",
         "source: 14 samples, 10 different ones, each 1 to 2 times",
     ]
+
+
+def test_draws_of_a_source_have_no_gaps(tmp_path: Path) -> None:
+    """Numbers of the run alone would not tell."""
+    writer = SampleWriter(new_start(tmp_path, 0), 0)
+    writer.step(1, [Taken(0, "a", 0, 3), Taken(1, "b", 0, 8), Taken(2, "a", 1, 5)])
+    writer.step(2, [Taken(3, "b", 1, 2), Taken(4, "a", 3, 1)])
+    writer.close()
+    with pytest.raises(DataError, match="step 2 took number 3 of source a where 2 was next"):
+        check(read_samples(tmp_path))
+
+
+def test_data_that_begin_anew_are_counted_anew(tmp_path: Path) -> None:
+    log(tmp_path, 0, {1: [0, 1], 2: [2, 3]})
+    log(tmp_path, 2, {3: [0, 1], 4: [2, 3]})
+    lines = check(read_samples(tmp_path))
+    assert lines[0] == "steps 3 to 4 took samples 0 to 3 of the run, each once and in order"
 
 
 def test_a_line_that_was_cut_short_does_not_count(tmp_path: Path) -> None:

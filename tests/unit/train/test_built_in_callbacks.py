@@ -273,7 +273,7 @@ def test_checkpoints_are_due_by_steps_by_the_clock_and_at_the_end(tmp_path: Path
     saved: list[int] = []
     for rank, decides in ((0, True), (1, False)):
         run = standing_run(tmp_path, rank=rank, settings=settings)
-        saving = Saving(tmp_path, Clock(1e-9), run_id="run", corpus=corpus)
+        saving = Saving(tmp_path, Clock(1e-9), run_id="run", corpus=corpus, order="")
         assert asked(saving, run, "save") == [3, 6, 9, STEPS]
         assert keeps(saving, run, "save")
         time.sleep(1e-3)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.config import Config, RunConfig, TrainConfig
 from megapipe.data.batch import Samples
 from megapipe.data_config import DataConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Key
 from megapipe.errors import DataError
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, loop
@@ -65,12 +65,7 @@ def fetch(
     first: int = 0,
 ) -> tuple[dict[Key, MicroBatch], int, list[list[int]]]:
     """The micro-batches of a process, the tokens of all, and which samples it has asked for."""
-    config: Any = SimpleNamespace(
-        train=SimpleNamespace(microbatch=ROWS),
-        run=SimpleNamespace(seed=SEED),
-        data=DataConfig(),
-        model=ModelConfig(),
-    )
+    config = Config(train=TrainConfig(microbatch=ROWS), run=RunConfig(seed=SEED))
     layout: Any = SimpleNamespace(dp=dp, slice_lengths=slice_lengths)
     mesh: Any = FakeMesh(Axis(dp, index, tuple(range(dp)), None), elsewhere)
     source = Source()
@@ -222,11 +217,8 @@ def test_what_a_process_does_not_fetch_has_its_coordinates_all_the_same() -> Non
 
 
 def new_feed(**data: Any) -> Feed:
-    config: Any = SimpleNamespace(
-        train=SimpleNamespace(microbatch=ROWS),
-        run=SimpleNamespace(seed=SEED),
-        data=DataConfig(**data),
-        model=ModelConfig(),
+    config = Config(
+        train=TrainConfig(microbatch=ROWS), run=RunConfig(seed=SEED), data=DataConfig(**data)
     )
     layout: Any = SimpleNamespace(dp=1, slice_lengths=(LENGTH,))
     mesh: Any = FakeMesh(Axis(1, 0, (0,), None), 0)
@@ -314,7 +306,8 @@ def test_positions_begin_anew_in_each_document() -> None:
     schedule = gpipe_on(loop(1), 1, slices=2)
     for rows, expected in ((packed, [0, 1, 0, 1, 2, 0]), (marked, [0, 1, 0, 0, 1, 2])):
         feed = new_feed(document_mask=True, reset_positions=True)
-        feed.document_end, feed.layout.slice_lengths = 5, (4, 2)
+        layout: Any = feed.layout
+        feed.document_end, layout.slice_lengths = 5, (4, 2)
         result, _ = feed.fetch(schedule, rows, 0, 0)
         for key, positions in (((0, 0), expected[:4]), ((0, 1), expected[4:])):
             found = result[key].positions
