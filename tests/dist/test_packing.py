@@ -125,3 +125,24 @@ def test_each_document_trains_as_if_it_were_alone(world: int, tmp_path: Path) ->
             assert rank[i][:2] == (pytest.approx(loss, rel=1e-12), tokens)
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-13, msg=name)
+
+
+def logits_of(world: World, tokens: Tensor) -> Any:
+    config, layout = resolve(settings({}), world.size, VOCAB)
+    step = TrainStep(config, layout, world.mesh(Grid()), document_end=END)
+    params = reference.init_random(config.model, seed=3)
+    step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
+    step.settle()
+    return step.logits(tokens).numpy()
+
+
+def test_logits_have_positions_of_documents_too() -> None:
+    tokens = torch.tensor([[1, 2, END, 3, 4, 5, END, 6]])
+    (found,) = run_world(1, logits_of, tokens)
+    config, _ = resolve(settings({}), 1, VOCAB)
+    params = reference.init_random(config.model, seed=3)
+    parts = [
+        reference.logits(params, config.model, tokens[:, start:stop])
+        for start, stop in ((0, 3), (3, 7), (7, 8))
+    ]
+    np.testing.assert_allclose(found, torch.cat(parts, dim=1), rtol=1e-10, atol=1e-12)
