@@ -409,6 +409,11 @@ class CheckpointConfig(Section):
     """Minutes from one checkpoint to the next, at most, by the clock of rank 0; 0: none by time."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
+    export_every: int = Field(0, ge=0)
+    """Steps between exports of the weights, in bf16 and in Hugging Face's form, to `exports/` in
+    the run folder, where all are kept; 0: none. Each is made of a checkpoint, which is saved for
+    it; rank 0 writes it while the others wait, which may take no longer than
+    `parallel.timeout_s`."""
     load: str | None = None
     """What the run starts from if it has no checkpoint itself, in any layout: a checkpoint folder,
     a run folder (its newest intact checkpoint), a folder of Hugging Face's, or `latest`: the run in

@@ -27,7 +27,11 @@ from megapipe.errors import ConfigError, DataError
 CONFIGURATION = "config.yaml"
 TOKENIZER = "tokenizer"
 LINE_EVERY_S = 2.0
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "spiece.model"),
+)
+"""Of which each means that a folder has a tokenizer."""
 
 
 def adopt(

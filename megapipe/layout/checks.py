@@ -13,6 +13,7 @@ from megapipe.errors import ConfigError
 from megapipe.layout.data_checks import check_data
 from megapipe.layout.devices import device
 from megapipe.layout.lr_plan import LearningRatePlan, warms_up
+from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.interface import Family, Feature, load_loss
 from megapipe.update_rules import RULES, declaration
 from megapipe.words import choices, counted, either, multiples, plural
@@ -34,6 +35,23 @@ def check(config: Config, family: Family, dp: int) -> None:
     _check_watched_steps(config.log)
     _check_device(config.log)
     _check_stop(config.train)
+    _check_export(config)
+
+
+def _check_export(config: Config) -> None:
+    """Find out whether a class of Hugging Face's can express the model before it is trained."""
+    every, model = config.checkpoint.export_every, config.model
+    if not every or model.vocab_size is None:
+        return
+    if model.source is not None:
+        raise ConfigError(
+            f"checkpoint.export_every={every}: no class of Hugging Face's expresses model.source="
+            f"{model.source}: expected 0"
+        )
+    try:
+        row_of(model)
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint.export_every={every}: {error}") from None
 
 
 def _check_support(config: Config, family: Family) -> None:

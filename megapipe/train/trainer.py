@@ -18,6 +18,7 @@ from megapipe.launch.signals import StopRequest
 from megapipe.layout.layout import Layout
 from megapipe.train import changes, run_folder
 from megapipe.train.callbacks.callback import Callback, Run, Step
+from megapipe.train.callbacks.exporting import Exporting
 from megapipe.train.callbacks.profiling import Profiling
 from megapipe.train.callbacks.reports import Reports
 from megapipe.train.callbacks.sample_log import SampleLog
@@ -110,7 +111,10 @@ class Trainer:
             first.append(SampleLog(self.training))
         if config.pipeline.schedule == "auto":
             first.append(ScheduleAuto(resumed=self.source.is_own))
-        self.callbacks = Callbacks(first, callbacks, [Validation(held_out), self.saving])
+        last: list[Callback] = [Validation(held_out), self.saving]
+        if config.checkpoint.export_every:
+            last.append(Exporting(self.saving))
+        self.callbacks = Callbacks(first, callbacks, last)
         self.context = Run(
             config=config,
             layout=layout,

@@ -137,6 +137,26 @@ def test_each_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
     assert began_with(tmp_path, "run") == str(tmp_path / "hf")
 
 
+def test_exports_during_a_run_are_those_of_its_checkpoints(tmp_path: Path) -> None:
+    """Also after a start that finds one of them there."""
+    every = {**TP, "checkpoint.export_every": "3", "checkpoint.every": "0", "checkpoint.keep": "1"}
+    begun, went_on = run(
+        tmp_path,
+        Play("run", {**every, "train.stop_after": "3"}),
+        Play("run", every),
+    )
+    assert [rank["error"] for rank in (*begun, *went_on)] == [None] * 8
+    exports = sorted(path.name for path in (tmp_path / "runs/run/exports").iterdir())
+    assert exports == ["step-00000003", "step-00000006"]
+    play = Play("one", {**TP, "checkpoint.every": "3", "checkpoint.keep": "9"})
+    run(tmp_path, play)
+    for name in exports:
+        source = Checkpoint.open(tmp_path / "runs/one/checkpoints" / name)
+        export(source, tmp_path / name, dtype="bf16")
+        assert files_of(tmp_path / name) == files_of(tmp_path / "runs/run/exports" / name)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "runs/run/exports" / exports[0])
+
+
 def began_with(folder: Path, name: str) -> str:
     lines = (folder / "runs" / name / "log.jsonl").read_text().splitlines()
     notes = [x["text"] for x in map(json.loads, lines) if x["kind"] == "note"]

@@ -16,14 +16,14 @@ def be_quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-def add_shard_gb(parser: Parser, default: float) -> None:
-    """Add the option for the size of files."""
+def add_shard_gb(parser: Parser, default: float, also: str = "") -> None:
+    """Add the option for the size of files, and of what `also` says."""
     parser.add_argument(
         "--shard-gb",
         type=float,
         default=default,
         metavar="GB",
-        help="most GB (10^9 bytes) in a file, and in memory (default: %(default)s)",
+        help=f"most GB (10^9 bytes) in a file{also} (default: %(default)s)",
     )
 
 

@@ -22,7 +22,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="NAME", help="as data.tokenizer (default: the folder's own)"
     )
-    add_shard_gb(parser, 2)
+    add_shard_gb(parser, 2, also=", and in memory")
 
 
 def run(given: argparse.Namespace) -> None:

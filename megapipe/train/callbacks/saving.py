@@ -28,6 +28,8 @@ class Saving(Callback):
         self._run_id = run_id
         self._corpus = corpus
         self._order = order
+        self.newest: Path | None = None
+        """What was saved last."""
 
     def begin(self, run: Run) -> None:
         self.clock.restart()
@@ -46,7 +48,7 @@ class Saving(Callback):
     def save(self, run: Run, step: int) -> None:
         """Save the state after `step` steps. Raises :class:`CheckpointError` on all ranks."""
         run.callbacks.before_save(run, step)
-        path = run.train_step.save(
+        path = self.newest = run.train_step.save(
             self.checkpoints,
             step,
             run_id=self._run_id,

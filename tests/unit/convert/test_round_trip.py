@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,9 @@ def test_any_region_is_what_it_is_in_the_whole(case: str, tmp_path: Path) -> Non
     checkpoint = write_checkpoint(tmp_path / "run", model, params)
     export(checkpoint, tmp_path / "hf", shard_bytes=20000, tokenizer="none")
     folder = HuggingFaceFolder.open(tmp_path / "hf")
+    folder.match(folder.shapes())
+    with pytest.raises(CheckpointError, match=r"'model/final_norm.weight' has shape \(24,\), .*25"):
+        folder.match({**folder.shapes(), "model/final_norm.weight": (25,)})
     draw = random.Random(case)
     for name, tensor in params.items():
         for _ in range(3):
@@ -211,13 +215,25 @@ def high_water(reset: bool = False) -> int:
     return next(1024 * int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
 
 
-def test_memory_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
-    """Models of 27 and of 104 MB, in shards of 4 MB; the first one loads what is loaded later."""
+@pytest.fixture
+def returned_at_once() -> Iterator[None]:
+    """Large blocks of freed memory go back to the system, instead of whenever glibc likes."""
+    mmap_threshold = -3
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(mmap_threshold, 1 << 18)
+    yield
+    libc.mallopt(mmap_threshold, 1 << 25)
+
+
+def test_memory_does_not_grow_with_the_number_of_tensors(
+    tmp_path: Path, returned_at_once: None
+) -> None:
+    """Models of 27 and of 65 MB, in shards of 4 MB; the first one loads what is loaded later."""
     base = fp32("llama").model_copy(
         update={"hidden": 512, "ffn_hidden": 1408, "head_dim": 128, "vocab_size": 300}
     )
     peaks = {}
-    for layers in (1, 2, 8):
+    for layers in (1, 2, 5):
         model = base.model_copy(update={"layers": layers})
         params = {name: torch.rand(shape) for name, shape in shapes(model).items()}
         size = sum(tensor.nbytes for tensor in params.values())
@@ -232,9 +248,9 @@ def test_memory_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None
         peaks[layers] = size, out, high_water() - before
         assert len(folder.files.files) >= layers
     _, (_, *few), (size, *many) = peaks.values()
-    assert size > 90e6
-    assert max(many) < 32e6, peaks
-    assert max(b - a for a, b in zip(few, many, strict=True)) < 8e6, peaks
+    assert size > 60e6
+    assert max(many) < 16e6, peaks
+    assert max(b - a for a, b in zip(few, many, strict=True)) < 1e6, peaks
 
 
 def test_the_index_names_every_tensor_once(tmp_path: Path) -> None:

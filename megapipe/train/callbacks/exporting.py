@@ -1,0 +1,38 @@
+"""Weights for others during a run: every so many steps, in Hugging Face's form."""
+
+from __future__ import annotations
+
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.convert import export
+from megapipe.distributed.agreement import all_or_none
+from megapipe.errors import MegapipeError
+from megapipe.train.callbacks.callback import Callback, Run, Step
+from megapipe.train.callbacks.saving import Saving
+from megapipe.train.callbacks.validation import is_due
+
+FOLDER = "exports"
+
+
+class Exporting(Callback):
+    """Exports what `saving`, which comes before it, has saved (``checkpoint.export_every``)."""
+
+    def __init__(self, saving: Saving) -> None:
+        self._saving = saving
+
+    def before_step(self, run: Run, step: Step) -> None:
+        step.save |= is_due(run.config.checkpoint.export_every, step.number)
+
+    def after_step(self, run: Run, step: Step) -> None:
+        """On rank 0; an export that is there already, from before a restart, stays."""
+        if not is_due(run.config.checkpoint.export_every, step.number):
+            return
+        saved = self._saving.newest
+        assert saved is not None, "saving is to come before exporting"
+        output, error = run.folder / FOLDER / saved.name, None
+        if run.mesh.rank == 0 and not output.exists():
+            try:
+                export(Checkpoint.open(saved), output, dtype="bf16")
+                run.note(f"exported {output}")
+            except MegapipeError as problem:
+                error = problem
+        all_or_none(run.mesh, error)
