@@ -14,7 +14,7 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
 from megapipe.convert.fresh import fresh_folder
 from megapipe.convert.shards import plan, write
-from megapipe.convert.tokenizer import save_tokenizer
+from megapipe.convert.tokenizer import same_ids, save_tokenizer
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.dtypes import Dtype
 from megapipe.errors import CheckpointError, ConfigError
@@ -36,6 +36,7 @@ def export(
     shard_bytes: int = 5 * 10**9,
     tokenizer: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write the weights, config, generation config and tokenizer of `checkpoint` to `output`.
 
@@ -46,7 +47,9 @@ def export(
         model_type: the class; default: the first in the table that can express the model.
         shard_bytes: most bytes of a file, unless one tensor has more.
         tokenizer: as ``data.tokenizer``, whose value in the run is the default; none: no files.
-        tell: is given a line for each file.
+        tell: is given a line for each file of weights.
+        warn: is given a line where the tokenizer has no files, or where ``AutoTokenizer`` makes
+            other ids by them.
 
     Raises:
         ConfigError: no class can express the model, or the tokenizer has more ids than the model.
@@ -83,10 +86,14 @@ def export(
     ]
     with fresh_folder(output) as folder:
         config.save_pretrained(folder)
-        if loaded is not None and not save_tokenizer(
-            loaded, name, folder, model.max_positions or 0
-        ):
-            tell(f"tokenizer {name} has no files that transformers reads: left out")
+        if loaded is not None:
+            if not save_tokenizer(loaded, name, folder, model.max_positions or 0):
+                warn(f"tokenizer {name} has no files that transformers reads: left out")
+            elif not same_ids(loaded, folder):
+                warn(
+                    f"AutoTokenizer takes a class of its own for {row.model_type}, which gives "
+                    f"other ids than tokenizer {name}; load {output} by PreTrainedTokenizerFast"
+                )
         _write_generation(config, name, folder)
         values = _values(checkpoint, found, model, dtype)
         write(folder, plan(named, dtype, shard_bytes), dtype, values, tell)

@@ -9,6 +9,12 @@ from megapipe.data.tokenizer import ByteTokenizer, Tokenizer
 from megapipe.data.tokenizer.hugging_face import END_TOKENS, FastTokenizer, SlowTokenizer
 
 END = END_TOKENS[0]
+SAMPLES = (
+    "It's 1999, isn't it?  x = [1, 22, 333]\t# 3.14\r\n\n  def f(a_b):\n    return -a_b ",
+    "Größe: 5 €, naïve, e\u0301 \u1112\u1161\u11ab \u2126 \ufb01\u00a0;",
+    "日本語のテキスト。русский текст, ελληνικά, עברית, हिन्दी, 🙂👩\u200d🚀",
+)
+"""Texts in which what tokenizers do first differs: words, numbers, spaces, composed characters."""
 
 
 def save_tokenizer(tokenizer: Tokenizer, name: str, folder: Path, most_tokens: int) -> bool:
@@ -21,6 +27,22 @@ def save_tokenizer(tokenizer: Tokenizer, name: str, folder: Path, most_tokens: i
         found.model_max_length = most_tokens
     found.save_pretrained(folder)
     return True
+
+
+def same_ids(tokenizer: Tokenizer, folder: Path) -> bool:
+    """Whether ``AutoTokenizer`` gives some texts the same ids by the files in `folder`.
+
+    For some model types it takes a class of its own whatever the files say, as transformers 5 does
+    for qwen2: with the words of that family's tokenizer, and composed characters.
+    """
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return all(
+        theirs(text, add_special_tokens=False, verbose=False).input_ids
+        == tokenizer.encode(text).tolist()
+        for text in SAMPLES
+    )
 
 
 def _of_transformers(tokenizer: Tokenizer, name: str) -> Any:

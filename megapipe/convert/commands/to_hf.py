@@ -51,5 +51,6 @@ def run(given: argparse.Namespace) -> None:
         shard_bytes=most,
         tokenizer=given.tokenizer,
         tell=tell,
+        warn=tell,
     )
     print(f"{given.output}: step {checkpoint.step} of {checkpoint.path}")

@@ -31,7 +31,7 @@ class Exporting(Callback):
         output, error = run.folder / FOLDER / saved.name, None
         if run.mesh.rank == 0 and not output.exists():
             try:
-                export(Checkpoint.open(saved), output, dtype="bf16")
+                export(Checkpoint.open(saved), output, dtype="bf16", warn=run.note)
                 run.note(f"exported {output}")
             except MegapipeError as problem:
                 error = problem

@@ -7,13 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from megapipe.convert.tokenizer import byte_backend, byte_characters, save_tokenizer
+from megapipe.convert import export
+from megapipe.convert.tokenizer import SAMPLES, byte_backend, byte_characters, save_tokenizer
 from megapipe.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megapipe.model.gpt.hf.config import row_of
+from tests.parity.converted import write_checkpoint
+from tests.parity.reference import init_random
 from tests.unit.data.data_cases import TEXTS, train_bpe
+from tests.unit.model.transformers_models import CASES, FAMILIES, model_of
 
 MARK = "<|endoftext|>"
+FAMILIES_BY_TYPE = list(
+    {row_of(model_of(case)).model_type: case for case in (*CASES, *FAMILIES)}.values()
+)
 SPELLED = [MARK, f"a {MARK}b", "</s> <s>", "[SEP]", " , 's  .  !  n't", "", "\x00\r\n\u2028\ufeff"]
 
 
@@ -88,3 +97,30 @@ def test_an_encoding_of_tiktoken_has_no_files(tmp_path: Path) -> None:
     )
     assert not save_tokenizer(TiktokenTokenizer(encoding), "tiktoken:tiny", tmp_path, 16)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", FAMILIES_BY_TYPE)
+def test_auto_tokenizer_beside_a_config_of_each_family(case: str, tmp_path: Path) -> None:
+    """It has the same ids, or the export says that it has not."""
+    model = model_of(case).model_copy(update={"dtype": "fp32", "vocab_size": 330, "layers": 1})
+    checkpoint = write_checkpoint(tmp_path / "run", model, init_random(model, 5, torch.float32))
+    path = tmp_path / "tokenizer.json"
+    train_bpe(["<pad>", MARK]).save(str(path))
+    for name in ("byte", str(path)):
+        output, warned = tmp_path / f"hf_{Path(name).stem}", []
+        export(checkpoint, output, tokenizer=name, warn=warned.append)
+        ours, theirs = load_tokenizer(name), AutoTokenizer.from_pretrained(output)
+        equal = all(
+            theirs(text, add_special_tokens=False).input_ids == ours.encode(text).tolist()
+            for text in [*TEXTS, *SAMPLES]
+        )
+        if equal:
+            assert warned == []
+        else:
+            (line,) = warned
+            assert f"AutoTokenizer takes a class of its own for {row_of(model).model_type}" in line
+            theirs = PreTrainedTokenizerFast.from_pretrained(output)
+            for text in [*TEXTS, *SAMPLES]:
+                assert theirs(text).input_ids == ours.encode(text).tolist()
+        known = {"gpt2": True, "llama": True, "qwen3": True, "qwen2": False}  # see docs/models.md
+        assert equal == known.get(row_of(model).model_type, equal)
