@@ -138,20 +138,19 @@ def test_each_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
 
 
 def test_exports_during_a_run_are_those_of_its_checkpoints(tmp_path: Path) -> None:
-    """Also after a start that finds one of them there."""
-    every = {**TP, "checkpoint.export_every": "3", "checkpoint.every": "0", "checkpoint.keep": "1"}
-    begun, went_on = run(
+    """Over two starts."""
+    every = {"parallel.tp": "2", "checkpoint.export_every": "3", "checkpoint.every": "0"}
+    first, second = run(
         tmp_path,
         Play("run", {**every, "train.stop_after": "3"}),
         Play("run", every),
+        world=2,
     )
-    assert [rank["error"] for rank in (*begun, *went_on)] == [None] * 8
+    assert [rank["error"] for rank in (*first, *second)] == [None] * 4
     exports = sorted(path.name for path in (tmp_path / "runs/run/exports").iterdir())
     assert exports == ["step-00000003", "step-00000006"]
-    play = Play("one", {**TP, "checkpoint.every": "3", "checkpoint.keep": "9"})
-    run(tmp_path, play)
     for name in exports:
-        source = Checkpoint.open(tmp_path / "runs/one/checkpoints" / name)
+        source = Checkpoint.open(tmp_path / "runs/run/checkpoints" / name)
         export(source, tmp_path / name, dtype="bf16")
         assert files_of(tmp_path / name) == files_of(tmp_path / "runs/run/exports" / name)
     AutoModelForCausalLM.from_pretrained(tmp_path / "runs/run/exports" / exports[0])
