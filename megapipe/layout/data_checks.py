@@ -41,6 +41,12 @@ def check_data(data: DataConfig) -> None:
     _check_fim(data)
     if data.samples == "supervised":
         _refuse_unused(data, ("text_field",), "texts, not data.samples=supervised")
+        for name, mixed in data.mixture.items():
+            if mixed.text_field is not None:
+                raise ConfigError(
+                    f"data.mixture.{name}.text_field={mixed.text_field} is for texts, not "
+                    "data.samples=supervised: expected null"
+                )
     else:
         _refuse_unused(data, SUPERVISED_KEYS, "data.samples=supervised")
     for key in ("mixture", "validation", "test"):

@@ -57,6 +57,12 @@ def source(name: str, content: bytes | None) -> Prepare:
     return prepare
 
 
+def no_example(folder: Path) -> dict[str, str]:
+    """Rows of which the second has no completion."""
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "c"}\n')
+    return {"data.source": str(folder / "rows.jsonl"), "data.samples": "supervised"}
+
+
 def pipe(folder: Path) -> dict[str, str]:
     os.mkfifo(folder / "pipe.txt")
     return {"data.source": str(folder / "pipe.txt")}
@@ -124,6 +130,13 @@ LATE = [
     Bad("corpus is junk", 3, ("junk.parquet", "cannot be read"), source("junk.parquet", b"PAR1x")),
     Bad("corpus is not UTF-8", 3, ("latin.txt", "offset 3"), source("latin.txt", b"caf\xe9 noir")),
     Bad("cache", 3, ("data.cache",), occupied_folder("data.cache")),
+    Bad("no example", 3, ("rows.jsonl: line 2 has neither 'messages'", "prompt"), no_example),
+    Bad(
+        "no mark",
+        3,
+        ("tokenizer 'byte' has no token '<p>' (data.fim_tokens)",),
+        settings(data__fim_rate="0.5", data__fim_tokens="[<p>, <s>, <m>]"),
+    ),
     Bad("token id", 3, ("token id 300", "0 to 256", "train.bin"), foreign_token),
     Bad("numbers", 6, ("not finite",), settings(optimizer__lr="1e38", optimizer__clip="null")),
 ]

@@ -1,4 +1,4 @@
-"""Packed documents train as each of them would by itself: loss and every gradient."""
+"""Packed documents and examples train as each would by itself: loss and every gradient."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megapipe.config import Config
 from megapipe.data.batch import Batches, Source
 from megapipe.data.dataset import Stream
 from megapipe.data.packing import PackedDataset, Rule, open_packing
+from megapipe.data.supervised import ExampleDataset, left_out
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.distributed.mesh import Grid
@@ -25,14 +26,21 @@ from tests.parity.outcome import assemble, own_grads, take_region
 
 L, VOCAB, END = 12, 50, 49
 LENGTHS = (5, 30, 2, 13, 8, 3, 7, 4, 20, 6)
-"""Tokens of documents: some longer than a sample."""
+"""Tokens of documents: one has just those that a sample takes, some have more."""
 ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+EXAMPLES = {"samples": "supervised", "source": "rows.jsonl"}
 CASES: dict[int, list[dict[str, Any]]] = {
-    1: [{}, {"model": ROTARY}, {"pipeline": {"schedule": "seq1f1b", "slices": 3}}],
+    1: [
+        {},
+        {"model": ROTARY},
+        {"pipeline": {"schedule": "seq1f1b", "slices": 3}},
+        {"data": EXAMPLES},
+    ],
     4: [
         {"parallel": {"pp": 2, "tp": 2, "sequence_parallel": True}},
         {"parallel": {"pp": 4}, "pipeline": {"schedule": "zb_h1"}},
         {"parallel": {"dp": 2, "tp": 2}, "kernels": {"loss_chunk": 5}, "model": ROTARY},
+        {"parallel": {"pp": 2, "tp": 2}, "model": ROTARY, "data": EXAMPLES},
     ],
 }
 
@@ -43,6 +51,13 @@ def document(number: int) -> np.ndarray[Any, Any]:
     tokens[-1] = END
     tokens[len(tokens) // 3] = END
     return tokens
+
+
+def labels_of(number: int) -> np.ndarray[Any, Any]:
+    """Which tokens of an example are labels: some in the middle, and the last ones."""
+    chosen = np.random.default_rng(100 + number).random(LENGTHS[number]) < 0.4
+    chosen[-1] = True
+    return chosen
 
 
 def settings(case: dict[str, Any]) -> Config:
@@ -58,16 +73,20 @@ def settings(case: dict[str, Any]) -> Config:
     return Config.model_validate(base)
 
 
-def batches(prefix: Path) -> Batches:
-    file = TokenFile(prefix)
-    packing = open_packing(Stream.of(file), Rule(L), prefix.parent / "cache")
+def batches(folder: Path, *, supervised: bool) -> Batches:
+    file = TokenFile(folder / ("examples" if supervised else "documents"))
+    stream = Stream.of(file)
+    packing = open_packing(stream, Rule(L, cut=not supervised), folder / "cache")
     dataset = PackedDataset(file, packing, L, END)
+    if supervised:
+        dataset = ExampleDataset(stream, packing, L, END, VOCAB)
+        assert left_out(stream, L) == 2
     assert len(dataset) <= 9
     source = Source(dataset, lambda draw: draw if draw < len(dataset) else None)
     return Batches([source], vocab_size=VOCAB, mask_document_ends=False, eod=END)
 
 
-def grads_of(world: World, cases: list[dict[str, Any]], prefix: Path) -> list[Any]:
+def grads_of(world: World, cases: list[dict[str, Any]], folder: Path) -> list[Any]:
     found = []
     for case in cases:
         config, layout = resolve(settings(case), world.size, VOCAB)
@@ -89,37 +108,48 @@ def grads_of(world: World, cases: list[dict[str, Any]], prefix: Path) -> list[An
             return squares
 
         step.optimizer.finish_reduce = spy  # type: ignore[method-assign]
-        (result,) = step.train(0, batches(prefix).rows)
+        supervised = config.data.samples == "supervised"
+        (result,) = step.train(0, batches(folder, supervised=supervised).rows)
         found.append((result.loss, result.tokens, grads))
     return found
 
 
 def alone(config: Config) -> tuple[float, int, dict[str, Tensor]]:
-    """The sum over all pieces of all documents, each a batch of its own."""
+    """The sum over all pieces of all documents, each a batch of its own; over the labels of
+    examples that are not too long."""
+    supervised = config.data.samples == "supervised"
     params = reference.init_random(config.model, seed=3)
     leaves = {name: p.requires_grad_() for name, p in params.items()}
     total, count = torch.zeros((), dtype=torch.float64), 0
     for number in range(len(LENGTHS)):
+        if supervised and LENGTHS[number] > L + 1:
+            continue
         tokens = torch.from_numpy(document(number))
+        chosen = torch.from_numpy(labels_of(number)) if supervised else tokens >= 0
         for start in range(0, len(tokens) - 1, L):
             piece = tokens[start : start + L + 1]
             given, labels = piece[:-1].unsqueeze(0), piece[1:].unsqueeze(0)
-            total = total + reference.token_losses(leaves, config.model, given, labels).sum()
-            count += labels.numel()
+            counted = chosen[start + 1 : start + L + 1].double()
+            losses = reference.token_losses(leaves, config.model, given, labels)
+            total = total + (losses.flatten() * counted).sum()
+            count += int(counted.sum())
     grads = torch.autograd.grad(total / count, list(leaves.values()))
     return float(total.detach()) / count, count, dict(zip(leaves, grads, strict=True))
 
 
 @pytest.mark.parametrize("world", CASES)
 def test_each_document_trains_as_if_it_were_alone(world: int, tmp_path: Path) -> None:
-    with TokenWriter(tmp_path / "x", token_type(VOCAB), VOCAB) as writer:
-        for number in range(len(LENGTHS)):
-            writer.add(document(number))
-    ranks = run_world(world, grads_of, CASES[world], tmp_path / "x")
+    for name in ("documents", "examples"):
+        with TokenWriter(tmp_path / name, token_type(2 * VOCAB), 2 * VOCAB) as writer:
+            for number in range(len(LENGTHS)):
+                hidden = VOCAB * ~labels_of(number) if name == "examples" else 0
+                writer.add(document(number) + hidden)
+    ranks = run_world(world, grads_of, CASES[world], tmp_path)
     for i, case in enumerate(CASES[world]):
         config, _ = resolve(settings(case), world, VOCAB)
         loss, tokens, expected = alone(config)
-        assert tokens == sum(length - 1 for length in LENGTHS)
+        if config.data.samples == "packed":
+            assert tokens == sum(length - 1 for length in LENGTHS)
         found = assemble([rank[i][2] for rank in ranks], expected)
         for rank in ranks:
             assert rank[i][:2] == (pytest.approx(loss, rel=1e-12), tokens)

@@ -90,7 +90,9 @@ class ExampleEncoder:
         self.tokenizer = tokenizer
         self.vocab_size = 2 * tokenizer.vocab_size
         self.eod = tokenizer.eod
-        what = json.dumps([_FORMAT, tokenizer.digest, asdict(rows)], sort_keys=True)
+        chosen = asdict(rows)
+        del chosen["tokenizer"]  # whose digest counts, not its name
+        what = json.dumps([_FORMAT, tokenizer.digest, chosen], sort_keys=True)
         self.digest = hashlib.sha256(what.encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:

@@ -246,6 +246,9 @@ def test_several_processes_and_saved_data_sets(
         monkeypatch.setattr(dividing, name, value)
     assert len([*dividing.parts(config)]) > 5
     in_other_files(config, tmp_path, "rows.jsonl")
+    config = settings(tmp_path, [*rows[:35], chat("a question alone"), *rows], CHATML, workers=2)
+    with pytest.raises(DataError, match=r"rows\.jsonl: line 36: .* has no message of role 'assis"):
+        prepare_examples(config, BYTE, progress=False)
 
 
 def test_the_digest_follows_what_decides_labels(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""Keys of samples that do not go together, and what their values are refused for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.data.build import build_batches
+from megapipe.data.sources import Sources, load_sources
+from megapipe.data.tokenizer import ByteTokenizer
+from megapipe.data.tokens import TokenWriter
+from megapipe.data.tokens.format import token_type
+from megapipe.errors import ConfigError, DataError
+from megapipe.layout.resolve import resolve
+
+FIM = ["data.fim_rate=0.5", "data.fim_tokens=[a, b, c]"]
+SUPERVISED = ["data.samples=supervised", "data.source=rows.jsonl"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token files `t` and 20 rows of examples, the last three of which are long; and a data set of
+    the user's."""
+    monkeypatch.chdir(tmp_path)
+    with TokenWriter(Path("t"), token_type(257), 257) as writer:
+        writer.add(np.arange(100))
+    sizes = [3] * 17 + [30] * 3
+    rows = [json.dumps({"prompt": f"{i:2}", "completion": "x" * n}) for i, n in enumerate(sizes)]
+    Path("rows.jsonl").write_text("\n".join(rows))
+    Path("mine.py").write_text("def data(split, sequence_length):\n    return [[1] * 17] * 3\n")
+
+
+def config(*given: str) -> Config:
+    usual = ["train.sequence_length=16", "train.steps=2", "train.global_batch=4"]
+    return resolve(parse([*usual, *given]).config, 1, 257)[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            ["data.fim_rate=0.5"],
+            "data.fim_rate=0.5 needs data.fim_tokens: expected the names of th",
+        ),
+        (["data.fim_rate=1", "data.fim_tokens=[a, b, a]"], "expected the names of three tokens"),
+        (
+            ["data.fim_rate=1", "data.fim_tokens=[a, b]"],
+            "data.fim_tokens=[a, b]: expected three nam",
+        ),
+        (["data.fim_rate=1.5"], "data.fim_rate=1.5: expected a number"),
+        (["data.fim_tokens=[a, b, c]"], "'c'] is for data.fim_rate above 0: expected null without"),
+        (
+            ["data.fim_spm_rate=1"],
+            "data.fim_spm_rate=1.0 is for data.fim_rate above 0: expected 0.5",
+        ),
+        (
+            [*FIM, "data.samples=megatron", "data.source=t"],
+            "data.fim_rate=0.5: expected data.samples=stateless or packed, not megatron, or",
+        ),
+        ([*FIM, *SUPERVISED], "expected data.samples=stateless or packed, not supervised"),
+        (
+            [*FIM, "data.source=mine:data"],
+            "data.fim_rate=0.5 is for a corpus, and data.source=mine:data is a data set of you",
+        ),
+        (["data.train_on=last"], "data.train_on=last is for data.samples=supervised: expected all"),
+        (["data.train_on=first"], "data.train_on=first: expected"),
+        (
+            ["data.chat_template=x", "data.samples=packed"],
+            "data.chat_template=x is for data.samples=supervised: expected null without",
+        ),
+        (["data.messages_field=x"], "data.messages_field=x is for data.samples=supervised"),
+        (
+            [*SUPERVISED, "data.text_field=x"],
+            "data.text_field=x is for texts, not data.samples=sup",
+        ),
+        (
+            ["data.samples=supervised"],
+            "data.samples=supervised, and data.source=stdlib has no rows: expected JSON, parquet",
+        ),
+        (
+            [
+                *("data.samples=supervised", "data.mixture.x.source=rows.jsonl"),
+                "data.mixture.x.text_field=y",
+            ],
+            "data.mixture.x.text_field=y is for texts, not data.samples=supervised: expected null",
+        ),
+        (["data.samples=supervised", "data.source=t"], "and data.source=t has no rows"),
+        ([*SUPERVISED, "data.validation.x=t"], "and data.validation.x=t has no rows"),
+        (
+            ["data.samples=supervised", "data.source=mine:data"],
+            "data.samples=supervised is for token files, and data.source=mine:data is a data",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(given: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(*given)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_the_marks() -> None:
+    with pytest.raises(DataError, match=r"tokenizer 'byte' has no token 'a' .* it has: none$"):
+        load_sources(config(*FIM, "data.source=t"), ByteTokenizer())
+    assert not Path("cache").exists()
+
+
+def loaded(*given: str) -> tuple[Config, Sources]:
+    chosen = config(*SUPERVISED, *given)
+    return chosen, load_sources(chosen, ByteTokenizer())
+
+
+def test_examples_are_packed_and_the_long_ones_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen, sources = loaded("data.validation_fraction=0", "data.test.all=rows.jsonl")
+    line = "megapipe: rows.jsonl: 3 of 20 examples are left out, as they are longer than train.seq"
+    assert capsys.readouterr().err.count(line) == 2, "of training and of the test"
+    training, (test,) = build_batches(chosen, ByteTokenizer(), sources)
+    assert len(training) == len(test.batches) == 6, "three of 5 positions in a sample"
+    rows = training.rows(range(6))
+    assert sorted(rows.labels[rows.mask].tolist()) == [ord("x")] * 51 + [256] * 17
+    assert rows.documents is not None
+    assert rows.documents.max() == 3
+    for tokens, labels, mask in zip(rows.tokens, rows.labels, rows.mask, strict=True):
+        assert bytes(tokens[tokens < 256].tolist()).decode().count("xxx") == mask.sum() // 4
+        assert (labels[:15][mask[:15]] == tokens[1:][mask[:15]])[:3].all()
+    assert sources.entropy is None
+    _, sources = loaded("data.validation_fraction=0", "train.sequence_length=64")
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_a_mixture_of_examples() -> None:
+    Path("more.jsonl").write_text(Path("rows.jsonl").read_text().replace("xxx", "yyy"))
+    sources = [f"data.mixture.{name}.source={name}.jsonl" for name in ("rows", "more")]
+    usual = ["data.samples=supervised", "data.validation_fraction=0"]
+    chosen = config(*usual, *sources)
+    loaded = load_sources(chosen, ByteTokenizer())
+    training, _ = build_batches(chosen, ByteTokenizer(), loaded)
+    rows = training.rows(range(12))
+    for source, letter in ((1, "x"), (2, "y")):
+        assert set(rows.labels[rows.mask == source].tolist()) == {ord(letter), 256}
+
+
+def test_no_example_is_short_enough() -> None:
+    chosen, sources = loaded("train.sequence_length=4", "data.validation_fraction=0")
+    words = r"train\.bin: all of its 20 examples are longer than train\.sequence_length=4: expected"
+    with pytest.raises(DataError, match=words):
+        build_batches(chosen, ByteTokenizer(), sources)
