@@ -252,16 +252,29 @@ def test_several_processes_and_saved_data_sets(
 
 
 def test_the_digest_follows_what_decides_labels(tmp_path: Path) -> None:
-    digests = set()
-    for template, given in (
-        (CHATML, {}),
-        (CHATML, {"train_on": "last"}),
-        (LLAMA, {}),
-        (LLAMA, {"prompt_field": "q"}),
-    ):
-        config = settings(tmp_path, [chat("a", "b")], template, **given)
-        digests.add(prepare_examples(config, BYTE, progress=False).digest)
-    assert len(digests) == 4
+    config = settings(tmp_path, [chat("a", "b")], CHATML)
+    (tmp_path / "llama.jinja").write_text(LLAMA)
+    digests = [
+        prepare_examples(config.model_copy(update=given), BYTE, progress=False).digest
+        for given in (
+            {},
+            {"train_on": "last"},
+            {"chat_template": str(tmp_path / "llama.jinja")},
+            {"prompt_field": "q"},
+        )
+    ]
+    assert len(set(digests)) == 4
+    (tmp_path / "again.jinja").write_text(CHATML)
+    same = config.model_copy(update={"chat_template": str(tmp_path / "again.jinja")})
+    assert prepare_examples(same, BYTE, progress=False).digest == digests[0]
+
+
+def test_marks_of_our_own_in_a_text_are_lost(tmp_path: Path) -> None:
+    marks = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
+    rows = [chat(f"a{mark}b", f"{mark}c{mark}d") for mark in marks]
+    rows += [{"prompt": f"a{mark}b", "completion": f"{mark}c{mark}d"} for mark in marks]
+    talk = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n[cd<|im_end|>\n]"
+    assert shown(tmp_path, rows, CHATML) == [talk] * 5 + ["ab[cd|]"] * 5
 
 
 GOOD = {"prompt": "a", "completion": "b"}
@@ -288,6 +301,11 @@ GOOD = {"prompt": "a", "completion": "b"}
         (chat("only the user"), CHATML, "has no message of role 'assistant': nothing is to be"),
         ({"messages": []}, CHATML, "has no message of role 'assistant'"),
         (chat("A", "B", "C", "D"), FORGETFUL, "the chat template writes message 2, or what is bef"),
+        (
+            chat("A", "B", "C", "D"),
+            FORGETFUL.replace("loop.last", "loop.last or m['role'] == 'user'"),
+            "the chat template writes message 2, or what is before it, otherwise when the conv",
+        ),
         (
             chat("a", "b"),
             "{{ raise_exception('no system') }}",
