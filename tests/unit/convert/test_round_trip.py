@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +21,15 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import parse, stored_model
 from megapipe.convert import HuggingFaceFolder, adopt, export
 from megapipe.convert.describe import as_configuration
+from megapipe.convert.tensor_files import TensorFiles
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.specs import by_name
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import class_of, config_to_hf, row_of
 from megapipe.model.gpt.hf.table import TABLE
+from megapipe.model.gpt.parameters import stage_parameters
+from megapipe.model.partition import StageSpec
 from tests.parity.converted import assert_same, state_of, write_checkpoint
 from tests.parity.reference import init_random, random_batch, shapes
 from tests.parity.stage_cases import new_stage
@@ -107,6 +112,35 @@ def test_any_region_is_what_it_is_in_the_whole(case: str, tmp_path: Path) -> Non
             found = folder.read(f"model/{name}", region)
             assert found.is_contiguous()
             assert torch.equal(found, tensor[tuple(slice(*pair) for pair in ends)]), (name, region)
+
+
+def test_a_tensor_parallel_rank_reads_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of each tensor that tp 2 splits, and nothing else."""
+    model = fp32("llama_gqa").model_copy(update={"vocab_size": 260})
+    params = init_random(model, seed=5, dtype=torch.float32)
+    checkpoint = write_checkpoint(tmp_path / "run", model, params)
+    export(checkpoint, tmp_path / "hf", tokenizer="none")
+    folder = HuggingFaceFolder.open(tmp_path / "hf")
+    counts: list[int] = []
+    read = TensorFiles.read
+
+    def counted(self: TensorFiles, *given: Any) -> torch.Tensor:
+        found = read(self, *given)
+        counts.append(found.numel())
+        return found
+
+    monkeypatch.setattr(TensorFiles, "read", counted)
+    stage = StageSpec(embedding=True, layers=range(model.layers), head=True)
+    for name, spec in by_name(stage_parameters(model, stage)).items():
+        sizes, offsets = list(spec.shape), [0] * len(spec.shape)
+        if spec.split_dim is not None:
+            sizes[spec.split_dim] //= 2
+            offsets[spec.split_dim] = sizes[spec.split_dim]
+        counts.clear()
+        folder.read(f"model/{name}", Region(tuple(offsets), tuple(sizes)))
+        assert sum(counts) == math.prod(sizes), name
 
 
 @pytest.mark.parametrize(
