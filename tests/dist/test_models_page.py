@@ -56,7 +56,10 @@ def test_the_page_has_its_examples() -> None:
     [
         ("plain_model", 2, ["parallel.pp=2", "pipeline.layout=L*3 | L*3"]),
         ("split_model", 3, ["parallel.pp=3", "pipeline.schedule=zb_h1", "optimizer.zero=2"]),
-        ("wide_model", 4, ["parallel.tp=2", "parallel.dp=2", "optimizer.zero=3"]),
+        pytest.param(
+            *("wide_model", 4, ["parallel.tp=2", "parallel.dp=2", "optimizer.zero=3"]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_level_trains_goes_on_and_generates(

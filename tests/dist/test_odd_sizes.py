@@ -20,9 +20,6 @@ from tests.parity.outcome import take_region
 from tests.parity.ranks import Case, Rows, batch_of, check_case, configure, plain, run_cases
 from tests.parity.registry_cases import smallest
 
-ELSEWHERE = (2, 4)
-"""Pipeline ranks of every schedule in test_schedules."""
-
 
 def fill(params: reference.Params, spec: LocalParameter, out: Tensor) -> None:
     take_region(params[spec.name], spec, out)
@@ -45,7 +42,14 @@ def first_steps(world: World, cases: list[Case]) -> list[tuple[float, float]]:
     return seen
 
 
-@pytest.mark.parametrize("pp", [pp for pp in range(1, 9) if pp not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "pp",  # 2 and 4 are in test_schedules
+    [
+        *(1, 3),
+        *(pytest.param(pp, marks=pytest.mark.full) for pp in (5, 8)),
+        *(pytest.param(pp, marks=pytest.mark.slow) for pp in (6, 7)),
+    ],
+)
 def test_every_schedule_starts_and_trains(pp: int) -> None:
     cases = [case for name in names() for case in smallest(name, pp)]
     assert len(cases) >= 24

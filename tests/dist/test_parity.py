@@ -78,9 +78,9 @@ def test_pairs(world: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("world", LARGE)
 def test_some_pairs(world: int) -> None:
-    """Every third, so of each layout some."""
+    """Every sixth, so of most layouts some."""
     cases = [to_case(choice) for choice in choices_of_pairs()]
-    check([case for case in cases if case.world == world][::3], world)
+    check([case for case in cases if case.world == world][::6], world)
 
 
 def test_every_possible_pair_is_held() -> None:
