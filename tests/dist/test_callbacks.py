@@ -354,6 +354,8 @@ PAUSE_S = 0.3
 def returned(world: World, case: Case, slow: int) -> Returned:
     """Five steps, of which one waits for its rows and rank 1 wishes to save at the second one."""
     config, layout = configure(case)
+    data = config.data.model_copy(update={"prefetch": False})  # the step itself is to wait
+    config = config.model_copy(update={"data": data})
     step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp)))
     source, number = Rows(case), 0
     seen = Returned([], [], {})

@@ -38,7 +38,7 @@ def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[Outcome], list
     return outcomes, numbers
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_traced_blocks_in_every_kind_of_layout() -> None:
     results = run_world(2, run_traced, CASES, timeout_s=120)
     for i, case in enumerate(CASES):

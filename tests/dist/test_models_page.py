@@ -55,7 +55,10 @@ def test_the_page_has_its_examples() -> None:
     ("module", "world", "overrides"),
     [
         ("plain_model", 2, ["parallel.pp=2", "pipeline.layout=L*3 | L*3"]),
-        ("split_model", 3, ["parallel.pp=3", "pipeline.schedule=zb_h1", "optimizer.zero=2"]),
+        pytest.param(
+            *("split_model", 3, ["parallel.pp=3", "pipeline.schedule=zb_h1", "optimizer.zero=2"]),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("wide_model", 4, ["parallel.tp=2", "parallel.dp=2", "optimizer.zero=3"]),
             marks=pytest.mark.slow,

@@ -95,7 +95,7 @@ def test_tensor_parallel_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "pp", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.full)]
+    "pp", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_every_registered_schedule_of_whole_sequences(pp: int) -> None:
     cases = [case for name in names() for case in smallest(name, pp) if (case.slices or 1) == 1]

@@ -76,7 +76,7 @@ def test_pairs(world: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", LARGE)
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_some_pairs(world: int) -> None:
     """Every sixth, so of most layouts some."""
     cases = [to_case(choice) for choice in choices_of_pairs()]
@@ -117,7 +117,7 @@ UNEVEN_SLICES = [
 ]
 
 
-@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_many_steps(world: int) -> None:
     check(LONG, world)
 

@@ -212,7 +212,7 @@ def test_clipping_and_values_that_are_not_finite(norms: dict[bool, float]) -> No
     check([with_mishaps(case, norms, seed) for seed, case in enumerate(CASES)])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
     check(
         [

@@ -70,7 +70,13 @@ def assert_same(case: Case, plain: list[Outcome], other: list[Outcome]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", sorted({case.world for case in CASES}))
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n == 4 else [])
+        for n in sorted({case.world for case in CASES})
+    ],
+)
 def test_pieces_change_no_bit(world: int) -> None:
     here = [case for case in CASES if case.world == world]
     cut = [replace(case, reduce_chunk_mib=mib) for case in here for mib in (None, SMALL, BLOCK)]

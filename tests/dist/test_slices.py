@@ -61,7 +61,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_times_are_measured_and_cut_by(tmp_path: Path) -> None:
     """What --time-slices prints last are keys for a run, and it leaves no run behind."""
     given = {**tiny(tmp_path), **SETTINGS}

@@ -42,7 +42,7 @@ def prefix(tmp_path: Path) -> Path:
     return output
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layouts_and_places_change_nothing(prefix: Path, tmp_path: Path) -> None:
     """One process; and two replicas that go on as two stages, from a copy in another place."""
     for name in ("alone", "several"):

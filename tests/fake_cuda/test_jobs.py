@@ -94,7 +94,7 @@ def test_quickstart_on_eight_devices(tmp_path: Path) -> None:
     check_run(tmp_path, 4)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_quickstart_goes_on_in_another_layout(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **EIGHT}
     run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))

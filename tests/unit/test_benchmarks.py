@@ -29,8 +29,8 @@ SHARED = (
     "token_indices.py",
 )
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
-LONG = ("gpu_ladder", "peers", "step")
-"""Those that time whole steps, beside a peer's, at any size."""
+LONG = ("data", "gpu_ladder", "peers", "step")
+"""Those that time whole steps or commands, beside a peer's, at any size."""
 COUNTING = ("memory", "scale", "zero")
 """Benchmarks that compare bytes and calls with formulas, which no machine makes slower."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.errors import ConfigError
-from megapipe.keys import KEYS, SECTIONS
+from megapipe.keys import KEYS, SECTIONS, field_of
 from megapipe.layout.resolve import resolve
 from megapipe.schedule.generators import aliases, names
 
@@ -45,6 +45,7 @@ def is_setting(word: str) -> bool:
 def wrong_settings(words: list[str]) -> Iterator[str]:
     """Keys that do not exist and values that are not accepted."""
     settings = [word for word in words if is_setting(word) and word not in OF_A_RUN]
+    settings = [word for word in settings if ".NAME" not in word or not _named(word)]
     yield from (word for word in settings if word.partition("=")[0] not in KEYS)
     given = [word for word in settings if "=" in word]
     try:
@@ -54,6 +55,11 @@ def wrong_settings(words: list[str]) -> Iterator[str]:
         return
     if ":" not in schedule and schedule not in {*names(), *aliases(), "auto"}:
         yield schedule
+
+
+def _named(word: str) -> bool:
+    """Whether a word is a key below a mapping, whose names are the user's."""
+    return field_of(word.partition("=")[0]) is not None
 
 
 def wrong_files(words: list[str]) -> Iterator[str]:

@@ -259,6 +259,7 @@ def returned_at_once() -> Iterator[None]:
     libc.mallopt(mmap_threshold, 1 << 25)
 
 
+@pytest.mark.slow  # beside other tests of a process its memory is measured too
 def test_memory_does_not_grow_with_the_number_of_tensors(
     tmp_path: Path, returned_at_once: None
 ) -> None:

@@ -32,7 +32,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [3] * 17 + [30] * 3
     rows = [json.dumps({"prompt": f"{i:2}", "completion": "x" * n}) for i, n in enumerate(sizes)]
     Path("rows.jsonl").write_text("\n".join(rows))
-    Path("mine.py").write_text("def data(split, sequence_length):\n    return [[1] * 17] * 3\n")
+    Path("rows_of_mine.py").write_text(
+        "def data(split, sequence_length):\n    return [[1] * 17] * 3\n"
+    )
 
 
 def config(*given: str) -> Config:
@@ -64,8 +66,8 @@ def config(*given: str) -> Config:
         ),
         ([*FIM, *SUPERVISED], "expected data.samples=stateless or packed, not supervised"),
         (
-            [*FIM, "data.source=mine:data"],
-            "data.fim_rate=0.5 is for a corpus, and data.source=mine:data is a data set of you",
+            [*FIM, "data.source=rows_of_mine:data"],
+            "data.fim_rate=0.5 is for a corpus, and data.source=rows_of_mine:data is a",
         ),
         (["data.train_on=last"], "data.train_on=last is for data.samples=supervised: expected all"),
         (["data.train_on=first"], "data.train_on=first: expected"),
@@ -92,8 +94,8 @@ def config(*given: str) -> Config:
         (["data.samples=supervised", "data.source=t"], "and data.source=t has no rows"),
         ([*SUPERVISED, "data.validation.x=t"], "and data.validation.x=t has no rows"),
         (
-            ["data.samples=supervised", "data.source=mine:data"],
-            "data.samples=supervised is for token files, and data.source=mine:data is a data",
+            ["data.samples=supervised", "data.source=rows_of_mine:data"],
+            "data.samples=supervised is for token files, and data.source=rows_of_mine:data is",
         ),
     ],
 )

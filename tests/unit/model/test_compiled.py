@@ -135,6 +135,7 @@ def assert_like_uncompiled(model: ModelConfig, compiler: Compiler, tolerance: fl
     assert all(one[name].equal(other[name]) for name in one), "fused and split agree bitwise"
 
 
+@pytest.mark.slow
 def test_every_gradient_under_inductor() -> None:
     """Eight linear layers with biases, gates, rotary embeddings."""
     assert_like_uncompiled(model_of("mixed", "fp32"), torch_compile, 1e-5)
