@@ -83,7 +83,7 @@ def test_a_level_trains_goes_on_and_generates(
     assert found.stdout.startswith("the cat")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_loss_of_ones_own(folder: Path) -> None:
     """With the built-in model and with one's own; smoothing makes it another loss."""
     given = "train.loss=my_loss:smoothed"

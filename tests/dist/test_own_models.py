@@ -50,7 +50,13 @@ FURTHER = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=[] if model in ("split", "tied") else pytest.mark.slow)
+        for model in MODELS
+    ],
+)
 def test_replicas_stages_and_shards(model: str) -> None:
     check_all([Own(model, case, 6) for case in LAYOUTS])
 

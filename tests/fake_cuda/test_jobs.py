@@ -72,8 +72,8 @@ EIGHT = {**SMALL, "train.global_batch": "8", "model.layers": "4"}
     "visible",
     [
         "3 5",
-        pytest.param("", marks=pytest.mark.full),
-        pytest.param("0,1 0,1", marks=pytest.mark.full),
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("0,1 0,1", marks=pytest.mark.slow),
     ],
 )
 def test_two_devices(visible: str, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ SHARED = (
     "token_indices.py",
 )
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
-LONG = ("data", "gpu_ladder", "peers", "step")
+LONG = ("data", "gpu_ladder", "peers", "scale", "step")
 """Those that time whole steps or commands, beside a peer's, at any size."""
 COUNTING = ("memory", "scale", "zero")
 """Benchmarks that compare bytes and calls with formulas, which no machine makes slower."""
