@@ -167,7 +167,7 @@ WINDOWS = {"data.source": f"{OWN}:Windows", "data.cache": "cache"}
 @pytest.mark.parametrize("layout", [
     {"parallel.dp": "2"},
     pytest.param({"parallel.pp": "2", "model.dropout": "0.1"}, marks=pytest.mark.full),
-    pytest.param({"parallel.tp": "2", "data.mask_document_ends": "true"}, marks=pytest.mark.full),
+    pytest.param({"parallel.tp": "2", "data.mask_document_ends": "true"}, marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_a_data_set_with_the_tokens_of_a_corpus_trains_alike_and_resumes(
     layout: dict[str, str], tmp_path: Path
