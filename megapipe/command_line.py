@@ -4,8 +4,8 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 from megapipe.errors import ConfigError, MegapipeError
 
@@ -20,6 +20,36 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.prog} --help shows what is possible")
+
+
+class CommandModule(Protocol):
+    """A file with a command; its docstring is the description."""
+
+    PURPOSE: str
+    """In a few words, for the list of commands."""
+
+    def add(self, parser: Parser) -> None:
+        """Add what the command takes."""
+
+    def run(self, given: argparse.Namespace) -> None:
+        """Do it. Raises a :class:`MegapipeError`."""
+
+
+def parser_of(commands: Mapping[str, CommandModule], *, description: str, epilog: str) -> Parser:
+    """The parser of commands, each a :class:`CommandModule` by its name; it sets `run`, a function
+    of the parsed arguments."""
+    top = Parser(description=description, epilog=epilog)
+    added = top.add_subparsers(metavar="COMMAND", required=True)
+    for name, module in commands.items():
+        command = added.add_parser(
+            name,
+            help=module.PURPOSE,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add(command)
+        command.set_defaults(run=module.run)
+    return top
 
 
 def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:

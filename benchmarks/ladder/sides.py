@@ -57,21 +57,27 @@ class Ours(Side):
             self.state += ", fp32 masters"
         self.state += f", {optimizer.state_dtype} state"
         self.train = TrainStep(config, layout, mesh, initial=QuickWeights())
-        self._batches: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._sources: dict[int, OneBatch] = {}
         self._count = 0
 
     def step(self, *, record: bool = False) -> float:
         """`record`: :meth:`TrainStep.records` then tells when each operation ran."""
-        (result,) = self.train.train(self._count, self._rows, record=record)
+        if self.rows not in self._sources:
+            self._sources = {self.rows: OneBatch(*self.size.batch(self.rows))}
+        (result,) = self.train.train(self._count, self._sources[self.rows], record=record)
         self._count += 1
         return result.loss
 
-    def _rows(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        if self.rows not in self._batches:
-            tokens, labels = self.size.batch(self.rows)
-            mask = torch.ones(labels.shape, dtype=torch.bool)
-            self._batches = {self.rows: (tokens, labels, mask)}
-        return self._batches[self.rows]
+
+class OneBatch:
+    """Rows for a :class:`TrainStep`, the same in every micro-batch. Of another number of rows there
+    has to be another, as steps are read ahead."""
+
+    def __init__(self, tokens: Tensor, labels: Tensor) -> None:
+        self._rows = tokens, labels, torch.ones(labels.shape, dtype=torch.bool)
+
+    def __call__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        return self._rows
 
 
 class QuickWeights:

@@ -66,7 +66,6 @@ class Size:
             },
             "parallel": {"device": device.type},
             "optimizer": {"lr": 1e-4, "warmup_steps": 0, "schedule": "constant"},
-            "data": {"prefetch": False},  # rows of a step are known when it begins
             "train": {
                 "sequence_length": self.sequence,
                 "microbatch": rows,

@@ -12,6 +12,7 @@ import torch
 
 from megapipe.data.dataset import Dataset, Sample
 from megapipe.data.mixture import Draw
+from megapipe.data.packing import PackedDataset
 from megapipe.errors import DataError
 from megapipe.words import counted
 
@@ -105,11 +106,13 @@ class Batches:
     def notes(self) -> Iterator[str]:
         """A line for each source whose samples have padding."""
         for source in self.sources:
-            padded = getattr(source.dataset, "padded", None)
-            if padded is not None:
+            if isinstance(source.dataset, PackedDataset):
                 name = f"{source.name}: " if source.name else ""
                 samples = counted(len(source.dataset), "sample")
-                yield f"packed {name}{samples}, of whose positions {padded:.2%} are padding"
+                yield (
+                    f"packed {name}{samples}, of whose positions "
+                    f"{source.dataset.padded:.2%} are padding"
+                )
 
     def taken(self, samples: int) -> list[int]:
         """Of the first `samples` samples of a mixture, those of each source."""

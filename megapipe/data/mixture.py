@@ -148,11 +148,6 @@ class Mixture:
         number = stretch.before[source] + periods * table.counts[source] + table.number[at]
         return Draw(source, int(number))
 
-    @property
-    def text(self) -> str:
-        """What a checkpoint keeps of it."""
-        return self.recipe.text
-
     def taken(self, samples: int) -> list[int]:
         """Draws of each source [n] among the first `samples` of the run."""
         stretch = self._stretch(samples)

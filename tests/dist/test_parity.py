@@ -117,7 +117,7 @@ UNEVEN_SLICES = [
 ]
 
 
-@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [4, 8])
 def test_many_steps(world: int) -> None:
     check(LONG, world)
 

@@ -72,8 +72,8 @@ EIGHT = {**SMALL, "train.global_batch": "8", "model.layers": "4"}
     "visible",
     [
         "3 5",
-        pytest.param("", marks=pytest.mark.slow),
-        pytest.param("0,1 0,1", marks=pytest.mark.slow),
+        pytest.param("", marks=pytest.mark.full),
+        pytest.param("0,1 0,1", marks=pytest.mark.full),
     ],
 )
 def test_two_devices(visible: str, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_quickstart_on_eight_devices(tmp_path: Path) -> None:
     check_run(tmp_path, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_quickstart_goes_on_in_another_layout(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **EIGHT}
     run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))

@@ -24,15 +24,8 @@ FILES = {
 """Files of tests/gpu, and what of each is run: large sizes take too long on the host."""
 
 
-LONG = ("test_activations_cuda", "test_rules_cuda", "test_state_windows")
-"""What they hold on the stand-in, others nearly do."""
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in FILES],
-)
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_for_gpus(name: str) -> None:
     environ = {
         **os.environ,

@@ -1,9 +1,8 @@
 """The commands of scripts/prepare_data.py, one file each."""
 
-import argparse
 from collections.abc import Sequence
 
-from megapipe.command_line import Parser, run_command
+from megapipe.command_line import Parser, parser_of, run_command
 from megapipe.data.commands import inspect, merge, split, tokenize, train_tokenizer, verify
 
 COMMANDS = {
@@ -17,22 +16,12 @@ COMMANDS = {
 
 
 def parser() -> Parser:
-    """The parser of all commands; each sets `run`, a function of the parsed arguments."""
-    top = Parser(
+    """The parser of all commands."""
+    return parser_of(
+        COMMANDS,
         description="Data ahead of a run: texts to token files, and token files to others.",
         epilog="%(prog)s COMMAND --help tells what it takes. Options alone are those of tokenize.",
     )
-    commands = top.add_subparsers(metavar="COMMAND", required=True)
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=module.PURPOSE,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add(command)
-        command.set_defaults(run=module.run)
-    return top
 
 
 def main(argv: Sequence[str]) -> int:

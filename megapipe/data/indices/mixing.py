@@ -33,11 +33,6 @@ class Blend:
             raise self._used_up(len(self))
         return Draw(int(self._source[sample]), int(self._number[sample]))
 
-    @property
-    def text(self) -> str:
-        """What a checkpoint keeps of it: its size, which decides its order."""
-        return str(len(self))
-
     def taken(self, samples: int) -> list[int]:
         """Samples of each source [n] among the first `samples`."""
         found = [0] * self._sources

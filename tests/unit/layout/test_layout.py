@@ -388,7 +388,7 @@ def test_a_schedule_of_one_s_own_is_proved_before_anything_starts(
         (["log.profile=[-1]"], "log.profile=[-1]: there is no step -1: expected steps counted"),
         (
             ["checkpoint.export_every=5", "model.positions=alibi", "model.norm=rmsnorm"],
-            "checkpoint.export_every=5: model.",
+            "checkpoint.export_every=5: model.norm = rmsnorm cannot be expressed",
         ),
         (
             ["train.steps=200", "train.stop_after=201"],
