@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ from megapipe.model.gpt.hf.table import TABLE
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
 from tests.parity.converted import assert_same, state_of, write_checkpoint
-from tests.parity.reference import init_random, random_batch, shapes
+from tests.parity.reference import init_random, random_batch
 from tests.parity.stage_cases import new_stage
 from tests.unit.model.transformers_models import CASES, FAMILIES, model_of
 
@@ -237,55 +234,6 @@ def test_the_configuration_of_each_model_is_read_back(tmp_path: Path) -> None:
         config: Any = parse([str(path)]).config
         assert config.model == model
         assert config.checkpoint.load == str(tmp_path)
-
-
-def high_water(reset: bool = False) -> int:
-    """Most bytes that were resident since the last reset, which returns free memory."""
-    if reset:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
-
-
-@pytest.fixture
-def returned_at_once() -> Iterator[None]:
-    """Large blocks of freed memory go back to the system, instead of whenever glibc likes."""
-    mmap_threshold = -3
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(mmap_threshold, 1 << 18)
-    yield
-    libc.mallopt(mmap_threshold, 1 << 25)
-
-
-@pytest.mark.slow  # beside other tests of a process its memory is measured too
-def test_memory_does_not_grow_with_the_number_of_tensors(
-    tmp_path: Path, returned_at_once: None
-) -> None:
-    """Models of 27 and of 65 MB, in shards of 4 MB; the first one loads what is loaded later."""
-    base = fp32("llama").model_copy(
-        update={"hidden": 512, "ffn_hidden": 1408, "head_dim": 128, "vocab_size": 300}
-    )
-    peaks = {}
-    for layers in (1, 2, 5):
-        model = base.model_copy(update={"layers": layers})
-        params = {name: torch.rand(shape) for name, shape in shapes(model).items()}
-        size = sum(tensor.nbytes for tensor in params.values())
-        checkpoint = write_checkpoint(tmp_path / f"run{layers}", model, params)
-        del params
-        before = high_water(reset=True)
-        export(checkpoint, tmp_path / f"hf{layers}", shard_bytes=4 << 20)
-        out = high_water() - before
-        before = high_water(reset=True)
-        folder = HuggingFaceFolder.open(tmp_path / f"hf{layers}")
-        adopt(folder, tmp_path / f"back{layers}", shard_bytes=4 << 20)
-        peaks[layers] = size, out, high_water() - before
-        assert len(folder.files.files) >= layers
-    _, (_, *few), (size, *many) = peaks.values()
-    assert size > 60e6
-    assert max(many) < 16e6, peaks
-    assert max(b - a for a, b in zip(few, many, strict=True)) < 1e6, peaks
 
 
 def test_the_index_names_every_tensor_once(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""A conversion holds one shard, whatever the size of the model."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.convert import HuggingFaceFolder, adopt, export
+from megapipe.testing import World, run_world
+from tests.parity.converted import write_checkpoint
+from tests.parity.reference import shapes
+from tests.unit.model.transformers_models import model_of
+
+MMAP_THRESHOLD = -3
+"""Of mallopt: from how many bytes on a block is one of its own, which goes back when freed."""
+SHARD = 4 << 20
+
+
+def high_water(reset: bool = False) -> int:
+    """Most bytes that were resident since the last reset, which returns free memory."""
+    if reset:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
+
+
+def peaks(world: World, folder: Path) -> dict[int, tuple[int, int, int]]:
+    """Of models of some layers: bytes of weights, and what converting them out and in takes above
+    what there was, in a process that does nothing else. The first one loads what is loaded later.
+    """
+    assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)
+    base = model_of("llama").model_copy(
+        update={
+            "hidden": 512,
+            "ffn_hidden": 1408,
+            "head_dim": 128,
+            "vocab_size": 300,
+            "dtype": "fp32",
+        }
+    )
+    found = {}
+    for layers in (1, 2, 5):
+        model = base.model_copy(update={"layers": layers})
+        params = {name: torch.rand(shape) for name, shape in shapes(model).items()}
+        size = sum(tensor.nbytes for tensor in params.values())
+        checkpoint = write_checkpoint(folder / f"run{layers}", model, params)
+        del params
+        before = high_water(reset=True)
+        export(checkpoint, folder / f"hf{layers}", shard_bytes=SHARD)
+        out = high_water() - before
+        before = high_water(reset=True)
+        opened = HuggingFaceFolder.open(folder / f"hf{layers}")
+        adopt(opened, folder / f"back{layers}", shard_bytes=SHARD)
+        found[layers] = size, out, high_water() - before
+        assert len(opened.files.files) >= layers
+    return found
+
+
+@pytest.mark.full
+def test_memory_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
+    (found,) = run_world(1, peaks, tmp_path)
+    _, (_, *few), (size, *many) = found.values()
+    assert size > 60e6
+    assert max(many) < 16e6, found
+    assert max(b - a for a, b in zip(few, many, strict=True)) < 1e6, found

@@ -1,0 +1,273 @@
+"""Every impossible combination of keys, and numbers of processes that do not fit."""
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.errors import ConfigError, LaunchError
+from megapipe.layout.resolve import resolve
+
+BASE = ("model.layers=8", "model.heads=8", "model.hidden=64", "train.global_batch=48")
+
+
+def configure(*overrides: str) -> Config:
+    return parse([*BASE, *overrides]).config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["model.heads=6"],
+            (
+                "model.hidden=64 is not divisible by model.heads=6: set model.head_dim, or heads "
+                "could be 1, 2, 4, 8, 16, 32 or 64"
+            ),
+        ),
+        (
+            ["model.kv_heads=3"],
+            "model.heads=8 is not divisible by model.kv_heads=3: kv_heads could be 1, 2, 4 or 8",
+        ),
+        (
+            ["parallel.tp=3"],
+            "model.heads=8 is not divisible by parallel.tp=3: tp could be 1, 2, 4 or 8",
+        ),
+        (
+            ["parallel.tp=4", "model.kv_heads=2"],
+            "model.kv_heads=2 is not divisible by parallel.tp=4: tp could be 1 or 2",
+        ),
+        (
+            ["parallel.tp=4", "model.ffn_hidden=90"],
+            "model.ffn_hidden=90 is not divisible by parallel.tp=4: tp could be 1, 2, 3, 5, 6, 9,",
+        ),
+        (
+            ["model.positions=rotary", "model.head_dim=7"],
+            "model.head_dim=7 (hidden / heads by default) is odd",
+        ),
+        (
+            ["model.positions=rotary", "model.rotary_share=0.3"],
+            "model.head_dim=8 (hidden / heads by default) x model.rotary_share=0.3 is 2.4",
+        ),
+        (
+            ["model.positions=rotary", "model.rotary_scaling=yarn"],
+            "model.rotary_scaling=yarn needs model.rotary_original_positions",
+        ),
+        (
+            (
+                "model.positions=rotary",
+                "model.rotary_scaling=llama3",
+                "model.rotary_original_positions=64",
+                "model.rotary_turns_low=4",
+            ),
+            "model.rotary_turns_low=4 is not below model.rotary_turns_high=4",
+        ),
+        (
+            ["model.rotary_share=0.5"],
+            "model.rotary_share=0.5 has no effect without model.positions=rotary: expected 1.0, or",
+        ),
+        (
+            ["model.norm_offset=true"],
+            "model.norm_offset=true has no effect without model.norm=rmsnorm: expected false, or",
+        ),
+        (
+            ["model.full_attention_every=2"],
+            "model.full_attention_every=2 has no effect without model.window: expected null, or",
+        ),
+        (
+            ["model.window=4", "model.dropout=0.1"],
+            "model.window needs model.dropout=0, not 0.1",
+        ),
+        (
+            ["model.positions=alibi", "model.dropout=0.1"],
+            "model.positions=alibi needs model.dropout=0, not 0.1",
+        ),
+        (
+            ["model.vocab_size=100"],
+            (
+                "model.vocab_size=100 is smaller than the vocabulary of data.tokenizer=byte: "
+                "expected at least 257"
+            ),
+        ),
+        (
+            ["model.max_positions=100"],
+            (
+                "train.sequence_length=256 is longer than the position table, "
+                "model.max_positions=100: expected at most that"
+            ),
+        ),
+        (
+            ["parallel.tp=4", "parallel.sequence_parallel=true", "train.sequence_length=30"],
+            (
+                "train.sequence_length=30 is not divisible by parallel.tp=4, which "
+                "parallel.sequence_parallel needs: expected a multiple, such as 28 or 32"
+            ),
+        ),
+        (
+            ["train.global_batch=10", "parallel.dp=2"],
+            (
+                "train.global_batch=10 is not divisible by train.microbatch=4 x dp 2 = 8: "
+                "expected a multiple, such as 8 or 16"
+            ),
+        ),
+        (
+            ["train.global_batch=2"],
+            (
+                "train.global_batch=2 is not divisible by train.microbatch=4 x dp 1 = 4: "
+                "expected a multiple, such as 4"
+            ),
+        ),
+        (
+            ["optimizer.lr=1e-5"],
+            "optimizer.min_lr=3e-05 is above the peak, optimizer.lr=1e-05",
+        ),
+        (
+            ["train.steps=100", "optimizer.warmup_steps=100"],
+            (
+                "optimizer.warmup_steps=100 leaves too few of train.steps=100 for a decay of 1 or "
+                "more: expected at most 99"
+            ),
+        ),
+        (
+            ["optimizer.decay_steps=250", "optimizer.warmup_steps=0.25"],
+            "optimizer.warmup_steps=0.25 (75 steps) leaves too few of train.steps=300 for a decay",
+        ),
+        (
+            ["optimizer.schedule=wsd", "train.steps=105", "optimizer.warmup_steps=100"],
+            "for a decay of 10 or more: expected at most 95",
+        ),
+        (["optimizer.decay_steps=301"], "optimizer.decay_steps=301 is more than train.steps=300"),
+        (
+            ["optimizer.schedule=constant", "train.steps=99", "optimizer.warmup_steps=100"],
+            "optimizer.warmup_steps=100 leaves too few of train.steps=99",
+        ),
+        (
+            ["parallel.backend=nccl", "parallel.device=cpu"],
+            "parallel.backend=nccl needs parallel.device=cuda",
+        ),
+        (
+            ["parallel.pp=16"],
+            (
+                "16 pipeline stages (parallel.pp x pipeline.chunks) for 8 layers, embedding and "
+                "head: at most 10 stages"
+            ),
+        ),
+        (
+            ["parallel.pp=4", "pipeline.layout=[4, 4]"],
+            (
+                "pipeline.layout='E L*4 | L*4 H' has 2 stages: expected 4, as "
+                "pipeline.schedule=1f1b has on parallel.pp=4 ranks"
+            ),
+        ),
+        (["pipeline.layout=[7]"], "places 7 layers, but model.layers is 8"),
+        (["pipeline.layout=[]"], "expected one layer count per stage"),
+        (["pipeline.layout=E L*8"], "has 0 times H"),
+        (["pipeline.schedule=1f1bb"], "pipeline.schedule=1f1bb: "),
+        (["parallel.pp=2", "pipeline.chunks=2"], "pipeline.schedule=1f1b: "),
+        (
+            ["parallel.pp=2", "pipeline.group=13", "pipeline.schedule=interleaved_1f1b"],
+            "pipeline.schedule=interleaved_1f1b: ",
+        ),
+        (["pipeline.group=2"], "pipeline.schedule=1f1b: "),
+        (["pipeline.pairs=2"], "pipeline.schedule=1f1b: schedule 1f1b: pairs must not be given"),
+        (["pipeline.slices=2"], "pipeline.schedule=1f1b: schedule 1f1b: slices must be 1, not 2"),
+        (
+            ["pipeline.schedule=chimera", "parallel.pp=3"],
+            (
+                "pipeline.schedule=chimera: schedule chimera: ranks must be a multiple of 2, not "
+                "3; the next is 4"
+            ),
+        ),
+        (
+            ["pipeline.schedule=chimera_backward_halving", "parallel.pp=2", "train.microbatch=3"],
+            (
+                "train.microbatch=3 cannot be cut as pipeline.schedule=chimera_backward_halving "
+                "cuts it: expected a multiple of 2"
+            ),
+        ),
+        (
+            ["pipeline.schedule=seq1f1b", "parallel.pp=2", "pipeline.slices=257"],
+            "257 slices of a sequence of 256 tokens in multiples of 1; there can be 1 to 256",
+        ),
+        (
+            [
+                "pipeline.schedule=seq1f1b",
+                "pipeline.slices=65",
+                "parallel.tp=4",
+                "parallel.sequence_parallel=true",
+            ],
+            "65 slices of a sequence of 256 tokens in multiples of 4; there can be 1 to 64",
+        ),
+        (
+            ["log.timeline=[3,0]"],
+            "log.timeline=[3, 0]: there is no step 0: expected steps counted from 1",
+        ),
+        (["log.profile=[-1]"], "log.profile=[-1]: there is no step -1: expected steps counted"),
+        (
+            ["checkpoint.export_every=5", "model.positions=alibi", "model.norm=rmsnorm"],
+            "checkpoint.export_every=5: model.norm = rmsnorm cannot be expressed",
+        ),
+        (
+            ["train.steps=200", "train.stop_after=201"],
+            "is more than train.steps=200: expected at m",
+        ),
+        (["pipeline.placement=v"], "pipeline.placement=v is for pipeline.schedule=auto"),
+        (["pipeline.schedule=gone.csv"], "pipeline.schedule=gone.csv: schedule gone.csv: No such"),
+        (["pipeline.schedule=gone:f"], "schedule gone:f: there is no module 'gone'"),
+        (
+            ["train.global_batch=4000000000"],
+            "train.global_batch=4000000000 makes 1000000000 micro-batches through 1 stages",
+        ),
+    ],
+)
+def test_impossible(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(configure(*overrides), None, None, where="x.yaml")
+    text = str(caught.value)
+    assert text.startswith("x.yaml: ")
+    assert words in text
+    assert text.isprintable(), "one line"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "words"),
+    [
+        (
+            ["parallel.tp=4", "parallel.pp=2"],
+            12,
+            (
+                "world size 12 does not divide into pp 2 x cp 1 x tp 4: expected a multiple of 8; "
+                "start with python -m megapipe.launch --nproc 8 train.py ..."
+            ),
+        ),
+        (
+            ["parallel.tp=2", "parallel.dp=2"],
+            8,
+            (
+                "world size 8 for dp 2 x pp 1 x cp 1 x tp 2: expected 4; start with "
+                "python -m megapipe.launch --nproc 4 train.py ..."
+            ),
+        ),
+        (
+            ["parallel.tp=8", "parallel.pp=4", "parallel.dp=1", "model.heads=8"],
+            1,
+            (
+                "world size 1 for dp 1 x pp 4 x cp 1 x tp 8: expected 32; start with "
+                "python -m megapipe.launch --nnodes 4 --nproc 8 "
+                "--rdzv-endpoint HOST:PORT --rdzv-id ID train.py ..."
+            ),
+        ),
+        (
+            ["parallel.pp=4", "parallel.tp=2", "pipeline.channels=in_process"],
+            3,
+            (
+                "world size 3 does not divide into cp 1 x tp 2 "
+                "(the pipeline runs in each process): expected a multiple of 2; start with "
+                "python -m megapipe.launch --nproc 2 train.py ..."
+            ),
+        ),
+    ],
+)
+def test_wrong_world(overrides: list[str], world: int, words: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        resolve(configure(*overrides), world, None, where="x.yaml")
+    assert str(caught.value) == f"x.yaml: {words}"
