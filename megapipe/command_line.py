@@ -1,4 +1,4 @@
-"""What programs with commands have in common: errors in one line, and exit codes."""
+"""Programs with commands share this: errors in one line, and exit codes."""
 
 import argparse
 import contextlib

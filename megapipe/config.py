@@ -315,7 +315,7 @@ class KernelsConfig(Section):
     swiglu: Literal["auto", "torch", "inductor", "liger"] = "auto"
     """The gate of a swiglu MLP: torch's, inductor's or Liger's."""
     loss: Literal["auto", "torch", "inductor"] = "auto"
-    """What a loss in chunks (`loss_chunk`) does between its GEMMs: torch's operations, or two
+    """Kernels of a loss in chunks (`loss_chunk`) between its GEMMs: torch's operations, or two
     kernels made by inductor, which take logits as they are, without a copy in fp32."""
     weight_grad: Literal["auto", "torch", "fused", "apex"] = "auto"
     """Weight gradients in bf16 and fp16 on a GPU: torch's GEMM and a sum into the fp32 main
@@ -415,12 +415,12 @@ class CheckpointConfig(Section):
     it; rank 0 writes it while the others wait, which may take no longer than
     `parallel.timeout_s`."""
     load: str | None = None
-    """What the run starts from if it has no checkpoint itself, in any layout: a checkpoint folder,
+    """Start from this if the run has no checkpoint itself, in any layout: a checkpoint folder,
     a run folder (its newest intact checkpoint), a folder of Hugging Face's, or `latest`: the run in
     `run.folder` that has saved last. The model has to be the same; `megapipe convert inspect FOLDER
     --config` prints its section."""
     load_only: Literal["all", "weights"] = "all"
-    """What is taken from `load`. all: weights, optimizer, step and samples; weights: the run begins
+    """Take this from `load`. all: weights, optimizer, step and samples; weights: the run begins
     at step 0 and sample 0 with a new optimizer, as it always does from a folder of Hugging Face's
     or another checkpoint that has nothing but weights."""
 

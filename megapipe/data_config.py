@@ -133,7 +133,7 @@ class DataConfig(Section):
     chat_template: str | None = None
     """File of a chat template in Jinja, as transformers renders it; default: the tokenizer's."""
     train_on: Literal["all", "last"] = "all"
-    """What of a conversation counts in the loss: all of the assistant's turns, or the last one."""
+    """Turns of the assistant that count in the loss of a conversation: all, or the last one."""
     fim_rate: float = Field(0.0, ge=0, le=1)
     """Share of the documents that are rearranged to prefix, suffix and middle, so that a model
     learns to fill in the middle (Bavarian et al., 2207.14255): of what a sample has of a document,
@@ -161,7 +161,7 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> dict[str, DataConfig]:
-        """What is trained on, by name, each with the keys that it is read with."""
+        """The sources that are trained on, by name, each with the keys that it is read with."""
         if not self.mixture:
             return {ONLY: self}
         return {name: self._of(source) for name, source in self.mixture.items()}

@@ -1,4 +1,4 @@
-"""What this machine gives a run: ``python scripts/doctor.py --help``."""
+"""Tells what this machine gives a run: ``python scripts/doctor.py --help``."""
 
 import sys
 

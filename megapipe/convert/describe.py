@@ -1,4 +1,4 @@
-"""What is in a folder of Hugging Face's or in a checkpoint, in lines and as a configuration."""
+"""Describes a folder of Hugging Face's or a checkpoint, in lines and as a configuration."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from megapipe.data.hub import check_reachable, is_hub_name, one_line
 from megapipe.errors import CheckpointError, DataError
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model")
-"""What is fetched: weights, configs and tokenizers, and nothing that is pickled or run."""
+"""Files that are fetched: weights, configs and tokenizers, and nothing that is pickled or run."""
 
 
 def local_folder(name: str) -> Path:

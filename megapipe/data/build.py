@@ -109,7 +109,7 @@ def _trained_on(corpus: Corpus) -> Stream | Dataset:
 
 
 def _rearranging(config: Config, tokenizer: Tokenizer) -> Callable[[str], FillInTheMiddle | None]:
-    """What rearranges the documents of a source, by its name; None where they stay as they are."""
+    """The change of a source's documents, by its name; None where they stay as they are."""
     data = config.data
     if not data.fim_rate:
         return lambda source: None

@@ -27,7 +27,7 @@ from megapipe.section import Section
 FILES, MANIFEST = "files", "manifest.json"
 _AT_ONCE = 2**22
 _VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "modified", "created")
-"""What file systems call the version of a file; the first one that is there is taken."""
+"""Names that file systems have for the version of a file; the first one that is there is taken."""
 
 
 class _Remote(NamedTuple):
@@ -35,9 +35,9 @@ class _Remote(NamedTuple):
 
     system: Any
     names: dict[str, dict[str, Any]]
-    """What the system tells of each file, by its place in the copy."""
+    """Each file as its system describes it, by its place in the copy."""
     source: str
-    """What to read in the folder of copies: a name in it, a pattern, or nothing for all."""
+    """The source within the folder of copies: a name, a pattern, or nothing for all."""
 
 
 class _Copied(Section):

@@ -1,4 +1,4 @@
-"""What this machine gives a run: ``megapipe doctor``, or ``python scripts/doctor.py``.
+"""Tells what this machine gives a run: ``megapipe doctor``, or ``python scripts/doctor.py``.
 
 A line for each thing that a run depends on and that differs between machines: versions, devices,
 processors, limits, the network's idea of this host. What is wrong says what would be right. With
@@ -118,7 +118,7 @@ def _version(package: str) -> str | None:
 def main(argv: Sequence[str]) -> int:
     """Print what there is; returns the exit code, 4 if something is wrong."""
     parser = argparse.ArgumentParser(
-        description="What this machine gives a run: versions, devices, limits.",
+        description="Describe what this machine gives a run: versions, devices, limits.",
         epilog="Exit code 4 where something is wrong.",
     )
     parser.add_argument(

@@ -71,7 +71,7 @@ def report(device: torch.device | None = None) -> Iterator[str]:
 
 
 def cycles_per_second() -> float:
-    """What ``torch.cuda._sleep`` counts in a second."""
+    """Counts of ``torch.cuda._sleep`` in a second."""
     cycles = 100_000_000
     torch.cuda._sleep(1000)
     return cycles / _timed(lambda: torch.cuda._sleep(cycles))

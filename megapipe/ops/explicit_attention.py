@@ -88,7 +88,7 @@ class _Heads(NamedTuple):
         return grad_x @ self.k, grad_x.transpose(1, 2) @ self.q, grad_v
 
     def _scores(self, *, slope: bool) -> tuple[Tensor, Tensor | None]:
-        """What a softmax takes, [b, n * s, t], and by how much each score follows its product,
+        """Input of the softmax, [b, n * s, t], and by how much each score follows its product,
         where they are capped."""
         x, found = (self.q @ self.k.transpose(1, 2)).mul_(self.scale), None
         if self.scores.softcap is not None:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Scores(NamedTuple):
-    """What attention does besides hiding later positions; without arguments nothing."""
+    """Changes of attention besides hiding later positions; without arguments none."""
 
     scale: float | None = None
-    """What products of queries and keys are multiplied by; default: 1 / sqrt(d)."""
+    """Factor of the products of queries and keys; default: 1 / sqrt(d)."""
     softcap: float | None = None
     """A score x becomes softcap * tanh(x / softcap) (Gemma 2, 2408.00118)."""
     slopes: tuple[float, ...] | None = None

@@ -26,7 +26,7 @@ low-latency protocols, taken to be about as large again, each way."""
 
 
 class Communicators(NamedTuple):
-    """What a process is in."""
+    """Communicators of a process."""
 
     groups: tuple[int, ...]
     """Members of each group that has collectives, two or more."""

@@ -44,7 +44,7 @@ REFUSED = (
     "train.loss",
 )
 LISTED_OF_DATA = ("data.mixture", "data.temperature")
-"""What else of the data is not refused is harmless."""
+"""Other keys of the data that are not refused are harmless."""
 LISTED_OF_MODEL = ("model.dtype", "model.dropout")
 """All other keys of the model are refused."""
 

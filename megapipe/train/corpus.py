@@ -38,8 +38,10 @@ def prepare_on_all(
 
 
 def on_all(mesh: ParallelMesh, local_rank: int, make: Callable[[], T]) -> T:
-    """What `make` returns on every process, called by one of each node before the others; it may
-    take long. Raises a :class:`MegapipeError` of any rank on all of them."""
+    """Call `make` on every process, on one of each node before the others, and return its result.
+
+    It may take long. Raises a :class:`MegapipeError` of any rank on all of them.
+    """
     made: list[T] = []
     error = None
     for turn in (local_rank == 0, local_rank != 0):

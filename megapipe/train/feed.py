@@ -135,9 +135,9 @@ class Feed:
         self._resets = config.resets_positions
         self._uploads = Uploads(mesh.device)
         self._ahead: tuple[_Place, _Read] | None = None
-        """What is on its way to the device, and for which place in the data."""
+        """The data on their way to the device, and their place."""
         self._reading: tuple[_Place, Reading[Wholes]] | None = None
-        """What is being read, and for which place."""
+        """The samples that are being read, and their place."""
         self.samples_read: list[int] = []
         """Numbers of the samples that first stages of this process were given last."""
 

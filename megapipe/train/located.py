@@ -1,4 +1,4 @@
-"""What the names that ``checkpoint.load`` takes stand for."""
+"""Finds the folder that a name in ``checkpoint.load`` stands for."""
 
 from __future__ import annotations
 

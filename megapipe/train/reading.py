@@ -20,7 +20,7 @@ class Reading(Generic[T]):
         self._thread.start()
 
     def result(self) -> T:
-        """What was read, once it is there. Raises what `read` has raised."""
+        """The result of `read`, once it is there. Raises what that has raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error

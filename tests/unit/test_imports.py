@@ -286,3 +286,15 @@ def test_files_are_short_enough_to_read_in_one_sitting() -> None:
         name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()
     }
     assert max(lengths.values()) <= MOST_LINES, max(lengths, key=lambda name: lengths[name])
+
+
+def test_docstrings_say_what_things_are_or_do() -> None:
+    files = {**FILES, **{str(path): path for path in (PACKAGE.parent / "scripts").glob("*.py")}}
+    strings = (
+        (name, node.value)
+        for name, path in files.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    evasive = [(name, text[:60]) for name, text in strings if text.startswith("What ")]
+    assert not evasive, "a docstring begins with a subject or a verb"

@@ -19,7 +19,7 @@ class Opened(NamedTuple):
     """A file being read."""
 
     content: IO[bytes]
-    """What it holds, unpacked."""
+    """Its content, unpacked."""
     raw: IO[bytes]
     """The file itself; its position tells how far the reader is."""
 

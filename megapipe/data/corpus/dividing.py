@@ -226,7 +226,7 @@ def _is_saved(paths: list[Path]) -> bool:
 
 
 def _divider(path: Path) -> Callable[[Path, Rows, int], Iterator[Part]] | None:
-    """What divides a file, with what is taken of its rows, into parts of some bytes; None for
+    """The function that divides a file, given its rows' reader, into parts of some bytes; None for
     text, of which several files make one part."""
     suffix = inner_suffix(path)
     if suffix in files.LINES:

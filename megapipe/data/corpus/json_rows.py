@@ -24,7 +24,7 @@ class RowReader(Protocol):
 
     @property
     def origin(self) -> str:
-        """What the rows are of, for errors."""
+        """The file of the rows, for errors."""
 
     def text(self, row: Any, line: int) -> str | None:
         """The document of a row; None if it has none. Raises DataError for a row that is wrong."""
@@ -160,6 +160,6 @@ def no_object(origin: str, row: Any, line: int) -> DataError:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is called in JSON."""
+    """The name of a value's type in JSON."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value"}
     return names.get(type(value), "null" if value is None else "a number")

@@ -1,4 +1,4 @@
-"""What is taken of the rows of a corpus: of JSON, of tables, of data sets."""
+"""Takes texts out of the rows of a corpus: of JSON, of tables, of data sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a blend of several token files asks of each of them."""
+"""Samples that a blend of several token files asks of each of them."""
 
 from __future__ import annotations
 

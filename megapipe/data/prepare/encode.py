@@ -29,7 +29,7 @@ BATCH = 2**20
 
 @dataclass(frozen=True)
 class Summary:
-    """What is known of the documents of a part besides their tokens.
+    """Facts of the documents of a part besides their tokens.
 
     Attributes:
         text_bytes: bytes of each document as UTF-8 [d].
@@ -48,7 +48,7 @@ def prefix_of(folder: Path, number: int) -> Path:
 
 
 def finished(prefix: Path, part: Part) -> Summary | None:
-    """What is known of a part that is there; None if it is not, is damaged, or is another."""
+    """The summary of a part that is there; None if it is not, is damaged, or is another."""
     try:
         TokenFile(prefix)
         with np.load(summary_file(prefix)) as stored:
@@ -60,7 +60,7 @@ def finished(prefix: Path, part: Part) -> Summary | None:
 
 
 def read_summary(prefix: Path) -> Summary:
-    """What was stored beside a part. Raises OSError if it is gone."""
+    """The summary that was stored beside a part. Raises OSError if it is gone."""
     with np.load(summary_file(prefix)) as stored:
         return Summary(stored["text_bytes"], stored["ids"], stored["counts"])
 

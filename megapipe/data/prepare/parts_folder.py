@@ -18,7 +18,7 @@ from megapipe.errors import DataError
 
 
 class Whole(NamedTuple):
-    """What is known of a corpus whose parts are there."""
+    """Totals of a corpus whose parts are there."""
 
     parts: int
     documents: int

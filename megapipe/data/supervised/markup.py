@@ -61,7 +61,7 @@ def sanitized(value: Any, names: Collection[str]) -> Any:
 
 @lru_cache(8)
 def _names(names: tuple[str, ...]) -> re.Pattern[str] | None:
-    """What finds any of them, the longest first."""
+    """A pattern that finds any of them, the longest first."""
     if not names:
         return None
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))

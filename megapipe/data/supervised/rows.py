@@ -15,7 +15,7 @@ from megapipe.errors import DataError
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """What is taken of rows. One that has messages is a conversation, whatever else it has.
+    """Takes examples out of rows. One that has messages is a conversation, whatever else it has.
 
     Attributes:
         prompt, completion, messages: names of fields.

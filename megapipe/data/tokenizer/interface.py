@@ -1,4 +1,4 @@
-"""What the package needs of a tokenizer."""
+"""The interface that a tokenizer has to have."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Chat:
 
 
 class Encoder(Protocol):
-    """What turns the documents of a corpus into ids."""
+    """Turns the documents of a corpus into ids."""
 
     @property
     def vocab_size(self) -> int:

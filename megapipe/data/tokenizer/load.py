@@ -41,7 +41,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _auto(name: str, path: Path) -> Any:
-    """What `transformers` makes of a folder, or of a name on the hub."""
+    """The tokenizer that `transformers` makes of a folder, or of a name on the hub."""
     from transformers import AutoTokenizer
 
     def load(source: str, *, local: bool) -> Any:

@@ -45,7 +45,7 @@ LONGEST_SEQUENCE = 2**31 - 1
 
 
 class Header(NamedTuple):
-    """What the first bytes of an index declare."""
+    """The sizes that the first bytes of an index declare."""
 
     dtype: np.dtype[Any]
     sequences: int

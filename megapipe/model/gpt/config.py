@@ -49,7 +49,7 @@ class ModelConfig(Section):
     embedding_norm: bool = False
     """A norm after the embedding (BLOOM)."""
     embedding_scale: float | None = Field(None, gt=0)
-    """What the word embedding is multiplied by, rounded to `dtype` (Gemma: sqrt(hidden));
+    """Factor of the word embedding, rounded to `dtype` (Gemma: sqrt(hidden));
     default: 1."""
     parallel_residual: bool = False
     """Attention and MLP of a layer have the same input, and both are added to it (GPT-NeoX)."""
@@ -71,7 +71,7 @@ class ModelConfig(Section):
     linear divides all by `rotary_factor` (Chen et al., 2306.15595); llama3 and yarn (Peng et al.,
     2309.00071) divide the low ones, keep the high ones, and blend those between."""
     rotary_factor: float = Field(1.0, ge=1)
-    """What `rotary_scaling` divides frequencies by."""
+    """Divisor of frequencies under `rotary_scaling`."""
     rotary_original_positions: int | None = Field(None, ge=1)
     """Positions of the first training, for llama3 and yarn."""
     rotary_turns_low: float = Field(1.0, gt=0)
@@ -79,9 +79,9 @@ class ModelConfig(Section):
     rotary_turns_high: float = Field(4.0, gt=0)
     """Frequencies with more turns over them stay (yarn's usual number is 32)."""
     rotary_attention_factor: float | None = Field(None, gt=0)
-    """What yarn multiplies rotated queries and keys by; default: 0.1 ln(rotary_factor) + 1."""
+    """Factor of rotated queries and keys under yarn; default: 0.1 ln(rotary_factor) + 1."""
     attention_scale: float | None = Field(None, gt=0)
-    """What products of queries and keys are multiplied by; default: 1 / sqrt(head_dim)."""
+    """Factor of the products of queries and keys; default: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = Field(None, gt=0)
     """Scores x become attention_softcap * tanh(x / attention_softcap) (Gemma 2)."""
     window: int | None = Field(None, ge=1)

@@ -171,7 +171,7 @@ class Widths(NamedTuple):
 
 
 def norm_tensors(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
-    """What a norm before a linear layer saves, and its output, which that layer does."""
+    """A norm before a linear layer saves this, and that layer saves the norm's output."""
     size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
     tokens = Widths.of(model, sizes).local_tokens
     values = tokens * model.hidden

@@ -1,4 +1,4 @@
-"""What the attention of a layer does with its scores. No torch."""
+"""Changes that the attention of a layer makes to its scores. No torch."""
 
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.ops.scores import Scores, alibi_slopes

@@ -1,4 +1,4 @@
-"""What the steps of a piece's way through a stage take: sizes, and the parts of them that forward
+"""Memory that the steps of a piece's way through a stage take: sizes, and their parts that forward
 and backward share."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Parts:
         self.qkv = self.queries + 2 * self.keys
         self.up, self.inner = w.tokens * w.up * size, w.tokens * w.ffn * size
         self.turned = 0
-        """What is copied to be rotated, at once."""
+        """Bytes that are copied at once to be rotated."""
         if model.positions == "rotary":
             of = self.queries if model.qk_norm else self.queries + self.keys
             self.turned = of * model.rotary_width // known(model.head_dim)

@@ -29,7 +29,7 @@ class Saving(Callback):
         self._corpus = corpus
         self._order = order
         self.newest: Path | None = None
-        """What was saved last."""
+        """The checkpoint that was saved last."""
 
     def begin(self, run: Run) -> None:
         self.clock.restart()

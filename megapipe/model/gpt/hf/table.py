@@ -72,7 +72,7 @@ class Row:
         return inner._replace(names=tuple(f"{self.layers}.{number}.{n}" for n in inner.names))
 
     def misfits(self, model: ModelConfig) -> Iterator[Misfit]:
-        """What of a resolved model the class cannot express."""
+        """Fields of a resolved model that the class cannot express."""
         free = {name for part in (*self.parts, _EVERYWHERE) for name in part.fields}
         for name, info in ModelConfig.model_fields.items():
             wanted = self.fixed.get(name, info.get_default(call_default_factory=True))
