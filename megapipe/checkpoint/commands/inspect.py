@@ -1,0 +1,81 @@
+"""Shows where a checkpoint comes from and what it holds. --config prints the run's configuration as
+train.py takes it, --tensors what is in each tensor.
+
+example: checkpoint.py inspect runs/quickstart --tensors "model/*norm*"
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+
+from megapipe.checkpoint.commands.arguments import NEWEST, layout_of, size_of, written
+from megapipe.checkpoint.find import find_checkpoint
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.command_line import Parser
+from megapipe.errors import ConfigError
+from megapipe.words import counted
+
+PURPOSE = "what is in a checkpoint"
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument("path", type=Path, metavar="PATH", help=NEWEST)
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--config", action="store_true", help="print key=value and nothing else")
+    shown.add_argument(
+        "--tensors",
+        nargs="?",
+        const="*",
+        metavar="PATTERN",
+        help='read tensors and show their values\' range (such as "model/*"; default: all)',
+    )
+
+
+def run(given: argparse.Namespace) -> None:
+    checkpoint = find_checkpoint(given.path, verify=False)
+    if given.config:
+        for key, value in checkpoint.config.items():
+            print(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
+    elif given.tensors is not None:
+        _tensors(checkpoint, given.tensors)
+    else:
+        _summary(checkpoint)
+
+
+def _summary(checkpoint: Checkpoint) -> None:
+    manifest = checkpoint.manifest
+    print(f"{checkpoint.path}: step {manifest.step:,} of run {manifest.run_id}")
+    print(f"written {written(checkpoint.path)} by {layout_of(checkpoint)}")
+    for key, value in manifest.coordinates.items():
+        print(f"{key}: {json.dumps(value)}")
+    for key, digest in manifest.digests.items():
+        print(f"{key}: SHA-256 {digest}")
+    kinds: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for name, entry in manifest.entries.items():
+        kinds[name.split("/")[0], entry.dtype].append(prod(entry.shape))
+    for (kind, dtype), sizes in sorted(kinds.items()):
+        print(f"{kind}: {counted(len(sizes), 'tensor')}, {sum(sizes):,} values in {dtype}")
+    nbytes = sum(record.bytes for record in manifest.files.values())
+    print(f"{counted(len(manifest.files), 'file')}, {size_of(nbytes)}")
+
+
+def _tensors(checkpoint: Checkpoint, pattern: str) -> None:
+    names = [name for name in checkpoint.names() if fnmatchcase(name, pattern)]
+    if not names:
+        raise ConfigError(
+            f"--tensors {pattern}: no tensor of that name, of {len(checkpoint.names())}"
+        )
+    for name in names:
+        entry = checkpoint.manifest.entries[name]
+        line = f"{name} {list(entry.shape)} {entry.dtype}"
+        values = checkpoint.read(name).double()
+        finite = values[values.isfinite()]
+        if finite.numel():
+            rms = finite.square().mean().sqrt().item()
+            line += f": {finite.min().item():.6g} to {finite.max().item():.6g}, rms {rms:.6g}"
+        if odd := values.numel() - finite.numel():
+            line += f", {odd:,} not finite"
+        print(line, flush=True)

@@ -1,0 +1,53 @@
+"""Lists the checkpoints of a run, oldest first. A checkpoint is called sound here if its manifest
+is valid and its files are there at their lengths; `verify` reads them.
+
+example: checkpoint.py list runs/quickstart
+"""
+
+import argparse
+from pathlib import Path
+
+from megapipe.checkpoint.commands.arguments import A_RUN, layout_of, root_of, size_of, written
+from megapipe.checkpoint.folders import POINTER, STAGING_PREFIX, committed
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.command_line import Parser
+from megapipe.errors import CheckpointError
+from megapipe.words import counted
+
+PURPOSE = "checkpoints of a run"
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN", help=A_RUN)
+
+
+def run(given: argparse.Namespace) -> None:
+    root = root_of(given.folder)
+    rows = [_row(root / key.name) for key in reversed(committed(root))]
+    print(f"{root}: {counted(len(rows), 'checkpoint')}")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    if (pointer := _pointer(root)) is not None:
+        gone = "" if (root / pointer).is_dir() else ", which is not there"
+        print(f"{POINTER} names {pointer}{gone}")
+    for leftover in sorted(root.glob(f"{STAGING_PREFIX}*")):
+        print(f"{leftover.name}: being written or removed, or left behind by a process that ended")
+
+
+def _row(path: Path) -> tuple[str, ...]:
+    try:
+        checkpoint = Checkpoint.open(path)
+    except CheckpointError as error:
+        return path.name, written(path), "-", "-", f"damaged: {error}"
+    size = size_of(sum(record.bytes for record in checkpoint.manifest.files.values()))
+    return path.name, written(path), size, layout_of(checkpoint), "sound"
+
+
+def _pointer(root: Path) -> str | None:
+    try:
+        return (root / POINTER).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,52 @@
+"""Reads all of some checkpoints: every file against its SHA-256, with --values also every value,
+which should be a finite number. All are read before damage ends the command with code 5.
+
+example: checkpoint.py verify runs/quickstart --values
+"""
+
+import argparse
+from pathlib import Path
+
+from megapipe.checkpoint.commands.arguments import A_RUN, folders_at, size_of
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.command_line import Parser
+from megapipe.errors import CheckpointError
+from megapipe.words import counted
+
+PURPOSE = "read all of checkpoints and compare checksums"
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument(
+        "paths", type=Path, nargs="+", metavar="PATH", help=f"a checkpoint, {A_RUN}"
+    )
+    parser.add_argument("--values", action="store_true", help="find values that are not finite")
+
+
+def run(given: argparse.Namespace) -> None:
+    folders = [folder for path in given.paths for folder in folders_at(path)]
+    bad = 0
+    for folder in folders:
+        try:
+            print(f"{folder}: {_read(folder, values=given.values)}", flush=True)
+        except CheckpointError as error:
+            bad += 1
+            print(f"{folder}: DAMAGED: {error}", flush=True)
+    if bad:
+        raise CheckpointError(f"{bad} of {counted(len(folders), 'checkpoint')} cannot be used")
+
+
+def _read(folder: Path, *, values: bool) -> str:
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.verify()
+    if values:
+        for name in checkpoint.names():
+            tensor = checkpoint.read(name)
+            if odd := int((~tensor.isfinite()).sum()):
+                raise CheckpointError(
+                    f"{name} has {counted(odd, 'value')} of {tensor.numel():,} that "
+                    f"{'is' if odd == 1 else 'are'} not finite"
+                )
+    files = checkpoint.manifest.files
+    size = size_of(sum(record.bytes for record in files.values()))
+    return f"sound, {counted(len(files), 'file')}, {size}{', all values finite' if values else ''}"

@@ -1,0 +1,128 @@
+"""scripts/checkpoint.py: what is listed, read, shown and compared."""
+
+import re
+
+import pytest
+import torch
+
+from megapipe.checkpoint import Alone, Checkpoint, Meta, save
+from megapipe.checkpoint.commands import main
+from tests.unit.checkpoint.checkpoint_worlds import META, dim_cut, flat_cut, save_alone, tensors
+
+
+def flip(path, at=-1):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def out_of(capsys, *argv, code=0):
+    found = main([str(word) for word in argv])
+    said = capsys.readouterr()
+    assert found == code, said.err
+    assert said.err.count("\n") == bool(code)
+    return said.out + said.err
+
+
+def save_state(root, state, step=1, **meta):
+    facts = Meta(**{**vars(META), **meta})
+    return save(root, step=step, pieces=flat_cut(state, 0, 1), meta=facts, group=Alone())
+
+
+def test_the_list_shows_all_and_what_is_wrong_with_them(tmp_path, capsys):
+    root = tmp_path / "checkpoints"
+    paths = [save_alone(root, step) for step in (1, 2, 10)]
+    (paths[1] / "00000-0000.safetensors").unlink()
+    (root / ".staging-00000011-abc").mkdir()
+    for folder in (tmp_path, root):
+        lines = out_of(capsys, "list", folder).splitlines()
+        assert lines[0] == f"{root}: 3 checkpoints"
+        assert [line.split()[0] for line in lines[1:4]] == [path.name for path in paths]
+        assert lines[1].endswith("dp 1, tp 1  sound")
+        assert "damaged: cannot read" in lines[2]
+        assert lines[4] == "latest names step-00000010"
+        assert lines[5].startswith(".staging-00000011-abc: being written")
+    (root / "latest").write_text("step-00000099\n")
+    assert "names step-00000099, which is not there" in out_of(capsys, "list", root)
+
+
+def test_verify_reads_every_byte_of_all(tmp_path, capsys):
+    paths = [save_alone(tmp_path, step) for step in (1, 2, 3)]
+    assert out_of(capsys, "verify", tmp_path).count(": sound, 1 file") == 3
+    flip(paths[1] / "00000-0000.safetensors")
+    text = out_of(capsys, "verify", tmp_path, paths[1], code=5)
+    assert text.count(": sound, 1 file") == 2
+    assert text.count(f"{paths[1]}: DAMAGED: ") == 2
+    assert "2 of 4 checkpoints cannot be used" in text
+
+
+def test_verify_finds_values_that_are_not_finite(tmp_path, capsys):
+    sound = {name: x.nan_to_num(0, 0) for name, x in tensors().items()}
+    out_of(capsys, "verify", save_state(tmp_path, sound), "--values")
+    name = "model/embedding.word.weight"
+    text = out_of(capsys, "verify", save_state(tmp_path, tensors()), "--values", code=5)
+    assert f"{name} has 2 values of 288 that are not finite" in text
+
+
+def test_inspect_shows_the_newest_of_a_run(tmp_path, capsys):
+    save_alone(tmp_path / "checkpoints", 1)
+    path = save_alone(tmp_path / "checkpoints", 7)
+    text = out_of(capsys, "inspect", tmp_path)
+    assert f"{path}: step 7 of run a-run\n" in text
+    assert "samples: 320\n" in text
+    assert "model: 1 tensor, 288 values in fp32\n" in text
+    keys = out_of(capsys, "inspect", path, "--config").splitlines()
+    assert keys == [
+        "model.layers=2",
+        "pipeline.layout=[1, 2]",
+        "run.name=ä",
+        "x=null",
+        "y=true",
+    ]
+    lines = out_of(capsys, "inspect", path, "--tensors", "model/*").splitlines()
+    assert [line.split(" ")[0] for line in lines] == sorted(n for n in tensors() if "model" in n)
+    assert lines[0].endswith(", 2 not finite")
+    found = re.search(r"\[12\] fp64: (\S+) to (\S+), rms (\S+)$", lines[1])
+    values = tensors()["model/final_norm.weight"]
+    wanted = [values.min(), values.max(), values.square().mean().sqrt()]
+    assert [float(x) for x in found.groups()] == pytest.approx([x.item() for x in wanted], 1e-5)
+    assert "no tensor of that name" in out_of(capsys, "inspect", path, "--tensors", "q", code=2)
+
+
+def test_diff_sees_through_layouts_and_shows_every_difference(tmp_path, capsys):
+    one = save_state(tmp_path / "a" / "checkpoints", tensors())
+    other = save(
+        tmp_path / "b", step=1, pieces=dim_cut(0)(tensors(), 0, 1), meta=META, group=Alone()
+    )
+    assert "7 of 7 tensors are the same bits" in out_of(capsys, "diff", one, other, "--equal")
+    state = tensors()
+    state["model/final_norm.weight"][3] += 0.5
+    state["optimizer.exp_avg/final_norm.weight"][0] = torch.nan
+    del state["optimizer.step/count"]
+    other = save_state(tmp_path / "c", state, config={**META.config, "model.layers": 3, "z": 1})
+    text = out_of(capsys, "diff", tmp_path / "a", other)
+    assert "config model.layers: 2 | 3\n" in text
+    assert "config z: (absent) | 1\n" in text
+    norm = tensors()["model/final_norm.weight"].norm().item()
+    assert f"model/final_norm.weight: at most 0.5, norm {0.5 / norm:.3g} of A's\n" in text
+    assert "optimizer.exp_avg/final_norm.weight: at most 0, norm 0 of A's, 1 values not" in text
+    assert "optimizer.step/count: only in A\n" in text
+    assert "4 of 7 tensors are the same bits" in text
+    assert "differ in 3 tensors" in out_of(capsys, "diff", one, other, "--equal", code=5)
+    same = out_of(capsys, "diff", one, other, "--only", "model/*emb*", "--equal")
+    assert "1 of 1 tensors are the same bits" in same
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "inspect"])
+def test_a_folder_without_checkpoints_is_said(tmp_path, capsys, command):
+    for folder in (tmp_path, tmp_path / "gone"):
+        assert str(folder) in out_of(capsys, command, folder, code=5)
+
+
+def test_checkpoints_stay_as_they_were(tmp_path, capsys):
+    path = save_alone(tmp_path, 1)
+    before = {file.name: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    for command in (["list", tmp_path], ["verify", path, "--values"], ["diff", path, path]):
+        main([str(word) for word in command])
+    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+    Checkpoint.open(path).verify()
