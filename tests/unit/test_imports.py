@@ -51,6 +51,7 @@ FLOORS = (
     "user_code",
     "dtypes",
     "command_line",
+    "heartbeat",
     "words",
     "errors",
 )

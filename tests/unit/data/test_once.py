@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.data.prepare import once
+from megapipe import heartbeat
 from megapipe.data.prepare.once import MAKER, make_once
 
 
@@ -23,9 +23,9 @@ def content(text: str = "x") -> Callable[[Path], None]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "BEAT_S", 0.02)
-    monkeypatch.setattr(once, "STALE_S", 0.5)
-    monkeypatch.setattr(once, "POLL_S", (0.01, 0.01))
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "STALE_S", 0.5)
+    monkeypatch.setattr(heartbeat, "POLL_S", (0.01, 0.01))
 
 
 def leave_attempt(folder: Path, number: int, **maker: object) -> Path:
@@ -85,10 +85,10 @@ def test_a_process_of_this_machine_that_is_not_there_is_gone_at_once(
     tmp_path: Path, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one whose number another process has now."""
-    monkeypatch.setattr(once, "STALE_S", 1e9)
-    me = once._Maker.me()
+    monkeypatch.setattr(heartbeat, "STALE_S", 1e9)
+    me = heartbeat.Owner.me()
     told = {"host": me.host, "machine": me.machine, "process": me.process, "began": me.began}
-    assert not once._Maker(**told).ended  # type: ignore[arg-type]
+    assert not heartbeat.Owner(**told).ended  # type: ignore[arg-type]
     leave_attempt(tmp_path / "corpus", 1, **{**told, **change})
     (line,) = make(tmp_path / "corpus")
     assert line.endswith("is gone: taking over")
@@ -112,10 +112,10 @@ def test_a_maker_that_counts_is_waited_for_and_one_that_slept_loses_nothing(
         pass
     second = threading.Thread(target=make_once, args=(folder, content("second"), lines.append))
     second.start()
-    waited.wait(4 * once.STALE_S)
+    waited.wait(4 * heartbeat.STALE_S)
     assert second.is_alive()
     assert len(lines) == 1, lines
-    monkeypatch.setattr(once, "STALE_S", -1.0)
+    monkeypatch.setattr(heartbeat, "STALE_S", -1.0)
     second.join(30)
     assert (folder / "content").read_text() == "second"
     go.set()
