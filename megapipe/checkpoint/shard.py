@@ -7,6 +7,7 @@ pieces has checked every byte of a shard.
 """
 
 import json
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
@@ -144,6 +145,26 @@ def read_tensor(path: Path, start: int, out: Tensor, crc32: int) -> None:
         raise CheckpointError(
             f"{path} is damaged: bytes {start} to {start + len(data)} do not match their checksum"
         )
+
+
+def is_finite(path: Path, start: int, dtype: Dtype, nbytes: int) -> bool:
+    """Whether the `nbytes` of a tensor from `start` on in a file are finite numbers, all of them.
+
+    Raises CheckpointError if the file ends early.
+    """
+    kind = TORCH_DTYPES[dtype]
+    if not kind.is_floating_point:
+        return True
+    block = torch.empty(min(_BLOCK, nbytes) // kind.itemsize, dtype=kind)
+    with open_regular(path) as file:
+        file.seek(start)
+        for left in range(nbytes, 0, -_BLOCK):
+            values = block[: left // kind.itemsize]
+            if not read_into(file, bytes_of(values)):
+                raise CheckpointError(f"{path} ends early")
+            if not torch.linalg.vector_norm(values, math.inf).isfinite():
+                return False
+    return True
 
 
 def file_digest(path: Path) -> str:

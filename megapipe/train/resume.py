@@ -83,7 +83,7 @@ def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
         source.weights = _opened(path, mesh)
         return
     if kind == "checkpoint":
-        checkpoint, problem = _verified(path, mesh)
+        checkpoint, problem = verified(path, mesh)
         if checkpoint is None:
             raise CheckpointError(problem)
     else:
@@ -108,7 +108,7 @@ def find(path: Path, mesh: ParallelMesh) -> Checkpoint:
     found = path if is_one else _newest(path, set(), [], mesh)
     if found is None:
         raise CheckpointError(f"{path}: neither a checkpoint nor a folder that has one")
-    checkpoint, problem = _verified(found, mesh)
+    checkpoint, problem = verified(found, mesh)
     if checkpoint is None:
         raise CheckpointError(problem)
     return checkpoint
@@ -175,11 +175,11 @@ class _Newest(NamedTuple):
 
 
 def _newest_intact(folder: Path, mesh: ParallelMesh) -> _Newest:
-    """The newest checkpoint in `folder` whose files are as they were written."""
+    """The newest checkpoint in `folder` that :func:`verified` finds nothing wrong with."""
     skipped: list[str] = []
     damaged: set[Path] = set()
     while (path := _newest(folder, damaged, skipped, mesh)) is not None:
-        checkpoint, problem = _verified(path, mesh)
+        checkpoint, problem = verified(path, mesh)
         if checkpoint is not None:
             return _Newest(checkpoint, skipped, bool(damaged))
         skipped.append(problem)
@@ -204,13 +204,16 @@ def _newest(
     return Path(text) if text else None
 
 
-def _verified(path: Path, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
-    """The checkpoint if it is whole, each rank hashing its share of the files; else why not."""
+def verified(path: Path, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
+    """The checkpoint if it is whole and its values are finite, else why not. Each rank reads its
+    share of the files."""
     checkpoint, error = None, None
     try:
         checkpoint = Checkpoint.open(path)
         files = sorted(checkpoint.manifest.files)
-        checkpoint.verify(files[mesh.rank :: mesh.world])
+        own = files[mesh.rank :: mesh.world]
+        checkpoint.verify(own)
+        checkpoint.check_finite(own)
     except CheckpointError as problem:
         error = str(problem)
     first = mesh.agree(error)

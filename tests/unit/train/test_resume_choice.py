@@ -1,0 +1,65 @@
+"""Which checkpoint a run goes on from: none whose values are not finite."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.checkpoint import Alone, Meta, Piece, save, whole
+from megapipe.config import Config
+from megapipe.errors import CheckpointError
+from megapipe.train.resume import choose
+
+META = Meta(run_id="a-run", layout={}, coordinates={}, config={})
+
+
+def saved(root: Path, step: int, dtype: torch.dtype = torch.float32, **values: float) -> Path:
+    """A checkpoint of three entries, the last element of some of which is another."""
+    pieces = []
+    for name in ("model/a", "optimizer.exp_avg/a", "optimizer.exp_avg_sq/a"):
+        tensor = torch.ones(3, 5, dtype=dtype)
+        tensor[-1, -1] = values.get(name.split("/")[0].removeprefix("optimizer."), 1.0)
+        pieces.append(Piece(name, (3, 5), whole((3, 5)), tensor))
+    pieces.append(Piece("optimizer.count/n", (), whole(()), torch.tensor(2**40)))
+    return save(root, step=step, pieces=pieces, meta=META, group=Alone())
+
+
+class One(Alone):
+    """A mesh of one process."""
+
+    def agree(self, error: str | None) -> str | None:
+        return error
+
+
+def chosen(root: Path, **given: Any) -> Any:
+    mesh: Any = One()
+    return choose(Config.model_validate(given), root / "checkpoints", mesh)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_that_are_not_finite_fall_back_to_an_older_checkpoint(
+    dtype: torch.dtype, wrong: float, tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    good = saved(root, 1, dtype, model=3e38)
+    bad = [saved(root, 2, dtype, exp_avg_sq=wrong), saved(root, 3, dtype, model=wrong)]
+    source = chosen(tmp_path)
+    assert source.checkpoint.path == good
+    assert source.skipped == [
+        f"{bad[1]}: entry 'model/a' has values that are not finite",
+        f"{bad[0]}: entry 'optimizer.exp_avg_sq/a' has values that are not finite",
+    ]
+
+
+def test_where_all_are_of_no_use_or_one_was_asked_for_nothing_is_trained(tmp_path: Path) -> None:
+    bad = saved(tmp_path / "checkpoints", 2, exp_avg=math.nan)
+    words = "entry 'optimizer.exp_avg/a' has values that are not finite"
+    with pytest.raises(CheckpointError, match=words):
+        chosen(tmp_path)
+    with pytest.raises(CheckpointError, match=f"checkpoint.load: {bad}: {words}"):
+        chosen(tmp_path / "new", checkpoint={"load": str(bad)})
