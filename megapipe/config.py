@@ -408,7 +408,8 @@ class CheckpointConfig(Section):
     every_minutes: float = Field(15.0, ge=0)
     """Minutes from one checkpoint to the next, at most, by the clock of rank 0; 0: none by time."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep: of those that are intact, and that a step with finite numbers has
+    followed. One that is just saved is kept besides, until then."""
     export_every: int = Field(0, ge=0)
     """Steps between exports of the weights, in bf16 and in Hugging Face's form, to `exports/` in
     the run folder, where all are kept; 0: none. Each is made of a checkpoint, which is saved for

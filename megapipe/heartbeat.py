@@ -99,12 +99,14 @@ def _start_of(process: int) -> float | None:
 
 
 @contextlib.contextmanager
-def beating(path: Path) -> Iterator[None]:
+def beating(path: Path, *, proof: Path | None = None) -> Iterator[None]:
     """Write to `path` at once and then every few seconds that this process is alive; remove it
-    afterwards."""
+    afterwards. Nothing is done without the file `proof` that the folder is still its own."""
     me, done = asdict(Owner.me()), threading.Event()
 
     def beat(count: int) -> None:
+        if proof is not None and not proof.exists():
+            return
         with contextlib.suppress(OSError):  # a full disk, or what others took away
             fresh = path.with_name(f".{path.name}")
             fresh.write_text(json.dumps({**me, "count": count}))
@@ -124,7 +126,8 @@ def beating(path: Path) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        path.unlink(missing_ok=True)
+        if proof is None or proof.exists():
+            path.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Owner | None:

@@ -13,7 +13,7 @@ A checkpoint folder holds nothing but::
 
 from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
 from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
-from megapipe.checkpoint.retention import retain
+from megapipe.checkpoint.retention import Removal, clear_leftovers, outdated, remove
 from megapipe.checkpoint.writer import Alone, Group, Meta, Piece, save
 
 __all__ = [
@@ -24,10 +24,13 @@ __all__ = [
     "Meta",
     "Piece",
     "Region",
+    "Removal",
+    "clear_leftovers",
     "find_newest",
     "flat_regions",
     "intersect",
-    "retain",
+    "outdated",
+    "remove",
     "save",
     "whole",
 ]

@@ -1,28 +1,128 @@
-"""The folder of a run: made before anything takes time; what runs is written there later."""
+"""The folder of a run: taken before anything takes time; what runs is written there later."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import socket
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from megapipe import heartbeat
+from megapipe.checkpoint.retention import clear_leftovers
 from megapipe.cli import dump, flatten
 from megapipe.config import Config
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, MegapipeError
 from megapipe.observe.observer import Observer, build_sinks
 from megapipe.observe.provenance import provenance, start_mark
+from megapipe.train.run_lock import RunLock
+from megapipe.words import counted
+
+HIDDEN_S = 60.0
+"""Seconds for which NFS may hide a new file from another node."""
+PATIENCE = datetime.timedelta(seconds=10 * heartbeat.STALE_S)
+"""How long ranks wait for rank 0 to get the folder: it may have to watch a killed job for a
+heartbeat."""
 
 
-def make(folder: Path, mesh: ParallelMesh) -> None:
-    """Make the folder on rank 0. Raises :class:`ConfigError` on all ranks."""
-    error = None
+@dataclass
+class RunFolder:
+    """The folder of a run, which no other job has until :meth:`release`."""
+
+    path: Path
+    lock: RunLock | None = None
+    """On rank 0."""
+    notes: list[str] = field(default_factory=list)
+    """Lines on what an earlier start had left."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def check(self, mesh: ParallelMesh) -> None:
+        """Raise LaunchError on all ranks where another job has taken over."""
+        error = None
+        try:
+            if self.lock is not None:
+                self.lock.check()
+        except MegapipeError as problem:
+            error = problem
+        all_or_none(mesh, error)
+
+    def release(self) -> None:
+        """Let other jobs have it."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def take(path: Path, mesh: ParallelMesh, *, local_rank: int) -> RunFolder:
+    """Make the folder, if it is not there, and keep other jobs out of it.
+
+    What killed saves left in it is removed. The first process of each node looks whether it sees
+    what rank 0 has written. Raises :class:`ConfigError` on all ranks, LaunchError where another job
+    has the folder.
+    """
+    folder, error = RunFolder(path), None
     if mesh.rank == 0:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            error = ConfigError(f"run.folder: cannot make {folder}: {problem.strerror}")
-    all_or_none(mesh, error)
+            _take(folder)
+        except MegapipeError as problem:
+            error = problem
+    try:
+        mesh.await_all(PATIENCE)
+        all_or_none(mesh, error)
+        nonce = mesh.share(folder.lock.nonce if folder.lock else "")
+        host = mesh.share(socket.gethostname())
+        if local_rank == 0 and not _sees(path, nonce):
+            error = ConfigError(
+                f"run.folder: rank {mesh.rank} on {socket.gethostname()} does not see what rank 0 "
+                f"on {host} has written to {path}: expected a folder that all nodes share"
+            )
+        mesh.await_all(PATIENCE)
+        all_or_none(mesh, error)
+    except BaseException:
+        folder.release()
+        raise
+    return folder
+
+
+def _take(folder: RunFolder) -> None:
+    path = folder.path
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        folder.lock = RunLock(path)
+        if folder.lock.taken_over is not None:
+            folder.notes.append(f"took over {path} from {folder.lock.taken_over}, which is gone")
+        cleared = clear_leftovers(folder.checkpoints)
+    except OSError as problem:
+        folder.release()
+        raise ConfigError(f"run.folder: cannot write to {path}: {problem.strerror}") from None
+    except MegapipeError:
+        folder.release()
+        raise
+    if cleared.removed:
+        what = counted(len(cleared.removed), "unfinished checkpoint")
+        folder.notes.append(f"removed {what} of killed jobs from {folder.checkpoints}")
+    folder.notes.extend(cleared.problems)
+
+
+def _sees(folder: Path, name: str) -> bool:
+    """Whether there is a file of that name, which another node has made, in the folder."""
+    deadline = time.monotonic() + HIDDEN_S
+    while True:
+        try:
+            os.listdir(folder)  # which has a network file system ask for news
+            if (folder / name).exists():
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
 
 
 def open_reports(folder: Path, config: Config, resumed_at: int | None) -> Observer:

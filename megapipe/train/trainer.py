@@ -62,10 +62,23 @@ class Trainer:
         self.config = config
         self.mesh = mesh
         self.stop = stop
-        self.folder = Path(config.run.folder) / config.run.name
-        checkpoints = self.folder / "checkpoints"
-        run_folder.make(self.folder, mesh)
-        self.source = choose(config, checkpoints, mesh)
+        path = Path(config.run.folder) / config.run.name
+        self.folder = run_folder.take(path, mesh, local_rank=local_rank)
+        try:
+            self._set_up(layout, tokenizer, local_rank, callbacks)
+        except BaseException:
+            self.folder.release()
+            raise
+
+    def _set_up(
+        self,
+        layout: Layout,
+        tokenizer: Tokenizer,
+        local_rank: int,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        config, mesh = self.config, self.mesh
+        self.source = choose(config, self.folder.checkpoints, mesh)
         check_end(self.source, config)
         self._changes(corpus=None)
         kernels = agreed_kernels(config, layout, mesh, layout.schedule)
@@ -98,9 +111,14 @@ class Trainer:
         elif self.source.weights is not None:
             load_weights(self.source.weights, self.train_step, mesh)
         resumed_at = self.first_step if self.source.is_own else None
-        clock = Clock(60 * config.checkpoint.every_minutes)
+        own = self.source.checkpoint if self.source.is_own else None
         self.saving = Saving(
-            checkpoints, clock, run_id=self.run_id, corpus=corpus, order=self.training.order
+            self.folder,
+            Clock(60 * config.checkpoint.every_minutes),
+            run_id=self.run_id,
+            corpus=corpus,
+            order=self.training.order,
+            sound=[own.path] if own is not None else [],
         )
         first: list[Callback] = [
             Profiling(),
@@ -120,11 +138,13 @@ class Trainer:
             layout=layout,
             mesh=mesh,
             train_step=self.train_step,
-            folder=self.folder,
+            folder=self.folder.path,
             first_step=self.first_step,
-            stop=stop,
+            stop=self.stop,
             observer=(
-                run_folder.open_reports(self.folder, config, resumed_at) if mesh.rank == 0 else None
+                run_folder.open_reports(self.folder.path, config, resumed_at)
+                if mesh.rank == 0
+                else None
             ),
             callbacks=self.callbacks,
         )
@@ -143,7 +163,7 @@ class Trainer:
         to stop."""
         with Garbage(self.config.run.collect_every) as garbage:
             lines = opening(self.context, self.source, self.changes)
-            for line in (*lines, *self.training.notes()):
+            for line in (*lines, *self.folder.notes, *self.training.notes()):
                 self.context.note(line)
             self.callbacks.begin(self.context)
             self.stop.phase = "training"
@@ -185,5 +205,6 @@ class Trainer:
         return wished._replace(stop=wished.stop or bool(self.stop))
 
     def close(self) -> None:
-        """Flush and close the reports, and what callbacks have open."""
+        """Flush and close the reports, and what callbacks have open, and let go of the folder."""
         self.callbacks.close(self.context)
+        self.folder.release()

@@ -55,7 +55,7 @@ def losses_of_runs(world: World, arguments: list[str]) -> list[float]:
             trainer = Trainer(config, layout, mesh, tokenizer, local_rank=0, stop=stop)
             trainer.run()
             trainer.close()
-        summary = json.loads((trainer.folder / "summary.json").read_text())
+        summary = json.loads((trainer.folder.path / "summary.json").read_text())
         losses.append(summary["loss_first"])
     return losses
 

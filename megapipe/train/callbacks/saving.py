@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from megapipe.checkpoint.retention import retain
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.retention import outdated, remove
 from megapipe.data.sources import Sources
-from megapipe.distributed.agreement import all_or_none
-from megapipe.errors import MegapipeError
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.validation import is_due
+from megapipe.train.resume import verified
+from megapipe.train.run_folder import RunFolder
 from megapipe.train.totals import Wishes
 
 
 class Saving(Callback):
-    """Saves into the folder `checkpoints`, and deletes older ones there (``checkpoint.keep``).
+    """Saves into the run folder, and deletes older checkpoints there (``checkpoint.keep``).
 
-    `clock` says when a checkpoint is due by time: that of rank 0 decides.
+    `clock` says when a checkpoint is due by time: that of rank 0 decides. `sound` are checkpoints
+    of earlier starts that have been verified.
     """
 
     def __init__(
-        self, checkpoints: Path, clock: Clock, *, run_id: str, corpus: Sources, order: str
+        self,
+        folder: RunFolder,
+        clock: Clock,
+        *,
+        run_id: str,
+        corpus: Sources,
+        order: str,
+        sound: Iterable[Path] = (),
     ) -> None:
-        self.checkpoints = checkpoints
+        self.folder = folder
+        self.checkpoints = folder.checkpoints
         self.clock = clock
         self._run_id = run_id
         self._corpus = corpus
         self._order = order
         self.newest: Path | None = None
         """The checkpoint that was saved last."""
+        self._sound = dict.fromkeys(sound, True)
+        """Whether checkpoints are as they were written, of those that were looked at."""
+        self._unproven: int | None = None
+        """The step of the checkpoint that was saved last, if no finite step has followed it."""
 
     def begin(self, run: Run) -> None:
         self.clock.restart()
@@ -41,13 +58,23 @@ class Saving(Callback):
         return Wishes(save=run.mesh.rank == 0 and self.clock.due)
 
     def after_step(self, run: Run, step: Step) -> None:
+        if self._unproven is not None and any(
+            result.step >= self._unproven
+            and math.isfinite(result.loss)
+            and math.isfinite(result.grad_norm)
+            for result in step.results
+        ):
+            self._unproven = None
+            self._remove_old(run)
         if step.save or step.stop:
             run.check_settled()
             self.save(run, step.number)
 
     def save(self, run: Run, step: int) -> None:
-        """Save the state after `step` steps. Raises :class:`CheckpointError` on all ranks."""
+        """Save the state after `step` steps. Raises :class:`CheckpointError` on all ranks, and
+        :class:`LaunchError` where another job has the run folder."""
         run.callbacks.before_save(run, step)
+        self.folder.check(run.mesh)
         path = self.newest = run.train_step.save(
             self.checkpoints,
             step,
@@ -56,14 +83,31 @@ class Saving(Callback):
             order=self._order,
         )
         run.note(f"saved {path}")
-        error = None
-        if run.mesh.rank == 0:
-            try:
-                retain(self.checkpoints, run.config.checkpoint.keep, path)
-            except MegapipeError as problem:
-                error = problem
-        all_or_none(run.mesh, error)
+        self._unproven = step
         self.clock.restart()
+
+    def _remove_old(self, run: Run) -> None:
+        """Remove what is older than the checkpoints to keep, now that a step with finite numbers
+        has followed the newest. What cannot be verified or removed is told."""
+        assert self.newest is not None, "there is a checkpoint that was to be followed"
+        mesh = run.mesh
+        self.folder.check(mesh)
+        found = [key.name for key in committed(self.checkpoints)] if mesh.rank == 0 else []
+        names: list[str] = json.loads(mesh.share(json.dumps(found)))
+
+        def is_sound(path: Path) -> bool:
+            if path not in self._sound:
+                checkpoint, problem = verified(path, mesh)
+                self._sound[path] = checkpoint is not None
+                if checkpoint is None:
+                    run.note(f"a damaged checkpoint, which does not count as kept: {problem}")
+            return self._sound[path]
+
+        paths = [self.checkpoints / name for name in names]
+        old = outdated(paths, run.config.checkpoint.keep, self.newest, is_sound)
+        if old and mesh.rank == 0:
+            for problem in remove(self.checkpoints, old).problems:
+                run.note(problem)
 
 
 class Clock:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, Region, flat_regions, save, whole
+from megapipe.errors import CheckpointError
 
 META = Meta(
     run_id="a-run",
@@ -141,6 +142,15 @@ def assert_holds(path: Path, seed: int) -> None:
     checkpoint.match({name: tuple(tensor.shape) for name, tensor in state.items()})
     for name, tensor in state.items():
         assert same_bits(checkpoint.read(name), tensor), name
+
+
+def is_sound(path: Path) -> bool:
+    """Whether a checkpoint is as it was written."""
+    try:
+        Checkpoint.open(path).verify()
+    except CheckpointError:
+        return False
+    return True
 
 
 def sealed(body: str) -> bytes:

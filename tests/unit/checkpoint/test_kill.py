@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.checkpoint import find_newest, retain, save
+from megapipe.checkpoint import clear_leftovers, find_newest, outdated, remove, save
+from megapipe.checkpoint.folders import committed
 from tests.unit.checkpoint.checkpoint_worlds import (
     META,
     assert_holds,
     flat_cut,
+    is_sound,
     run_world,
     save_alone,
     tensors,
@@ -77,7 +79,7 @@ def test_a_kill_at_any_call_leaves_a_checkpoint(tmp_path, when):
         again = save_alone(root, 2, seed=3)
         assert find_newest(root) == (again, [])
         assert_holds(again, 3)
-        retain(root, keep=9, newest=again)
+        clear_leftovers(root)
         left = {"latest", "step-00000001", "step-00000002"}
         assert {p.name for p in root.iterdir()} == left | {again.name}
         shutil.rmtree(root)
@@ -85,6 +87,10 @@ def test_a_kill_at_any_call_leaves_a_checkpoint(tmp_path, when):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_kill_in_retention_leaves_what_is_kept(tmp_path, when):
+    def retain(root, newest):
+        paths = [root / key.name for key in committed(root)]
+        remove(root, outdated(paths, 1, newest, is_sound))
+
     def fill(root):
         (root / ".staging-00000001-left").mkdir(parents=True)
         (root / ".staging-00000001-left" / "x").write_text("x")
@@ -92,17 +98,17 @@ def test_a_kill_in_retention_leaves_what_is_kept(tmp_path, when):
 
     newest = fill(tmp_path / "count")[-1]
     with killing(None) as calls:
-        retain(tmp_path / "count", keep=1, newest=newest)
+        retain(tmp_path / "count", newest)
     assert calls.count("rename") == 2
     for at in range(len(calls)):
         root = tmp_path / str(at)
         newest = fill(root)[-1]
         with killing(at, when), pytest.raises(Killed):
-            retain(root, keep=1, newest=newest)
+            retain(root, newest)
         for path in root.glob("step-*"):
             assert_holds(path, int(path.name[-1]))
         assert find_newest(root) == (newest, [])
-        retain(root, keep=1, newest=newest)
+        retain(root, newest)
         assert {p.name for p in root.iterdir()} == {"latest", newest.name}
 
 

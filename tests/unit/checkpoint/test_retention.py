@@ -1,14 +1,25 @@
+import errno
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
-from megapipe.checkpoint import retain
-from megapipe.errors import CheckpointError
-from tests.unit.checkpoint.checkpoint_worlds import assert_holds, save_alone
+from megapipe.checkpoint import clear_leftovers, find_newest, outdated, remove
+from megapipe.checkpoint.folders import committed
+from tests.unit.checkpoint.checkpoint_worlds import assert_holds, is_sound, save_alone
 
 
 def names(root):
     return sorted(p.name for p in root.iterdir())
+
+
+def retain(root, keep, newest):
+    """Remove what is not needed any more; what was removed."""
+    paths = [root / key.name for key in committed(root)]
+    done = remove(root, outdated(paths, keep, newest, is_sound))
+    assert not done.problems
+    return done.removed
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 7])
@@ -21,11 +32,31 @@ def test_the_newest_stay(tmp_path, keep):
         assert_holds(path, int(path.name[-1]))
 
 
-def test_a_damaged_one_does_not_count_as_kept(tmp_path):
+def lose(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def flip(path: Path) -> None:
+    """Damage of which no length tells."""
+    shard = path / "00000-0000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [lose, flip])
+@pytest.mark.parametrize("which", [2, 3])
+def test_a_damaged_one_does_not_count_as_kept(tmp_path, damage, which):
+    """Also if it is the newest: the intact ones that are older stay."""
     paths = [save_alone(tmp_path, step) for step in (1, 2, 3, 4)]
-    (paths[2] / "manifest.json").unlink()
+    damage(paths[which])
     assert retain(tmp_path, keep=2, newest=paths[3]) == [paths[0]]
     assert names(tmp_path) == ["latest", *(p.name for p in paths[1:])]
+
+
+def test_nothing_is_looked_at_where_nothing_could_go(tmp_path):
+    paths = [save_alone(tmp_path, step) for step in (1, 2)]
+    assert outdated(paths[::-1], 2, paths[1], lambda path: 1 / 0) == []
 
 
 def test_the_one_just_saved_is_kept_even_if_older_than_the_others(tmp_path):
@@ -41,14 +72,43 @@ def test_attempts_of_a_step_count_one_by_one(tmp_path):
     assert save_alone(tmp_path, 5).name == "step-00000005.3"
 
 
-def test_nothing_is_removed_if_the_newest_does_not_open(tmp_path):
-    paths = [save_alone(tmp_path, step) for step in (1, 2)]
-    (tmp_path / ".staging-00000001-x").mkdir()
-    os.truncate(paths[1] / "00000-0000.safetensors", 5)
-    before = names(tmp_path)
-    with pytest.raises(CheckpointError, match="00000-0000"):
-        retain(tmp_path, keep=1, newest=paths[1])
-    assert names(tmp_path) == before
+def test_what_cannot_be_removed_is_told_and_the_rest_goes(tmp_path, monkeypatch):
+    """As by NFS, where a file that is still open elsewhere stays."""
+    paths = [save_alone(tmp_path, step) for step in (1, 2, 3, 4)]
+    (tmp_path / ".staging-00000001-a").mkdir()
+    (tmp_path / ".staging-00000001-b").mkdir()
+    rename, rmtree = os.rename, shutil.rmtree
+
+    def fail_for(stubborn, real):
+        def call(path, *rest):
+            if Path(path).name == stubborn:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+            return real(path, *rest)
+
+        return call
+
+    monkeypatch.setattr(os, "rename", fail_for("step-00000002", rename))
+    monkeypatch.setattr(shutil, "rmtree", fail_for(".staging-00000001-a", rmtree))
+    done = remove(tmp_path, [paths[1], paths[0]])
+    assert done.removed == [paths[0]]
+    assert [line.split("; ")[0] for line in done.problems] == [
+        f"cannot remove {tmp_path / name}: Device or resource busy"
+        for name in ("step-00000002", ".staging-00000001-a")
+    ]
+    assert names(tmp_path) == [".staging-00000001-a", "latest", *(p.name for p in paths[1:])]
+    assert find_newest(tmp_path).path == paths[3]
+
+
+def test_leftovers_of_killed_saves_are_cleared_and_nothing_else(tmp_path):
+    assert clear_leftovers(tmp_path / "missing") == ([], [])
+    path = save_alone(tmp_path, 1)
+    (tmp_path / ".staging-00000002-x").mkdir()
+    (tmp_path / ".staging-00000002-x" / "00000-0000.safetensors").write_bytes(b"half")
+    (tmp_path / ".staging-latest-y").write_text("half")
+    done = clear_leftovers(tmp_path)
+    assert [p.name for p in done.removed] == [".staging-00000002-x", ".staging-latest-y"]
+    assert names(tmp_path) == ["latest", path.name]
+    assert_holds(path, 0)
 
 
 def test_other_files_and_links_are_left_alone(tmp_path):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from megapipe.data.build import HeldOutBatches
 from megapipe.observe.record import ValidationRecord
 from megapipe.observe.summary import read_summary
 from megapipe.train.callbacks import Callback, Run, Step, Wishes, schedule_auto, timelines
+from megapipe.train.callbacks import saving as callback_saving
 from megapipe.train.callbacks.profiling import Profiling
 from megapipe.train.callbacks.reports import Reports
 from megapipe.train.callbacks.saving import Clock, Saving
@@ -24,6 +26,7 @@ from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
 from megapipe.train.evaluation import Evaluation
+from megapipe.train.run_folder import RunFolder
 from tests.unit.train.standing_run import STEPS, reported, result, standing_run
 
 
@@ -273,7 +276,7 @@ def test_checkpoints_are_due_by_steps_by_the_clock_and_at_the_end(tmp_path: Path
     saved: list[int] = []
     for rank, decides in ((0, True), (1, False)):
         run = standing_run(tmp_path, rank=rank, settings=settings)
-        saving = Saving(tmp_path, Clock(1e-9), run_id="run", corpus=corpus, order="")
+        saving = Saving(RunFolder(tmp_path), Clock(1e-9), run_id="run", corpus=corpus, order="")
         assert asked(saving, run, "save") == [3, 6, 9, STEPS]
         assert keeps(saving, run, "save")
         time.sleep(1e-3)
@@ -287,3 +290,44 @@ def test_checkpoints_are_due_by_steps_by_the_clock_and_at_the_end(tmp_path: Path
         for step in (turn(1), turn(2, save=True), turn(4, stop=True), turn(5, validate=True)):
             saving.after_step(run, step)
     assert saved == [2, 4]
+
+
+def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path: Path) -> None:
+    """What is damaged does not count as kept, and what cannot be removed is told."""
+    folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="")
+
+    def save(_: Path, step: int, **given: Any) -> Path:
+        path = folder.checkpoints / f"step-{step:08d}"
+        path.mkdir(parents=True)
+        return path
+
+    def verified(path: Path, mesh: Any) -> tuple[Any, str]:
+        looked.append(path.name[-1])
+        return (None, f"{path} is damaged") if path.name[-1] in damaged else (path, "")
+
+    def kept() -> str:
+        return "".join(sorted(path.name[-1] for path in folder.checkpoints.iterdir()))
+
+    run = standing_run(tmp_path, settings={"checkpoint": {"keep": 1}}, save=save)
+    saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
+    looked, damaged = list[str](), set[str]()
+    with mock.patch.object(callback_saving, "verified", verified):
+        saving.after_step(run, turn(1, save=True, results=[result(1)]))
+        saving.after_step(run, turn(2, save=True, results=[result(2)]))
+        assert kept() == "12", "no step has followed the second"
+        saving.after_step(run, turn(3, results=[result(2)]))
+        saving.after_step(run, turn(4, results=[result(3, grad_norm=math.inf)]))
+        assert (kept(), looked) == ("12", [])
+        saving.after_step(run, turn(5, results=[result(4)]))
+        assert (kept(), looked) == ("2", ["2"])
+        damaged.add("6")
+        saving.after_step(run, turn(6, save=True, results=[result(6)]))
+        saving.after_step(run, turn(7, save=True, results=[result(7)]))
+        assert (kept(), looked) == ("267", ["2", "6"])
+        with mock.patch.object(shutil, "rmtree", side_effect=OSError(16, "Busy")):
+            saving.after_step(run, turn(8, results=[result(8)]))
+    assert looked == ["2", "6", "7"]
+    assert len(list(folder.checkpoints.glob("step-*"))) == 1
+    told = [note for note in reported(run).notes if not note.startswith("saved")]
+    assert told[0].startswith("a damaged checkpoint, which does not count as kept: ")
+    assert told[1].startswith("cannot remove ")

@@ -1,0 +1,96 @@
+"""One job at a time in a run folder.
+
+Two jobs in one folder would delete each other's half-written checkpoints and mix their logs. The
+first process of a job owns ``.lock.1`` in the folder (:mod:`megapipe.heartbeat`). Another job is
+refused as long as that process lives, and takes over from one that was killed: at once on the same
+machine, from another after its heartbeat has stood still for a while.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from megapipe import heartbeat
+from megapipe.errors import LaunchError
+
+LOCK, OWNER = "lock", "owner"
+
+
+class RunLock:
+    """The right of this process' job to write into the run folder `folder`.
+
+    Raises LaunchError if another job has it, OSError if the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.taken_over: heartbeat.Owner | None = None
+        """The owner before, if it was killed."""
+        self._held = ExitStack()
+        own = self._take()
+        self.nonce = f"{own.name}/{secrets.token_hex(8)}"
+        """Place in the run folder of a file that processes of this job alone can know of."""
+        self._held.callback(self._remove, own)
+        try:
+            (folder / self.nonce).touch()
+            self._held.enter_context(heartbeat.beating(own / OWNER, proof=folder / self.nonce))
+        except OSError:
+            shutil.rmtree(own, ignore_errors=True)
+            raise
+        for _, path in heartbeat.attempts(folder / LOCK):
+            if path != own:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _take(self) -> Path:
+        """The folder that makes this process the owner, which it has just made."""
+        watch, told = heartbeat.Watch(), False
+        while True:
+            number, newest = max(heartbeat.attempts(self.folder / LOCK), default=(0, None))
+            if newest is not None and (state := watch.look(newest / OWNER)) != "gone":
+                owner = watch.owner
+                if owner is not None and (owner.is_here or state == "alive"):
+                    raise self._refusal(owner)
+                if owner is not None and not told:
+                    heartbeat.say(f"looking whether {owner}, which had {self.folder}, is alive")
+                    told = True
+                watch.pause()
+                continue
+            own = self.folder / f".{LOCK}.{number + 1}"
+            try:
+                own.mkdir()
+            except FileExistsError:  # another job was first
+                continue
+            if newest is not None and heartbeat.read(newest / OWNER) != watch.owner:
+                own.rmdir()  # another job came, ended, and gave its number to a third
+                continue
+            self.taken_over = watch.owner
+            return own
+
+    def _refusal(self, owner: heartbeat.Owner) -> LaunchError:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(owner.since))
+        return LaunchError(
+            f"run.folder: {self.folder} is in use by {owner} since {since}: end that job first, or "
+            "choose another run.name"
+        )
+
+    def check(self) -> None:
+        """Raise LaunchError if another job has taken over, as after a long suspension."""
+        if not (self.folder / self.nonce).exists():
+            others = [path for _, path in sorted(heartbeat.attempts(self.folder / LOCK))]
+            owner = heartbeat.read(others[-1] / OWNER) if others else None
+            raise LaunchError(
+                f"run.folder: {self.folder} was taken over by {owner or 'another job'} while this "
+                "one gave no sign of life: nothing more is written"
+            )
+
+    def _remove(self, own: Path) -> None:
+        if (self.folder / self.nonce).exists():  # else it is another job's by now
+            shutil.rmtree(own, ignore_errors=True)
+
+    def release(self) -> None:
+        """Let other jobs in; a second call does nothing."""
+        self._held.close()
