@@ -170,6 +170,13 @@ class Optimizer:
         for shard in self._in_use_order():
             shard.publish()
 
+    def states_finite(self) -> Tensor:
+        """0, fp64 [1], where the last update left finite masters and states here, else NaN."""
+        finite = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
+        for shard in self.shards:
+            finite += shard.store.finite
+        return finite
+
     def keep(self) -> None:
         """Remember weights and states, for :meth:`undo`."""
         self._kept = self.count

@@ -15,7 +15,7 @@ from torch import Tensor
 from megapipe.distributed.collectives import Wait, all_reduce, done, start_all_gather
 from megapipe.distributed.mesh import Axis
 from megapipe.optim.buffers import Bucket, Entry
-from megapipe.optim.norm import squared_norm
+from megapipe.optim.norm import squared_norm, zero_if_finite
 from megapipe.optim.reduction import Reduction
 from megapipe.optim.state_store import StatePolicy, Store
 
@@ -122,13 +122,18 @@ class Shard:
                 part.copy_(total.view_as(part))
 
     def own_square(self) -> Tensor:
-        """Squared norm, fp64 [], of what this rank counts of the gradients in its own range."""
+        """Squared norm, fp64 [], of what this rank counts of the gradients in its own range; NaN
+        where its copy of a value that another rank counts is not finite."""
         total = torch.zeros((), dtype=torch.float64, device=self.grad.device)
-        for segment in self.segments:
-            a, b = max(segment.start, self.own_start), min(segment.stop, self.own_stop)
-            if a < b and segment.counted:
+        copies = []
+        for start, stop, counted in ((s.start, s.stop, s.counted) for s in self.segments):
+            a, b = max(start, self.own_start), min(stop, self.own_stop)
+            if a < b and counted:
                 total += squared_norm(self.grad[self.local(a, b)])
-        return total
+            else:
+                a = b = stop
+            copies += [self.grad[self.local(x, y)] for x, y in ((start, a), (b, stop)) if x < y]
+        return total + zero_if_finite(copies) if copies else total
 
     def start_gather(self) -> None:
         """Begin to gather the weights from the members of the shard axis."""

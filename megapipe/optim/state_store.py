@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megapipe.config import OptimizerConfig
 from megapipe.errors import ConfigError
+from megapipe.optim.norm import zero_if_finite
 from megapipe.optim.offload import Array, Copies, Staging, StateDevice
 from megapipe.optim.rounding import round_at_random, scratch_bytes
 
@@ -108,6 +109,8 @@ class Store:
         self._bucket = bucket
         self._origin = start
         self._step: int | None = None
+        self.finite = torch.zeros((), dtype=torch.float64, device=weights.device)
+        """0 where the last update left finite masters and states, else NaN."""
         self.kept: list[Tensor] = []
         """Master and states as of the last :meth:`keep`."""
         self._own_master = weights.dtype != self._main and self.policy.master == "fp32"
@@ -155,6 +158,7 @@ class Store:
         """Begin an update: rounding draws the random numbers of `step`, counted from 0, and files
         read since the last update leave memory."""
         self._step = step
+        self.finite.zero_()
         for array in self._arrays:
             array.release(0, self.weights.numel())
 
@@ -162,13 +166,12 @@ class Store:
         """The range [start, stop) of the shard, in windows.
 
         When the iteration goes on, the values of the window are stored, and the weights are set
-        from the master.
+        from the master. Whether they are finite is noted (:attr:`finite`).
         """
         if self._window is None and start < stop:
             master, *states = (array.values[start:stop] for array in self._arrays)
             yield Window(start, stop, master, tuple(states))
-            if self._own_master:
-                self.weights[start:stop].copy_(master)
+            self._set_weights(start, stop, master, states)
             return
         ranges = self._ranges(start, stop)
         staging = Staging(self._arrays, ranges, self.weights.device, self._copies)
@@ -178,11 +181,19 @@ class Store:
                 staging.fetch(index + 1)
                 master, *states = staging.widen(index)
                 yield Window(a, b, master, tuple(states))
-                if self._own_master:
-                    self.weights[a:b].copy_(master)
+                self._set_weights(a, b, master, states)
                 staging.put_back(index, self._narrow)
         finally:
             staging.end()
+
+    def _set_weights(self, start: int, stop: int, master: Tensor, states: Sequence[Tensor]) -> None:
+        """Set the weights from an updated window's master, and look whether all is finite."""
+        values = [master, *states]
+        if self._own_master:
+            weights = self.weights[start:stop].copy_(master)
+            if weights.dtype == torch.float16:  # which holds less than its master
+                values.append(weights)
+        self.finite += zero_if_finite(values)
 
     def _ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """[start, stop) in pieces of a window's length."""
@@ -233,6 +244,7 @@ class Store:
             array.values.copy_(copy)
         if self._own_master:
             self.weights.copy_(self.kept[0])
+        self.finite.zero_()
 
     def _settle(self, array: Array) -> None:
         """Wait for copies to and from the host, which the computation waits for."""

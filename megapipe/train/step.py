@@ -339,6 +339,7 @@ class TrainStep:
     def _settle(self) -> list[StepResult]:
         result = None if self.post_validation is None else self.post_validation.settle()
         self.optimizer.await_all_weights()
+        self.update.check_states()
         self.settled = True
         return [] if result is None else [result]
 
@@ -374,13 +375,14 @@ class TrainStep:
         """This rank's part of the totals of a step whose backward passes are done."""
         squares = self.optimizer.finish_reduce(self.scaler.scale)
         loss, counted = self._own_loss(counted)
-        some = [squares, loss, *counted.summed_losses()]
+        some = [squares, loss, self.optimizer.states_finite(), *counted.summed_losses()]
         values = torch.cat(some).tolist()  # the step's one wait for a GPU
         end = len(values) - len(counted.by_source)
         by_source = tuple(map(SourceTotal, values[end:], counted.by_source))
         memory = memory_gib(self.mesh.device) or 0.0
-        *numbers, loss_sum = values[:end]
-        return Totals(tuple(numbers), loss_sum, counted.tokens, wishes(), by_source, memory)
+        *numbers, loss_sum, states = values[:end]
+        tokens, squared = counted.tokens, tuple(numbers)
+        return Totals(squared, loss_sum, tokens, wishes(), by_source, states, memory)
 
     def save(
         self,
@@ -478,12 +480,12 @@ class TrainStep:
         return loss.item(), counted.tokens
 
     def _own_loss(self, counted: Counted) -> tuple[Tensor, Counted]:
-        """Sum of this rank's unmasked token losses, micro-batches in order, and its tokens; nothing
-        on all but one of the tp ranks, which have the same."""
+        """Sum of this rank's unmasked token losses, micro-batches in order, and its tokens; 0, or
+        NaN if they are not finite, on all but one of the tp ranks, which have the same."""
         total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
-        if self.mesh.tp.index > 0:
-            return total, counted.none()
         if self.last is not None:
             for key in sorted(self.last.loss_sums):
                 total += self.last.loss_sums[key]
+        if self.mesh.tp.index > 0:
+            return total * 0.0, counted.none()
         return total, counted

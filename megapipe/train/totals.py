@@ -52,13 +52,16 @@ class Totals:
     """The requests of all ranks together."""
     by_source: tuple[SourceTotal, ...] = ()
     """Of a mixture: the same of each source."""
+    states: float = 0.0
+    """NaN where the update before left weights or states that are not finite, else 0."""
     memory_gib: float = 0.0
     """Memory of the fullest rank; 0 where no rank knows its own."""
 
     def pack(self) -> Tensor:
-        """[stages + 6 + 2 sources], fp64: to be summed, but for the last `LARGEST`."""
+        """[stages + 7 + 2 sources], fp64: to be summed, but for the last `LARGEST`."""
         values = [value for source in self.by_source for value in source]
-        values += [*self.squares, self.loss_sum, self.tokens, *self.wishes, self.memory_gib]
+        values += [*self.squares, self.loss_sum, self.tokens, *self.wishes, self.states]
+        values.append(self.memory_gib)
         return torch.tensor(values, dtype=torch.float64)
 
     @classmethod
@@ -67,9 +70,9 @@ class Totals:
         values = vector.tolist()
         sums, counts = values[: 2 * sources : 2], values[1 : 2 * sources : 2]
         by_source = tuple(map(SourceTotal, sums, map(int, counts)))
-        *squares, loss_sum, tokens, stop, save, memory = values[2 * sources :]
+        *squares, loss_sum, tokens, stop, save, states, memory = values[2 * sources :]
         wishes = Wishes(stop > 0, save > 0)
-        return cls(tuple(squares), loss_sum, int(tokens), wishes, by_source, memory)
+        return cls(tuple(squares), loss_sum, int(tokens), wishes, by_source, states, memory)
 
     @property
     def norm(self) -> float:

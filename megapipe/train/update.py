@@ -56,6 +56,8 @@ class Update:
         no smaller loss scale could mend that.
         """
         result = self.result(step, totals)
+        if not math.isfinite(totals.states):
+            raise self._states_not_finite()
         overflow = self.scaler.scales and math.isfinite(totals.loss_sum)
         if not totals.finite and not overflow:
             raise NumericError(
@@ -67,6 +69,19 @@ class Update:
             self.optimizer.update(result.lr, self.clipping(totals))
         return result
 
+    def check_states(self) -> None:
+        """Raise :class:`NumericError` on all ranks, which all call it, where the last update has
+        left weights or states that are not finite on one: nobody is to read or save them."""
+        if self.optimizer.mesh.any(not math.isfinite(self.optimizer.states_finite().item())):
+            raise self._states_not_finite()
+
+    def _states_not_finite(self) -> NumericError:
+        return NumericError(
+            f"update {self.optimizer.count} has left weights or optimizer states that are not "
+            "finite, and is not saved; lower optimizer.lr or optimizer.clip, or resume from an "
+            "earlier checkpoint"
+        )
+
     def apply_plainly(self, step: int) -> None:
         """Update without clipping by gradients that are known to be finite."""
         self.optimizer.update(self.lr(step))
@@ -74,7 +89,7 @@ class Update:
 
     def is_plain(self, totals: Totals) -> bool:
         """Whether an update by gradients with these totals neither clips nor skips."""
-        return totals.finite and self.clipping(totals) == 1.0
+        return totals.finite and totals.states == 0.0 and self.clipping(totals) == 1.0
 
     def clipping(self, totals: Totals) -> float:
         """The factor that brings gradients down to the largest norm; 1 if they are below."""

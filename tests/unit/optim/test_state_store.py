@@ -31,6 +31,8 @@ NAMES = ("exp_avg", "exp_avg_sq")
 N = 200
 SEGMENTS = ((0, 60), (60, 200))
 BUCKET, START = 3, 70_000
+ONE_SUM = 4
+"""Bytes of the sum by which a window's values are looked at."""
 
 
 def rule(master: Tensor, states: tuple[Tensor, ...], grad: Tensor) -> None:
@@ -303,7 +305,7 @@ def test_windows_keep_to_their_budget(settings: dict[str, Any], tmp_path: Path) 
     assert promised <= budget
     at_random = settings.get("rounding", "stochastic") == "stochastic"
     scratch = scratch_bytes(store.weights.device) if at_random else 0
-    assert promised - scratch <= live.peak <= promised
+    assert promised - scratch <= live.peak <= promised + ONE_SUM
     assert store.weights.eq(1).all()
     assert store.read("exp_avg", 0, n).eq(1).all()
     assert store.read("exp_avg_sq", 0, n).eq(0).all()
