@@ -138,7 +138,7 @@ class TokenDataset:
             raise IndexError(f"sample {index} of {self._samples}")
         start = self.span.start + index * self.sequence_length
         stop = min(start + self.sequence_length + 1, self.span.stop)
-        window: npt.NDArray[Any] = self.file.tokens[start:stop]
+        window: npt.NDArray[Any] = self.file.read(start, stop)
         return window.astype(np.int64)
 
     def labelled(self, index: int) -> Sample:

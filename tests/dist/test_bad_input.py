@@ -89,6 +89,7 @@ def foreign_token(folder: Path) -> dict[str, str]:
     """A cached token file with one id beyond the vocabulary, in the middle."""
     from megapipe.data.prepare import prepare
     from megapipe.data.tokenizer import load_tokenizer
+    from megapipe.data.tokens.checksums import write_checksums
     from megapipe.data_config import DataConfig
 
     given = tiny(folder)
@@ -97,6 +98,7 @@ def foreign_token(folder: Path) -> dict[str, str]:
     tokens = np.memmap(made.folder / "train.bin", dtype="<u2", mode="r+")
     tokens[len(tokens) // 2] = 300
     tokens.flush()
+    write_checksums(made.folder / "train")
     return {"train.steps": "1000", "optimizer.schedule": "constant", "log.every": "1000"}
 
 

@@ -1,6 +1,7 @@
-"""Reads all of some token files: every sequence where it should be, every id in the vocabulary.
+"""Reads all of some token files: every sequence where it should be, every id in the vocabulary,
+every block as its checksum says, in a cache folder.
 
-Training looks at sizes alone when it starts, and at the ids of each batch.
+Training looks at sizes alone when it starts, and at the ids and the blocks of each batch.
 
 example: prepare_data.py verify data/train data/validation --tokenizer ./tokenizer
 """

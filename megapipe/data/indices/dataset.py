@@ -30,9 +30,7 @@ class IndexedDataset:
         self.indices = indices
         self.sequence_length = sequence_length
         # the same memory; to take slices of a memmap is slow
-        self._tokens, self._offsets, self._lengths = map(
-            np.asarray, (file.tokens, file.offsets, file.lengths)
-        )
+        self._offsets, self._lengths = map(np.asarray, (file.offsets, file.lengths))
 
     def __len__(self) -> int:
         return len(self.indices.shuffle)
@@ -58,17 +56,13 @@ class IndexedDataset:
     def _window(self, index: int) -> npt.NDArray[np.int64]:
         """The tokens of a sample and the one that follows [L + 1], or fewer in the last one."""
         starts, counts = self._parts(index)
-        tokens = self._tokens
-        if len(starts) == 1:
-            window = tokens[starts[0] : starts[0] + counts[0]].astype(np.int64)
-        else:
-            parts = [tokens[s : s + n] for s, n in zip(starts, counts, strict=True)]
-            window = np.concatenate(parts, dtype=np.int64, casting="unsafe")
-        if len(window) != sum(counts) or min(starts) < 0:
+        total = len(self.file.tokens)
+        if any(s < 0 or n < 0 or s + n > total for s, n in zip(starts, counts, strict=True)):
             raise DataError(
                 f"{self.file.index_path} is damaged: sample {index} is outside {self.file.path}"
             )
-        return window
+        parts = [self.file.read(s, s + n) for s, n in zip(starts, counts, strict=True)]
+        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
     def _parts(self, index: int) -> tuple[list[int], list[int]]:
         """The tokens of the file that the runs of a sample begin with, and the tokens of each."""
@@ -77,7 +71,7 @@ class IndexedDataset:
         row = int(self.indices.shuffle[index])
         (first, begin), (last, end) = self.indices.samples[row : row + 2].tolist()
         numbers = self.indices.documents[first : last + 1]
-        starts = (self._offsets[numbers] // self._tokens.itemsize).tolist()
+        starts = (self._offsets[numbers] // self.file.tokens.itemsize).tolist()
         counts = self._lengths[numbers].tolist()
         counts[-1] = end + 1
         starts[0] += begin

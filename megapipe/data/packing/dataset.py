@@ -62,7 +62,7 @@ class PackedDataset:
     def pieces(self, index: int) -> list[npt.NDArray[Any]]:
         """The pieces of a sample, n+1 tokens each for n positions."""
         found = zip(*self._places(index), strict=True)
-        return [self.file.tokens[start : start + length + 1] for start, length in found]
+        return [self.file.read(start, start + length + 1) for start, length in found]
 
     def place(self, index: int, at: int, *, label: bool) -> str:
         starts, lengths = self._places(index)

@@ -15,13 +15,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megapipe.data.corpus import Rows, identity
-from megapipe.data.dataset import Split, Stream
+from megapipe.data.dataset import SPLITS, Split, Stream
 from megapipe.data.prepare.held_out import divide
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.parts_folder import PartsFolder
 from megapipe.data.prepare.sizes import Sizes
 from megapipe.data.tokenizer import Encoder
 from megapipe.data.tokens import TokenFile
+from megapipe.data.tokens.checksums import crc_of, write_checksums
+from megapipe.data.tokens.format import bin_of, idx_of
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.section import Section
@@ -50,7 +52,9 @@ class Meta(Section):
     validation: Sizes | None
     """The tokens that are held out; None: none are."""
     files: dict[str, int]
-    """Size in bytes of each token file."""
+    """Size in bytes of each file of tokens, indices and checksums."""
+    tokens: dict[str, str] | None = None
+    """SHA-256, in hex, of the checksums of each token file; None in older caches, without any."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,10 @@ class Prepared:
 
     @property
     def content(self) -> str:
-        """SHA-256, in hex, of what the corpus came out as: sizes, entropy and tokenizer. It stays
-        the same where the files of a corpus are moved or copied."""
-        what = self.meta.model_dump_json(exclude={"source", "tokenizer"})
+        """SHA-256, in hex, of what the corpus came out as: tokens, sizes, entropy and tokenizer. It
+        stays the same where the files of a corpus are moved or copied."""
+        older = {"tokens"} if self.meta.tokens is None else set()
+        what = self.meta.model_dump_json(exclude={"source", "tokenizer", *older})
         return hashlib.sha256(what.encode()).hexdigest()
 
 
@@ -142,6 +147,10 @@ def _build(parts: PartsFolder, folder: Path, digest: str, *, progress: bool) -> 
     divided = divide(parts, folder, progress=progress)
     if _digest(config, tokenizer) != digest:
         raise parts.has_changed()
+    made = [name for name in SPLITS if bin_of(folder / name).exists()]
+    tokens = {str(name): write_checksums(folder / name) for name in made}
+    kinds = (bin_of, idx_of, crc_of)
+    files = [kind(folder / name) for name in made for kind in kinds]
     meta = Meta(
         source=config.source,
         tokenizer=config.tokenizer,
@@ -151,7 +160,8 @@ def _build(parts: PartsFolder, folder: Path, digest: str, *, progress: bool) -> 
         entropy=divided.entropy,
         train=divided.train,
         validation=divided.validation,
-        files={path.name: path.stat().st_size for path in sorted(folder.glob("*.[bi][di][nx]"))},
+        files={path.name: path.stat().st_size for path in sorted(files)},
+        tokens=tokens,
     )
     with open(folder / "meta.json", "w") as file:
         file.write(meta.model_dump_json(indent=2) + "\n")

@@ -1,5 +1,9 @@
-"""Reads token files through memory maps."""
+"""Reads token files: indices through memory maps, tokens by reads that a truncated file fails.
 
+A page of a mapped file that is truncated kills the process that touches it (SIGBUS).
+"""
+
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.data.tokens.checksums import Checksums, crc_of
 from megapipe.data.tokens.format import HEADER, Header, Ids, bin_of, idx_of, unpack
 from megapipe.errors import DataError
 
@@ -17,11 +22,12 @@ _AT_ONCE = 2**20
 class TokenFile:
     """A token file, after a look at the sizes of its two parts and at the ends of the index.
 
-    A process loads only the pages that it touches, and the processes of a node share them. What is
+    A process loads only what it asks for, and the processes of a node share it in memory. What is
     between the ends is for :mod:`megapipe.data.tokens.verify` to read.
 
     Attributes:
-        tokens: all ids of the file as one stream [T], in the file's own type.
+        tokens: all ids of the file as one stream [T], in the file's own type; :meth:`read` to be
+            safe from a file that changes.
         lengths: tokens of each sequence [S].
         offsets: byte offset of each sequence [S].
         documents: first sequence of each document, and S at the end [documents + 1].
@@ -51,10 +57,45 @@ class TokenFile:
         if size != declared:
             raise DataError(f"{self.path} has {size} bytes, {self.index_path} declares {declared}")
         self.tokens: Ids = _map(self.path, header.dtype, 0, size // header.dtype.itemsize)
+        self._dtype, self._length = header.dtype, len(self.tokens)
+        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115, for as long as it is read
+        self._checksums = Checksums(prefix, size) if crc_of(prefix).exists() else None
 
     def __len__(self) -> int:
         """Documents."""
         return len(self.documents) - 1
+
+    def read(self, start: int, stop: int) -> Ids:
+        """The tokens start .. stop-1 [stop - start]; where there are checksums, they are compared.
+
+        Raises:
+            DataError: there are no such tokens, the file was truncated, or a checksum differs.
+        """
+        if not 0 <= start <= stop <= self._length:
+            raise DataError(f"{self.index_path} is damaged: it names tokens outside {self.path}")
+        size = self._dtype.itemsize
+        own = start * size, stop * size
+        blocks = None if self._checksums is None else self._checksums.unchecked(*own)
+        first, last = blocks or own
+        content = self._bytes(first, last)
+        if self._checksums is not None and blocks is not None:
+            self._checksums.check(first, memoryview(content))
+        return np.frombuffer(content, self._dtype, stop - start, own[0] - first)
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        """The bytes start .. stop-1 of the tokens."""
+        handle = self._file.fileno()
+        try:
+            content = os.pread(handle, stop - start, start)
+            while len(content) < stop - start:  # Linux reads 2 GiB at a time
+                more = os.pread(handle, stop - start - len(content), start + len(content))
+                if not more:
+                    end = os.fstat(handle).st_size
+                    raise DataError(f"{self.path} ends at byte {end}: was it truncated?")
+                content += more
+        except OSError as error:
+            raise DataError(f"token file {self.path}: {error.strerror}") from error
+        return content
 
     def starts(self, boundaries: Ids) -> npt.NDArray[np.int64]:
         """The token [n] that each of the sequences [n], of 0 .. S, begins with. Raises DataError if

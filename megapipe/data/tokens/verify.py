@@ -1,4 +1,5 @@
-"""Reads all of a token file: every sequence where it should be, every id in the vocabulary."""
+"""Reads all of a token file: every sequence where it should be, every id in the vocabulary, every
+block as its checksum says where there are checksums."""
 
 from collections.abc import Callable
 
@@ -61,7 +62,7 @@ def _verify_documents(file: TokenFile) -> None:
 
 def _verify_ids(file: TokenFile, vocab_size: int, step: Callable[[int], None]) -> None:
     for first in range(0, len(file.tokens), AT_ONCE):
-        ids = file.tokens[first : first + AT_ONCE]
+        ids = file.read(first, min(first + AT_ONCE, len(file.tokens)))
         if ids.min() < 0 or ids.max() >= vocab_size:
             at = int(((ids < 0) | (ids >= vocab_size)).argmax())
             raise DataError(
