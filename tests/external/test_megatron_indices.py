@@ -21,7 +21,6 @@ from megapipe.data.indices import (
     IndexedDataset,
     Request,
     blend_index,
-    exhaustive_blend_index,
     open_indices,
     sample_index,
 )
@@ -188,11 +187,6 @@ def test_the_compiled_blends() -> None:
         for ours, expected in zip(blend_index(shares, size), its, strict=True):
             assert ours.dtype == expected.dtype
             assert np.array_equal(ours, expected)
-        sizes = [int(n) for n in random.integers(1, (3, 50, 3000)[number % 3], sources)]
-        its = np.zeros(sum(sizes), np.int16), np.zeros(sum(sizes), np.int64)
-        helpers.build_exhaustive_blending_indices(*its, sizes, sources)
-        for ours, expected in zip(exhaustive_blend_index(sizes), its, strict=True):
-            assert np.array_equal(ours, expected)
 
 
 def test_splits() -> None:
@@ -211,25 +205,16 @@ SIZES = (300, 40, 10)
 
 
 @pytest.mark.parametrize(
-    ("weights", "sizes"),
-    [
-        ([0.3, 0.7], SIZES),
-        ([5.0, 1.0, 1.0], SIZES),
-        ([3.0, 1.0, 0.5, 9.0, 2.0, 0.1, 1.7], SIZES),
-        (None, SIZES),
-        (None, (None, None, None)),
-    ],
+    "weights", [[0.3, 0.7], [5.0, 1.0, 1.0], [3.0, 1.0, 0.5, 9.0, 2.0, 0.1, 1.7], None]
 )
-def test_blends_of_files(
-    tmp_path: Path, weights: list[float] | None, sizes: tuple[int | None, ...]
-) -> None:
+def test_blends_of_files(tmp_path: Path, weights: list[float] | None) -> None:
     """All of it: splits, requests, indices, blend and samples."""
     random = np.random.default_rng(4)
     sources = 3 if weights is None else len(weights)
     prefixes = [write(tmp_path / f"{i}", random.geometric(0.03, 90 + i)) for i in range(sources)]
     given = config(7, 16, blend=([str(p) for p in prefixes], weights), split="80,15,5")
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, given)
-    for split, (theirs, size) in enumerate(zip(builder.build(), sizes, strict=True)):
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, list(SIZES), lambda: True, given)
+    for split, (theirs, size) in enumerate(zip(builder.build(), SIZES, strict=True)):
         assert isinstance(theirs, TheirBlend)
         plan = None if weights is None else BlendSizes.weighted(weights, size)
         datasets = []
@@ -239,12 +224,9 @@ def test_blends_of_files(
             wanted = None if plan is None else plan.requests[number]
             found = open_indices(file, Request(sequences, 16, wanted, 7), tmp_path / "cache")
             datasets.append(IndexedDataset(file, found, 16))
-        if plan is None and size is not None:
-            plan = BlendSizes.by_size([len(dataset) for dataset in datasets], size)
         if plan is None:
-            index = exhaustive_blend_index([len(dataset) for dataset in datasets])
-        else:
-            index = blend_index(plan.shares, plan.size)
+            plan = BlendSizes.by_size([len(dataset) for dataset in datasets], size)
+        index = blend_index(plan.shares, plan.size)
         assert np.array_equal(index[0], theirs.dataset_index)
         assert np.array_equal(index[1], theirs.dataset_sample_index)
         same_samples(Blended(datasets, Blend(index, sources)), theirs)

@@ -1,6 +1,6 @@
 """The samples of Megatron-LM and their order, by indices equal to its own."""
 
-from megapipe.data.indices.blend import blend_index, exhaustive_blend_index
+from megapipe.data.indices.blend import blend_index
 from megapipe.data.indices.cached_blend import open_blend
 from megapipe.data.indices.counts import Counts
 from megapipe.data.indices.dataset import IndexedDataset
@@ -17,7 +17,6 @@ __all__ = [
     "Indices",
     "Request",
     "blend_index",
-    "exhaustive_blend_index",
     "open_blend",
     "open_indices",
     "sample_index",

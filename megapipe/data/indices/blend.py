@@ -52,27 +52,7 @@ def blend_index(weights: Sequence[float] | Floats, size: int) -> Index:
     shares = np.array(weights, np.float64)
     if not np.all(shares > 0):
         raise ConfigError(f"weights of a blend {shares.tolist()}: expected positive numbers")
-    return _Lanes(shares, size, None).index()
-
-
-def exhaustive_blend_index(sizes: Sequence[int]) -> Index:
-    """The blend index of Megatron-LM that takes every sample of every source once.
-
-    Args:
-        sizes: samples of each source, positive.
-
-    Returns:
-        As :func:`blend_index`, for the sum of the sizes.
-
-    Raises:
-        ConfigError: a size is not positive, or there are too many.
-    """
-    limits = np.array(sizes, np.int64)
-    if not np.all(limits > 0):
-        raise ConfigError(f"sizes of a blend {limits.tolist()}: expected positive numbers")
-    total = int(limits.sum())
-    shares = limits / float(total)
-    return _Lanes(shares, total, limits.astype(np.float64)).index()
+    return _Lanes(shares, size).index()
 
 
 class _Lanes:
@@ -81,12 +61,11 @@ class _Lanes:
     Its states are the samples taken from each source, [n, lanes], as floats like in the rule.
     """
 
-    def __init__(self, shares: Floats, size: int, limits: Floats | None) -> None:
+    def __init__(self, shares: Floats, size: int) -> None:
         if not 0 < len(shares) <= MOST_SOURCES:
             raise ConfigError(f"a blend of {len(shares)} sources: expected 1 to {MOST_SOURCES}")
         self.shares = shares[:, None]
         self.size = size
-        self.limits = None if limits is None else limits[:, None]
         most = min(_LANES, max(_NUMBERS // len(shares), 1))
         self.lanes = min(most, max(size // _SHORTEST, 1))
         self.length = -(-size // self.lanes)
@@ -133,8 +112,6 @@ class _Lanes:
         for step in range(steps):
             np.multiply(self.shares, np.maximum(sample, 1.0), out=behind)
             behind -= state
-            if self.limits is not None:
-                np.copyto(behind, -np.inf, where=state >= self.limits)
             behind.max(0, out=most)
             np.equal(behind, most, out=is_most)
             source = is_most.argmax(0)  # the first of equal ones

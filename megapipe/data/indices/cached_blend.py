@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from megapipe.data.indices.blend import Index, blend_index, exhaustive_blend_index
+from megapipe.data.indices.blend import Index, blend_index
 from megapipe.data.indices.folder import Save, mapped_arrays
 from megapipe.data.indices.shares import BlendSizes
 
@@ -15,13 +15,11 @@ _FORMAT = 1
 """Raised when the same blend would come out as other arrays."""
 
 
-def open_blend(
-    blend: BlendSizes | Sequence[int], cache: Path, note: Callable[[str], None] | None = None
-) -> Index:
+def open_blend(blend: BlendSizes, cache: Path, note: Callable[[str], None] | None = None) -> Index:
     """The index of a blend, computed by one of the processes that share `cache`.
 
     Args:
-        blend: its sizes, or the samples of each source if all of them are to be taken once.
+        blend: its sizes.
         cache: the folder for all such indices; they get one of their own in it.
         note: see :func:`~megapipe.data.indices.folder.mapped_arrays`.
 
@@ -29,16 +27,10 @@ def open_blend(
         ConfigError: as :func:`~megapipe.data.indices.blend.blend_index`.
         DataError: the cache cannot be written, or what is there is damaged.
     """
-    if isinstance(blend, BlendSizes):
-        size, asked = blend.size, [share.hex() for share in blend.shares]
-    else:
-        size, asked = sum(blend), [str(samples) for samples in blend]
+    size, asked = blend.size, [share.hex() for share in blend.shares]
 
     def compute(save: Save) -> None:
-        if isinstance(blend, BlendSizes):
-            sources, numbers = blend_index(blend.shares, size)
-        else:
-            sources, numbers = exhaustive_blend_index(blend)
+        sources, numbers = blend_index(blend.shares, size)
         save("dataset_index", sources)
         save("dataset_sample_index", numbers)
 

@@ -11,23 +11,17 @@ import numpy as np
 import pytest
 
 import megapipe.data.indices.blend as module
-from megapipe.data.indices import (
-    BlendSizes,
-    blend_index,
-    exhaustive_blend_index,
-    open_blend,
-)
+from megapipe.data.indices import BlendSizes, blend_index, open_blend
 from megapipe.errors import ConfigError, DataError
 
 
-def furthest_behind(shares: Sequence[float], size: int, limits: Sequence[float]) -> list[list[int]]:
+def furthest_behind(shares: Sequence[float], size: int) -> list[list[int]]:
     """The source of each sample, and its number there."""
     taken = [0] * len(shares)
     sources, numbers = [], []
     for sample in range(size):
         behind = [
-            share * max(sample, 1.0) - count if count < limit else -np.inf
-            for share, count, limit in zip(shares, taken, limits, strict=True)
+            share * max(sample, 1.0) - count for share, count in zip(shares, taken, strict=True)
         ]
         source = behind.index(max(behind))
         sources.append(source)
@@ -53,12 +47,7 @@ def test_lanes_are_one_loop(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None
         size = int(random.integers(0, 400))
         index = blend_index(shares, size)
         assert [part.dtype for part in index] == [np.int16, np.int64]
-        endless = [np.inf] * sources
-        assert [part.tolist() for part in index] == furthest_behind(shares, size, endless)
-        sizes = random.integers(1, (3, 20, 200)[number % 3], sources).tolist()
-        total = sum(sizes)
-        expected = furthest_behind([size / total for size in sizes], total, sizes)
-        assert [part.tolist() for part in exhaustive_blend_index(sizes)] == expected
+        assert [part.tolist() for part in index] == furthest_behind(shares, size)
 
 
 def test_wrong_guesses_are_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,19 +83,6 @@ def test_megatron_cores_blends(weights: list[float], size: int, expected: str) -
     assert digest(blend_index(BlendSizes.weighted(weights, 1).shares, size)) == expected
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ([5, 3], "21c1f8bbbf1ab7ea"),
-        ([700, 1, 299], "9f9ae1b7a304bbb3"),
-        ([40, 1000, 3, 3, 77], "39cbcbe011c4a6c2"),
-    ],
-)
-def test_megatron_cores_exhaustive_blends(sizes: list[int], expected: str) -> None:
-    """Digests of what build_exhaustive_blending_indices of megatron-core 0.16.1 fills."""
-    assert digest(exhaustive_blend_index(sizes)) == expected
-
-
 def test_sizes() -> None:
     plan = BlendSizes.weighted([3.0, 7.0], 1001)
     assert (plan.shares, plan.size) == ([0.3, 0.7], 301 + 701)
@@ -122,8 +98,6 @@ def test_wrong_weights() -> None:
             BlendSizes.weighted(wrong, 10)
     with pytest.raises(ConfigError, match="expected positive numbers"):
         blend_index([1.0, 0.0], 10)
-    with pytest.raises(ConfigError, match="expected positive numbers"):
-        exhaustive_blend_index([3, 0])
     with pytest.raises(ConfigError, match="of 0 sources"):
         blend_index([], 10)
     with pytest.raises(ConfigError, match="of 40000 sources"):
@@ -135,17 +109,13 @@ def test_they_are_made_once(tmp_path: Path) -> None:
     for _ in range(2):
         for opened, computed in (
             (open_blend(plan, tmp_path), blend_index(plan.shares, plan.size)),
-            (open_blend([3, 5], tmp_path), exhaustive_blend_index([3, 5])),
             (open_blend(BlendSizes.weighted([1.0], 0), tmp_path), blend_index([1.0], 0)),
         ):
             for part, expected in zip(opened, computed, strict=True):
                 assert part.dtype == expected.dtype
                 assert part.tolist() == expected.tolist()
-        assert len(list(tmp_path.iterdir())) == 3
+        assert len(list(tmp_path.iterdir())) == 2
     for path in tmp_path.glob("*/dataset_index.npy"):
         path.write_bytes(path.read_bytes()[:-1] or b"x")
     with pytest.raises(DataError, match=r"dataset_index\.npy is damaged: remove "):
         open_blend(plan, tmp_path)
-    with pytest.raises(ConfigError, match="expected positive"):
-        open_blend([0, 5], tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
