@@ -444,7 +444,7 @@ class LogConfig(Section):
     samples: bool = False
     """Write which samples each step takes to `samples/` in the run folder;
     `python -m megapipe.observe.samples FOLDER` checks that each was taken once, over any number of
-    starts."""
+    starts. A step that a kill has cut off is called unfinished; the next start does it again."""
     profile: list[int] = Field(default_factory=list)
     """Steps, counted from 1, of which torch's profiler writes a trace per rank to `profile/` in the
     run folder, with the names of the pipeline's operations; `python -m megapipe.observe.profile

@@ -8,7 +8,8 @@ Each process that feeds a first stage writes a file, with one line for each step
 
 that is the number of each sample in the run, its source ("" where there is but one), how many of
 that source came before, over all epochs, and its number there. ``python -m megapipe.observe.samples
-RUN_FOLDER`` checks them.
+RUN_FOLDER`` checks them. Where a run was killed, the last steps may lack the line of a process:
+they are unfinished, and the next start does them again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from megapipe.words import counted
 
 FOLDER = "samples"
 _START = re.compile(r"(\d+)-after-(\d+)")
+_APART = 2
+"""Steps at most that one process may be ahead of another when both are killed."""
 
 
 class Taken(NamedTuple):
@@ -66,27 +69,46 @@ class SampleWriter:
         self._file.close()
 
 
-def read_samples(run_folder: Path) -> dict[int, list[Taken]]:
-    """The samples of each step that counts, in their order. Raises :class:`DataError` for lines
-    that cannot be read, :class:`ConfigError` where there are none."""
+class Logged(NamedTuple):
+    """What the starts of a run have logged."""
+
+    steps: dict[int, list[Taken]]
+    """The samples of each step that counts, in their order."""
+    unfinished: list[int]
+    """The last steps, of which a process has no line, as after a kill."""
+
+
+def read_samples(run_folder: Path) -> Logged:
+    """What a run has logged. Raises :class:`DataError` for lines that cannot be read,
+    :class:`ConfigError` where there are none."""
     steps: dict[int, list[Taken]] = {}
+    ends: list[int] = []
     for _, after, folder in sorted(_starts(run_folder / FOLDER)):
         steps = {step: samples for step, samples in steps.items() if step <= after}
+        ends = []
         for path in sorted(folder.glob("rank-*.jsonl")):
+            step = None
             for step, samples in _lines(path):
                 steps.setdefault(step, []).extend(samples)
+            ends += [step] if step is not None else []  # later stages of the model are fed nothing
     if not steps:
         raise ConfigError(f"{run_folder}: no samples are logged: expected a run with log.samples")
-    return {step: sorted(steps[step]) for step in sorted(steps)}
+    killed = ends and max(ends) - min(ends) <= _APART  # else a line is missing for another reason
+    whole = min(ends) if killed else max(steps)
+    return Logged(
+        {step: sorted(steps[step]) for step in sorted(steps) if step <= whole},
+        [step for step in sorted(steps) if step > whole],
+    )
 
 
-def check(steps: dict[int, list[Taken]]) -> list[str]:
-    """Lines of text about the samples of steps.
+def check(logged: Logged) -> list[str]:
+    """Lines of text about what was logged.
 
     Where a run has begun its data anew, they count from there on. Raises :class:`DataError` where a
     step is missing, or a sample of the run or of a source is missing, taken twice or out of its
     order.
     """
+    steps = logged.steps
     numbers = list(steps)
     for before, step in itertools.pairwise(numbers):
         if step != before + 1:
@@ -120,6 +142,11 @@ def check(steps: dict[int, list[Taken]]) -> list[str]:
         lines.append(
             f"{name or 'source'}: {counted(found.total(), 'sample')}, {len(found):,} different "
             f"ones, each {'once' if high == 1 else times}"
+        )
+    for step in logged.unfinished:
+        lines.append(
+            f"step {step} is unfinished, as not all processes have logged it: it does not count, "
+            "and the run's next start does it again"
         )
     return lines
 

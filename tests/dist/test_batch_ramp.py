@@ -63,5 +63,5 @@ def test_layouts_and_a_resume_change_nothing(tmp_path: Path) -> None:
             assert some[key] == pytest.approx(right[key], rel=1e-9), (key, right["step"])
         assert (some["samples"], some["tokens"]) == (right["samples"], right["tokens"])
     taken = read_samples(several / "runs/run")
-    assert [len(taken[step]) for step in taken] == BATCHES
+    assert [len(samples) for samples in taken.steps.values()] == BATCHES
     assert check(taken)[0].startswith("steps 1 to 9 took samples 0 to 75 of the run")

@@ -94,10 +94,10 @@ def test_each_sample_is_taken_once_over_a_kill_and_other_layouts_and_batches(
     more = {"train.steps": "400", "parallel.dp": "3", "train.global_batch": "12"}
     outcome = run_launched(folder, 3, *arguments(settings(folder, **more)), "train.stop_after=40")
     assert outcome.codes == [0], outcome.text
-    steps = read_samples(folder / "runs/run")
-    assert list(steps) == list(range(1, 41))
-    assert [len(steps[step]) for step in (1, 30, 40)] == [8, 6, 12]
-    lines = check(steps)
+    logged = read_samples(folder / "runs/run")
+    assert list(logged.steps) == list(range(1, 41))
+    assert [len(logged.steps[step]) for step in (1, 30, 40)] == [8, 6, 12]
+    lines = check(logged)
     assert "rare: 9 samples, 9 different ones, each once" in lines
     assert sum("different ones" in line for line in lines) == 3
     assert len(list((folder / "runs/run/samples").iterdir())) == 3

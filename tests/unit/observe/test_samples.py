@@ -23,7 +23,8 @@ def log(folder: Path, after: int, *ranks: dict[int, list[int]], source: str = ""
 
 def numbers(folder: Path) -> dict[int, list[int]]:
     return {
-        step: [taken.number for taken in samples] for step, samples in read_samples(folder).items()
+        step: [taken.number for taken in samples]
+        for step, samples in read_samples(folder).steps.items()
     }
 
 
@@ -42,6 +43,20 @@ def test_what_a_later_start_did_again_counts(tmp_path: Path) -> None:
         "steps 1 to 4 took samples 0 to 13 of the run, each once and in order",
         "source: 14 samples, 10 different ones, each 1 to 2 times",
     ]
+
+
+def test_a_step_that_a_kill_has_cut_off_is_no_gap(tmp_path: Path) -> None:
+    """Two replicas, the second of which was killed before its last line; a resume closes that. A
+    process that goes on without another for long is no kill."""
+    log(tmp_path, 0, {1: [0, 1], 2: [4, 5], 3: [8, 9]}, {1: [2, 3], 2: [6, 7]}, {})
+    taken, _, unfinished = check(read_samples(tmp_path))
+    assert taken == "steps 1 to 2 took samples 0 to 7 of the run, each once and in order"
+    assert unfinished.startswith("step 3 is unfinished, as not all processes have logged it: it")
+    log(tmp_path, 2, {3: [8, 9]}, {3: [10, 11]})
+    assert check(read_samples(tmp_path))[0].startswith("steps 1 to 3 took samples 0 to 11 ")
+    log(tmp_path, 3, {4: [14, 15], 5: [18, 19], 6: [22, 23], 7: [26, 27]}, {4: [12, 13]})
+    with pytest.raises(DataError, match="step 5 took sample 18 where 16 was next"):
+        check(read_samples(tmp_path))
 
 
 def test_draws_of_a_source_have_no_gaps(tmp_path: Path) -> None:
