@@ -13,6 +13,10 @@ import megapipe
 COMMANDS = {
     "train": ("megapipe.train.main", "train a model, or show its plan (--dry-run)"),
     "generate": ("megapipe.generate.command", "text from a checkpoint"),
+    "evaluate": (
+        "megapipe.evaluate.commands",
+        "perplexity, multiple choice, tasks of lm_eval",
+    ),
     "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
     "prepare-data": ("megapipe.data.commands", "texts to token files, and token files to others"),
     "convert": ("megapipe.convert.commands", "models to Hugging Face's form and back"),

@@ -5,48 +5,60 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
-from megapipe.checkpoint.find import find_checkpoint
-from megapipe.errors import ConfigError, DataError, MegapipeError
-from megapipe.generate.generator import End, Generator, Piece
+from megapipe.command_line import Parser
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.errors import ConfigError, DataError
+from megapipe.generate.chat import Chats, messages_of
+from megapipe.generate.generator import End, Generator, Piece, Prompt
 from megapipe.generate.sampling import Sampling
+from megapipe.inference import job
+from megapipe.inference.arguments import add_model, model_of
 
 DESCRIPTION = """\
 Continues prompts by the model of a checkpoint. A single text appears as it is written; of several
 the first that is not at its end does. The model is given the end of what is there, as many tokens
 as it was trained on (train.sequence_length): a longer text goes on, and what left that window has
-no influence. A prompt gets the same text whatever others are given with it, up to rounding; the
-same prompt given twice gets two.
+no influence. A prompt gets the same text whatever others are given with it, and at every layout, up
+to rounding; the same prompt given twice gets two.
 """
 EXAMPLES = """\
 examples:
   %(prog)s runs/quickstart --prompt "def "
   %(prog)s runs/quickstart --prompt "class A" --prompt "import " --stop "\\n\\n" --temperature 0
   %(prog)s runs/quickstart --prompts prompts.txt --json > texts.jsonl
-  echo "def main" | %(prog)s runs/quickstart --prompts -
+  %(prog)s ./Qwen3-0.6B --chat --system "You are brief." --prompt "Why is the sky blue?"
+  python -m megapipe.launch --nproc 4 scripts/generate.py runs/large --tp 2 --pp 2 --prompt "def "
 """
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> Parser:
+    """The parser of the command."""
+    top = Parser(
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "path", type=Path, help="a run folder (its newest intact checkpoint) or a checkpoint"
-    )
-    what = parser.add_argument_group("what to continue (default: an empty document)")
+    add_model(top)
+    what = top.add_argument_group("what to continue (default: an empty document)")
     what.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     what.add_argument("--prompts", metavar="FILE", help="one prompt a line; -: standard input")
-    how = parser.add_argument_group("how")
+    what.add_argument(
+        "--chat",
+        action="store_true",
+        help="a prompt is what a user says, or a conversation, a list of messages in JSON; the "
+        "model says what follows, up to the end of its turn",
+    )
+    what.add_argument("--system", metavar="TEXT", help="system message before each conversation")
+    what.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="in Jinja (default: data.chat_template of the run, else the tokenizer's)",
+    )
+    how = top.add_argument_group("how")
     default = Sampling()
     how.add_argument(
         "--tokens", type=int, default=default.tokens, help="most tokens to add (%(default)s)"
@@ -75,22 +87,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     how.add_argument(
         "--batch", type=int, default=16, help="most prompts side by side (%(default)s)"
     )
-    how.add_argument("--device", default="cpu", help="torch device (%(default)s)")
-    output = parser.add_argument_group("output").add_mutually_exclusive_group()
+    output = top.add_argument_group("output").add_mutually_exclusive_group()
     output.add_argument("--line", action="store_true", help="each text on one line")
     output.add_argument(
         "--json",
         action="store_true",
-        help='a line {"prompt", "text", "end"} each; end: document, stop or tokens',
+        help='a line {"prompt", "text", "end"} each; end: document, turn, stop or tokens',
     )
-    given = parser.parse_args(argv)
-    if given.batch < 1:
-        parser.error("--batch must be at least 1")
-    return given
+    top.set_defaults(run=run)
+    return top
 
 
 def run(given: argparse.Namespace) -> None:
-    """Write what is asked for. Raises :class:`MegapipeError`."""
+    """Write what is asked for. Raises :class:`~megapipe.errors.MegapipeError`."""
+    if given.batch < 1:
+        raise ConfigError(f"--batch {given.batch}: expected at least 1")
+    if given.chat and not (given.prompt or given.prompts):
+        raise ConfigError("--chat: nobody has said anything; expected --prompt or --prompts")
     sampling = Sampling(
         tokens=given.tokens,
         temperature=given.temperature,
@@ -99,20 +112,48 @@ def run(given: argparse.Namespace) -> None:
         stop=tuple(text.replace("\\n", "\n") for text in given.stop),
         seed=given.seed,
     )
-    prompts = read_prompts(given.prompt, given.prompts)
-    generator = Generator(find_checkpoint(given.path), device_named(given.device))
+    mesh: ParallelMesh = given.mesh
+    texts: list[str] = []
+    if mesh.rank == 0:
+        texts = read_prompts(given.prompt, given.prompts)
+    texts = json.loads(mesh.share(json.dumps(texts)))
+    generator = Generator(model_of(given))
+    prompts = prompts_of(texts, generator, given)
+    context = generator.model.source.context
     for number, prompt in enumerate(prompts, 1):
-        tokens = len(generator.ids(prompt))
-        if tokens > generator.context:
+        if len(prompt.ids) > context and mesh.rank == 0:
             print(
-                f"megapipe: prompt {number} has {tokens:,} tokens, of which the model sees the "
-                f"end: it was trained on {generator.context:,}",
+                f"megapipe: prompt {number} has {len(prompt.ids):,} tokens, of which the model "
+                f"sees the end: its context is {context:,}",
                 file=sys.stderr,
             )
     pieces = in_order(generator.generate(prompts, sampling, batch=given.batch), len(prompts))
-    if not given.json and not given.line:
-        stream(pieces, prompts)
-        return
+    if mesh.rank:
+        for _ in pieces:  # the first rank prints
+            pass
+    elif given.json or given.line:
+        show_whole(pieces, texts, given)
+    else:
+        stream(pieces, [""] * len(texts) if given.chat else texts)
+
+
+def prompts_of(
+    texts: Sequence[str], generator: Generator, given: argparse.Namespace
+) -> list[Prompt]:
+    """The texts, or conversations, as tokens."""
+    if given.chat:
+        chats = Chats(generator.model.source, given.chat_template)
+        return [chats.prompt(messages_of(text, given.system)) for text in texts]
+    for option in ("system", "chat_template"):
+        if getattr(given, option) is not None:
+            raise ConfigError(f"--{option.replace('_', '-')} is for --chat")
+    return [generator.prompt(text) for text in texts]
+
+
+def show_whole(
+    pieces: Iterator[tuple[int, str, End | None]], prompts: Sequence[str], given: argparse.Namespace
+) -> None:
+    """Print each text when it is at its end, on a line."""
     text = ""
     for number, part, end in pieces:
         text += part
@@ -122,7 +163,8 @@ def run(given: argparse.Namespace) -> None:
         if given.json:
             print(json.dumps({"prompt": prompt, "text": text, "end": end}), flush=True)
         else:
-            whole = "".join(c if c.isprintable() else " " for c in prompt + text)
+            shown = text if given.chat else prompt + text
+            whole = "".join(c if c.isprintable() else " " for c in shown)
             print(" ".join(whole.split()), flush=True)
         text = ""
 
@@ -141,16 +183,6 @@ def read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
         prompts += [line.removesuffix("\r") for line in lines]
     # bytes that are no UTF-8 are no text
     return [text.encode(errors="surrogateescape").decode(errors="replace") for text in prompts]
-
-
-def device_named(name: str) -> torch.device:
-    """The device `name`, after a test that it works; raises :class:`ConfigError`."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def in_order(pieces: Iterator[Piece], prompts: int) -> Iterator[tuple[int, str, End | None]]:
@@ -181,17 +213,7 @@ def stream(pieces: Iterator[tuple[int, str, End | None]], prompts: Sequence[str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = parse(argv)
+    """Write what `argv` asks for; returns the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character
-    try:
-        run(given)
-    except MegapipeError as error:
-        print(f"megapipe: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        print()
-        return 130
-    return 0
+    return job.main(parser(), sys.argv[1:] if argv is None else argv)

@@ -1,32 +1,34 @@
-"""A checkpoint's model, and the texts that it writes."""
+"""Texts that a model writes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from megapipe.checkpoint.reader import Checkpoint
-from megapipe.cli import stored_model
-from megapipe.data.tokenizer import Tokenizer, load_tokenizer
-from megapipe.data_config import DataConfig
-from megapipe.distributed.mesh import Axis
-from megapipe.errors import ConfigError
+from megapipe.errors import NumericError
 from megapipe.generate.reading import Reading, Texts
 from megapipe.generate.rereading import Rereading
 from megapipe.generate.sampling import Sampling, choose
 from megapipe.generate.text import TextStream
-from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
-from megapipe.layout.family import make_family
-from megapipe.model.interface import Conditions
-from megapipe.optim.buffers import owned_parameters
+from megapipe.inference.model import Model
 
-End = Literal["document", "stop", "tokens"]
-"""Why a text ended: its document did, a stop string came up, or enough tokens were added."""
+End = Literal["document", "turn", "stop", "tokens"]
+"""Why a text ended: its document did, or the turn of a conversation; a stop string came up; or
+enough tokens were added."""
+_NOT_FINITE = -1
+"""In the place of a token, where its logits are not finite."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens to go on from, and those that end what follows."""
+
+    ids: tuple[int, ...]
+    turn_ends: frozenset[int] = frozenset()
 
 
 class Piece(NamedTuple):
@@ -43,81 +45,40 @@ class Piece(NamedTuple):
 
 
 class Generator:
-    """A whole model on one device, for sampling."""
+    """A model that writes. All ranks of the model make one, and ask it for the same texts."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        stored = checkpoint.manifest.config
-        self.config = stored_model(stored)
-        self.device = device
-        self.tokenizer: Tokenizer = load_tokenizer(str(stored["data.tokenizer"]))
-        if self.config.vocab_size is None or self.tokenizer.vocab_size > self.config.vocab_size:
-            raise ConfigError(
-                f"tokenizer {stored['data.tokenizer']} has {self.tokenizer.vocab_size} ids, the "
-                f"checkpoint's model {self.config.vocab_size}"
-            )
-        length = stored["train.sequence_length"]
-        assert isinstance(length, int)
-        self.context = length
-        """Most tokens that the model sees at a time: the length that it was trained at."""
-        keys = ("samples", "document_mask", "reset_positions")
-        known = {key: stored[f"data.{key}"] for key in keys if f"data.{key}" in stored}
-        data = DataConfig.model_validate(known)
-        self.document_end = self.tokenizer.eod if data.masks_documents else None
-        self.resets_positions = self.config.positions == "learned" and data.resets_positions
-        sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[self.config.dtype])
-        family = make_family(self.config, Conditions(length, microbatch=1))
-        self.module = family.build(family.whole, sharding)
-        self.module.train(False)
-        self._fill(checkpoint)
-        self.module.to(device)
-        self.keeps = "kv_cache" in family.supports
-        """The model can go on from keys and values that it has kept."""
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.tokenizer = model.source.tokenizer
 
-    def _fill(self, checkpoint: Checkpoint) -> None:
-        """Give every parameter its weights; the two uses of a tied embedding share one tensor."""
-        tensors: dict[str, Tensor] = {}
-        for owned in owned_parameters(self.module):
-            spec = spec_of(owned.parameter)
-            if spec.name not in tensors:
-                values = torch.zeros(spec.sizes, dtype=owned.parameter.dtype, device=self.device)
-                whole = checkpoint.read(f"model/{spec.name}")
-                values[tuple(slice(n) for n in spec.shape)] = whole.to(values)
-                tensors[spec.name] = values
-            owned.replace(Parameter(tensors[spec.name], requires_grad=False))
-
-    def ids(self, prompt: str) -> list[int]:
-        """A prompt's tokens, at the beginning of a document."""
-        return [self.tokenizer.eod, *map(int, self.tokenizer.encode(prompt))]
+    def prompt(self, text: str) -> Prompt:
+        """A text at the beginning of a document."""
+        ids = map(int, self.tokenizer.encode(text))
+        source = self.model.source
+        return Prompt((*source.opening, *ids) or source.start)
 
     def read(self, texts: Sequence[Sequence[int]], *, room: int) -> Texts:
         """Begin to read texts, given as ids, to each of which up to `room` tokens will be added."""
-        if not self.keeps:
-            return Rereading(self.module, texts, context=self.context, device=self.device)
-        return Reading(
-            self.module,
-            texts,
-            context=self.context,
-            room=room,
-            device=self.device,
-            document_end=self.document_end,
-            resets_positions=self.resets_positions,
-        )
+        if not self.model.keeps:
+            return Rereading(self.model, texts)
+        return Reading(self.model, texts, room=room)
 
     def generate(
-        self, prompts: Sequence[str], sampling: Sampling, *, batch: int = 16
+        self, prompts: Sequence[str | Prompt], sampling: Sampling, *, batch: int = 16
     ) -> Iterator[Piece]:
         """Continue each of `prompts`, `batch` of them side by side.
 
-        What a prompt gets depends on its text, the seed, and how often the same text was given
-        before it; its neighbours change no more than the rounding of sums.
+        What a prompt gets depends on its tokens, the seed, and how often the same were given before
+        it; its neighbours and the layout change no more than the rounding of sums.
 
         Raises:
             NumericError: a logit is not finite.
         """
-        given: Counter[str] = Counter()
-        for first in range(0, len(prompts), batch):
+        known = [self.prompt(each) if isinstance(each, str) else each for each in prompts]
+        given: Counter[Prompt] = Counter()
+        for first in range(0, len(known), batch):
             texts = []
-            for number, prompt in enumerate(prompts[first : first + batch], first):
+            for number, prompt in enumerate(known[first : first + batch], first):
                 texts.append(_Text(self, number, prompt, sampling, given[prompt]))
                 given[prompt] += 1
             yield from self._side_by_side(texts, sampling)
@@ -125,11 +86,25 @@ class Generator:
     def _side_by_side(self, texts: list[_Text], sampling: Sampling) -> Iterator[Piece]:
         reading = self.read([text.ids for text in texts], room=sampling.tokens)
         while texts:
-            logits = reading.logits()[:, : self.tokenizer.vocab_size].cpu()
-            pieces = [text.extend(row) for text, row in zip(texts, logits, strict=True)]
+            tokens = self._choose(texts, reading.logits())
+            pieces = [text.extend(token) for text, token in zip(texts, tokens, strict=True)]
             yield from pieces
             reading.append([piece.token if piece.end is None else None for piece in pieces])
             texts = [text for text, piece in zip(texts, pieces, strict=True) if piece.end is None]
+
+    def _choose(self, texts: Sequence[_Text], logits: Tensor | None) -> list[int]:
+        """The next token of each text, on every rank, by the logits of the one that speaks."""
+        own: list[int] | None = None
+        if self.model.speaks:
+            assert logits is not None
+            rows = logits[:, : self.tokenizer.vocab_size].cpu()
+            own = [text.choose(row) for text, row in zip(texts, rows, strict=True)]
+        tokens = [int(token) for token in self.model.shared(own, len(texts))]
+        if _NOT_FINITE in tokens:
+            raise NumericError(
+                "the model's logits are not finite: its weights are damaged or diverged"
+            )
+        return tokens
 
 
 class _Text:
@@ -137,20 +112,28 @@ class _Text:
     the same one was given before."""
 
     def __init__(
-        self, generator: Generator, number: int, prompt: str, sampling: Sampling, before: int
+        self, generator: Generator, number: int, prompt: Prompt, sampling: Sampling, before: int
     ) -> None:
         self.number = number
-        self.ids = generator.ids(prompt)
+        self.ids = prompt.ids
         self.sampling = sampling
-        self._document_end = generator.tokenizer.eod
+        self._document_ends = generator.model.source.ends
+        self._turn_ends = prompt.turn_ends
         self._left = sampling.tokens
         self._source = sampling.source(before)
         self._stream = TextStream(generator.tokenizer, sampling.stop)
 
-    def extend(self, logits: Tensor) -> Piece:
-        """Choose the next token by its logits [V]."""
-        token = choose(logits, self.sampling, self._source)
-        if token == self._document_end:
+    def choose(self, logits: Tensor) -> int:
+        """The next token by its logits [V], or :data:`_NOT_FINITE`."""
+        if not logits.isfinite().all():
+            return _NOT_FINITE
+        return choose(logits, self.sampling, self._source)
+
+    def extend(self, token: int) -> Piece:
+        """Add the token that was chosen."""
+        if token in self._turn_ends:
+            return Piece(self.number, token, self._stream.end(), "turn")
+        if token in self._document_ends:
             return Piece(self.number, token, self._stream.end(), "document")
         self._left -= 1
         text = self._stream.add(token)

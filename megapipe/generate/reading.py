@@ -23,17 +23,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megapipe.inference.model import Model
 from megapipe.layers.kv_cache import KVCache
-from megapipe.layers.microbatch import MicroBatch
-from megapipe.model.interface import StageModule
-from megapipe.ops.documents import Documents, document_ids, positions_in
 
 
 class Texts(Protocol):
     """Texts that grow by a token at a time, and the logits of their next tokens."""
 
-    def logits(self) -> Tensor:
-        """Logits of the token that follows each text, [texts, padded vocabulary]."""
+    def logits(self) -> Tensor | None:
+        """Logits of the token that follows each text, [texts, V]; None on ranks of a model that do
+        not have its last stage."""
 
     def append(self, tokens: Sequence[int | None]) -> None:
         """Append a token to each text; those with None are at an end and are left out from now."""
@@ -46,36 +45,19 @@ def window_start(length: int, context: int) -> int:
 
 
 class Reading:
-    """Texts that a whole `model` has read so far, and its logits for the next tokens.
+    """Texts that a model has read so far, and its logits for the next tokens.
 
     Args:
-        model: all layers, on `device`, in evaluation mode.
         texts: token ids of each, one or more.
-        context: most tokens that the model sees at a time.
         room: tokens that will be appended to a text, at most.
-        document_end: the token that ends a document, where attention ends at documents.
-        resets_positions: positions begin anew in each document.
     """
 
-    def __init__(
-        self,
-        model: StageModule,
-        texts: Sequence[Sequence[int]],
-        *,
-        context: int,
-        room: int,
-        device: torch.device,
-        document_end: int | None = None,
-        resets_positions: bool = False,
-    ) -> None:
+    def __init__(self, model: Model, texts: Sequence[Sequence[int]], *, room: int) -> None:
         self.model = model
         self.texts = [list(text) for text in texts]
-        self.context = context
-        self.device = device
-        self.document_end = document_end
-        self.resets_positions = resets_positions
+        self.context = model.source.context
         longest = max(map(len, self.texts))
-        self._columns = min(context, longest + room)
+        self._columns = min(self.context, longest + room)
         self._tokens = torch.zeros(len(self.texts), self._columns, dtype=torch.int64)
         self._padding = torch.zeros(len(self.texts), dtype=torch.int64)
         """Columns before each text."""
@@ -85,22 +67,13 @@ class Reading:
         """Columns whose keys and values are there."""
         self._cache = KVCache(self._columns)
 
-    @torch.no_grad()
-    def logits(self) -> Tensor:
-        """Logits of the token that follows each text, [texts, padded vocabulary]."""
+    def logits(self) -> Tensor | None:
+        """Logits of the token that follows each text, [texts, V], where the last stage is."""
         first, stop = self._fill()
-        mb = MicroBatch(
-            index=0,
-            step=0,
-            seed=0,
-            tokens=self._tokens[:, first:stop].to(self.device),
-            documents=self._documents(stop),
-            start=first,
-            positions=self._positions(first, stop),
-            sequence_length=self.context,
-        )
+        mb = self.model.microbatch(self._tokens[:, :stop], start=first, padding=self._padding)
         self._read = stop
-        return self.model.logits(None, mb, self._cache, last=True)[0]
+        logits = self.model.logits(mb, self._cache, last=True)
+        return None if logits is None else logits[0]
 
     def append(self, tokens: Sequence[int | None]) -> None:
         """Append a token to each text; those with None are at an end and are left out from now."""
@@ -110,7 +83,7 @@ class Reading:
             self._starts = [self._starts[i] for i in kept]
             rows = torch.tensor(kept, dtype=torch.int64)
             self._tokens, self._padding = self._tokens[rows], self._padding[rows]
-            self._cache.keep(rows.to(self.device))
+            self._cache.keep(rows.to(self.model.device))
         for text, i in zip(self.texts, kept, strict=True):
             token = tokens[i]
             assert token is not None
@@ -129,25 +102,3 @@ class Reading:
         for row, window in enumerate(windows):
             self._tokens[row, stop - len(window) : stop] = torch.tensor(window)
         return 0, stop
-
-    def _documents(self, stop: int) -> Documents | None:
-        """Documents that hide the padding, and other documents, from a token."""
-        if self.document_end is None and not self._padding.any():
-            return None
-        return Documents(self._numbers(stop), self.device)
-
-    def _numbers(self, stop: int) -> Tensor:
-        """Number of the document of each column, [texts, stop]; padding is the first."""
-        numbers = (torch.arange(stop) >= self._padding.unsqueeze(1)).long()
-        if self.document_end is not None:
-            numbers += document_ids(self._tokens[:, :stop], self.document_end)
-        return numbers
-
-    def _positions(self, first: int, stop: int) -> Tensor | None:
-        """Position of each column in its text, [columns, texts]; None where it is the column."""
-        if self.resets_positions:
-            return positions_in(self._numbers(stop))[:, first:stop].t().to(self.device)
-        if not self._padding.any():
-            return None
-        columns = torch.arange(first, stop).unsqueeze(1)
-        return (columns - self._padding).clamp(min=0).to(self.device)

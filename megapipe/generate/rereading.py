@@ -8,41 +8,32 @@ import torch
 from torch import Tensor
 
 from megapipe.generate.reading import window_start
-from megapipe.layers.microbatch import MicroBatch
-from megapipe.model.interface import StageModule
+from megapipe.inference.model import Model
 
 
 class Rereading:
-    """Texts that grow, and the logits of a whole `model` for their next tokens.
+    """Texts that grow, and the logits of a `model` for their next tokens.
 
     The model must be causal: texts of unequal length are filled up at their ends. It sees the end
-    of a text, of `context` tokens at most.
+    of a text, as many tokens as its context has at most.
     """
 
-    def __init__(
-        self,
-        model: StageModule,
-        texts: Sequence[Sequence[int]],
-        *,
-        context: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: Model, texts: Sequence[Sequence[int]]) -> None:
         self.model = model
         self.texts = [list(text) for text in texts]
-        self.context = context
-        self.device = device
 
-    @torch.no_grad()
-    def logits(self) -> Tensor:
-        """Logits of the token that follows each text, [texts, vocabulary]."""
-        windows = [text[window_start(len(text), self.context) :] for text in self.texts]
+    def logits(self) -> Tensor | None:
+        """Logits of the token that follows each text, [texts, V], where the last stage is."""
+        context = self.model.source.context
+        windows = [text[window_start(len(text), context) :] for text in self.texts]
         tokens = torch.zeros(len(windows), max(map(len, windows)), dtype=torch.int64)
         for row, window in enumerate(windows):
             tokens[row, : len(window)] = torch.tensor(window)
-        mb = MicroBatch(index=0, step=0, seed=0, tokens=tokens.to(self.device))
-        logits = self.model.logits(None, mb)  # [s, b, V]
-        last = torch.tensor([len(window) - 1 for window in windows], device=self.device)
-        return logits[last, torch.arange(len(windows), device=self.device)]
+        logits = self.model.logits(self.model.microbatch(tokens))  # [s, b, V]
+        if logits is None:
+            return None
+        last = torch.tensor([len(window) - 1 for window in windows], device=logits.device)
+        return logits[last, torch.arange(len(windows), device=logits.device)]
 
     def append(self, tokens: Sequence[int | None]) -> None:
         """Append a token to each text; those with None are at an end and are left out from now."""

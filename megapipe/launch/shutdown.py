@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megapipe.errors import LaunchError, MegapipeError
 from megapipe.launch.rendezvous import VALUES, LaunchInfo, RendezvousError, open_store
@@ -208,6 +208,15 @@ def say(error: MegapipeError) -> None:
     text = " ".join(str(error).split())
     with contextlib.suppress(OSError, ValueError):
         print(f"megapipe: error: {text}", file=sys.stderr, flush=True)
+
+
+def end_now(code: int) -> NoReturn:
+    """End this process without waiting for threads, of torch and of others, that could hold up or
+    change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the reader
+            stream.flush()
+    os._exit(code)
 
 
 def is_communication(error: BaseException) -> bool:

@@ -1,8 +1,6 @@
 """One process of a training job, from its arguments to its exit code."""
 
-import contextlib
 import os
-import sys
 from collections.abc import Sequence
 
 from megapipe import cli
@@ -18,11 +16,7 @@ def main(argv: Sequence[str]) -> int:
     once. torch's C++ side is silenced: it shows a stack trace of what is reported here in one line.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    code = train(argv)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the reader
-            stream.flush()
-    os._exit(code)
+    shutdown.end_now(train(argv))
 
 
 def train(argv: Sequence[str]) -> int:

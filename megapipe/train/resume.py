@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
-from megapipe.config import Config
+from megapipe.config import CheckpointConfig, Config
 from megapipe.convert.folder import HuggingFaceFolder, read_model
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
@@ -97,6 +97,17 @@ def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
         source.checkpoint = checkpoint
     else:
         source.weights = checkpoint
+
+
+def find_weights(name: str, mesh: ParallelMesh) -> Weights:
+    """The weights that `name` stands for, as in ``checkpoint.load``; they must be intact.
+
+    Raises :class:`CheckpointError` or :class:`ConfigError` on every rank.
+    """
+    source = Source()
+    _begin_from(Config(checkpoint=CheckpointConfig(load=name, load_only="weights")), source, mesh)
+    assert source.weights is not None
+    return source.weights
 
 
 def find(path: Path, mesh: ParallelMesh) -> Checkpoint:

@@ -16,6 +16,7 @@ from megapipe.cli import parse
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.generate import Generator, find_checkpoint
+from megapipe.inference import load_model
 from megapipe.layout.resolve import resolve
 from megapipe.testing import run_world
 from megapipe.train.callbacks.saving import Clock
@@ -251,7 +252,7 @@ def test_a_signalled_job_exits_with_75_and_says_so_once(tmp_path: Path) -> None:
 def test_generation_computes_what_the_reference_does(case: str, tmp_path: Path) -> None:
     run(tmp_path, Play("run", CASES[case], stop_after=HALF))
     folder = checkpoint(tmp_path, "run", HALF)
-    generator = Generator(find_checkpoint(tmp_path / "runs/run"), torch.device("cpu"))
+    model = load_model(find_checkpoint(tmp_path / "runs/run"), torch.device("cpu"))
     saved = Checkpoint.open(folder)
     params = {
         name.removeprefix("model/"): saved.read(name)
@@ -259,9 +260,9 @@ def test_generation_computes_what_the_reference_does(case: str, tmp_path: Path) 
         if name.startswith("model/")
     }
     ids = list(b"the cat sat")
-    model = generator.config.model_copy(update={"dropout": 0.0})
-    expected = reference.logits(params, model, torch.tensor([ids]))[0, -1, :VOCABULARY]
-    logits = generator.read([ids], room=1).logits()[0, :VOCABULARY]
+    config = model.source.model.model_copy(update={"dropout": 0.0})
+    expected = reference.logits(params, config, torch.tensor([ids]))[0, -1, :VOCABULARY]
+    logits = Generator(model).read([ids], room=1).logits()[0, :VOCABULARY]
     assert torch.allclose(logits, expected, rtol=0, atol=1e-5)
     with Job(tmp_path) as job:
         text = ["--prompt", "the cat", "--tokens", "5", "--temperature", "0"]

@@ -22,9 +22,11 @@ MOST_LINES = 500
 FLOORS = (
     "console",
     "library",
+    "evaluate",
+    "generate",
+    "inference",
     "train",
     "convert",
-    "generate",
     "observe",
     "optim",
     "plan",

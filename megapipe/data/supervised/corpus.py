@@ -63,13 +63,15 @@ def prepare_examples(
         config.completion_field,
         config.messages_field,
         config.tokenizer,
-        _template(config, tokenizer.chat),
+        template_of(config, tokenizer.chat),
         tuple(sorted(tokenizer.reserved)),
     )
     return Examples(prepare(config, ExampleEncoder(tokenizer, rows), rows, progress=progress))
 
 
-def _template(config: DataConfig, chat: Chat) -> Template | None:
+def template_of(config: DataConfig, chat: Chat) -> Template | None:
+    """The template in ``data.chat_template``, else the tokenizer's; None: there is none. Raises
+    DataError for a file that cannot be read."""
     text = chat.template
     if config.chat_template is not None:
         try:

@@ -81,7 +81,9 @@ class ExampleRows:
         where = f"{place}: field {self.messages!r} (data.messages_field)"
         if not isinstance(messages, list):
             raise DataError(f"{where} holds {kind_of(messages)}, no list of messages")
-        known = [_message(message, number, where) for number, message in enumerate(messages, 1)]
+        known = [
+            known_message(message, number, where) for number, message in enumerate(messages, 1)
+        ]
         if not any(message["role"] == ASSISTANT for message in known):
             raise DataError(
                 f"{where} has no message of role {ASSISTANT!r}: nothing is to be learned"
@@ -113,7 +115,7 @@ class ExampleReader:
         """Nothing is left to be said: every row was looked at by itself."""
 
 
-def _message(message: Any, number: int, where: str) -> Message:
+def known_message(message: Any, number: int, where: str) -> Message:
     """A message without fields that hold nothing, as tables have them. Raises DataError if it has
     no role, or a content that is none."""
     if not isinstance(message, dict):

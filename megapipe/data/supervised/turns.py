@@ -14,6 +14,8 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Message = dict[str, Any]
 Span = tuple[int, int]
 ASSISTANT = "assistant"
+_SAID = "megapipe"
+"""Something that an assistant may say, and no template writes by itself."""
 
 
 class TemplateError(ValueError):
@@ -55,6 +57,18 @@ class Template:
         text, _ = self._render(messages)
         chosen = turns if self.train_on == "all" else turns[-1:]
         return count(text, [self._span(messages, text, turn) for turn in chosen])
+
+    def prompted(self, messages: Sequence[Message], reserved: Collection[str]) -> str:
+        """A conversation and the beginning of the assistant's next turn, as a text with marks. What
+        a message spells of `reserved` names of tokens is plain. Raises TemplateError."""
+        sane = [sanitized(message, reserved) for message in messages]
+        return self._render(sane, prompt=True)[0]
+
+    def behind_a_turn(self) -> str:
+        """The text that comes behind what the assistant says. Raises TemplateError."""
+        said = {"role": ASSISTANT, "content": _SAID}
+        text, _ = self._render([{"role": "user", "content": "?"}, said])
+        return text.rpartition(_SAID)[2]
 
     def _span(self, messages: list[Message], text: str, turn: int) -> Span:
         """Where a turn is in the text of the conversation."""

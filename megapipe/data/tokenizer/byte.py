@@ -18,6 +18,7 @@ class ByteTokenizer:
     added_tokens: Mapping[str, int] = MappingProxyType({})
     reserved: Collection[str] = ()
     chat = Chat()
+    opening: tuple[int, ...] = ()
 
     def encode(self, text: str) -> TokenIds:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)

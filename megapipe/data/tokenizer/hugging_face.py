@@ -5,6 +5,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ class FastTokenizer:
         backend.no_padding()
         self.digest = hashlib.sha256(f"{self.eod} {backend.to_str()}".encode()).hexdigest()
         backend.encode_special_tokens = True
+        opened = backend.encode("a")
+        marks = zip(opened.ids, opened.special_tokens_mask, strict=True)
+        self.opening = tuple(token for token, mark in takewhile(lambda pair: pair[1], marks))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -94,6 +98,8 @@ class SlowTokenizer:
         self.added_tokens, self.reserved = _added(tokenizer.added_tokens_decoder)
         self.chat = _chat(tokenizer)
         self.digest = _digest(tokenizer, vocab, self.eod)
+        opened, bare = (tokenizer("a", add_special_tokens=each).input_ids for each in (True, False))
+        self.opening: tuple[int, ...] = tuple(opened[: opened.index(bare[0])] if bare else ())
 
     def encode(self, text: str) -> TokenIds:
         return self.encode_batch([text])[0]

@@ -65,6 +65,11 @@ class Tokenizer(Encoder, Protocol):
     def chat(self) -> Chat:
         """Of conversations."""
 
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """Tokens that it puts before a text unless it is told not to, such as ``<s>``; those of a
+        run never have them."""
+
     def encode(self, text: str) -> TokenIds:
         """Ids of a text [n], without marks at its ends."""
 

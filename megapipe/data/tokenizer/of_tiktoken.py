@@ -16,6 +16,8 @@ PREFIX = "tiktoken:"
 class TiktokenTokenizer:
     """A ``tiktoken.Encoding``; special tokens spelled out in a text are plain text."""
 
+    opening: tuple[int, ...] = ()
+
     def __init__(self, encoding: Any) -> None:
         self.encoding = encoding
         self.vocab_size: int = encoding.n_vocab

@@ -11,6 +11,7 @@ import torch
 
 from megapipe.generate import Generator, Piece, Sampling, find_checkpoint
 from megapipe.generate.command import in_order, main, read_prompts
+from megapipe.inference import load_model
 from tests.unit.generate.checkpoints import make_config, write
 
 
@@ -31,7 +32,7 @@ def test_prompts_of_a_file_and_of_arguments_in_every_form_of_output(
     assert main([*given, "--json"]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["prompt"] for each in told] == prompts
-    generator = Generator(find_checkpoint(run), torch.device("cpu"))
+    generator = Generator(load_model(find_checkpoint(run), torch.device("cpu")))
     texts = [""] * 4
     for piece in generator.generate(prompts, Sampling(tokens=3, top_k=2)):
         texts[piece.prompt] += piece.text

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config
-from megapipe.errors import CheckpointError, ConfigError
+from megapipe.errors import CheckpointError, ConfigError, NumericError
 from megapipe.generate import Generator, Sampling, find_checkpoint
 from megapipe.generate.reading import window_start
+from megapipe.inference import load_model
 from tests.parity import reference
 from tests.unit.generate.checkpoints import CONTEXT, TOKENIZER, make_config, write
 
@@ -27,7 +28,7 @@ Model = tuple[Generator, dict[str, Tensor], Config]
 
 def make_model(folder: Path, config: Config) -> Model:
     params = write(folder, config)
-    return Generator(find_checkpoint(folder), CPU), params, config
+    return Generator(load_model(find_checkpoint(folder), CPU)), params, config
 
 
 @pytest.fixture(scope="module", params=["gpt", "llama", "documents"])
@@ -106,7 +107,7 @@ def test_each_token_is_read_once_but_where_the_window_moves(
     model: Model, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator, read = model[0], []
-    embedding = generator.module.embedding
+    embedding = generator.model.module.embedding
     assert embedding is not None
     look_up = embedding.forward
     monkeypatch.setattr(embedding, "forward", lambda ids: read.append(ids.shape) or look_up(ids))
@@ -158,7 +159,7 @@ def test_a_text_ends_with_its_document_a_stop_string_or_its_tokens(tmp_path: Pat
     stopped = list(model[0].generate(["x"], Sampling(tokens=20, temperature=0, stop=(stop,))))
     assert "".join(piece.text for piece in stopped) == greedy_text[: greedy_text.index(stop)]
     assert stopped[-1].end == "stop"
-    norm, head = model[0].module.final_norm, model[0].module.head
+    norm, head = model[0].model.module.final_norm, model[0].model.module.head
     assert norm.bias is not None
     assert head is not None
     norm.bias.data.fill_(1)
@@ -166,6 +167,16 @@ def test_a_text_ends_with_its_document_a_stop_string_or_its_tokens(tmp_path: Pat
     assert [piece[1:] for piece in model[0].generate(["x"], GREEDY)] == [
         (TOKENIZER.eod, "", "document")
     ]
+
+
+def test_logits_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
+    generator, *_ = make_model(tmp_path, make_config())
+    head = generator.model.module.head
+    assert head is not None
+    for bad in (float("nan"), float("inf")):
+        head.weight.data[3] = bad
+        with pytest.raises(NumericError, match="not finite"):
+            next(generator.generate(["x"], GREEDY))
 
 
 def test_the_newest_intact_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
@@ -194,4 +205,4 @@ def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
 def test_a_vocabulary_smaller_than_the_tokenizer_s_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, make_config(vocab=100).model_copy(update={"data": Config().data}))
     with pytest.raises(ConfigError, match="tokenizer byte has 257 ids, the checkpoint's model 100"):
-        Generator(find_checkpoint(tmp_path), CPU)
+        load_model(find_checkpoint(tmp_path), CPU)

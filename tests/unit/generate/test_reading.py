@@ -5,26 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from megapipe.generate.reading import Reading
-from megapipe.layers.microbatch import MicroBatch
+from tests.parity.held_models import BYTES, held_model
+from tests.parity.reference import init_random
+from tests.unit.generate.checkpoints import make_config
 
-END = 256
+END = BYTES.eod
 TEXTS = [[END, 1, 2, END, 3], [END, 9]]
-
-
-class Model:
-    """Remembers positions, row after row."""
-
-    def __init__(self) -> None:
-        self.positions: list[Any] = []
-
-    def logits(self, x: None, mb: MicroBatch, cache: Any, *, last: bool) -> Tensor:
-        assert mb.tokens is not None
-        self.positions.append(None if mb.positions is None else mb.positions.t().tolist())
-        return torch.zeros(1, len(mb.tokens), 300)
 
 
 @pytest.mark.parametrize(
@@ -34,18 +22,28 @@ class Model:
         (True, [[[0, 0, 1, 2, 0], [0, 1, 2, 0, 0]], [[1], [1]]]),
     ],
 )
-def test_positions_count_from_the_text_or_from_each_document(resets: bool, expected: Any) -> None:
-    model: Any = Model()
-    reading = Reading(
-        model,
-        TEXTS,
+def test_positions_count_from_the_text_or_from_each_document(
+    resets: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config().model.model_copy(update={"max_positions": 16})
+    model = held_model(
+        config,
+        init_random(config, seed=1),
         context=16,
-        room=4,
-        device=torch.device("cpu"),
-        document_end=END,
-        resets_positions=resets,
+        document_mask=True,
+        reset_positions=resets,
     )
+    told: list[Any] = []
+    microbatch = model.microbatch
+
+    def noted(*args: Any, **more: Any) -> Any:
+        mb = microbatch(*args, **more)
+        told.append(None if mb.positions is None else mb.positions.t().tolist())
+        return mb
+
+    monkeypatch.setattr(model, "microbatch", noted)
+    reading = Reading(model, TEXTS, room=4)
     reading.logits()
     reading.append([7, 7])
     reading.logits()
-    assert model.positions == expected
+    assert told == expected

@@ -9,6 +9,7 @@ from torch import Tensor
 from megapipe.generate.reading import Reading
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.model.gpt.config import ModelConfig
+from tests.parity.held_models import held_model
 from tests.parity.reference import assert_grads_close, init_random, random_batch
 from tests.parity.stage_cases import main_grads, new_stage
 from tests.unit.model.transformers_models import CASES, FAMILIES, hf_logits_and_grads, model_of
@@ -34,7 +35,7 @@ def test_logits_and_gradients_equal_transformers(case: str) -> None:
     with torch.no_grad():
         logits = stage.module.logits(None, mb)[..., : config.vocab_size].transpose(0, 1)
     assert (logits - expected_logits).abs().max() <= 1e-9
-    check_reading(stage.module, config, tokens[0], expected_logits[0])
+    check_reading(params, config, tokens[0], expected_logits[0])
 
     stage.forward((0, 0), None, mb)
     stage.input_grad((0, 0), None)
@@ -43,11 +44,15 @@ def test_logits_and_gradients_equal_transformers(case: str) -> None:
     assert_grads_close(main_grads([bucket]), expected, tolerance=1e-9)
 
 
-def check_reading(module: object, config: ModelConfig, tokens: Tensor, logits: Tensor) -> None:
+def check_reading(
+    params: dict[str, Tensor], config: ModelConfig, tokens: Tensor, logits: Tensor
+) -> None:
     """Two texts side by side, one behind padding, token by token from what the cache holds."""
     texts, ahead = [tokens[:9].tolist(), tokens[:4].tolist()], tokens.tolist()
-    reading = Reading(module, texts, context=17, room=4, device=torch.device("cpu"))  # type: ignore[arg-type]
+    reading = Reading(held_model(config, params, context=17), texts, room=4)
     for i in range(4):
-        for row, at in zip(reading.logits(), (8 + i, 3 + i), strict=True):
-            assert (row[: config.vocab_size] - logits[at]).abs().max() <= 1e-9
+        found = reading.logits()
+        assert found is not None
+        for row, at in zip(found, (8 + i, 3 + i), strict=True):
+            assert (row - logits[at]).abs().max() <= 1e-9
         reading.append([ahead[9 + i], ahead[4 + i]])

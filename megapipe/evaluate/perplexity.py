@@ -1,0 +1,101 @@
+"""Perplexity and bits per byte of texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from megapipe.errors import DataError
+from megapipe.evaluate.scoring import Row, scores
+from megapipe.evaluate.texts import Document
+from megapipe.evaluate.windows import windows
+from megapipe.inference.model import Model
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts texts."""
+
+    loss: float
+    """Mean over the tokens, in nats."""
+    perplexity: float
+    """exp(loss); infinite where that is beyond a float."""
+    bits_per_byte: float | None
+    """Of the loss of all tokens, by the bytes of the texts in UTF-8; None where there are none."""
+    tokens: int
+    """Tokens that were scored."""
+    bytes: int
+    documents: int
+    context: int
+    stride: int
+
+    def describe(self) -> str:
+        """All of it in a line."""
+        bits = (
+            "no text" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f} bits per byte"
+        )
+        return (
+            f"perplexity {self.perplexity:.4f} | {self.loss:.6f} nats per token | {bits} | "
+            f"{self.tokens:,} tokens, {self.bytes:,} bytes, {self.documents:,} documents | "
+            f"context {self.context:,}, stride {self.stride:,}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """By name; a perplexity beyond a float is None."""
+        found = asdict(self)
+        return found if math.isfinite(self.perplexity) else {**found, "perplexity": None}
+
+
+def measure(
+    model: Model,
+    documents: Iterable[Document],
+    *,
+    stride: int | None = None,
+    unconditioned: bool = True,
+    batch: int = 8,
+) -> Perplexity:
+    """Score each token of each document once, given the tokens before it in that document.
+
+    Args:
+        stride: how far windows of the model's context move on (default: the context).
+        unconditioned: the first token is scored too, given what the model's texts begin with;
+            otherwise it is only read.
+
+    Raises:
+        DataError: there is nothing to score, or an id that the model does not know.
+        NumericError: a log-likelihood is NaN.
+    """
+    start = model.source.start if unconditioned else ()
+    context = model.source.context
+    stride = context if stride is None else stride
+    count = nbytes = 0
+
+    def rows() -> Iterator[Row]:
+        nonlocal count, nbytes
+        for document in documents:
+            count, nbytes = count + 1, nbytes + document.bytes
+            ids: Sequence[int] = [*start, *document.ids]
+            yield from windows(ids, first=max(len(start), 1), context=context, stride=stride)
+
+    sums, tokens = [], 0
+    for score in scores(model, rows(), batch=batch):
+        sums.append(float(np.sum(score.likelihoods)))
+        tokens += len(score.likelihoods)
+    if not tokens:
+        raise DataError(f"{count} documents without a token to score: expected some text")
+    nats = -math.fsum(sums)
+    loss = nats / tokens
+    return Perplexity(
+        loss=loss,
+        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        bits_per_byte=nats / math.log(2) / nbytes if nbytes else None,
+        tokens=tokens,
+        bytes=nbytes,
+        documents=count,
+        context=context,
+        stride=stride,
+    )

@@ -1,0 +1,74 @@
+"""Documents to score: of a corpus, of a token file, or given as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megapipe.data import corpus
+from megapipe.data.given import is_given
+from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.tokens import TokenFile
+from megapipe.data.tokens.format import without_suffix
+from megapipe.data.tokens.verify import verify
+from megapipe.data_config import DataConfig
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens of a document, and the bytes of its text in UTF-8."""
+
+    ids: Sequence[int]
+    bytes: int
+
+
+def of_source(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Document]:
+    """The documents of ``data.source``: texts, or a token file, whose documents have the marks at
+    their ends that are in the file.
+
+    Raises DataError for what cannot be read.
+    """
+    if is_given(config.source):
+        yield from _of_token_file(Path(config.source).expanduser(), tokenizer)
+        return
+    ids: list[int] = []
+    nbytes = 0
+    for piece in corpus.pieces(config):
+        ids += map(int, tokenizer.encode(piece.text))
+        nbytes += len(piece.text.encode(errors="replace"))
+        if piece.ends:
+            yield Document(ids, nbytes)
+            ids, nbytes = [], 0
+
+
+def of_texts(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Document]:
+    """Each text as a document."""
+    for text in texts:
+        ids = [int(token) for token in tokenizer.encode(text)]
+        yield Document(ids, len(text.encode(errors="replace")))
+
+
+def joined(documents: Iterable[Document], end: int) -> Iterator[Document]:
+    """All documents as one, as training reads them: behind each the token `end`, unless it is there
+    already; none behind the last one that lacks it."""
+    ids: list[int] = []
+    nbytes = 0
+    for document in documents:
+        if ids and ids[-1] != end:
+            ids.append(end)
+        ids += document.ids
+        nbytes += document.bytes
+    yield Document(ids, nbytes)
+
+
+def _of_token_file(path: Path, tokenizer: Tokenizer) -> Iterator[Document]:
+    file = TokenFile(without_suffix(path))
+    verify(file)
+    for number in range(len(file)):
+        start, stop = file.starts(file.documents[number : number + 2]).tolist()
+        ids: list[int] = np.asarray(file.tokens[start:stop]).tolist()
+        known = [token for token in ids if 0 <= token < tokenizer.vocab_size]
+        yield Document(ids, len(tokenizer.decode(known).encode(errors="replace")))

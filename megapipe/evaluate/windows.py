@@ -1,0 +1,29 @@
+"""Windows over texts that are longer than what a model sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megapipe.evaluate.scoring import Row
+
+
+def windows(ids: Sequence[int], *, first: int, context: int, stride: int) -> Iterator[Row]:
+    """Rows that score each of ``ids[first:]`` once, given up to `context` tokens before it.
+
+    The first row scores as many as fit; each of the others ends `stride` further, the last one at
+    the end, and scores what the one before did not. Every row but the first reads `context` tokens,
+    so with a smaller stride each token is given more::
+
+        context 4, stride 2    ids    0   1   2   3   4   5   6   7   8
+                        row 0  reads  0   1   2   3      scores 1   2   3   4
+                        row 1  reads  2   3   4   5      scores 5   6
+                        row 2  reads  4   5   6   7      scores 7   8
+    """
+    assert first >= 1
+    assert 1 <= stride <= context
+    stop = min(context + 1 if first <= context else first + stride, len(ids))
+    done = first
+    while done < len(ids):
+        start = max(0, stop - context - 1)
+        yield Row(ids[start:stop], done - start)
+        done, stop = stop, min(stop + stride, len(ids))

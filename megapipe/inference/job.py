@@ -1,0 +1,154 @@
+"""Commands that use a model, in one process or in one of several: from arguments to an exit code.
+
+Several processes are started as those of a training run are (:mod:`megapipe.launch`, torchrun,
+srun), tp x pp of them. All do the same; the first one prints. An error of any ends all, with one
+line (:mod:`megapipe.launch.shutdown`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megapipe.command_line import Parser
+from megapipe.errors import ConfigError, LaunchError, MegapipeError, OutOfMemory
+from megapipe.launch import devices, rendezvous
+from megapipe.launch.rendezvous import LaunchInfo
+from megapipe.launch.shutdown import Shutdown, end_early, end_now
+from megapipe.observe.provenance import package_hash
+from megapipe.words import counted
+
+if TYPE_CHECKING:
+    import torch
+
+TIMEOUT_S = 600.0
+"""How long processes wait for each other: one may read a large checkpoint."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where a model is to be, as :func:`megapipe.launch.devices.choose` asks."""
+
+    tp: int
+    pp: int
+    device: Literal["cpu", "cuda"]
+    backend: Literal["auto"] = "auto"
+    timeout_s: float = TIMEOUT_S
+
+
+def add_layout(parser: Parser) -> None:
+    """Add the options for where a model is."""
+    group = parser.add_argument_group(
+        "layout (several processes: python -m megapipe.launch --nproc N scripts/...)"
+    )
+    group.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
+    group.add_argument("--pp", type=int, default=1, help="pipeline ranks (%(default)s)")
+    group.add_argument(
+        "--device",
+        default="cpu",
+        help="torch device (%(default)s); several processes take cuda as one device each",
+    )
+
+
+def main(parser: Parser, argv: Sequence[str]) -> int:
+    """Do as `argv` says: call its `run` with the parsed arguments, among them a `mesh`.
+
+    Returns the exit code; with several processes it ends this one.
+    """
+    info = LaunchInfo()
+    try:
+        info = rendezvous.find_launch_info(os.environ)
+        given = parser.parse_args(argv)
+        wanted = _wanted(given, info)
+    except MegapipeError as error:
+        return end_early(error, info)
+    if info.world == 1:
+        return _in_job(given, wanted, info)
+    # at once and wherever this process is: it may wait for a peer in C++
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return end_now(_in_job(given, wanted, info))
+
+
+def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
+    """The layout that is asked for; raises for one that the processes are not enough for."""
+    tp, pp = given.tp, given.pp
+    for option, value in (("--tp", tp), ("--pp", pp)):
+        if value < 1:
+            raise ConfigError(f"{option} {value}: expected at least 1")
+    if tp * pp != info.world:
+        raise LaunchError(
+            f"{counted(info.world, 'process')} for --tp {tp} x --pp {pp}: expected {tp * pp}, as "
+            f"python -m megapipe.launch --nproc {tp * pp} starts them"
+        )
+    if info.world > 1 and given.device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {given.device}: expected cpu or cuda, with several processes")
+    return Wanted(tp, pp, "cpu" if given.device == "cpu" else "cuda")
+
+
+def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo) -> int:
+    """Meet the other processes and do it; returns the exit code."""
+    import torch
+
+    from megapipe.distributed.mesh import Grid, ParallelMesh
+
+    store = rendezvous.open_store(info, TIMEOUT_S)
+    ending = Shutdown(info, store)
+    try:
+        options = {name: str(value) for name, value in vars(given).items() if name != "run"}
+        versions = {"megapipe's files": package_hash(), "torch": torch.__version__}
+        rendezvous.compare_ranks(store, info, {**options, **versions}, TIMEOUT_S)
+        if info.world == 1:
+            device, backend = device_named(given.device), "gloo"
+        else:
+            device, backend = devices.choose(wanted, info, store)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        rendezvous.start_process_group(store, info, backend, TIMEOUT_S)
+        try:
+            grid = Grid(pp=wanted.pp, tp=wanted.tp)
+            vars(given)["mesh"] = ParallelMesh(grid, device=device, timeout_s=TIMEOUT_S)
+            given.run(given)
+            sys.stdout.flush()
+            given.mesh.barrier()
+        finally:
+            if info.world == 1:  # of several the others may still be in a collective
+                rendezvous.end_process_group()
+        ending.leave()
+        return 0
+    except MegapipeError as error:
+        return ending.report(error)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        enough = MegapipeError("nobody reads the output")
+        enough.exit_code = 0
+        return ending.report(enough, said=True)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        return ending.report(
+            OutOfMemory(
+                f"rank {info.rank} is out of memory: {reason}: less is needed with a smaller "
+                "--batch, or more ranks (--tp, --pp)"
+            )
+        )
+    except Exception as error:
+        return ending.report_unexpected(error)
+
+
+def device_named(name: str) -> torch.device:
+    """The device `name`, after a test that it works; raises :class:`ConfigError`."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return device

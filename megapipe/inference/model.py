@@ -1,0 +1,172 @@
+"""A model spread over the ranks of a mesh, or whole in one process, and its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.collectives import all_gather
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.inference.chain import Chain
+from megapipe.inference.source import Source
+from megapipe.inference.stages import family_for, fill, head_axis, stages_of
+from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import TORCH_DTYPES, Sharding
+from megapipe.ops.documents import Documents, document_ids, positions_in
+from megapipe.train.checkpoint_io import Weights
+
+
+class Model:
+    """This process' stage of a model, in evaluation mode.
+
+    All ranks call the methods with the same arguments in the same order. Without a `mesh` the whole
+    model is in this process.
+
+    Raises:
+        ConfigError: the sizes of the model do not allow the layout.
+        CheckpointError: a weight is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        weights: Weights,
+        device: torch.device,
+        mesh: ParallelMesh | None = None,
+    ) -> None:
+        self.source = source
+        self.mesh = mesh
+        self.device = device
+        tp, pp = (Axis.alone(), Axis.alone()) if mesh is None else (mesh.tp, mesh.pp)
+        family = family_for(source.model, context=source.context, tp=tp.size)
+        weights.match({f"model/{name}": shape for name, shape in family.shapes().items()})
+        stages = stages_of(family, pp.size)
+        self.stage = stages[pp.index]
+        self.module = family.build(
+            self.stage, Sharding(tp, False, TORCH_DTYPES[source.model.dtype])
+        )
+        self.module.train(False)
+        fill(self.module, weights, device)
+        self.module.to(device)
+        self.is_last = pp.index == pp.size - 1
+        self.speaks = self.is_last and tp.index == 0
+        """Of the ranks that have the logits this is the one whose numbers count."""
+        self.columns_axis = head_axis(family, self.stage, tp)
+        """The ranks that have different columns of the logits."""
+        self.keeps = "kv_cache" in family.supports
+        """It can go on from keys and values that it has kept."""
+        self._chain = None if mesh is None or pp.size == 1 else Chain(mesh, family, stages)
+        masks = source.data.masks_documents
+        self._document_end = source.tokenizer.eod if masks else None
+        self._resets = source.model.positions == "learned" and source.data.resets_positions
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that it knows."""
+        size = self.source.model.vocab_size
+        assert size is not None
+        return size
+
+    def numbers_of(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor | None:
+        """Number of the document of each token [b, t]; None where attention crosses all of them.
+
+        `padding` [b] counts the columns before each text, which are a document of their own.
+        """
+        padded = padding is not None and bool(padding.any())
+        if self._document_end is None and not padded:
+            return None
+        numbers = torch.zeros_like(tokens)
+        if padding is not None:
+            numbers += (torch.arange(tokens.shape[1]) >= padding.unsqueeze(1)).long()
+        if self._document_end is not None:
+            numbers += document_ids(tokens, self._document_end)
+        return numbers
+
+    def microbatch(
+        self, tokens: Tensor, *, start: int = 0, padding: Tensor | None = None
+    ) -> MicroBatch:
+        """The columns of `tokens` [b, t] from `start` on, of which those before were read."""
+        numbers = self.numbers_of(tokens, padding)
+        return MicroBatch(
+            index=0,
+            step=0,
+            seed=0,
+            tokens=tokens[:, start:].to(self.device),
+            documents=None if numbers is None else Documents(numbers, self.device),
+            start=start,
+            positions=self._positions(numbers, padding, start, tokens.shape[1]),
+            sequence_length=self.source.context,
+        )
+
+    def _positions(
+        self, numbers: Tensor | None, padding: Tensor | None, start: int, stop: int
+    ) -> Tensor | None:
+        """Position of each column in its text, [columns, b]; None where it is the column."""
+        if self._resets and numbers is not None:
+            return positions_in(numbers)[:, start:].t().to(self.device)
+        if padding is None or not padding.any():
+            return None
+        columns = torch.arange(start, stop).unsqueeze(1)
+        return (columns - padding).clamp(min=0).to(self.device)
+
+    @torch.no_grad()
+    def columns(
+        self, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
+    ) -> Tensor | None:
+        """This rank's columns of the logits, padding included, [s, b, V or V/tp]; with `last` those
+        of the last position alone. None on ranks that do not have the last stage."""
+        assert mb.tokens is not None
+        x = None if self._chain is None else self._chain.receive(*mb.tokens.shape)
+        if self.is_last:
+            return self.module.logits(x, mb, cache, last=last)
+        assert self._chain is not None
+        self._chain.send(self.module(x, mb, cache))
+        return None
+
+    def logits(
+        self, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
+    ) -> Tensor | None:
+        """Logits of all of the vocabulary, [s, b, V]; with `last` [1, b, V]. None on ranks that do
+        not have the last stage."""
+        own = self.columns(mb, cache, last=last)
+        if own is None:
+            return None
+        if self.columns_axis.size > 1:
+            whole = all_gather(own.permute(2, 0, 1).contiguous(), self.columns_axis)
+            own = whole.permute(1, 2, 0)
+        return own[..., : self.vocab_size]
+
+    def shared(self, numbers: Sequence[float] | Tensor | None, count: int) -> Tensor:
+        """The `count` numbers of the rank that :attr:`speaks`, on every rank, fp64 on the host.
+
+        When it returns all messages between stages have arrived.
+        """
+        own = torch.zeros(count, dtype=torch.float64)
+        if self.speaks:
+            assert numbers is not None
+            own += torch.as_tensor(numbers, dtype=torch.float64, device="cpu")
+        if self.mesh is not None:
+            own = self.mesh.ordered_sum(own, "tp", "pp")
+        if self._chain is not None:
+            self._chain.settle()
+        return own
+
+
+def load_model(
+    weights: Weights,
+    device: torch.device,
+    mesh: ParallelMesh | None = None,
+    *,
+    tokenizer: str | None = None,
+    context: int | None = None,
+) -> Model:
+    """The model of a checkpoint or of what takes the place of one, at the layout of `mesh`.
+
+    Raises as :meth:`Source.of` and :class:`Model` do.
+    """
+    source = Source.of(weights, tokenizer=tokenizer, context=context)
+    return Model(source, weights, device, mesh)

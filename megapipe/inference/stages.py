@@ -1,0 +1,77 @@
+"""The stages of a model for inference, and the weights of this rank's."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megapipe.distributed.axis import Axis
+from megapipe.errors import ConfigError
+from megapipe.layers.parameter import spec_of
+from megapipe.layout.family import make_family
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.interface import Conditions, Family, StageModule
+from megapipe.model.partition import StageSpec, balanced, parse_layout
+from megapipe.optim.buffers import owned_parameters
+from megapipe.schedule.placement import loop
+from megapipe.train.checkpoint_io import Weights, read_region
+
+OPTIONS = {
+    "parallel.tp": "--tp",
+    "pipeline stages (parallel.pp x pipeline.chunks)": "pipeline stages (--pp)",
+    "train.sequence_length": "--context",
+}
+"""Keys of a run in messages about sizes, and the options that stand for them here."""
+
+
+def family_for(model: ModelConfig, *, context: int, tp: int) -> Family:
+    """The family of a model of `context` tokens over `tp` ranks; raises :class:`ConfigError`."""
+    try:
+        family = make_family(model, Conditions(context, microbatch=1, tp=tp))
+        if tp > 1 and "tp" not in family.supports:
+            raise ConfigError(f"parallel.tp={tp}: {family.name} has no support for it; expected 1")
+        family.check()
+    except ConfigError as error:
+        raise _in_options(error) from None
+    return family
+
+
+def stages_of(family: Family, pp: int) -> tuple[StageSpec, ...]:
+    """A stage for each of `pp` ranks, the slowest as fast as can be; raises ConfigError."""
+    forward = [Fraction(cost) for cost in family.unit_costs(None)]
+    try:
+        text = balanced(forward, loop(pp), ends=family.ends)
+    except ConfigError as error:
+        raise _in_options(error) from None
+    return parse_layout(text, family.layers, ends=family.ends)
+
+
+def _in_options(error: ConfigError) -> ConfigError:
+    text = str(error)
+    for key, option in OPTIONS.items():
+        text = text.replace(f"{key}=", f"{option} ").replace(key, option)
+    return ConfigError(text)
+
+
+def fill(module: StageModule, weights: Weights, device: torch.device) -> None:
+    """Give every parameter its region of the weights; two uses of a tied embedding share one.
+
+    Raises :class:`~megapipe.errors.CheckpointError` for what is missing or damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for owned in owned_parameters(module):
+        spec = spec_of(owned.parameter)
+        if spec.name not in tensors:
+            values = torch.zeros(spec.sizes, dtype=owned.parameter.dtype, device=device)
+            read_region(weights, "model", spec, values)
+            tensors[spec.name] = values
+        owned.replace(Parameter(tensors[spec.name], requires_grad=False))
+
+
+def head_axis(family: Family, stage: StageSpec, tp: Axis) -> Axis:
+    """Where the columns of a stage's logits are split: over `tp`, or nowhere."""
+    split = any(spec.role == "head" and spec.split for spec in family.parameters(stage))
+    return tp if split else Axis.alone()

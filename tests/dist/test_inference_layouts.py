@@ -1,0 +1,80 @@
+"""The same texts and the same likelihoods at every layout, uneven stages among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.evaluate.choices import Question, answer
+from megapipe.evaluate.perplexity import measure
+from megapipe.evaluate.scoring import Row, scores
+from megapipe.evaluate.texts import of_texts
+from megapipe.generate import Generator, Sampling
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.testing import World, run_world
+from tests.parity.held_models import BYTES, held_model
+from tests.parity.reference import init_random
+from tests.unit.model.transformers_models import model_of
+
+CONTEXT = 19
+CASES: dict[str, dict[str, Any]] = {
+    "gpt2": {"document_mask": True, "reset_positions": True},
+    "llama_gqa": {},
+    "gemma2": {},
+    "bloom": {},
+}
+"""Models of three layers, the first with tied embeddings, and how they read documents."""
+PROMPTS = ["", "a prompt that is longer than the context", "ab", "ab"]
+SAMPLINGS = (
+    Sampling(tokens=7, temperature=0),
+    Sampling(tokens=7, temperature=1.5, top_k=50, top_p=0.9, seed=3),
+)
+QUESTIONS = [Question("two and", ("a", "a long one"), 1, "1"), Question("", ("x", "y"), 0, "2")]
+
+
+def resolved(case: str) -> ModelConfig:
+    return model_of(case).model_copy(update={"vocab_size": 257, "max_positions": CONTEXT})
+
+
+def everything(case: str, mesh: ParallelMesh | None) -> tuple[list[Any], list[float]]:
+    """Texts that are to be equal, and numbers that are to be equal up to rounding."""
+    config = resolved(case)
+    params = init_random(config, seed=4)
+    model = held_model(config, params, context=CONTEXT, mesh=mesh, **CASES[case])
+    texts: list[Any] = [
+        list(Generator(model).generate(PROMPTS, sampling, batch=4)) for sampling in SAMPLINGS
+    ]
+    rows = [Row([256, *b"some words", 256, *b"and"][:n], 1) for n in range(2, 14)]
+    found = list(scores(model, rows, batch=1))  # more batches than are under way at a time
+    texts.append([score.greedy for score in found])
+    numbers = np.concatenate([score.likelihoods for score in found]).tolist()
+    numbers.append(measure(model, of_texts([PROMPTS[1], "x"], BYTES), stride=9).loss)
+    texts.append(answer(model, QUESTIONS, batch=3))
+    return texts, numbers
+
+
+def on_rank(world: World, grid: Grid) -> list[tuple[list[Any], list[float]]]:
+    return [everything(case, world.mesh(grid)) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[list[Any], list[float]]]:
+    return [everything(case, None) for case in CASES]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "grid",
+    [Grid(tp=2), Grid(pp=2), Grid(pp=2, tp=2)],
+    ids=["tp2", "pp2", "tp2 pp2"],
+)
+def test_texts_and_likelihoods_are_those_of_one_process(
+    grid: Grid, alone: list[tuple[list[Any], list[float]]]
+) -> None:
+    for rank in run_world(grid.world, on_rank, grid):
+        for (texts, numbers), (expected, like) in zip(rank, alone, strict=True):
+            assert texts == expected
+            np.testing.assert_allclose(numbers, like, rtol=1e-9, atol=0)

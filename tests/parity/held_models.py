@@ -1,0 +1,60 @@
+"""Models for inference whose weights are in memory, in the place of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.regions import Region
+from megapipe.data.tokenizer import load_tokenizer
+from megapipe.data_config import DataConfig
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.inference import Model, Source
+from megapipe.model.gpt.config import ModelConfig
+
+BYTES = load_tokenizer("byte")
+
+
+class HeldWeights:
+    """Global tensors by name; what a checkpoint is to those who read weights alone."""
+
+    path = Path("held")
+    config: Mapping[str, Any] = {}
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self.params = params
+
+    def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        assert {f"model/{n}": tuple(t.shape) for n, t in self.params.items()} == shapes
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        tensor = self.params[name.removeprefix("model/")]
+        if region is None:
+            return tensor.clone()
+        ends = zip(region.offsets, region.sizes, strict=True)
+        return tensor[tuple(slice(a, a + n) for a, n in ends)].clone()
+
+
+def held_model(
+    model: ModelConfig,
+    params: Mapping[str, Tensor],
+    *,
+    context: int,
+    mesh: ParallelMesh | None = None,
+    opening: tuple[int, ...] = (BYTES.eod,),
+    **data: Any,
+) -> Model:
+    """A resolved model that reads bytes; `data` are keys of how its run has read texts."""
+    source = Source(
+        model=model,
+        tokenizer=BYTES,
+        context=context,
+        opening=opening,
+        ends=frozenset({BYTES.eod}),
+        data=DataConfig(**data),
+    )
+    return Model(source, HeldWeights(params), torch.device("cpu"), mesh)
