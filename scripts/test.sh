@@ -2,7 +2,7 @@
 # Lint, types and tests, in the .venv that it makes when there is none:
 #   scripts/test.sh                          ten minutes on two cores
 #   scripts/test.sh --full                   all that CI runs: also what others nearly prove, and
-#                                            comparisons with megatron-core, which it installs
+#                                            comparisons with other systems, which it installs
 #   scripts/test.sh tests/unit -k schedule   arguments go to pytest, which then runs in one process
 set -euo pipefail
 # shellcheck source=scripts/venv.sh
@@ -25,5 +25,10 @@ export OMP_NUM_THREADS=1
 if [[ $marks == 'not slow and not gpu' ]]; then
   .venv/bin/python -m pip --disable-pip-version-check install -q --no-deps megatron-core==0.16.1 ||
     printf 'megatron-core cannot be installed: tests/external is left out\n' >&2
+  # lm-evaluation-harness, and what it needs to be imported
+  .venv/bin/python -m pip --disable-pip-version-check install -q --no-deps lm_eval==0.4.13 \
+    accelerate==1.15.0 colorama==0.4.6 lxml==6.0.2 portalocker==4.4.2 sacrebleu==2.5.1 \
+    tabulate==0.10.0 ||
+    printf 'lm_eval cannot be installed: tests/external/test_lm_eval.py is left out\n' >&2
 fi
 exec .venv/bin/python -m pytest "$@"

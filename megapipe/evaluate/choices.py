@@ -15,6 +15,7 @@ from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import DataError
 from megapipe.evaluate.scoring import Row, Score, scores
 from megapipe.inference.model import Model
+from megapipe.words import counted
 
 PROMPTS = ("prompt", "question")
 """Fields that may have what is given."""
@@ -71,10 +72,10 @@ class Choices:
         parts = []
         for name, share in names.items():
             error = "" if share.stderr is None else f" +- {share.stderr:.4f}"
-            ties = f" ({share.ties} ties, the first taken)" if share.ties else ""
+            ties = f" ({counted(share.ties, 'tie')}, the first taken)" if share.ties else ""
             parts.append(f"{name} {share.value:.4f}{error}{ties}")
         cut = f", {self.cut} longer than the context" if self.cut else ""
-        return " | ".join([*parts, f"{self.questions:,} questions{cut}"])
+        return " | ".join([*parts, f"{counted(self.questions, 'question')}{cut}"])
 
     def as_json(self) -> dict[str, Any]:
         """By name."""

@@ -14,6 +14,7 @@ from megapipe.evaluate.scoring import Row, scores
 from megapipe.evaluate.texts import Document
 from megapipe.evaluate.windows import windows
 from megapipe.inference.model import Model
+from megapipe.words import counted
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Perplexity:
         )
         return (
             f"perplexity {self.perplexity:.4f} | {self.loss:.6f} nats per token | {bits} | "
-            f"{self.tokens:,} tokens, {self.bytes:,} bytes, {self.documents:,} documents | "
+            f"{counted(self.tokens, 'token')}, {counted(self.bytes, 'byte')}, "
+            f"{counted(self.documents, 'document')} | "
             f"context {self.context:,}, stride {self.stride:,}"
         )
 
@@ -86,7 +88,9 @@ def measure(
         sums.append(float(np.sum(score.likelihoods)))
         tokens += len(score.likelihoods)
     if not tokens:
-        raise DataError(f"{count} documents without a token to score: expected some text")
+        raise DataError(
+            f"{counted(count, 'document')} without a token to score: expected some text"
+        )
     nats = -math.fsum(sums)
     loss = nats / tokens
     return Perplexity(

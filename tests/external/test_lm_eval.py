@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lm_eval.evaluator")
+pytest.importorskip("lm_eval.models.huggingface")
 
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate

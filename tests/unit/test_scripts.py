@@ -127,6 +127,11 @@ WORKERS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--duratio
 PYTEST = ["pytest", "-m", "not slow and not gpu and not full", *WORKERS]
 FULL = [
     [*PIP_START[:3], "-q", "--no-deps", "megatron-core==0.16.1"],
+    [
+        *(*PIP_START[:3], "-q", "--no-deps", "lm_eval==0.4.13", "accelerate==1.15.0"),
+        *("colorama==0.4.6", "lxml==6.0.2", "portalocker==4.4.2", "sacrebleu==2.5.1"),
+        "tabulate==0.10.0",
+    ],
     ["pytest", "-m", "not slow and not gpu", *WORKERS],
 ]
 CHECKS = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], PYTEST]
@@ -159,7 +164,10 @@ def test_without_other_systems_all_else_is_tested(tree):
     done = run(tree, "test.sh", "--full", EXIT_PEERS="1")
     assert (done.returncode, done.stderr) == (
         0,
-        "megatron-core cannot be installed: tests/external is left out\n",
+        (
+            "megatron-core cannot be installed: tests/external is left out\n"
+            "lm_eval cannot be installed: tests/external/test_lm_eval.py is left out\n"
+        ),
     )
     assert take_log(tree) == [*INSTALL, *CHECKS[:-1], *FULL]
 

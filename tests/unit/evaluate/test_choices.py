@@ -62,7 +62,7 @@ def test_the_choice_is_the_likeliest_by_sum_by_bytes_and_by_tokens(model: Model)
     assert found.questions == 4
     same = answer(model, [Question("p", ("a", "a"), 0, "1")])
     assert (same.acc.value, same.acc.stderr, same.acc.ties) == (1.0, None, 1)
-    assert "acc 1.0000 (1 ties, the first taken)" in same.describe()
+    assert "acc 1.0000 (1 tie, the first taken)" in same.describe()
 
 
 def test_the_standard_error_is_that_of_the_mean() -> None:

@@ -130,7 +130,7 @@ def test_greedy_is_the_most_probable_one_of_equals_the_first(small: Model) -> No
 
 
 def test_mistakes_are_told(small: Model) -> None:
-    with pytest.raises(DataError, match=r"1 documents without a token to score"):
+    with pytest.raises(DataError, match="1 document without a token to score"):
         measure(small, of_texts([""], BYTES))
     with pytest.raises(DataError, match="token id 260: the model knows 0 to 259"):
         measure(small, [Document([260], 1)])
