@@ -10,6 +10,7 @@ from pydantic import Field
 
 from megapipe.batch_ramp import BatchRamp
 from megapipe.data_config import DataConfig
+from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import Expected, Section
 from megapipe.update_rules import RULES
@@ -471,6 +472,7 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     activations: ActivationsConfig = ActivationsConfig()

@@ -70,7 +70,8 @@ class Stage:
         To be called once the parameters have their storage.
         """
         for parameter in self.module.parameters():
-            if spec_of(parameter).by_autograd:
+            spec = spec_of(parameter)
+            if spec.by_autograd and not spec.frozen:
                 accumulate_in_main_grad(parameter)
 
     def begin(self, *, train: bool) -> None:

@@ -5,11 +5,11 @@ A column-parallel layer holds rows of the weight [out/tp, in], a row-parallel on
 With sequence parallelism (Korthikanti et al., 2205.05198) the activations around the pair hold
 s/tp positions, and each all-reduce becomes an all-gather and a reduce-scatter.
 
-The weight gradient is queued (:mod:`megapipe.layers.weight_grad`). Gathered tensors are not kept:
-the queue holds this rank's positions, and ``W`` gathers them again. A ``B`` uses the gradient that
-it gathered for both products, and hides its collectives behind weight gradients: that of a column
-layer runs while its input gradient is summed, that of a row layer while the next gradient is
-gathered.
+The weight gradient is queued (:mod:`megapipe.layers.weight_grad`), unless the weight is frozen.
+Gathered tensors are not kept: the queue holds this rank's positions, and ``W`` gathers them again.
+A ``B`` uses the gradient that it gathered for both products, and hides its collectives behind
+weight gradients: that of a column layer runs while its input gradient is summed, that of a row
+layer while the next gradient is gathered.
 """
 
 from __future__ import annotations
@@ -99,8 +99,17 @@ class ParallelLinear(nn.Module):
         whole = weight.split_dim is None and sharding.tp.size == 1
         assert whole or weight.split_dim == dim, f"{weight.name}: split over {weight.split_dim}"
         self.sharding = sharding
+        self.frozen = weight.frozen
         self.weight = new_parameter(sharding, weight)
         self.bias = None if bias is None else new_parameter(sharding, bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The output for `x`, without a graph."""
+        raise NotImplementedError
+
+    def input_grad(self, grad: Tensor) -> Tensor:
+        """The gradient of the input, from that of the output."""
+        raise NotImplementedError
 
     def matrix(self) -> Tensor:
         """The local weight as one matrix [k * out, in]."""
@@ -165,6 +174,22 @@ def row_input_grad(grad: Tensor, weight: Tensor, sharding: Sharding) -> Tensor:
     return whole @ weight
 
 
+class _FrozenFunction(Function):
+    """A layer that is not trained: its backward needs the weight alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: ParallelLinear, graph_only: bool) -> Tensor:
+        ctx.layer = layer
+        if graph_only:
+            return x.new_empty(()).expand(layer.output_shape(x))
+        return layer.product(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        layer: ParallelLinear = ctx.layer
+        return layer.input_grad(grad), None, None
+
+
 class _ColumnFunction(Function):
     @staticmethod
     def forward(
@@ -174,7 +199,7 @@ class _ColumnFunction(Function):
         ctx.layer = layer
         if graph_only:
             return x.new_empty(()).expand(layer.output_shape(x))
-        return column_product(x, layer.matrix(), layer.vector(), layer.sharding)
+        return layer.product(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -199,7 +224,15 @@ class ColumnParallelLinear(ParallelLinear):
     rows_split = True
 
     def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
+        if self.frozen:
+            return _FrozenFunction.apply(x, self, graph_only)
         return _ColumnFunction.apply(x, self.weight, self, graph_only)
+
+    def product(self, x: Tensor) -> Tensor:
+        return column_product(x, self.matrix(), self.vector(), self.sharding)
+
+    def input_grad(self, grad: Tensor) -> Tensor:
+        return column_input_grad(grad, self.matrix(), self.sharding)
 
 
 class _RowFunction(Function):
@@ -211,7 +244,7 @@ class _RowFunction(Function):
         ctx.layer = layer
         if graph_only:
             return x.new_empty(()).expand(layer.output_shape(x))
-        return row_product(x, layer.matrix(), layer.vector(), layer.sharding)
+        return layer.product(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -242,4 +275,12 @@ class RowParallelLinear(ParallelLinear):
     rows_split = False
 
     def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
+        if self.frozen:
+            return _FrozenFunction.apply(x, self, graph_only)
         return _RowFunction.apply(x, self.weight, self, graph_only)
+
+    def product(self, x: Tensor) -> Tensor:
+        return row_product(x, self.matrix(), self.vector(), self.sharding)
+
+    def input_grad(self, grad: Tensor) -> Tensor:
+        return row_input_grad(grad, self.matrix(), self.sharding)

@@ -110,7 +110,7 @@ class _Loss:
     def backward(self, hidden: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the unmasked losses, and the gradient of `hidden` for `grad` [] of the sum.
 
-        Adds the gradient of the weight into its main gradient.
+        Adds the gradient of the weight, unless it is frozen, into its main gradient.
         """
         sharding, weight = self.head.sharding, self.head.weight
         matrix, x = self.head.matrix(), self.whole(hidden)
@@ -128,7 +128,8 @@ class _Loss:
             torch.mm(g, matrix, out=grad_x[chunk.tokens])
             if chunk.tokens.stop == len(x):
                 grad_hidden, summed = start_sum(grad_x.view(-1, *hidden.shape[1:]), sharding)
-            add_product(weight, g, chunk.x, sharding.kernels.accumulate)
+            if not self.head.frozen:
+                add_product(weight, g, chunk.x, sharding.kernels.accumulate)
         summed()
         return self.total(losses), grad_hidden
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megapipe.distributed.mesh import Axis
-from megapipe.layers.rng import draw_normal
+from megapipe.layers.rng import draw_normal, draw_uniform
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.weight_grad import WeightGradQueue
 from megapipe.ops.kernels import Kernels
@@ -77,6 +77,8 @@ class LocalParameter(ParameterSpec):
         if self.initial is not None:
             ends = zip(self.offsets, self.sizes, strict=True)
             out.copy_(self.initial.tensor[tuple(slice(start, start + n) for start, n in ends)])
+        elif self.bound is not None:
+            draw_uniform(out, seed, self.name, self.shape, self.offsets, self.bound)
         elif self.std is None:
             out.fill_(self.fill)
         else:

@@ -8,7 +8,7 @@ order of the schedule give the same numbers. The device's generator is put back 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,7 +47,40 @@ def draw_normal(
     offsets: tuple[int, ...],
     std: float,
 ) -> None:
-    """Fill `out` with the region at `offsets` of the tensor `name` drawn from N(0, std^2).
+    """Fill `out` with the region at `offsets` of the tensor `name` drawn from N(0, std^2)."""
+    _draw(out, seed, name, shape, offsets, std, _normal_tile)
+
+
+def draw_uniform(
+    out: Tensor,
+    seed: int,
+    name: str,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    bound: float,
+) -> None:
+    """The same, of values that are uniform between -bound and bound."""
+    _draw(out, seed, name, shape, offsets, bound, _uniform_tile)
+
+
+def _normal_tile(generator: torch.Generator) -> Tensor:
+    return torch.randn(TILE_ROWS, TILE_COLUMNS, generator=generator)
+
+
+def _uniform_tile(generator: torch.Generator) -> Tensor:
+    return torch.rand(TILE_ROWS, TILE_COLUMNS, generator=generator).mul_(2).sub_(1)
+
+
+def _draw(
+    out: Tensor,
+    seed: int,
+    name: str,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    scale: float,
+    draw_tile: Callable[[torch.Generator], Tensor],
+) -> None:
+    """Fill `out` with a region of the tensor `name`, whose values are `scale` times those of tiles.
 
     The global tensor consists of 2-D tiles of TILE_ROWS x TILE_COLUMNS with a stream each
     (leading dimensions count planes), drawn in fp32 on the CPU, so its values depend neither on
@@ -57,9 +90,8 @@ def draw_normal(
     out.zero_()
     if out.dim() == 3:
         for plane in range(out.shape[0]):
-            draw_normal(
-                out[plane], seed, f"{name}/{offsets[0] + plane}", shape[1:], offsets[1:], std
-            )
+            own = f"{name}/{offsets[0] + plane}"
+            _draw(out[plane], seed, own, shape[1:], offsets[1:], scale, draw_tile)
         return
     assert out.dim() == 2, f"{name}: initial values are drawn for matrices only"
     generator = torch.Generator()
@@ -70,9 +102,9 @@ def draw_normal(
     for i in range(row0 // TILE_ROWS, -(-row_end // TILE_ROWS)):
         for j in range(column0 // TILE_COLUMNS, -(-column_end // TILE_COLUMNS)):
             generator.manual_seed(seed_of(seed, "init", name, i, j))
-            tile = torch.randn(TILE_ROWS, TILE_COLUMNS, generator=generator)
+            tile = draw_tile(generator)
             top, left = i * TILE_ROWS, j * TILE_COLUMNS
             a, b = max(row0, top), min(row_end, top + TILE_ROWS)
             c, d = max(column0, left), min(column_end, left + TILE_COLUMNS)
-            part = tile[a - top : b - top, c - left : d - left] * std
+            part = tile[a - top : b - top, c - left : d - left] * scale
             out[a - row0 : b - row0, c - column0 : d - column0] = part.to(out.dtype)

@@ -44,6 +44,8 @@ class ParameterSpec:
     """Weight decay applies to it."""
     std: float | None = None
     """Standard deviation of the initial values; None: all are `fill`."""
+    bound: float | None = None
+    """The initial values are uniform between -bound and bound, instead."""
     fill: float = 0.0
     sequence_partial: bool = False
     """Where activations are split by sequence, a rank's gradient covers its positions only: it is
@@ -56,6 +58,8 @@ class ParameterSpec:
     """Another stage may use the same tensor: gradients of all uses are added."""
     use: int = 0
     """Which use of a tied tensor this is: 0 the input embedding, 1 the head."""
+    frozen: bool = False
+    """It stays as it is loaded: it has no gradient, no optimizer state and no master copy."""
     initial: InitialValues | None = field(default=None, compare=False, repr=False)
     """Given initial values, which go before `std` and `fill`."""
 

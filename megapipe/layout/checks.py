@@ -75,6 +75,7 @@ def _check_support(config: Config, family: Family) -> None:
         ("document_mask", config.data.document_mask, "data.document_mask=true", "false"),
         ("document_mask", config.data.packs, f"data.samples={config.data.samples}", "stateless"),
         ("loss_chunk", bool(kernels.loss_chunk), f"kernels.loss_chunk={kernels.loss_chunk}", "0"),
+        ("lora", config.lora.rank is not None, f"lora.rank={config.lora.rank}", "null"),
     ]
     for feature, wished, key, expected in wishes:
         if wished and feature not in family.supports:
@@ -278,6 +279,7 @@ def check_compile(config: Config, slices: int) -> None:
         (slices > 1, f"whole sequences, and pipeline.schedule cuts them into {slices} slices"),
         ("selective" in policies, "activations.policy=keep, full or stage, not selective"),
         (activations.offload, "activations.offload=[]"),
+        (config.lora.rank, f"lora.rank=null, not {config.lora.rank}"),
     ):
         if wrong:
             raise ConfigError(f"kernels.compile=true needs {expected}")

@@ -1,12 +1,15 @@
 """The family of a configuration's model, under the conditions of its run."""
 
+from megapipe import strict_yaml
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import device_kind
 from megapipe.layout.layout import DeviceKind
+from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.checks import resolved
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.family import GPT
+from megapipe.model.gpt.lora import resolved_targets
 from megapipe.model.interface import Conditions, Family
 from megapipe.user_code import UserCode
 
@@ -42,6 +45,22 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
     return model.model_copy(update={"vocab_size": model.vocab_size or tokenizer_size})
 
 
+def resolved_lora(lora: LoraConfig, model: ModelConfig) -> LoraConfig:
+    """The section with the targets by name; raises :class:`ConfigError` for what has no effect."""
+    if lora.rank is None:
+        for key, field in LoraConfig.model_fields.items():
+            given = getattr(lora, key)
+            if given != field.default:
+                raise ConfigError(
+                    f"lora.{key}={strict_yaml.text_of(given)} has no effect without lora.rank: "
+                    f"expected {strict_yaml.text_of(field.default)}, or that"
+                )
+        return lora
+    if model.source is not None:
+        return lora
+    return lora.model_copy(update={"targets": resolved_targets(model, lora.targets)})
+
+
 def conditions_of(config: Config, device: DeviceKind | None = None) -> Conditions:
     """How a run uses its model; `device` is what it computes on, where that is known."""
     parallel, train, cuda = config.parallel, config.train, (device or device_kind(config)) == "cuda"
@@ -55,6 +74,7 @@ def conditions_of(config: Config, device: DeviceKind | None = None) -> Condition
         compile=config.kernels.compile,
         loss=train.loss,
         seed=config.run.seed,
+        lora=config.lora.adapters,
     )
 
 

@@ -14,7 +14,7 @@ from megapipe.layout.checks import check, check_compile, check_slices
 from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
-from megapipe.layout.family import family_of, resolved_model
+from megapipe.layout.family import family_of, resolved_lora, resolved_model
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.links import scatters, sends_tuples
 from megapipe.layout.replicas import replica_policy
@@ -77,7 +77,8 @@ def _resolve(
     model = resolved_model(given, vocab_size)
     parallel, processes = _resolved_mesh(given, world)
     dp = parallel.dp or 1
-    config = given.model_copy(update={"model": model, "parallel": parallel})
+    lora = resolved_lora(given.lora, model)
+    config = given.model_copy(update={"model": model, "parallel": parallel, "lora": lora})
     device = device or device_kind(config)
     if before is not None and config == given and device == before.device:
         return config, before

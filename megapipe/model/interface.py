@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 
 from megapipe.dtypes import DTYPE_BYTES, Dtype
 from megapipe.errors import ConfigError, MegapipeError
+from megapipe.layers.lora_specs import Lora
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.partition import StageSpec
@@ -51,6 +52,8 @@ class Conditions:
     """``train.loss``, a loss of the user's."""
     seed: int = 0
     """``run.seed``, for initial weights that the modules themselves draw."""
+    lora: Lora | None = None
+    """Adapters that are trained in place of the weights."""
 
 
 class Work(NamedTuple):
@@ -185,10 +188,12 @@ Feature = Literal[
     "document_mask",
     "loss_chunk",
     "kv_cache",
+    "lora",
 ]
 """Features that a family may support: tensor parallelism, sequence parallelism, slices of
 sequences, recomputation of modules or of whole layers, activations in host memory, torch.compile,
-attention that ends at documents, a loss in chunks, and a key/value cache for generation."""
+attention that ends at documents, a loss in chunks, a key/value cache for generation, and low-rank
+adapters."""
 
 
 class Family(ABC):
@@ -261,17 +266,20 @@ class Family(ABC):
         """All units, as one stage."""
         return StageSpec(self.ends, range(self.layers), self.ends)
 
-    def shapes(self, stage: StageSpec | None = None) -> dict[str, tuple[int, ...]]:
-        """Global shape of every parameter of a stage, by default of the model, by name.
+    def shapes(
+        self, stage: StageSpec | None = None, *, trained: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        """Global shape of every parameter of a stage, by default of the model, by name; with
+        `trained` of those that are not frozen.
 
         A head tied to an embedding on another stage holds a copy of that matrix.
         """
         named = by_name(self.parameters(stage or self.whole))
-        return {name: spec.shape for name, spec in named.items()}
+        return {name: s.shape for name, s in named.items() if not (trained and s.frozen)}
 
-    def count(self, stage: StageSpec | None = None) -> int:
+    def count(self, stage: StageSpec | None = None, *, trained: bool = False) -> int:
         """Number of parameters of a stage, by default of the model."""
-        return sum(map(prod, self.shapes(stage).values()))
+        return sum(map(prod, self.shapes(stage, trained=trained).values()))
 
     # what it costs
 

@@ -44,15 +44,17 @@ class _RMSNorm(Function):
         return (wide * rstd).mul_(_full(weight, wide.dtype) if offset else weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, rstd = ctx.saved_tensors
         wide, g = (t.to(rstd.dtype) for t in (x, grad))
         w = _full(weight, rstd.dtype) if ctx.offset else weight.to(rstd.dtype)
         product = (g * wide).flatten(0, -2)  # [rows, h]
-        grad_weight = rstd.flatten() @ product
+        grad_weight = None  # of a frozen one
+        if ctx.needs_input_grad[1]:
+            grad_weight = (rstd.flatten() @ product).to(weight.dtype)
         mean = (product @ w).view_as(rstd).div_(x.shape[-1])
         grad_x = (g * w).mul_(rstd).addcmul_(wide, mean * rstd**3, value=-1)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
+        return grad_x.to(x.dtype), grad_weight, None, None
 
 
 def _full(weight: Tensor, dtype: torch.dtype) -> Tensor:

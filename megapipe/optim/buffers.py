@@ -11,6 +11,8 @@ A stage that several pipeline ranks hold (bidirectional pipelines) has a bucket 
 its shard group is dp x holders, so one owner updates a slice and all holders gather it, and the
 copies stay bitwise equal. So has a tied embedding, which the first and the last stage use; the two
 uses accumulate into gradients of their own and are added once.
+
+Frozen parameters are in buckets of their own, which have weights alone.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ class Bucket:
     `holders` counts those in this process, and the last of them completes the gradients.
 
     With `sharded_grads` the main gradients have memory between :meth:`open_grads` and
-    :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise.
+    :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise. Parameters of a
+    `frozen` one have no gradients.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Bucket:
         holders: int = 1,
         sharded_grads: bool = False,
         sharded_weights: bool = False,
+        frozen: bool = False,
     ) -> None:
         self.index = index
         self.start = start
@@ -113,6 +117,7 @@ class Bucket:
         self.holders = holders
         self.sharded_grads = sharded_grads
         self.sharded_weights = sharded_weights
+        self.frozen = frozen
         uses = sorted({spec_of(owned.parameter).use for owned in parameters})
         ordered = sorted(parameters, key=lambda owned: _segment_key(spec_of(owned.parameter)))
         places: dict[str, Entry] = {}
@@ -129,18 +134,23 @@ class Bucket:
         self.numel = aligned(stop, owners)
         dtype = ordered[0].parameter.dtype
         self.weights = torch.zeros(self.numel, dtype=dtype, device=device)
-        self.grads = [torch.zeros(self.numel, dtype=main_dtype(dtype), device=device) for _ in uses]
+        self.grads = [
+            torch.zeros(self.numel, dtype=main_dtype(dtype), device=device)
+            for _ in (() if frozen else uses)
+        ]
         self._early: dict[str, Tensor] = {}
         """Gradients that autograd computes within ``I``, which may be before `open_grads`."""
         for owned in ordered:
             spec = spec_of(owned.parameter)
             entry = places[spec.name]
-            new = Parameter(self.view(self.weights, entry))
+            new = Parameter(self.view(self.weights, entry), requires_grad=not frozen)
+            owned.replace(new)
+            if frozen:
+                continue
             grad = self.view(self.grads[uses.index(spec.use)], entry)
             if sharded_grads and spec.by_autograd:
                 grad = self._early[spec.name] = torch.zeros_like(grad)
             cast(Any, new).main_grad = grad
-            owned.replace(new)
         if sharded_grads:
             _release(self.grads[0])
         if sharded_weights:
@@ -236,15 +246,23 @@ def make_buckets(
     holders[stage] are the pipeline ranks that hold a stage. Gradients of a stage with several
     holders, and of tied parameters, which the first and the last stage hold, are reduced over the
     holders too, unless the pipeline is `in_process`. Buckets are in stage order, those of a stage
-    in the order in which they are reduced, the tied one last.
+    in the order in which they are reduced and then that of what is frozen, the tied one last.
     """
     groups = BucketGroups(mesh, policy)
 
     def bucketed(
         index: int, owned: Sequence[Owned], ranks: Sequence[int], *, shared: bool
     ) -> Iterator[Bucket]:
+        for frozen in (False, True):
+            some = [each for each in owned if spec_of(each.parameter).frozen == frozen]
+            if some:
+                yield from alike(index, some, ranks, shared=shared, frozen=frozen)
+
+    def alike(
+        index: int, owned: Sequence[Owned], ranks: Sequence[int], *, shared: bool, frozen: bool
+    ) -> Iterator[Bucket]:
         axes = groups.axes_of([0] if in_process else ranks)
-        whole = shared or axes.shard.size * axes.replicate.size == 1
+        whole = shared or frozen or axes.shard.size * axes.replicate.size == 1
         size = main_dtype(owned[0].parameter.dtype).itemsize
         least = None if whole else chunk_length(policy.chunk_mib, size)
         specs = {spec_of(each.parameter).name: spec_of(each.parameter) for each in owned}
@@ -259,8 +277,9 @@ def make_buckets(
                 replicate=axes.replicate,
                 shared=shared,
                 holders=len(set(ranks)) if in_process else 1,
-                sharded_grads=policy.shards_gradients and not shared,
+                sharded_grads=policy.shards_gradients and not (shared or frozen),
                 sharded_weights=policy.shards_weights,
+                frozen=frozen,
             )
 
     buckets: list[Bucket] = []

@@ -19,7 +19,7 @@ from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.layers.parameter import LocalParameter
 from megapipe.ops.adam import AdamKernel, torch_adam
-from megapipe.optim.buffers import Bucket, Entry
+from megapipe.optim.buffers import Bucket, Entry, main_dtype
 from megapipe.optim.departure import Departure
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.rules import build_rule
@@ -34,7 +34,8 @@ class OwnSlice(NamedTuple):
     start: int
     stop: int
     values: dict[str, Tensor]
-    """"model" (the master weights) and the states ("optimizer.exp_avg", ...), flat."""
+    """"model" (the master weights) and the states ("optimizer.exp_avg", ...), flat; of what is
+    frozen the weights alone."""
 
 
 class Optimizer:
@@ -68,7 +69,14 @@ class Optimizer:
         self.shards = [
             Shard(bucket, mesh.tp, self.rule.states, states, reduce_dtype=narrow)
             for bucket in buckets
+            if not bucket.frozen
         ]
+        self.frozen = [
+            Shard(bucket, mesh.tp, policy=StatePolicy(master="none"))
+            for bucket in buckets
+            if bucket.frozen
+        ]
+        """Of weights that stay as they are: their own masters, with no gradients and no states."""
         self._own: dict[int, Departure] = defaultdict(Departure)
         """Shards whose gradients are complete with one stage's."""
         self._through: Counter[int] = Counter()
@@ -77,12 +85,12 @@ class Optimizer:
         """Shards of all weights that a stage computes with, tied ones included."""
         self._reducing: list[int] = []
         """Stages with sharded gradients whose reduction is under way, the oldest first."""
-        for shard in self.shards:
+        for shard in (*self.shards, *self.frozen):
             index = shard.bucket.index
             users = [index] if index < stages else [0, stages - 1]
             for stage in users:
                 self._of_stage[stage].append(shard)
-            if index < stages:
+            if index < stages and not shard.bucket.frozen:
                 self._own[index].add(shard)
 
     def zero_grad(self) -> None:
@@ -217,7 +225,7 @@ class Optimizer:
 
         Masters get the values in full precision, weights in the model dtype.
         """
-        for shard, entry, values in self._entries():
+        for shard, entry, values in self._entries((*self.shards, *self.frozen)):
             fill(entry.spec, values)
             shard.set_weights(entry, values)
 
@@ -225,28 +233,31 @@ class Optimizer:
         """Set the states after `steps`: `fill(name, spec, out)` writes one region."""
         self.count = steps
         for name in self.rule.states:
-            for shard, entry, values in self._entries():
+            for shard, entry, values in self._entries(self.shards):
                 if entry.start < shard.stop and shard.start < entry.stop:
                     fill(name, entry.spec, values)
                     shard.set_state(name, entry, values)
 
-    def _entries(self) -> Iterator[tuple[Shard, Entry, Tensor]]:
+    def _entries(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, Entry, Tensor]]:
         """Every parameter, with zeros of its local shape in full precision."""
-        for shard in self.shards:
-            dtype = shard.bucket.grads[0].dtype
+        for shard in shards:
+            dtype = main_dtype(shard.bucket.weights.dtype)
             for entry in shard.bucket.entries:
                 yield shard, entry, torch.zeros(entry.spec.sizes, dtype=dtype)
 
     def own_slices(self) -> Iterator[OwnSlice]:
         """The parts of its shards that this rank counts in the norm and writes to checkpoints."""
-        for shard in self.shards:
+        for shard in (*self.shards, *self.frozen):
             for entry in shard.bucket.entries:
                 if not entry.spec.counted:
                     continue
                 a, b = max(entry.start, shard.own_start), min(entry.stop, shard.own_stop)
                 if a < b:
                     here = a - shard.start, b - shard.start
-                    values = {"model": shard.store.read("model", *here)}
-                    for name in self.rule.states:
+                    master = shard.store.read("model", *here)
+                    if master.dtype == torch.float16:
+                        master = master.float()  # frozen ones; a checkpoint has no fp16
+                    values = {"model": master}
+                    for name in () if shard.bucket.frozen else self.rule.states:
                         values[f"optimizer.{name}"] = shard.store.read(name, *here)
                     yield OwnSlice(entry.spec, a - entry.start, b - entry.start, values)

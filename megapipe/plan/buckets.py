@@ -100,6 +100,8 @@ class BucketPlan:
     """Several stages or holders share the bucket, so it is reduced once a step."""
     uses: int = 1
     """Gradient buffers of the bucket: 2 where the process uses a tied matrix twice."""
+    frozen: bool = False
+    """Its parameters are not trained, so it has no gradients and no optimizer state."""
 
     @property
     def numel(self) -> int:
@@ -143,18 +145,30 @@ def _sized(parameters: Iterable[ParameterSpec], tp: int) -> Iterator[Sized]:
 
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
     """Buckets of a process at pipeline index `rank`, in the order of stages and, within a stage, of
-    reduction; the tied one comes last."""
+    reduction, then that of what is frozen; the tied one comes last."""
     placement = layout.schedule.placement
     least = chunk_length(config.optimizer.reduce_chunk_mib, main_bytes(layout.model.dtype))
 
     def buckets(
         stage: int, parameters: Sequence[ParameterSpec], ranks: Iterable[int], shared: bool
     ) -> Iterator[BucketPlan]:
+        for frozen in (False, True):
+            some = [spec for spec in parameters if spec.frozen == frozen]
+            if some:
+                yield from alike(stage, some, ranks, shared, frozen)
+
+    def alike(
+        stage: int,
+        parameters: Sequence[ParameterSpec],
+        ranks: Iterable[int],
+        shared: bool,
+        frozen: bool,
+    ) -> Iterator[BucketPlan]:
         groups = _groups(config, layout, (0,) if layout.in_process else tuple(sorted(set(ranks))))
-        whole = shared or all(group.members == 1 for group in groups)
+        whole = shared or frozen or all(group.members == 1 for group in groups)
         for own_cut in cut(_sized(parameters, layout.tp), None if whole else least):
             own = tuple(spec for spec in parameters if spec.name in own_cut.names)
-            yield BucketPlan(stage, own, layout.tp, *groups, shared)
+            yield BucketPlan(stage, own, layout.tp, *groups, shared, frozen=frozen)
 
     tied: list[ParameterSpec] = []
     for stage in layout.process_stages(rank):

@@ -47,13 +47,15 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     for bucket in buckets:
         alone = bucket.shard.members == 1
         own = _slice(bucket)
-        optimizer += own * _state_bytes(config.optimizer, size, main)
-        if config.optimizer.post_validation:
-            copies += own * _undo_bytes(config.optimizer, size, main)
         if zero == 3 and not alone:
             parameters += own * size
         else:
             parameters += bucket.numel * size
+        if bucket.frozen:
+            continue
+        optimizer += own * _state_bytes(config.optimizer, size, main)
+        if config.optimizer.post_validation:
+            copies += own * _undo_bytes(config.optimizer, size, main)
         if zero >= 2 and not bucket.shared and not alone:
             gradients += bucket.norms * main  # kept apart: they may come before the others
         else:
@@ -74,7 +76,11 @@ def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[B
     Where one process runs all pipeline ranks, the peaks of all ranks are added up.
     """
     zero, main = layout.replicas.zero, main_bytes(config.model.dtype)
-    at_the_end = sum(_slice(bucket) * main for bucket in buckets if bucket.shard.members > 1)
+    at_the_end = sum(
+        _slice(bucket) * main
+        for bucket in buckets
+        if bucket.shard.members > 1 and not bucket.frozen
+    )
     if zero < 2:
         return at_the_end
     most = sum(
@@ -89,11 +95,14 @@ def _passing(
 ) -> Iterator[int]:
     """Bytes of slices, gradients and weights after each action of a program under ZeRO-2 or 3."""
     main, size = main_bytes(dtype), DTYPE_BYTES[dtype]
+    weights: Counter[int] = Counter()
     numel: Counter[int] = Counter()
     slices: Counter[int] = Counter()
     for bucket in buckets:
-        numel[bucket.stage] += bucket.numel
-        slices[bucket.stage] += _slice(bucket)
+        weights[bucket.stage] += bucket.numel
+        if not bucket.frozen:
+            numel[bucket.stage] += bucket.numel
+            slices[bucket.stage] += _slice(bucket)
     opened: dict[int, int] = {}
     summed: dict[int, int] = {}
     users: Counter[int] = Counter()
@@ -114,7 +123,7 @@ def _passing(
             users.subtract(used)
         else:
             continue
-        gathered = sum(numel[index] for index, count in users.items() if count)
+        gathered = sum(weights[index] for index, count in users.items() if count)
         yield gathered * size + sum(opened.values()) + sum(summed.values())
 
 

@@ -147,9 +147,10 @@ def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float],
         tied = own.pop(layout.stages, None)
         for stage, group in own.items():
             both = [_exchanged(config, layout, bucket) for bucket in group]
-            reduced_in[stage] = [reduced for reduced, _ in both]
             gather[stage] = sum(gathered for _, gathered in both)
-            leaving[stage] = _complete(group)
+            if trained := [bucket for bucket in group if not bucket.frozen]:
+                reduced_in[stage] = [reduced for reduced, _ in both[: len(trained)]]
+                leaving[stage] = _complete(trained)
         if tied is not None:
             reduced, gathered = _exchanged(config, layout, *tied)
             ends = [stage for stage in (0, layout.stages - 1) if stage in own]
@@ -180,5 +181,7 @@ def _exchanged(config: Config, layout: Layout, bucket: BucketPlan) -> tuple[floa
     rate = 1e9 * speed(config, extent)
     weights = bucket.numel * DTYPE_BYTES[config.model.dtype]
     gathered = Exchange("dp", "all_gather", "weights", 1, weights, bucket.shard.members).wire
+    if bucket.frozen:
+        return 0.0, float(gathered) / rate if layout.replicas.zero == 3 else 0.0
     reduced = sum(exchange.wire for exchange in reduction(config, bucket, 1))
     return float(reduced) / rate, float(gathered) / rate

@@ -196,16 +196,21 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
             reductions = reductions_of(actions, bucket.stage)
         if zero == 3:
             gathers = gathers_of(actions, users)
+        weights = gathers * bucket.numel * DTYPE_BYTES[config.model.dtype]
+        gather = Exchange(
+            bucket.shard.axis, "all_gather", "weights", gathers, weights, bucket.shard.members
+        )
+        if bucket.frozen:
+            if zero == 3:
+                yield gather
+            continue
         yield from reduction(config, bucket, reductions)
         partial = bucket.whole if config.parallel.sequence_parallel else bucket.of_heads
         if partial:
             what = "sequence shards" if config.parallel.sequence_parallel else "parts of heads"
             parts = reductions * partial * main
             yield Exchange("tp", "all_reduce", what, reductions, parts, layout.tp)
-        weights = gathers * bucket.numel * DTYPE_BYTES[config.model.dtype]
-        yield Exchange(
-            bucket.shard.axis, "all_gather", "weights", gathers, weights, bucket.shard.members
-        )
+        yield gather
 
 
 def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchange]:

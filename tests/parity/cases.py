@@ -63,6 +63,8 @@ class Case:
     loss_chunk: int | None = None
     compile: bool = False
     overlap: bool = True
+    lora: str | None = None
+    """Adapters are trained, beside the layers of that name in ADAPTED."""
     model: str = "gpt2"
     tied: bool = True
     uneven: bool = False
@@ -170,6 +172,13 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+ADAPTED: dict[str, dict[str, Any]] = {
+    "all": {"rank": 3, "targets": ["all"]},
+    "some": {"rank": 2, "targets": ["attention.q", "attention.v", "mlp.down"]},
+    "heads together": {"rank": 5, "targets": ["attention.qkv", "attention.out"]},
+}
+
+
 def configure(case: Case) -> tuple[Config, Layout]:
     """The resolved configuration of a case."""
     layout: str | None = None
@@ -193,6 +202,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "dtype": case.dtype,
                 **MODELS[case.model],
             },
+            "lora": _lora(case),
             "parallel": {
                 "dp": case.dp,
                 "tp": case.tp,
@@ -253,6 +263,13 @@ def configure(case: Case) -> tuple[Config, Layout]:
         assert sum(case.lengths) == case.sequence
         resolved = replace(resolved, slice_lengths=case.lengths)
     return config, resolved
+
+
+def _lora(case: Case) -> dict[str, Any]:
+    if case.lora is None:
+        return {}
+    section = ADAPTED[case.lora]
+    return {**section, "alpha": reference.ADAPTER_SCALE * section["rank"]}
 
 
 def _stages(case: Case) -> int:

@@ -46,9 +46,8 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
     values = [values_at(case, outcomes, i) for i in range(case.steps + 1)]
     check_beginning(case, values[0])
     check_loss("validation loss", [o.validation for o in outcomes], case, values[0]["model"])
-    grads = [
-        assemble([o.grads[i] for o in outcomes], values[0]["model"]) for i in range(case.steps)
-    ]
+    learning = {n: values[0]["model"][n] for n in reference.trained(values[0]["model"])}
+    grads = [assemble([o.grads[i] for o in outcomes], learning) for i in range(case.steps)]
     if trains_alone(case):
         check_training(case, outcomes, grads)
     farther = 0
@@ -61,8 +60,9 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
             assert_scalar_close("gradient norm", outcome.norms[i], norm, 1e-12)
         if case.clip is not None:
             assert norm > case.clip, "the clip is not active"
-        update = Update(case, values[i], grads[i], norm, outcomes[0].rates[i], i)
-        farther += update.check(values[i + 1])
+        before, after = (of_trained(each) for each in values[i : i + 2])
+        farther += Update(case, before, grads[i], norm, outcomes[0].rates[i], i).check(after)
+        check_frozen(values[0]["model"], values[i + 1]["model"])
         check_copies(case, values[i + 1]["model"], [o.copies[i] for o in outcomes])
     if case.rounding == "stochastic" and rounds(case, values[0]):
         assert farther, "no value was rounded to the farther of its two neighbours"
@@ -76,15 +76,34 @@ def trains_alone(case: Case) -> bool:
 
 def values_at(case: Case, outcomes: Sequence[Outcome], i: int) -> Values:
     """Weights and states after `i` steps."""
-    like = reference.shapes(configure(case)[0].model)
+    config, _ = configure(case)
+    like = reference.shapes(config.model, config.lora)
     shapes = {name: torch.empty(shape) for name, shape in like.items()}
-    kinds = outcomes[0].values[i]
-    return {kind: assemble([o.values[i].get(kind, []) for o in outcomes], shapes) for kind in kinds}
+    learning = {name: shapes[name] for name in reference.trained(shapes)}
+    return {
+        kind: assemble(
+            [o.values[i].get(kind, []) for o in outcomes], shapes if kind == "model" else learning
+        )
+        for kind in {kind: None for o in outcomes for kind in o.values[i]}
+    }
+
+
+def of_trained(values: Values) -> Values:
+    """Weights and states without frozen weights."""
+    names = reference.trained(values["model"])
+    return {kind: {name: of[name] for name in names} for kind, of in values.items()}
+
+
+def check_frozen(first: Params, now: Params) -> None:
+    """What is not trained has not changed by a bit."""
+    for name in first.keys() - set(reference.trained(first)):
+        assert now[name].equal(first[name]), f"{name}: a frozen weight has changed"
 
 
 def check_beginning(case: Case, values: Values) -> None:
     for name, weight in first_weights(case).items():
         assert values["model"][name].equal(weight), f"{name}: not what it was set to"
+    for name in reference.trained(values["model"]):
         assert not any(state.any() for state in states_of(values, name).values())
 
 

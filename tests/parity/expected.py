@@ -25,7 +25,7 @@ ROUNDING = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-
 def expected(case: Case) -> tuple[list[reference.Step], float]:
     """The steps of AdamW from the first weights on, and the validation loss, of a plain case."""
     config, _ = configure(case)
-    params = reference.init_random(config.model, seed=3)
+    params = reference.init_random(config.model, seed=3, lora=config.lora)
     lr = [learning_rate(config.optimizer, i, case.steps) for i in range(case.steps)]
     settings = reference.Optimizer(
         lr=lr, weight_decay=config.optimizer.weight_decay, clip=case.clip
@@ -162,7 +162,7 @@ def travelling(
     """Most that the types in which gradients travel add to the error of each."""
     error = travel_rounding(case)
     if not error:
-        return {name: torch.zeros_like(p) for name, p in params.items()}
+        return {name: torch.zeros_like(params[name]) for name in reference.trained(params)}
     sizes = summed_sizes(case, params, model, batch, noise)
     return {name: error * size for name, size in sizes.items()}
 
@@ -180,7 +180,7 @@ def summed_sizes(
     uses = dict(params)
     if model.tied_embeddings:
         uses["head.weight"] = params["embedding.word.weight"]
-    sizes = {name: torch.zeros_like(p) for name, p in uses.items()}
+    sizes = {name: torch.zeros_like(uses[name]) for name in reference.trained(uses)}
     count = batch[2].sum().item()
     for start in range(0, len(batch[0]), case.batch):
         rows = slice(start, start + case.batch)
@@ -190,13 +190,15 @@ def summed_sizes(
         share = part[2].sum().item() / count
         for name, grad in grads.items():
             sizes[name] += share * grad.abs()
-    if model.tied_embeddings:
+    if "head.weight" in sizes and model.tied_embeddings:
         sizes["embedding.word.weight"] += sizes.pop("head.weight")
     return sizes
 
 
 def first_weights(case: Case) -> Params:
-    """What the masters of a case begin with, fp64."""
-    params = reference.init_random(configure(case)[0].model, seed=3)
+    """What the masters of a case begin with, and frozen weights in the model's type; fp64."""
+    config, _ = configure(case)
+    params = reference.init_random(config.model, seed=3, lora=config.lora)
     kept = torch.bfloat16 if case.master == "none" else reference.MASTER_DTYPES[case.dtype]
-    return {name: p.to(kept).double() for name, p in params.items()}
+    learning, frozen = reference.trained(params), reference.COMPUTE_DTYPES[case.dtype]
+    return {n: p.to(kept if n in learning else frozen).double() for n, p in params.items()}

@@ -19,10 +19,12 @@ from megapipe.distributed.collectives import Wait, done
 from megapipe.engine import channels
 from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Key, Stage
-from megapipe.layers import kv_cache, linear
+from megapipe.layers import kv_cache, linear, lora
 from megapipe.layers.embedding import PositionEmbedding
+from megapipe.layers.lora_specs import Rows
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.parameter import Sharding, spec_of
+from megapipe.layers.parameter import Sharding, new_parameter, spec_of
+from megapipe.layers.specs import ParameterSpec
 from megapipe.model.gpt.block import Blocks
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.ops import attention
@@ -46,6 +48,7 @@ DATA = Case(dp=2, m=2)
 SEQUENCE = replace(TENSOR, sequence_parallel=True)
 REPLICATED = replace(PIPELINE, schedule="chimera", tied=False)
 SLICED = replace(PIPELINE, schedule="seq1f1b", slices=2)
+ADAPTED = replace(TENSOR, lora="all", model="llama")
 Fetched = dict[Key, MicroBatch]
 
 
@@ -354,6 +357,63 @@ def last_layer_lost() -> Patch:
     return mock.patch.object(GPTStage, "hidden", wrong)
 
 
+def replicated_adapter_gradients_summed_over_tp() -> Patch:
+    """A matrix that every tp rank holds whole, with its whole gradient, counts tp times."""
+
+    def wrong(sharding: Sharding, spec: ParameterSpec) -> Parameter:
+        return new_parameter(sharding, replace(spec, heads_partial=True))
+
+    return mock.patch.object(lora, "new_parameter", wrong)
+
+
+def replicated_adapter_gradients_of_one_sequence_shard() -> Patch:
+    """What covers the positions of one tp rank is taken for all of it."""
+
+    def wrong(sharding: Sharding, spec: ParameterSpec) -> Parameter:
+        return new_parameter(sharding, replace(spec, sequence_partial=False))
+
+    return mock.patch.object(lora, "new_parameter", wrong)
+
+
+def adapters_of_one_tp_rank_left_out_of_the_norm() -> Patch:
+    square = Shard.own_square
+
+    def wrong(self: Shard) -> Tensor:
+        return square(self) * (self.tp.index == 0)
+
+    return mock.patch.object(Shard, "own_square", wrong)
+
+
+def adapters_not_scaled() -> Patch:
+    def wrong(self: lora.Adapter, x: Tensor, graph_only: bool = False) -> Tensor:
+        y: Tensor = self.b(self.a(x), graph_only)
+        return y
+
+    return mock.patch.object(lora.Adapter, "forward", wrong)
+
+
+def adapter_of_keys_added_to_values() -> Patch:
+    part = lora._part
+
+    def wrong(y: Tensor, rows: Rows) -> Tensor:
+        is_of_keys = rows.start == 1 and rows.shape[1] == 3
+        return part(y, rows._replace(start=2, stop=3) if is_of_keys else rows)
+
+    return mock.patch.object(lora, "_part", wrong)
+
+
+def frozen_weights_are_trained() -> Patch:
+    """They decay as others do."""
+
+    def wrong(self: Optimizer, lr: float, factor: float = 1.0) -> None:
+        update(self, lr, factor)
+        for shard in self.frozen:
+            shard.bucket.weights.mul_(1 - 0.1 * lr)
+
+    update = Optimizer.update
+    return mock.patch.object(Optimizer, "update", wrong)
+
+
 OUTRIGHT = {"padded_logits_in_the_softmax": "embedding.word.weight: the padding is not zero"}
 """Faults that fail before anything is compared, and how."""
 FAULTS: dict[Callable[[], Patch], Case] = {
@@ -386,6 +446,12 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     a_slice_attends_as_if_it_were_the_first: SLICED,
     key_and_value_gradients_of_later_slices_dropped: SLICED,
     recomputed_from_a_stale_input: replace(PIPELINE, schedule="varuna"),
+    replicated_adapter_gradients_summed_over_tp: ADAPTED,
+    replicated_adapter_gradients_of_one_sequence_shard: replace(ADAPTED, sequence_parallel=True),
+    adapters_of_one_tp_rank_left_out_of_the_norm: ADAPTED,
+    adapters_not_scaled: ADAPTED,
+    adapter_of_keys_added_to_values: ADAPTED,
+    frozen_weights_are_trained: ADAPTED,
     halves_of_a_micro_batch_swapped: replace(PIPELINE, schedule="chimera_backward_halving"),
 }
 

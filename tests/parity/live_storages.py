@@ -92,7 +92,9 @@ def measure_slices(
 
 def known_of(stage: Stage, *inputs: Tensor) -> list[Tensor]:
     """What is there without a micro-batch."""
-    known = [getattr(p, what) for p in stage.module.parameters() for what in _STORED]
+    known = [
+        getattr(p, what) for p in stage.module.parameters() for what in _STORED if hasattr(p, what)
+    ]
     return [*inputs, *known, *stage.module.constants()]
 
 

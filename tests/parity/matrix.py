@@ -58,6 +58,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "dropout": [0.0, 0.2],
     "compile": [False, True],
     "loss_chunk": [None, 0, 5],
+    "lora": [None, "all", "some", "heads together"],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "gemma"],
     "activations": ["keep", "stage", "full, two together", "of each some"],
     "in_process": [False, True],
@@ -90,6 +91,7 @@ ELSEWHERE = {
 }
 """Fields of a case that are no dimension, and why, or where they vary."""
 PLAIN_SHARE = {
+    "lora": 0.9,
     "compile": 0.95,
     "dropout": 0.75,
     "reduce_dtype": 0.6,
@@ -146,7 +148,7 @@ def _are_messages_alike(c: Mapping[str, Any]) -> bool:
 
 
 def _can_be_compiled(c: Mapping[str, Any]) -> bool:
-    return not c["dropout"] and c["activations"] in ("keep", "stage")
+    return not (c["dropout"] or c["lora"]) and c["activations"] in ("keep", "stage")
 
 
 def to_case(choice: Mapping[str, Any]) -> Case:

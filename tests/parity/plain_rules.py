@@ -17,7 +17,7 @@ Stepped = tuple[Tensor, dict[str, Tensor]]
 
 def is_matrix(name: str) -> bool:
     """Whether a parameter decays (and LARS and LAMB scale it)."""
-    return name.endswith("weight") and "norm" not in name
+    return name.endswith(("weight", "lora_a", "lora_b")) and "norm" not in name
 
 
 def is_hidden(name: str) -> bool:

@@ -32,7 +32,7 @@ def run_case(world: World, case: Case, *, validate: bool = True, device: str = "
     mesh = world.mesh(grid, device)
     swapped = as_gpipe(layout.schedule) if case.swap else None
     step = TrainStep(config, layout, mesh, schedule=swapped, document_end=END)
-    params = reference.init_random(config.model, seed=3)
+    params = reference.init_random(config.model, seed=3, lora=config.lora)
     step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
     return train(step, case, validate=validate)
 

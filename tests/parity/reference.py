@@ -5,7 +5,7 @@ code with the package. Batch first; weights are [out, in]; the model's sizes mus
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from tests.parity.compare import assert_error_like as assert_error_like
 from tests.parity.compare import assert_grads_close as assert_grads_close
@@ -26,6 +27,8 @@ Noise = Mapping[tuple[str, int], Tensor]
 """Dropout: what (a place, its layer) is multiplied by, 0 or 1 / (1 - p). "attention": [b, heads, s,
 s], of the probabilities; "embedding", "attention_out" and "mlp_out": [b, s, h]."""
 
+ADAPTER_SCALE = 1.5
+"""alpha / rank of all adapters."""
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -68,8 +71,8 @@ class Step:
     params: Params
 
 
-def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model."""
+def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the model, and of its adapters after them."""
     h, f, v = model.hidden, model.ffn_hidden, model.vocab_size
     attended = model.heads * model.head_dim
     qkv = attended + 2 * model.kv_heads * model.head_dim
@@ -106,15 +109,42 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     norm("final_norm")
     if not model.tied_embeddings:
         out["head.weight"] = (v, h)
+    if lora is not None and lora.rank is not None:
+        sizes = {  # outputs and inputs
+            "attention.qkv": (qkv, h),
+            "attention.q": (attended, h),
+            "attention.k": (model.kv_heads * model.head_dim, h),
+            "attention.v": (model.kv_heads * model.head_dim, h),
+            "attention.out": (h, attended),
+            "mlp.gate": (f, h),
+            "mlp.up": (f, h),
+            "mlp.down": (h, f),
+        }
+        for i in range(model.layers):
+            for target in lora.targets:
+                outputs, inputs = sizes[target]
+                out[f"layers.{i}.{target}.lora_a"] = (lora.rank, inputs)
+                out[f"layers.{i}.{target}.lora_b"] = (outputs, lora.rank)
     return out
 
 
-def init_random(model: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> Params:
+def trained(names: Iterable[str]) -> list[str]:
+    """Those of the adapters if there are any, else all."""
+    names = list(names)
+    return [name for name in names if ".lora_" in name] or names
+
+
+def init_random(
+    model: ModelConfig,
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    lora: LoraConfig | None = None,
+) -> Params:
     """Random tensors under which no gradient vanishes by accident: norm weights about 1, biases
     not 0, matrices large enough for uneven attention. Drawn in fp64, then cast to `dtype`."""
     generator = torch.Generator().manual_seed(seed)
     params = {}
-    for name, shape in shapes(model).items():
+    for name, shape in shapes(model, lora).items():
         draw = torch.randn(shape, generator=generator, dtype=torch.float64)
         if name.endswith(".bias"):
             tensor = 0.1 * draw
@@ -217,13 +247,15 @@ def loss_and_grads(
     noise: Noise | None = None,
     scale: float = 1.0,
 ) -> tuple[float, Params]:
-    """Loss and gradients, computed in `model.dtype` and returned in its main-gradient dtype.
+    """Loss and gradients of what is trained, computed in `model.dtype` and returned in its
+    main-gradient dtype.
 
     The loss is multiplied by `scale` on the way back, and the gradients are divided by it.
     """
     compute, master = COMPUTE_DTYPES[model.dtype], MASTER_DTYPES[model.dtype]
-    leaves = {name: p.detach().to(compute).requires_grad_() for name, p in params.items()}
-    value = loss(leaves, model, *batch, end, noise)
+    given = {name: p.detach().to(compute) for name, p in params.items()}
+    leaves = {name: given[name].requires_grad_() for name in trained(given)}
+    value = loss(given, model, *batch, end, noise)
     grads = torch.autograd.grad(value * scale, list(leaves.values()))
     return value.item(), {n: g.to(master) / scale for n, g in zip(leaves, grads, strict=True)}
 
@@ -240,8 +272,9 @@ def train(
     assert model.dropout == 0, "dropout needs its noise, which differs from step to step"
     dtype = MASTER_DTYPES[model.dtype]
     masters = {n: torch.nn.Parameter(p.detach().to(dtype, copy=True)) for n, p in params.items()}
-    decayed = [p for n, p in masters.items() if p.ndim >= 2 and not n.endswith(".bias")]
-    others = [p for n, p in masters.items() if p.ndim < 2 or n.endswith(".bias")]
+    learning = {n: masters[n] for n in trained(masters)}
+    decayed = [p for n, p in learning.items() if p.ndim >= 2 and not n.endswith(".bias")]
+    others = [p for n, p in learning.items() if p.ndim < 2 or n.endswith(".bias")]
     adamw = torch.optim.AdamW(
         [
             {"params": decayed, "weight_decay": optimizer.weight_decay},
@@ -254,10 +287,10 @@ def train(
     steps = []
     for batch, lr in zip(batches, optimizer.lr, strict=True):
         value, grads = loss_and_grads(masters, model, batch, end)
-        for name, parameter in masters.items():
+        for name, parameter in learning.items():
             parameter.grad = grads[name].clone()
         largest = math.inf if optimizer.clip is None else optimizer.clip
-        norm = torch.nn.utils.clip_grad_norm_(masters.values(), largest, foreach=False)
+        norm = torch.nn.utils.clip_grad_norm_(learning.values(), largest, foreach=False)
         for group in adamw.param_groups:
             group["lr"] = lr
         adamw.step()
@@ -281,7 +314,16 @@ def _rms(x: Tensor, weight: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _linear(x: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
-    return F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+    y = F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+    return y + _adapter(x, params, name)
+
+
+def _adapter(x: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
+    """What an adapter adds, if there is one of that name; else 0."""
+    a, b = (params.get(f"{name}.lora_{matrix}") for matrix in "ab")
+    if a is None or b is None:
+        return x.new_zeros(())
+    return ADAPTER_SCALE * F.linear(x, a) @ b.T
 
 
 def _hidden_from(tokens: Tensor, end: int | None) -> Tensor:
@@ -312,11 +354,13 @@ def _attention(
     per_group = model.heads // model.kv_heads
     qkv = _linear(x, params, f"{name}.qkv")  # [b, s, kv_heads x (per_group + 2) x d]
     queries, keys, values = [], [], []
-    for group in qkv.split((per_group + 2) * d, dim=-1):
+    for number, group in enumerate(qkv.split((per_group + 2) * d, dim=-1)):
         *q, k, v = group.split(d, dim=-1)  # each [b, s, d]
-        queries += q
-        keys += [k] * per_group
-        values += [v] * per_group
+        of_k, of_v = (_adapter_of_head(x, params, f"{name}.{part}", number, d) for part in "kv")
+        for each in q:
+            queries.append(each + _adapter_of_head(x, params, f"{name}.q", len(queries), d))
+        keys += [k + of_k] * per_group
+        values += [v + of_v] * per_group
     heads, window, s = [], _window(model, layer), x.shape[1]
     if window is not None:
         hidden = hidden | torch.ones(s, s, dtype=torch.bool).tril(-window)
@@ -345,6 +389,14 @@ def _attention(
             shares = shares * noise["attention", layer][:, head].to(x.dtype)
         heads.append(shares @ v)
     return _linear(torch.cat(heads, dim=-1), params, f"{name}.out")
+
+
+def _adapter_of_head(
+    x: Tensor, params: Mapping[str, Tensor], name: str, head: int, d: int
+) -> Tensor:
+    """What an adapter of the queries, keys or values adds to a head: [b, s, d], or 0."""
+    added = _adapter(x, params, name)
+    return added[..., head * d : (head + 1) * d] if added.ndim else added
 
 
 def _window(model: ModelConfig, layer: int) -> int | None:
@@ -407,9 +459,9 @@ def _frequency(j: int, d: int, model: ModelConfig) -> float:
 def _mlp(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
     if model.activation in ("swiglu", "geglu_tanh"):
         weight, bias = params[f"{name}.up.weight"], params.get(f"{name}.up.bias", (None, None))
-        gate = F.linear(x, weight[0], bias[0])
+        gate = F.linear(x, weight[0], bias[0]) + _adapter(x, params, f"{name}.gate")
         gate = F.silu(gate) if model.activation == "swiglu" else F.gelu(gate, approximate="tanh")
-        inner = gate * F.linear(x, weight[1], bias[1])
+        inner = gate * (F.linear(x, weight[1], bias[1]) + _adapter(x, params, f"{name}.up"))
     else:
         tanh = "tanh" if model.activation == "gelu_tanh" else "none"
         inner = F.gelu(_linear(x, params, f"{name}.up"), approximate=tanh)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Stage
-from megapipe.layers.parameter import TORCH_DTYPES, Sharding
+from megapipe.layers.lora_specs import Lora
+from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
 from megapipe.layers.policy import Span
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.stage import GPTStage
@@ -28,16 +29,19 @@ def new_stage(
     spans: Sequence[Span] = (),
     recompute: bool = False,
     compiler: Compiler | None = None,
+    lora: Lora | None = None,
 ) -> tuple[Stage, Bucket]:
-    """A stage, by default of the whole model."""
+    """A stage, by default of the whole model, and the bucket of what is trained."""
     if spec is None:
         spec = StageSpec(embedding=True, layers=range(model.layers), head=True)
     kernels = Kernels(compiler=compiler)
     sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype], kernels=kernels)
-    module = GPTStage(model, spec, sharding)
-    bucket = Bucket(0, list(owned_parameters(module)), Axis.alone(), torch.device("cpu"))
-    for entry in bucket.entries:
-        take_region(params[entry.spec.name], entry.spec, bucket.view(bucket.weights, entry))
+    module = GPTStage(model, spec, sharding, lora=lora)
+    for frozen in (True, False) if lora else (False,):
+        owned = [o for o in owned_parameters(module) if spec_of(o.parameter).frozen == frozen]
+        bucket = Bucket(0, owned, Axis.alone(), torch.device("cpu"), frozen=frozen)
+        for entry in bucket.entries:
+            take_region(params[entry.spec.name], entry.spec, bucket.view(bucket.weights, entry))
     stage = Stage(module, spans, recompute=recompute)
     stage.own_autograd_parameters()
     return stage, bucket

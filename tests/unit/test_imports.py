@@ -36,6 +36,7 @@ FLOORS = (
     "keys",
     "config",
     "data_config",
+    "lora_config",
     "batch_ramp",
     "engine",
     "model",

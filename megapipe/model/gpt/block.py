@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megapipe.layers.dropout import dropout
 from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.lora_specs import Lora
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
 from megapipe.layers.offload import HostMemory, keeping
@@ -17,8 +18,10 @@ from megapipe.layers.parameter import Sharding
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.recompute import Keeping, Segment, keep
 from megapipe.layers.specs import by_name
+from megapipe.model.gpt.adapters import adapt
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.lora import with_adapters
 from megapipe.model.gpt.mlp import MLP
 from megapipe.model.gpt.parameters import Named, block_parameters, layer_of
 from megapipe.model.gpt.rotary import Rotaries, Tables
@@ -43,6 +46,7 @@ class Block(nn.Module):
         config: ModelConfig,
         layer: int,
         compiled: RunBlock | None = None,
+        lora: Lora | None = None,
     ) -> None:
         super().__init__()
         self.sharding = sharding
@@ -51,7 +55,8 @@ class Block(nn.Module):
         self.dropout = config.dropout
         self.parallel = config.parallel_residual
         self.is_local = config.window_of(layer) is not None
-        named, name = by_name(block_parameters(config, layer)), f"layers.{layer}"
+        named = by_name(with_adapters(config, block_parameters(config, layer), lora))
+        name = f"layers.{layer}"
         self.attention_norm = new_norm(sharding, config, named, f"{name}.attention_norm")
         self.attention = Attention(sharding, config, layer, named)
         self.mlp_norm = new_norm(sharding, config, named, f"{name}.mlp_norm")
@@ -63,6 +68,8 @@ class Block(nn.Module):
                 sharding, config, named, f"{name}.attention_post_norm"
             )
             self.mlp_post_norm = new_norm(sharding, config, named, f"{name}.mlp_post_norm")
+        if lora is not None:
+            adapt(self, layer, named, config, lora)
         self.use(BlockPolicy(), HostMemory())
 
     def use(self, policy: BlockPolicy, host: HostMemory) -> None:

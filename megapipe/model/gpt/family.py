@@ -16,6 +16,7 @@ from megapipe.layers.specs import ParameterSpec
 from megapipe.model.gpt import checks, traffic
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
+from megapipe.model.gpt.lora import adapter_flops, with_adapters
 from megapipe.model.gpt.parameters import known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.gpt.work import Once, part_costs, stage_work
@@ -76,7 +77,7 @@ class GPT(Family):
         checks.check(self.model, self.conditions)
 
     def parameters(self, stage: StageSpec) -> Iterator[ParameterSpec]:
-        return stage_parameters(self.model, stage)
+        return with_adapters(self.model, stage_parameters(self.model, stage), self.conditions.lora)
 
     def describe(self) -> str:
         model = self.model
@@ -91,13 +92,34 @@ class GPT(Family):
         return Once.of(self.model, given.sequence_length, given.tp, window)
 
     def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
-        costs = [part_costs(self._once(layer), repeated) for layer in range(self.layers)]
+        each = [self._once(layer) for layer in range(self.layers)]
+        costs = [part_costs(once, repeated) for once in each]
         _, head = costs[0]
+        if self.conditions.lora is not None:  # no weight gradients but those of adapters
+            added = 3 * self._adapter_flops
+            saved = [once.layer - once.scores for once in each]
+            layers = [cost - own + added for (cost, _), own in zip(costs, saved, strict=True)]
+            return [Fraction(0), *layers, head - each[0].head]
         return [Fraction(0), *(layer for layer, _ in costs), head]
 
     def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
         chunked = self.conditions.loss_chunk > 0
-        return stage_work(self._once, stage, spans, again=again, chunked=chunked)
+        work = stage_work(self._once, stage, spans, again=again, chunked=chunked)
+        if self.conditions.lora is None:
+            return work
+        blocks = sum(span.blocks for span in spans if "block" in span.policy.recompute)
+        added, repeated = len(stage.layers) * self._adapter_flops, blocks * self._adapter_flops
+        head = self._once(0).head if stage.head and chunked else 0
+        return Work(
+            F=work.F + added,
+            I=work.I + added + repeated - head,
+            W=added,
+            R=work.R + again * added,
+        )
+
+    @property
+    def _adapter_flops(self) -> int:
+        return adapter_flops(self.model, self.conditions.lora)
 
     def unit_of_work(self) -> int:
         return max(self._once(layer).layer for layer in range(self.layers))
@@ -107,14 +129,24 @@ class GPT(Family):
         layers = sum(layer_flops(model, length, model.window_of(layer)) for layer in stage.layers)
         return layers + stage.head * head_flops(model)
 
+    def token_flops(self) -> float:
+        """Without weight gradients, but for those of adapters, where these are trained."""
+        if self.conditions.lora is None:
+            return super().token_flops()
+        scores = sum(self._once(layer).scores for layer in range(self.layers))
+        added = 3 * self.layers * self._adapter_flops
+        return 2 * self.forward_flops(self.whole) + scores + added
+
     def causal_flops(self, length: int) -> int:
         return causal_flops(self.model, length)
 
     def held(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes) -> Held:
         from megapipe.model.gpt import saved
 
-        chunk = self.conditions.loss_chunk
-        return saved.stage_held(self.model, stage, spans, sizes, loss_chunk=chunk)
+        given = self.conditions
+        return saved.stage_held(
+            self.model, stage, spans, sizes, loss_chunk=given.loss_chunk, lora=given.lora
+        )
 
     def peaks(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool) -> Peaks:
         from megapipe.model.gpt import workspace
@@ -148,7 +180,14 @@ class GPT(Family):
             fused=fused,
             leaves_out=not self.model.post_norms,
         )
-        hidden = {what: (n, n * self.model.hidden) for what, n in counts.items()}
+        of_adapters = traffic.adapter_collectives(
+            self.model, stage, spans, self.conditions, again=again, fused=fused
+        )
+        rank = self.conditions.lora.rank if self.conditions.lora else 0
+        hidden = {
+            what: (n + (m := of_adapters.get(what, 0)), n * self.model.hidden + m * rank)
+            for what, n in counts.items()
+        }
         return TensorTraffic(hidden, traffic.LOSS_NUMBERS * stage.head)
 
     @property
@@ -170,7 +209,8 @@ class GPT(Family):
     def build(self, stage: StageSpec, sharding: Sharding) -> GPTStage:
         from megapipe.model.gpt.stage import GPTStage
 
-        return GPTStage(self.model, stage, sharding, load_loss(self.conditions))
+        given = self.conditions
+        return GPTStage(self.model, stage, sharding, load_loss(given), given.lora)
 
     def check_compiled(
         self,

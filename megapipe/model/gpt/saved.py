@@ -11,12 +11,15 @@ are not among the bytes of a piece but in the cache of the whole micro-batch (:f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from megapipe.dtypes import DTYPE_BYTES
+from megapipe.layers.lora_specs import Lora, Rows
 from megapipe.layers.policy import Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.lora import places
 from megapipe.model.gpt.parameters import known
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.interface import Held, Sizes
@@ -39,24 +42,50 @@ class Saved(NamedTuple):
     """It is the input of the block, of which only host memory has a second copy."""
 
 
-def saved_tensors(model: ModelConfig, sizes: Sizes) -> tuple[Saved, ...]:
+def saved_tensors(model: ModelConfig, sizes: Sizes, lora: Lora | None = None) -> tuple[Saved, ...]:
     """All that one block of a resolved model saves, in the order of the forward."""
     first, *rest = norm_tensors(model, sizes)
     second = first._replace(is_shared=model.parallel_residual)
     after = tuple(_post_norm(model, sizes))
     attention, activation = _attention(model, sizes), _activation(model, sizes)
-    return first, *rest, *attention, *after, second, *rest, *activation, *after
+    if lora is None:
+        return first, *rest, *attention, *after, second, *rest, *activation, *after
+    beside = partial(_beside_adapters, model, sizes, lora)
+    first_half = first, *beside("attention.qkv", rest), *beside("attention.out", attention)
+    second_half = second, *beside("mlp.up", rest), *beside("mlp.down", activation)
+    return *first_half, *after, *second_half, *after
+
+
+def _beside_adapters(
+    model: ModelConfig, sizes: Sizes, lora: Lora, layer: str, tensors: Iterable[Saved]
+) -> Iterator[Saved]:
+    """Tensors saved up to a frozen linear layer: its input only where adapters or attention itself
+    need it; and the adapters' narrow tensors."""
+    adapters = len(_parts_of(model, lora, layer))
+    for tensor in tensors:
+        module = tensor.module
+        if tensor.name != "output" or module == "attention" or adapters:
+            yield tensor
+    narrow = Widths.of(model, sizes).local_tokens * lora.rank * DTYPE_BYTES[model.dtype]
+    for _ in range(adapters):
+        yield Saved(module, "adapter", narrow)
+
+
+def _parts_of(model: ModelConfig, lora: Lora, layer: str) -> list[Rows]:
+    """The rows of a linear layer that adapters add to."""
+    found = (places(model)[target] for target in lora.targets)
+    return [place.rows for place in found if place.layer == layer]
 
 
 def held_tensors(
-    model: ModelConfig, spans: Sequence[Span], sizes: Sizes
+    model: ModelConfig, spans: Sequence[Span], sizes: Sizes, lora: Lora | None = None
 ) -> Iterator[tuple[Saved, bool]]:
     """Storages that a stage's blocks hold from F to I, each with whether it is in host memory.
 
     The first block's input is the stage's, and among them. The embedding, the final norm, the
     head and the loss hold more.
     """
-    saved = saved_tensors(model, sizes)
+    saved = saved_tensors(model, sizes, lora)
     is_held = not spans[0].policy.offloads_input if spans else False  # by the stage
     for blocks, policy in spans:
         if "block" in policy.recompute:
@@ -72,52 +101,80 @@ def held_tensors(
             is_held = False
 
 
-def held(model: ModelConfig, spans: Sequence[Span], sizes: Sizes) -> Held:
+def held(model: ModelConfig, spans: Sequence[Span], sizes: Sizes, lora: Lora | None = None) -> Held:
     """Bytes of :func:`held_tensors`, and of what waits for W."""
     bytes_in = {False: 0, True: 0}
-    for tensor, in_host in held_tensors(model, spans, sizes):
+    for tensor, in_host in held_tensors(model, spans, sizes, lora):
         bytes_in[in_host] += tensor.bytes
     blocks = sum(span.blocks for span in spans)
-    return Held(bytes_in[False], bytes_in[True], blocks * queued_bytes(model, sizes))
+    return Held(bytes_in[False], bytes_in[True], blocks * queued_bytes(model, sizes, lora))
 
 
 def stage_held(
-    model: ModelConfig, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, loss_chunk: int
+    model: ModelConfig,
+    stage: StageSpec,
+    spans: Sequence[Span],
+    sizes: Sizes,
+    *,
+    loss_chunk: int,
+    lora: Lora | None = None,
 ) -> Held:
     """Bytes that a whole stage holds for one piece: its blocks, embedding, head and loss.
 
     `loss_chunk` is ``kernels.loss_chunk``. Left out: a few numbers per piece, and the tokens,
     labels and masks themselves.
     """
-    device, host, queued = held(model, spans, sizes)
+    device, host, queued = held(model, spans, sizes, lora)
     w = Widths.of(model, sizes)
     size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
-    residual = w.local_tokens * model.hidden * size
+    residual, trains = w.local_tokens * model.hidden * size, lora is None
     if stage.embedding:
         device += sum(tensor.bytes for tensor in _residual_mask("embedding", model, sizes))
         if model.embedding_norm:
             *own, _output = norm_tensors(model, sizes)
             device += sum(tensor.bytes for tensor in own)
-        queued += residual
+        queued += trains * residual
     if stage.head:
-        device += sum(tensor.bytes for tensor in norm_tensors(model, sizes) if tensor.is_saved)
+        device += sum(
+            tensor.bytes
+            for tensor in norm_tensors(model, sizes)
+            if loss_chunk or trains or tensor.name != "output"
+        )
         if not loss_chunk:
             logits = w.tokens * padded_vocabulary(known(model.vocab_size), sizes.tp) // sizes.tp
             if model.logit_softcap is not None:
                 device += logits * size
             # exponentials; a factor, a column (int64), if it is here, and whether masked, per token
             device += logits * high + w.tokens * (high + 8 + 1 + 1)
-            queued += residual + logits * size
+            queued += trains * (residual + logits * size)
     return Held(device, host, queued)
 
 
-def queued_bytes(model: ModelConfig, sizes: Sizes) -> int:
+def queued_bytes(model: ModelConfig, sizes: Sizes, lora: Lora | None = None) -> int:
     """Bytes that wait for one block's weight gradients, under any policy: the input and the output
     gradient of each of the four linear layers. Two that write to one sum share its gradient."""
     w = Widths.of(model, sizes)
+    if lora is not None:
+        return DTYPE_BYTES[model.dtype] * _queued_beside_adapters(model, w, lora)
     whole = (w.queries + 2 * w.keys) + w.queries + w.up + w.ffn
     hidden = 3 if share_gradient(model) else 4
     return DTYPE_BYTES[model.dtype] * (w.tokens * whole + w.local_tokens * hidden * model.hidden)
+
+
+def _queued_beside_adapters(model: ModelConfig, w: Widths, lora: Lora) -> int:
+    """Values that wait for the weight gradients of a block's adapters: inputs of the layers that
+    have some, gradients of the rows that they add to, and two narrow tensors of each."""
+    hidden = w.local_tokens * model.hidden
+    values = 2 * w.local_tokens * lora.rank * len(lora.targets)
+    for layer, out in (("attention.qkv", w.queries + 2 * w.keys), ("mlp.up", w.up)):
+        if parts := _parts_of(model, lora, layer):
+            values += hidden + w.tokens * sum(rows.count(out) for rows in parts)
+    gradients = 0
+    for layer, width in (("attention.out", w.queries), ("mlp.down", w.ffn)):
+        if _parts_of(model, lora, layer):
+            values += w.tokens * width
+            gradients += 1
+    return values + (min(gradients, 1) if share_gradient(model) else gradients) * hidden
 
 
 def share_gradient(model: ModelConfig) -> bool:

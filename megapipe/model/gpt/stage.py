@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from megapipe.layers.cross_entropy import masked_sum, soft_capped, vocab_parallel_cross_entropy
@@ -16,6 +17,7 @@ from megapipe.layers.embedding import PositionEmbedding, WordEmbedding
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.linear import ColumnParallelLinear
 from megapipe.layers.linear_cross_entropy import linear_cross_entropy
+from megapipe.layers.lora_specs import Lora
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
 from megapipe.layers.parameter import Sharding
@@ -24,6 +26,7 @@ from megapipe.layers.specs import by_name
 from megapipe.model.gpt.block import Block, Blocks, new_norm
 from megapipe.model.gpt.compiled import CompiledBlock
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.lora import with_adapters
 from megapipe.model.gpt.parameters import (
     EMBEDDING_NORM,
     POSITION_EMBEDDING,
@@ -46,6 +49,8 @@ class GPTStage(nn.Module):
 
     With tied embeddings the head is a second use of ``embedding.word.weight``: a parameter of its
     own whose storage the optimizer's tied buffer provides.
+
+    With `lora` adapters in the layers are trained, and nothing else.
     """
 
     def __init__(
@@ -54,9 +59,11 @@ class GPTStage(nn.Module):
         spec: StageSpec,
         sharding: Sharding,
         own_loss: Loss | None = None,
+        lora: Lora | None = None,
     ) -> None:
         super().__init__()
         self.own_loss = own_loss
+        self.frozen = lora is not None
         self.config = config
         self.spec = spec
         self.sharding = sharding
@@ -65,7 +72,7 @@ class GPTStage(nn.Module):
         self.embedding: WordEmbedding | None = None
         self.position: PositionEmbedding | None = None
         self.embedding_norm: Norm | None = None
-        named = by_name(stage_parameters(config, spec))
+        named = by_name(with_adapters(config, stage_parameters(config, spec), lora))
         if spec.embedding:
             self.embedding = WordEmbedding(sharding, named[WORD_EMBEDDING])
             if config.embedding_norm:
@@ -74,11 +81,11 @@ class GPTStage(nn.Module):
                 self.position = PositionEmbedding(sharding, named[POSITION_EMBEDDING])
         compiler = sharding.kernels.compiler
         compiled = None if compiler is None else CompiledBlock(compiler)
-        self.layers = Blocks(Block(sharding, config, i, compiled) for i in spec.layers)
+        self.layers = Blocks(Block(sharding, config, i, compiled, lora) for i in spec.layers)
         self.head: ColumnParallelLinear | None = None
         if spec.head:
             self.final_norm = new_norm(sharding, config, named, "final_norm")
-            self.head = ColumnParallelLinear(sharding, head(config))
+            self.head = ColumnParallelLinear(sharding, *with_adapters(config, [head(config)], lora))
         self._rotary: tuple[int, Rotaries] | None = None
 
     def use(self, spans: Sequence[Span]) -> None:
@@ -164,6 +171,8 @@ class GPTStage(nn.Module):
                 x = self.embedding_norm(x)
             p = self.config.dropout if self.training else 0.0
             x = dropout(x, p, mb, "embedding", 0, self.sharding)
+            if self.frozen and torch.is_grad_enabled():
+                x = x.requires_grad_()  # the graph of what is trained begins here
         assert x is not None
         rotary = self._rotary_for(x, mb) if self.config.positions == "rotary" else Rotaries(None)
         return self.layers(x, mb, rotary, cache, graph_only)

@@ -1,8 +1,10 @@
 """Tensor-parallel collectives of a GPT's stages (Shoeybi et al., 1909.08053; 2205.05198)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megapipe.layers.policy import Span
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.lora import COLUMNS, places
 from megapipe.model.interface import Collective, Conditions
 from megapipe.model.partition import StageSpec
 
@@ -26,7 +28,7 @@ def stage_collectives(
     A recomputation leaves out the product of its last linear layer, and so the last reduction,
     unless a norm comes after it (`leaves_out`). A
     `fused` backward gathers the gradients of row layers once; compiled blocks gather them twice
-    even so.
+    even so. Frozen layers gather nothing in W.
     """
     linears = PAIRS * len(stage.layers)
     if again:
@@ -46,5 +48,48 @@ def stage_collectives(
         ("reduce_scatter", "F"): rows,
         ("all_gather", "I"): linears,
         ("reduce_scatter", "I"): linears + stage.head,
-        ("all_gather", "W"): gathered + stage.embedding + kept_logits,
+        ("all_gather", "W"): 0 if given.lora else gathered + stage.embedding + kept_logits,
+    }
+
+
+def adapter_collectives(
+    model: ModelConfig,
+    stage: StageSpec,
+    spans: Sequence[Span],
+    given: Conditions,
+    *,
+    again: bool,
+    fused: bool,
+) -> dict[tuple[Collective, str], int]:
+    """The same of what adapters exchange, which has their rank's values per token.
+
+    Beside a row-parallel layer whose product a recomputation leaves out, the adapter's first
+    product, which is summed up, is computed again all the same.
+    """
+    if given.lora is None:
+        return {}
+    layers = [places(model)[target].layer for target in given.lora.targets]
+    columns = sum(layer in COLUMNS for layer in layers)
+
+    def rows(rerun: Collection[str] = ("attention", "mlp_activation")) -> int:
+        return layers.count("attention.out") * ("attention" in rerun) + layers.count("mlp.down") * (
+            "mlp_activation" in rerun
+        )
+
+    blocks, row_runs = len(stage.layers), len(stage.layers) * rows()
+    column_runs = blocks * columns
+    if again:
+        row_runs, column_runs = 2 * row_runs, 2 * column_runs
+    for span in () if again else spans:
+        whole = "block" in span.policy.recompute
+        row_runs += span.blocks * (rows() if whole else rows(span.policy.recompute))
+        column_runs += span.blocks * columns * whole
+    if not given.sequence_parallel:
+        return {("all_reduce", "F"): row_runs, ("all_reduce", "I"): blocks * columns}
+    return {
+        ("all_gather", "F"): column_runs,
+        ("reduce_scatter", "F"): row_runs,
+        ("all_gather", "I"): blocks * rows(),
+        ("reduce_scatter", "I"): blocks * columns,
+        ("all_gather", "W"): blocks * (columns + (0 if fused else rows())),
     }

@@ -1,0 +1,26 @@
+"""Puts adapters beside the linear layers of a block."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megapipe.layers.lora import AdaptedLinear, AdapterSpec
+from megapipe.layers.lora_specs import Lora
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.lora import adapter_name, places
+from megapipe.model.gpt.parameters import Named
+
+
+def adapt(block: nn.Module, layer: int, named: Named, model: ModelConfig, lora: Lora) -> None:
+    """Replace the linear layers of `block` that `lora` names by ones with adapters, whose
+    parameters are in `named`."""
+    specs: dict[str, list[AdapterSpec]] = {}
+    found = places(model)
+    for target in lora.targets:
+        name, place = adapter_name(layer, target), found[target]
+        a, b = named[f"{name}.lora_a"], named[f"{name}.lora_b"]
+        specs.setdefault(place.layer, []).append(AdapterSpec(a, b, place.rows))
+    for path, own in specs.items():
+        parent, _, attribute = path.rpartition(".")
+        module = block.get_submodule(parent)
+        setattr(module, attribute, AdaptedLinear(getattr(module, attribute), own, lora.scale))
