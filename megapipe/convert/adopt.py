@@ -1,4 +1,4 @@
-"""A folder that transformers has saved as a run folder with one checkpoint, of step 0."""
+"""A model of somebody else's as a run folder with one checkpoint, of step 0."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megapipe.cli import flatten
 from megapipe.config import Config, TrainConfig
 from megapipe.convert.describe import as_configuration
 from megapipe.convert.export import GENERATION
-from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.convert.fresh import fresh_folder
+from megapipe.convert.source import Source
 from megapipe.convert.tokenizer import save_tokenizer
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data_config import DataConfig
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
 
 
 def adopt(
-    source: HuggingFaceFolder,
+    source: Source,
     output: Path,
     *,
     tokenizer: str | None = None,
@@ -99,7 +99,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def _pieces(source: HuggingFaceFolder, tell: Callable[[str], None]) -> Iterator[Piece]:
+def _pieces(source: Source, tell: Callable[[str], None]) -> Iterator[Piece]:
     shapes, told = source.shapes(), time.monotonic()
     for number, (name, shape) in enumerate(shapes.items(), 1):
         tensor = source.read(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
 from megapipe.convert.fresh import fresh_folder
-from megapipe.convert.shards import plan, write
+from megapipe.convert.shards import Named, plan, write
+from megapipe.convert.source import KIND
 from megapipe.convert.tokenizer import same_ids, save_tokenizer
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.dtypes import Dtype
@@ -21,10 +23,54 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import config_to_hf, row_of
+from megapipe.model.gpt.hf.table import Row
 from megapipe.model.gpt.hf.weights import Entry, entries
 
 GENERATION = "generation_config.json"
 NO_TOKENIZER = "none"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors that are made of a checkpoint's, none of which is held."""
+
+    checkpoint: Checkpoint
+    model: ModelConfig
+    entries: list[Entry]
+    dtype: Dtype
+    """Type of the tensors."""
+
+    @classmethod
+    def of_class(cls, checkpoint: Checkpoint, row: Row, dtype: Dtype | None) -> Weights:
+        """Those of a class of Hugging Face's that expresses the model. Raises CheckpointError if
+        the checkpoint's tensors are not those of its model."""
+        model = stored_model(checkpoint.config)
+        found = list(entries(row, model))
+        checkpoint.match({f"{KIND}{entry.name}": entry.shape for entry in found})
+        return cls(checkpoint, model, found, dtype or model.dtype)
+
+    def named(self) -> list[Named]:
+        """Names and shapes, in the order of :meth:`values`."""
+        return [
+            pair
+            for entry in self.entries
+            for pair in zip(entry.hf_names, entry.hf_shapes(self.model), strict=True)
+        ]
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors by name, of one global tensor after the other. Raises CheckpointError for
+        damage, and for a value that `dtype` does not hold."""
+        for entry in self.entries:
+            tensor = self.checkpoint.read(f"{KIND}{entry.name}")
+            rounded = tensor.to(TORCH_DTYPES[self.dtype])
+            if rounded.isinf().any() and not tensor.isinf().any():
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: entry '{KIND}{entry.name}' has values up to "
+                    f"{tensor.abs().max().item():g}, {self.dtype} holds "
+                    f"{torch.finfo(rounded.dtype).max:g} at most; choose another --dtype"
+                )
+            del tensor
+            yield from zip(entry.hf_names, entry.way.split(rounded, self.model), strict=True)
 
 
 def export(
@@ -56,18 +102,10 @@ def export(
         DataError: the tokenizer cannot be loaded.
         CheckpointError: damage; a value that `dtype` does not hold; `output` exists.
     """
-    stored = checkpoint.manifest.config
-    model = stored_model(stored)
-    if model.source is not None:
-        raise ConfigError(
-            f"{checkpoint.path} is of model.source={model.source}, a model of your own, which no "
-            "class of Hugging Face's expresses"
-        )
-    row = row_of(model, model_type)
-    dtype = dtype or model.dtype
-    found = list(entries(row, model))
-    checkpoint.match({f"model/{entry.name}": entry.shape for entry in found})
-    name = tokenizer or str(stored["data.tokenizer"])
+    row = class_of_run(checkpoint, model_type)
+    weights = Weights.of_class(checkpoint, row, dtype)
+    model = weights.model
+    name = tokenizer or str(checkpoint.config["data.tokenizer"])
     loaded = None if name == NO_TOKENIZER else load_tokenizer(name)
     if loaded is not None and loaded.vocab_size > (model.vocab_size or 0):
         raise ConfigError(
@@ -75,15 +113,7 @@ def export(
             f"{model.vocab_size}; give the one it was trained with (--tokenizer)"
         )
     end = {} if loaded is None else {"bos_token_id": loaded.eod, "eos_token_id": loaded.eod}
-    config = config_to_hf(
-        model.model_copy(update={"dtype": dtype}),
-        row.model_type,
-        architectures=[row.model_class],
-        **end,
-    )
-    named = [
-        pair for entry in found for pair in zip(entry.hf_names, entry.hf_shapes(model), strict=True)
-    ]
+    config = config_of_class(row, weights, **end)
     with fresh_folder(output) as folder:
         config.save_pretrained(folder)
         if loaded is not None:
@@ -95,8 +125,30 @@ def export(
                     f"other ids than tokenizer {name}; load {output} by PreTrainedTokenizerFast"
                 )
         _write_generation(config, name, folder)
-        values = _values(checkpoint, found, model, dtype)
-        write(folder, plan(named, dtype, shard_bytes), dtype, values, tell)
+        planned = plan(weights.named(), weights.dtype, shard_bytes)
+        write(folder, planned, weights.dtype, weights.values(), tell)
+
+
+def class_of_run(checkpoint: Checkpoint, model_type: str | None) -> Row:
+    """The class that expresses a checkpoint's model: `model_type`, or the first in the table.
+    Raises ConfigError if it cannot, or none can."""
+    model = stored_model(checkpoint.config)
+    if model.source is not None:
+        raise ConfigError(
+            f"{checkpoint.path} is of model.source={model.source}, a model of your own, which no "
+            "class of Hugging Face's expresses"
+        )
+    return row_of(model, model_type)
+
+
+def config_of_class(row: Row, weights: Weights, **extra: Any) -> Any:
+    """The class' config, with `extra` keys."""
+    return config_to_hf(
+        weights.model.model_copy(update={"dtype": weights.dtype}),
+        row.model_type,
+        architectures=[row.model_class],
+        **extra,
+    )
 
 
 def _write_generation(config: Any, tokenizer: str, folder: Path) -> None:
@@ -108,20 +160,3 @@ def _write_generation(config: Any, tokenizer: str, folder: Path) -> None:
     from transformers import GenerationConfig
 
     GenerationConfig.from_model_config(config).save_pretrained(folder)
-
-
-def _values(
-    checkpoint: Checkpoint, found: list[Entry], model: ModelConfig, dtype: Dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """The class' tensors, of one global tensor after the other."""
-    for entry in found:
-        tensor = checkpoint.read(f"model/{entry.name}")
-        rounded = tensor.to(TORCH_DTYPES[dtype])
-        if rounded.isinf().any() and not tensor.isinf().any():
-            raise CheckpointError(
-                f"{checkpoint.path}: entry 'model/{entry.name}' has values up to "
-                f"{tensor.abs().max().item():g}, {dtype} holds "
-                f"{torch.finfo(rounded.dtype).max:g} at most; choose another --dtype"
-            )
-        del tensor
-        yield from zip(entry.hf_names, entry.way.split(rounded, model), strict=True)

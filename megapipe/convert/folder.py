@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from pydantic import JsonValue
 from torch import Tensor
 
 from megapipe.checkpoint.regions import Region, whole
-from megapipe.convert.tensor_files import TensorFiles, read_json
+from megapipe.convert.source import KIND
+from megapipe.convert.tensor_files import StoredTensors, TensorFiles, read_json, widest
 from megapipe.data.hub import one_line
-from megapipe.dtypes import Dtype
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import config_from_hf
 from megapipe.model.gpt.hf.table import TABLE, Row
@@ -24,7 +23,6 @@ from megapipe.model.gpt.parameters import WORD_EMBEDDING, known
 
 CONFIG = "config.json"
 _BLOCK_ROWS = 4096
-_KIND = "model/"
 
 
 class HuggingFaceFolder:
@@ -33,7 +31,7 @@ class HuggingFaceFolder:
     Make one with :meth:`open`. It takes the place of a checkpoint that has weights alone.
     """
 
-    def __init__(self, path: Path, row: Row, model: ModelConfig, files: TensorFiles) -> None:
+    def __init__(self, path: Path, row: Row, model: ModelConfig, files: StoredTensors) -> None:
         self.path = path
         self.row = row
         self.files = files
@@ -41,7 +39,8 @@ class HuggingFaceFolder:
         self._given = full_names(row, files.tensors)
         self._check(model)
         used = (name for entry in self._entries.values() for name in entry.hf_names)
-        self.model = model.model_copy(update={"dtype": self._dtype(used)})
+        dtype = widest({files.dtype(self._given[name]) for name in used})
+        self.model = model.model_copy(update={"dtype": dtype})
         """The resolved model, in the type that holds all tensors without loss."""
 
     @classmethod
@@ -68,7 +67,7 @@ class HuggingFaceFolder:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global tensors by the names of checkpoints, ``model/...``."""
-        return {f"{_KIND}{name}": entry.shape for name, entry in self._entries.items()}
+        return {f"{KIND}{name}": entry.shape for name, entry in self._entries.items()}
 
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that exactly these tensors are there. Raises CheckpointError."""
@@ -86,7 +85,7 @@ class HuggingFaceFolder:
         Slices of the files are read where the rows of the tensor are rows of theirs, in groups of
         heads for queries, keys and values; else all of the tensor. Raises CheckpointError.
         """
-        entry = self._entries[name.removeprefix(_KIND)]
+        entry = self._entries[name.removeprefix(KIND)]
         region = whole(entry.shape) if region is None else region
         index = region.inside(whole(entry.shape))
         names = [self._given[each] for each in entry.hf_names]
@@ -156,13 +155,6 @@ class HuggingFaceFolder:
                 f"{self.path}: {head} differs from {embedding}, but {CONFIG} ties them; expected "
                 "tie_word_embeddings false"
             )
-
-    def _dtype(self, names: Iterable[str]) -> Dtype:
-        dtypes = {self.files.dtype(self._given[name]) for name in names}
-        widest = dtypes.pop()
-        for dtype in dtypes:
-            widest = torch.promote_types(widest, dtype)
-        return next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == widest)
 
 
 def read_model(path: Path) -> tuple[str, ModelConfig]:

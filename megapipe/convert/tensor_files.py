@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapipe.data.hub import one_line
+from megapipe.dtypes import Dtype
 from megapipe.errors import CheckpointError
+from megapipe.layers.parameter import TORCH_DTYPES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -35,12 +39,36 @@ class Stored:
     shape: tuple[int, ...]
 
 
-class TensorFiles:
-    """The tensors of a folder, none of which is held. Make one with :meth:`open`."""
+class StoredTensors(ABC):
+    """Tensors that files of a folder have, none of which is held."""
 
     def __init__(self, folder: Path, tensors: dict[str, Stored]) -> None:
         self.folder = folder
         self.tensors = tensors
+
+    @property
+    @abstractmethod
+    def files(self) -> list[str]:
+        """Names of the files."""
+
+    @abstractmethod
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """A new contiguous tensor of the `index` of a tensor (default: all of it). Raises
+        CheckpointError."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor. Raises CheckpointError for one that is not of weights."""
+        stored = self.tensors[name]
+        if stored.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.folder / stored.file}: tensor {name} is {stored.dtype}; expected one of "
+                f"{', '.join(DTYPES)}"
+            )
+        return DTYPES[stored.dtype]
+
+
+class TensorFiles(StoredTensors):
+    """Those of safetensors files. Make one with :meth:`open`."""
 
     @classmethod
     def open(cls, folder: Path) -> TensorFiles:
@@ -70,16 +98,6 @@ class TensorFiles:
         """Names of the files."""
         return sorted({stored.file for stored in self.tensors.values()})
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor. Raises CheckpointError for one that is not of weights."""
-        stored = self.tensors[name]
-        if stored.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{self.folder / stored.file}: tensor {name} is {stored.dtype}; expected one of "
-                f"{', '.join(DTYPES)}"
-            )
-        return DTYPES[stored.dtype]
-
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """A new contiguous tensor of the `index` of a tensor (default: all of it). Only that much
         of the file is read."""
@@ -91,6 +109,14 @@ class TensorFiles:
                 return mapped.clone(memory_format=torch.contiguous_format)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: tensor {name}: {one_line(error)}") from error
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> Dtype:
+    """The type that holds the values of all these types of weights, of which there is one."""
+    found, *others = dtypes
+    for dtype in others:
+        found = torch.promote_types(found, dtype)
+    return next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == found)
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
