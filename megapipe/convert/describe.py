@@ -1,4 +1,4 @@
-"""Describes a folder of Hugging Face's or a checkpoint, in lines and as a configuration."""
+"""Describes a folder of a model or a checkpoint, in lines and as a configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megapipe import strict_yaml
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
 from megapipe.convert.folder import HuggingFaceFolder
-from megapipe.convert.tensor_files import DTYPES, TensorFiles
+from megapipe.convert.source import Source
+from megapipe.convert.tensor_files import DTYPES, StoredTensors
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
@@ -37,7 +38,7 @@ def as_configuration(
     return strict_yaml.dump(tree)
 
 
-def lines_of_files(files: TensorFiles) -> Iterator[str]:
+def lines_of_files(files: StoredTensors) -> Iterator[str]:
     """Sizes and types of the tensors in a folder."""
     values = sum(prod(stored.shape) for stored in files.tensors.values())
     nbytes = sum((files.folder / file).stat().st_size for file in files.files)
@@ -56,6 +57,12 @@ def lines_of_folder(folder: HuggingFaceFolder) -> Iterator[str]:
     yield f"{folder.path}: {row.model_type} ({row.model_class})"
     yield from lines_of_files(folder.files)
     yield _sizes(model, sum(prod(shape) for shape in folder.shapes().values()))
+
+
+def lines_of_source(source: Source, kind: str) -> Iterator[str]:
+    """Where a model is of somebody else's `kind`, and its sizes."""
+    yield f"{source.path}: {kind}"
+    yield _sizes(source.model, sum(prod(shape) for shape in source.shapes().values()))
 
 
 def lines_of_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:

@@ -6,6 +6,7 @@ import sys
 from math import isfinite
 
 from megapipe.command_line import Parser
+from megapipe.convert.pickles import TRUST, TRUST_MEANS
 from megapipe.errors import ConfigError
 
 GB = 10**9
@@ -25,6 +26,11 @@ def add_shard_gb(parser: Parser, default: float, also: str = "") -> None:
         metavar="GB",
         help=f"most GB (10^9 bytes) in a file{also} (default: %(default)s)",
     )
+
+
+def add_trust(parser: Parser) -> None:
+    """Add the option that lets pickled files run code."""
+    parser.add_argument(TRUST, action="store_true", help=TRUST_MEANS)
 
 
 def shard_bytes(given: argparse.Namespace) -> int:

@@ -1,5 +1,7 @@
-"""Shows what is in a folder of Hugging Face's or a checkpoint, and what of it cannot be expressed
-on the other side. With --config it prints a configuration that trains on from it.
+"""Shows what is in a checkpoint or in a folder of Hugging Face's, Megatron-LM's or of
+torch.distributed.checkpoint (DCP), and what of it cannot be expressed on the other side. With
+--config it prints a configuration that trains on from it; a folder of the last two kinds has to be
+converted for that.
 
 example: convert.py inspect Qwen/Qwen3-0.6B --config > qwen.yaml
          train.py qwen.yaml data.source=texts
@@ -14,36 +16,45 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
 from megapipe.command_line import Parser
 from megapipe.convert.adopt import has_tokenizer
-from megapipe.convert.commands.arguments import be_quiet
+from megapipe.convert.commands.arguments import add_trust, be_quiet
+from megapipe.convert.dcp import METADATA
 from megapipe.convert.describe import (
     as_configuration,
     lines_of_checkpoint,
     lines_of_files,
     lines_of_folder,
+    lines_of_source,
 )
 from megapipe.convert.folder import CONFIG, HuggingFaceFolder
 from megapipe.convert.hub import local_folder
+from megapipe.convert.megatron.layout import is_megatron
 from megapipe.convert.tensor_files import TensorFiles
 from megapipe.errors import ConfigError
 
-PURPOSE = "what is in a folder of Hugging Face's, or in a checkpoint"
+PURPOSE = "what is in a folder of a model, or in a checkpoint"
 
 
 def add(parser: Parser) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="a folder of Hugging Face's, a name on the hub, a checkpoint, or a run folder",
+        help="a folder of Hugging Face's, Megatron-LM's or DCP's, a name on the hub, a checkpoint, "
+        "or a run folder",
     )
     parser.add_argument(
         "--config", action="store_true", help="print a configuration (YAML) and nothing else"
     )
+    add_trust(parser)
 
 
 def run(given: argparse.Namespace) -> None:
     be_quiet()
     path = local_folder(given.path)
-    if (path / CONFIG).exists():
+    if is_megatron(path):
+        _megatron(path, given.config, trust=given.trust_pickle)
+    elif (path / METADATA).exists():
+        _dcp(path, given.config, trust=given.trust_pickle)
+    elif (path / CONFIG).exists():
         _folder(path, given.config)
     else:
         _checkpoint(find_checkpoint(path, verify=False), given.config)
@@ -59,6 +70,28 @@ def _folder(path: Path, config: bool) -> None:
     name = str(path.absolute()) if has_tokenizer(path) else None
     text = as_configuration(folder.model, tokenizer=name, load=path.absolute())
     _show(lines_of_folder(folder), text, config)
+
+
+def _megatron(path: Path, config: bool, *, trust: bool) -> None:
+    from megapipe.convert.megatron.folder import MegatronFolder
+
+    folder = MegatronFolder.open(path, trust=trust)
+    lines = lines_of_source(folder, f"Megatron-LM, {folder.shards.form}")
+    _show(lines, as_configuration(folder.model), config)
+
+
+def _dcp(path: Path, config: bool, *, trust: bool) -> None:
+    from megapipe.convert.dcp.files import DcpFiles
+    from megapipe.convert.dcp.folder import open_dcp
+
+    try:
+        source = open_dcp(path, trust=trust)
+    except ConfigError:  # it may be of interest all the same
+        if not config:
+            print(*lines_of_files(DcpFiles.open(path, trust=trust)), sep="\n")
+        raise
+    lines = lines_of_source(source, "torch.distributed.checkpoint")
+    _show(lines, as_configuration(source.model), config)
 
 
 def _checkpoint(checkpoint: Checkpoint, config: bool) -> None:

@@ -1,0 +1,52 @@
+"""Writes the weights of a checkpoint, of any layout, as a folder that
+torch.distributed.checkpoint.load reads: into the state dict of a class of Hugging Face's, with its
+config.json, or by the names of megapipe.
+
+example: convert.py megapipe-to-dcp runs/quickstart my_model_dcp
+"""
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from megapipe.checkpoint.find import find_checkpoint
+from megapipe.command_line import Parser
+from megapipe.convert.commands.arguments import be_quiet, tell
+from megapipe.dtypes import Dtype
+from megapipe.model.gpt.hf.table import TABLE
+
+PURPOSE = "a checkpoint to a folder of torch.distributed.checkpoint"
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument(
+        "path", type=Path, metavar="PATH", help="a checkpoint, or a run folder (its newest one)"
+    )
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder to make")
+    parser.add_argument(
+        "--names", choices=("hf", "megapipe"), default="hf", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(Dtype),
+        help="type of the weights (default: the model's; master weights are in fp32)",
+    )
+    parser.add_argument(
+        "--model-type", choices=list(TABLE), help="class (default: the first that can express it)"
+    )
+
+
+def run(given: argparse.Namespace) -> None:
+    from megapipe.convert.dcp.export import export_dcp
+
+    be_quiet()
+    checkpoint = find_checkpoint(given.path, verify=False)
+    export_dcp(
+        checkpoint,
+        given.output,
+        names=given.names,
+        dtype=given.dtype,
+        model_type=given.model_type,
+        tell=tell,
+    )
+    print(f"{given.output}: step {checkpoint.step} of {checkpoint.path}")

@@ -1,0 +1,113 @@
+"""A checkpoint as a DCP folder, written by one process, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.cli import stored_model
+from megapipe.convert.dcp.folder import CONFIGURATION
+from megapipe.convert.describe import as_configuration
+from megapipe.convert.export import Weights, class_of_run, config_of_class
+from megapipe.convert.fresh import fresh_folder
+from megapipe.convert.source import KIND
+from megapipe.dtypes import Dtype
+from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.model.gpt.hf.weights import Entry
+from megapipe.model.gpt.parameters import WORD_EMBEDDING
+
+Names = Literal["hf", "megapipe"]
+
+
+def export_dcp(
+    checkpoint: Checkpoint,
+    output: Path,
+    *,
+    names: Names = "hf",
+    dtype: Dtype | None = None,
+    model_type: str | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write the weights of `checkpoint`, of any layout, to a new folder `output`.
+
+    With `names` hf they are the state dict of the class that expresses the model, the head's too
+    where it is tied, beside the class' ``config.json``; with megapipe our global tensors, beside a
+    ``config.yaml``. ``torch.distributed.checkpoint.load`` reads either into a state dict of these
+    names, on any number of ranks. The rest is as :func:`~megapipe.convert.export.export` has it.
+
+    Raises:
+        ConfigError: no class can express the model.
+        CheckpointError: damage; a value that `dtype` does not hold; `output` exists.
+    """
+    if names == "hf":
+        row = class_of_run(checkpoint, model_type)
+        weights = Weights.of_class(checkpoint, row, dtype)
+        head = f"{row.modules['head']}.weight"
+        tied = weights.model.tied_embeddings
+    else:
+        weights = _own(checkpoint, dtype)
+        tied = False
+    shapes = dict(weights.named())
+    kind = TORCH_DTYPES[weights.dtype]
+    if tied:
+        shapes[head] = next(e.shape for e in weights.entries if e.name == WORD_EMBEDDING)
+    state = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape in shapes.items()}
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        yield from weights.values()
+        if tied:
+            yield head, checkpoint.read(f"{KIND}{WORD_EMBEDDING}").to(kind)
+
+    with fresh_folder(output) as folder:
+        if names == "hf":
+            config_of_class(row, weights).save_pretrained(folder)
+        else:
+            model = weights.model.model_copy(update={"dtype": weights.dtype})
+            (folder / CONFIGURATION).write_text(as_configuration(model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one process writes, which is meant
+            save_state_dict(
+                state,
+                storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=0),
+                planner=_Streaming(values()),
+                no_dist=True,
+            )
+    tell(f"{len(shapes):,} tensors")
+
+
+def _own(checkpoint: Checkpoint, dtype: Dtype | None) -> Weights:
+    """The global tensors as they are."""
+    model = stored_model(checkpoint.config)
+    found = [
+        Entry(name.removeprefix(KIND), stored.shape, (name.removeprefix(KIND),), "same")
+        for name, stored in checkpoint.manifest.entries.items()
+        if name.startswith(KIND)
+    ]
+    return Weights(checkpoint, model, found, dtype or model.dtype)
+
+
+class _Streaming(DefaultSavePlanner):
+    """Hands out tensors as they are read; the state dict has their shapes alone.
+
+    The writer asks for them in the order of the state dict, one after the other, as long as it
+    copies nothing ahead.
+    """
+
+    def __init__(self, values: Iterator[tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self._values = values
+
+    def resolve_data(self, write_item: Any) -> Tensor:
+        """The next tensor."""
+        name, tensor = next(self._values)
+        assert name == write_item.index.fqn, (name, write_item.index.fqn)
+        return tensor.contiguous()

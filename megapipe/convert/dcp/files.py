@@ -1,0 +1,137 @@
+"""The tensors of a DCP folder, read by slices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from megapipe.checkpoint.regions import Region, intersect, miscovered
+from megapipe.convert.dcp import METADATA
+from megapipe.convert.dcp.metadata import read_metadata
+from megapipe.convert.tensor_files import DTYPES, Stored, StoredTensors
+from megapipe.data.hub import one_line
+from megapipe.errors import CheckpointError
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class DcpFiles(StoredTensors):
+    """The tensors of a folder, none of which is held. Make one with :meth:`open`."""
+
+    def __init__(self, folder: Path, metadata: Metadata, prefix: str) -> None:
+        shards = {
+            name.removeprefix(prefix): stored
+            for name, stored in metadata.state_dict_metadata.items()
+            if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
+        }
+        tensors = {
+            name: Stored(
+                METADATA,
+                _NAMES.get(stored.properties.dtype, str(stored.properties.dtype)),
+                tuple(stored.size),
+            )
+            for name, stored in shards.items()
+        }
+        super().__init__(folder, tensors)
+        self._prefix = prefix
+        self._shards = {
+            name: [Region(tuple(x.offsets), tuple(x.sizes)) for x in stored.chunks]
+            for name, stored in shards.items()
+        }
+        self._where = metadata.storage_data
+        self._reader = FileSystemReader(folder)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    @classmethod
+    def open(cls, folder: Path, *, prefix: str = "", trust: bool = False) -> DcpFiles:
+        """Read the index; names of tensors are without `prefix`, those that lack it are left out.
+
+        Raises:
+            CheckpointError: the index is missing or damaged; with `trust` it may run any code,
+                without it one that would is refused.
+        """
+        return cls(folder, read_metadata(folder, trust=trust), prefix)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that are there."""
+        return sorted(path.name for path in self.folder.glob("*.distcp"))
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """A new contiguous tensor of the `index` of a tensor (default: all of it). Pieces that it
+        touches are read whole, one at a time."""
+        shape, dtype = self.tensors[name].shape, self.dtype(name)
+        parts = (*index, *(slice(None) for _ in shape[len(index) :]))
+        spans = [part.indices(n)[:2] for part, n in zip(parts, shape, strict=True)]
+        wanted = Region(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+        out = torch.empty(wanted.sizes, dtype=dtype)
+        for shard, file in self._checked(name):
+            if (item := self._item(name, shard, wanted)) is not None:
+                self._read(name, file, item, out)
+        return out
+
+    def _read(self, name: str, file: str, item: ReadItem, out: Tensor) -> None:
+        try:
+            self._reader.read_data(LoadPlan([item]), _Into(out)).wait()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.folder / file}: {one_line(error)}") from None
+        except Exception as error:  # whatever a damaged file brings up
+            where = f"{self.folder / file}: tensor {name}"
+            raise CheckpointError(f"{where}: {one_line(error)}") from None
+
+    def _checked(self, name: str) -> list[tuple[Region, str]]:
+        """The pieces of a tensor, each with its file. Raises CheckpointError unless they are all of
+        it, in files of the folder."""
+        shape, shards = self.tensors[name].shape, self._shards[name]
+        if any(not shard.fits(shape) for shard in shards) or miscovered(shape, shards):
+            raise CheckpointError(
+                f"{self.folder / METADATA}: the pieces of tensor {name} are not all of "
+                f"{list(shape)}"
+            )
+        found = []
+        for shard in shards:
+            at = self._where.get(MetadataIndex(self._prefix + name, shard.offsets))
+            file = getattr(at, "relative_path", None)
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(
+                    f"{self.folder / METADATA}: {file!a}, for tensor {name}, is no file of the "
+                    "folder"
+                )
+            found.append((shard, file))
+        return found
+
+    def _item(self, name: str, shard: Region, wanted: Region) -> ReadItem | None:
+        common = intersect(shard, wanted)
+        if common is None:
+            return None
+
+        def inside(outer: Region) -> torch.Size:
+            return torch.Size(part.start for part in common.inside(outer))
+
+        full = self._prefix + name
+        return ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(full),
+            dest_offsets=inside(wanted),
+            storage_index=MetadataIndex(full, shard.offsets),
+            storage_offsets=inside(shard),
+            lengths=torch.Size(common.sizes),
+        )
+
+
+class _Into(DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, out: Tensor) -> None:
+        super().__init__()
+        self._out = out
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The tensor, whatever is asked for."""
+        return self._out

@@ -1,0 +1,115 @@
+"""A DCP folder of a state dict as a model: by our names, Hugging Face's or torchtitan's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from megapipe.cli import parse
+from megapipe.convert.dcp.files import DcpFiles
+from megapipe.convert.dcp.titan import TitanTensors, is_titan
+from megapipe.convert.folder import CONFIG, HuggingFaceFolder, read_model
+from megapipe.convert.source import KIND, Source
+from megapipe.convert.tensor_files import StoredTensors, widest
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.layers.specs import by_name
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf.config import row_of
+from megapipe.model.gpt.hf.table import TABLE
+from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
+from megapipe.model.partition import StageSpec
+
+CONFIGURATION = "config.yaml"
+_OF_OPTIMIZERS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+
+
+def open_dcp(
+    folder: Path, *, config: Path | None = None, prefix: str = "", trust: bool = False
+) -> Source:
+    """The model of a DCP folder.
+
+    Args:
+        folder: with a ``.metadata``.
+        config: a folder with a ``config.json`` of Hugging Face's, such a file, or a YAML
+            configuration whose section `model` describes it; default: one of these in `folder`.
+        prefix: beginning of the model's names, where other things were saved beside it. Without
+            it, states of an optimizer and the like are left out by their usual names.
+        trust: whether the index, which is pickled, may run code.
+
+    Raises:
+        ConfigError: there is no config, or it cannot be expressed.
+        CheckpointError: the index is missing, damaged or not trusted; a tensor is missing,
+            unexpected, or of another shape or type.
+    """
+    files = DcpFiles.open(folder, prefix=prefix, trust=trust)
+    for name in [name for name in files.tensors if name.startswith(_OF_OPTIMIZERS)]:
+        del files.tensors[name]
+    if not files.tensors:
+        beginning = f" that begins with {prefix!a}" if prefix else ""
+        raise CheckpointError(f"{folder}: it has no tensor{beginning}")
+    found = _config_of(folder, config)
+    if found.suffix in (".yaml", ".yml"):
+        model = _own_model(found)
+        if WORD_EMBEDDING in files.tensors:
+            return OwnNames(folder, model, files)
+        model_type = row_of(model).model_type
+    else:
+        model_type, model = read_model(found.parent if found.is_file() else found)
+        if WORD_EMBEDDING in files.tensors:
+            return OwnNames(folder, model, files)
+    if is_titan(files.tensors):
+        titan = TitanTensors(files, known(model.head_dim))
+        return HuggingFaceFolder(folder, TABLE[model_type], model, titan)
+    return HuggingFaceFolder(folder, TABLE[model_type], model, files)
+
+
+class OwnNames:
+    """Tensors by our own names, whole ones. It is a :class:`Source`."""
+
+    def __init__(self, path: Path, model: ModelConfig, files: StoredTensors) -> None:
+        self.path = path
+        whole = StageSpec(embedding=True, layers=range(model.layers), head=True)
+        specs = by_name(stage_parameters(model, whole))
+        for name in sorted(specs.keys() | files.tensors.keys()):
+            wanted = list(specs[name].shape) if name in specs else "none of that name"
+            there = list(files.tensors[name].shape) if name in files.tensors else "none"
+            if wanted != there:
+                raise CheckpointError(f"{path}: tensor {name} is {there}; the model has {wanted}")
+        self._files = files
+        self._shapes = {f"{KIND}{name}": spec.shape for name, spec in specs.items()}
+        self.model = model.model_copy(update={"dtype": widest({files.dtype(n) for n in specs})})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name, ``model/...``."""
+        return self._shapes
+
+    def read(self, name: str) -> Tensor:
+        """One of them, as a new host tensor. Raises CheckpointError."""
+        return self._files.read(name.removeprefix(KIND))
+
+
+def _config_of(folder: Path, given: Path | None) -> Path:
+    """The file that describes the model, or a folder with a config.json."""
+    if given is None:
+        for name in (CONFIG, CONFIGURATION):
+            if (folder / name).is_file():
+                return folder / name
+        raise ConfigError(
+            f"{folder} has neither {CONFIG} nor {CONFIGURATION}; say by --config what model it is"
+        )
+    if given.is_dir() or given.name == CONFIG or given.suffix in (".yaml", ".yml"):
+        return given
+    raise ConfigError(
+        f"--config {given}: expected a folder with a {CONFIG}, such a file, or a YAML configuration"
+    )
+
+
+def _own_model(path: Path) -> ModelConfig:
+    """The resolved model that a YAML configuration describes."""
+    config = parse([str(path)]).config
+    if config is None or config.model.source is not None:
+        raise ConfigError(f"{path}: model.source is set; only the built-in family is read here")
+    if config.model.vocab_size is None:
+        raise ConfigError(f"{path}: model.vocab_size is not set; say how many rows there are")
+    return config.model.resolved(vocab_size=None, sequence_length=config.train.sequence_length)
