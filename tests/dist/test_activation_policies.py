@@ -47,6 +47,7 @@ def cases(world: int, schedules: Sequence[tuple[str, int]] = SCHEDULES) -> list[
     return made
 
 
+@pytest.mark.slow
 def test_every_policy_and_schedule_on_tensor_parallel_ranks() -> None:
     given = cases(2)
     results = run_world(2, run_cases, given, timeout_s=120)

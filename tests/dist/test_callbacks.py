@@ -302,11 +302,11 @@ RAISE = "raise ValueError('no such thing')"
     [
         ("after_step", 1),
         pytest.param("begin", 0, marks=pytest.mark.full),
-        pytest.param("before_step", 0, marks=pytest.mark.full),
-        pytest.param("wishes", 1, marks=pytest.mark.full),
+        pytest.param("before_step", 0, marks=pytest.mark.slow),
+        pytest.param("wishes", 1, marks=pytest.mark.slow),
         pytest.param("after_validation", 1, marks=pytest.mark.full),
         pytest.param("before_save", 0, marks=pytest.mark.full),
-        pytest.param("end", 1, marks=pytest.mark.full),
+        pytest.param("end", 1, marks=pytest.mark.slow),
     ],
 )
 def test_what_a_callback_of_one_rank_raises_ends_all_in_a_line(

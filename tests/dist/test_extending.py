@@ -74,7 +74,7 @@ def prepare_plain(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "overrides"),
     [
-        ("Update rule", ["optimizer.zero=2"]),
+        pytest.param("Update rule", ["optimizer.zero=2"], marks=pytest.mark.full),
         pytest.param("Learning rate", ["optimizer.warmup_steps=2"], marks=pytest.mark.full),
         pytest.param("Data set", [], marks=pytest.mark.full),
     ],

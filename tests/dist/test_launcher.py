@@ -41,7 +41,7 @@ def test_a_rank_that_was_killed_is_spoken_for(tmp_path: Path) -> None:
     assert len(outcome.text.splitlines()) == 1
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_nodes_meet_and_hand_on_their_code(code: int, tmp_path: Path) -> None:
     nodes = ["--nnodes", "2", "--nproc", "2", "--rdzv-id", "a"]
     nodes += ["--rdzv-endpoint", f"localhost:{free_port()}"]

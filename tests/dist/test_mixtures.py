@@ -48,7 +48,7 @@ def by_source(folder: Path) -> list[dict[str, tuple[float | None, int, int]]]:
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_losses_of_sources_are_the_same_in_every_layout(tmp_path: Path) -> None:
     alone, several = tmp_path / "alone", tmp_path / "several"
     outcome = run_plain(alone, *arguments(settings(alone)))

@@ -29,7 +29,7 @@ from tests.parity.ranks import (
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_schedules_swap_bitwise(dp: int) -> None:
     """Same dp, tp, stages and micro-batches: the schedule does not change a bit (fp32)."""
     base = Case(dp=dp, pp=2, m=5, dtype="fp32", masked=0.3, layers=4, schedule="gpipe")

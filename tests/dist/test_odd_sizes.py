@@ -46,8 +46,8 @@ def first_steps(world: World, cases: list[Case]) -> list[tuple[float, float]]:
     "pp",  # 2 and 4 are in test_schedules
     [
         *(1, 3),
-        *(pytest.param(pp, marks=pytest.mark.full) for pp in (5, 8)),
-        *(pytest.param(pp, marks=pytest.mark.slow) for pp in (6, 7)),
+        pytest.param(5, marks=pytest.mark.full),
+        *(pytest.param(pp, marks=pytest.mark.slow) for pp in (6, 7, 8)),
     ],
 )
 def test_every_schedule_starts_and_trains(pp: int) -> None:

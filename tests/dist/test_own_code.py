@@ -62,7 +62,7 @@ def assert_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None
 
 
 @pytest.mark.parametrize("store", [
-    pytest.param(store, marks=[] if store.startswith("zero") else pytest.mark.full)
+    pytest.param(store, marks=[] if store.startswith("zero") else pytest.mark.slow)
     for store in STORES
 ])  # fmt: skip
 def test_a_rule_that_does_as_lion_gives_the_same_weights_and_resumes(

@@ -52,10 +52,7 @@ FURTHER = [
 @pytest.mark.full
 @pytest.mark.parametrize(
     "model",
-    [
-        pytest.param(model, marks=[] if model in ("split", "tied") else pytest.mark.slow)
-        for model in MODELS
-    ],
+    [pytest.param(model, marks=[] if model == "tied" else pytest.mark.slow) for model in MODELS],
 )
 def test_replicas_stages_and_shards(model: str) -> None:
     check_all([Own(model, case, 6) for case in LAYOUTS])
@@ -64,9 +61,7 @@ def test_replicas_stages_and_shards(model: str) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(
-            model, marks=pytest.mark.full if model in ("split", "tied") else pytest.mark.slow
-        )
+        pytest.param(model, marks=pytest.mark.full if model == "split" else pytest.mark.slow)
         for model in MODELS
     ],
 )
@@ -74,6 +69,7 @@ def test_every_way_to_shard(model: str) -> None:
     check_all([Own(model, case, 6) for case in FURTHER])
 
 
+@pytest.mark.full
 def test_layers_without_parameters_or_gradients() -> None:
     """Alone on a stage, and with others."""
     cases = [

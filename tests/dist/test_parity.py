@@ -66,9 +66,8 @@ LARGE = (1, 2, 4, 8)
 @pytest.mark.parametrize(
     "world",
     [
-        3,
-        pytest.param(5, marks=pytest.mark.full),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in LARGE),
+        pytest.param(3, marks=pytest.mark.full),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (5, *LARGE)),
     ],
 )
 def test_pairs(world: int) -> None:
@@ -76,7 +75,7 @@ def test_pairs(world: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world", "every"), [(1, 2), (2, 2), (4, 6)])
+@pytest.mark.parametrize(("world", "every"), [(1, 4), (2, 3), (4, 6), (5, 4)])
 def test_some_pairs(world: int, every: int) -> None:
     """So many that there are some of most layouts."""
     cases = [to_case(choice) for choice in choices_of_pairs()]
@@ -117,7 +116,7 @@ UNEVEN_SLICES = [
 ]
 
 
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [pytest.param(4, marks=pytest.mark.full), 8])
 def test_many_steps(world: int) -> None:
     check(LONG, world)
 

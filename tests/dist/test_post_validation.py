@@ -222,6 +222,7 @@ def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
     )
 
 
+@pytest.mark.full
 def test_fifty_steps(norms: dict[bool, float]) -> None:
     cases = [replace(BASE, schedule="zb_v", dtype="fp16"), replace(BASE, schedule="zb_h1")]
     runs = [with_mishaps(case, norms, 200 + seed) for seed, case in enumerate(cases)]
@@ -356,7 +357,7 @@ def test_a_prefix_that_is_not_aborted_is_noticed(norms: dict[bool, float]) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 def test_a_run_that_stops_and_goes_on(dtype: str, tmp_path: Path) -> None:
     """Bitwise the one that does not stop, and the one that waits."""
     given = {**DP, "model.dtype": dtype, "pipeline.schedule": "zb_h1", "optimizer.clip": "1.0"}

@@ -8,6 +8,7 @@ import json
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 
 from megapipe.distributed.mesh import Grid
@@ -38,6 +39,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.full
 def test_the_profile_of_a_step_has_every_operation_of_every_rank(tmp_path: Path) -> None:
     """With a timeline of the same step."""
     watched = {"log.profile": "[2]", "log.timeline": "[2]", "parallel.pp": "2"}

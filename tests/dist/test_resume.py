@@ -58,10 +58,7 @@ CASES = {
 }  # fmt: skip
 
 
-IN_CI = (
-    *("dp2 pp2 dropout fp32", "tp2 pp2 tied bf16", "dp2 pp2 replicated", "dp2 pp2 muon, zero 3"),
-    "dp2 pp2 no masters, disk",
-)
+IN_CI = (*("dp2 pp2 dropout fp32", "tp2 pp2 tied bf16", "dp2 pp2 muon, zero 3"),)
 
 
 @pytest.mark.parametrize(

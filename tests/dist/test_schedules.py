@@ -17,8 +17,12 @@ from tests.parity.ranks import Case, check_case, run_cases
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (i % 2)) for i, name in enumerate(names())],
+)
 def test_trains(name: str) -> None:
+    """Also of those in the slow part test_odd_sizes compares first steps with a single process."""
     check(registry_cases.of(name))
 
 

@@ -383,6 +383,7 @@ def ranks() -> list[Seen]:
     return run_world(4, check_layers)
 
 
+@pytest.mark.full
 def test_some_ranks_hold_padding_alone(ranks: list[Seen]) -> None:
     """At tp 4 the vocabulary of 300 is padded to 512: the last rank has none of it."""
     assert [seen.only_padding for seen in ranks] == [0, 0, 0, 2]

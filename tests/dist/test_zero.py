@@ -127,7 +127,7 @@ def on_every_schedule(pp: int, *, in_process: bool) -> list[Case]:
     return cases
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_weights_on_demand_under_every_schedule() -> None:
     check_all(on_every_schedule(2, in_process=False))
 

@@ -87,6 +87,7 @@ def test_two_devices(visible: str, tmp_path: Path) -> None:
     check_run(tmp_path, 6)
 
 
+@pytest.mark.full
 def test_quickstart_on_eight_devices(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **EIGHT}
     reports = run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))

@@ -29,8 +29,11 @@ SHARED = (
     "token_indices.py",
 )
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
-LONG = ("data", "gpu_ladder", "peers", "scale", "step")
-"""Those that time whole steps or commands, beside a peer's, at any size."""
+LONG = (
+    *("bubble", "data", "engine_overhead", "gpu_ladder", "memory", "peers", "post_validation"),
+    *("scale", "state_precision", "step", "tensor_parallel", "zero"),
+)
+"""Those that time whole steps or commands, or beside a peer's, at any size."""
 COUNTING = ("memory", "scale", "zero")
 """Benchmarks that compare bytes and calls with formulas, which no machine makes slower."""
 

@@ -381,6 +381,7 @@ def queue_kept(harvest: Any, _grads: Any) -> None:
         layer.sharding.queue.put(LinearTask(layer, x, KEPT.pop(0)))
 
 
+@pytest.mark.slow
 def test_what_is_kept_inside_the_graph_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is right as long as nothing reuses memory, and wrong under inductor."""
     monkeypatch.setattr(compiled, "_Product", KeptInside)
