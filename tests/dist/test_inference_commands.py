@@ -65,7 +65,7 @@ def test_an_error_of_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
     outcome.assert_one_line(3, "--prompts missing: No such file")
 
 
-@pytest.mark.parametrize("by", ["Ctrl-C", "a kill of rank 1"])
+@pytest.mark.parametrize("by", ["Ctrl-C", pytest.param("a kill of rank 1", marks=pytest.mark.slow)])
 def test_all_end_together(by: str, tmp_path: Path) -> None:
     folder = str(write(tmp_path / "run"))
     endless = ["scripts/generate.py", folder, "--pp", "2", "--tokens", "10000000"]
@@ -83,4 +83,4 @@ def test_all_end_together(by: str, tmp_path: Path) -> None:
         assert (outcome.codes, outcome.errors) == ([130], [])
     else:
         assert outcome.codes != [0]
-        assert len(outcome.errors) == 1, outcome.text
+        assert outcome.text.count("megapipe: error:") == 1, outcome.text

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.evaluate.choices import Question, answer
@@ -13,7 +15,9 @@ from megapipe.evaluate.perplexity import measure
 from megapipe.evaluate.scoring import Row, scores
 from megapipe.evaluate.texts import of_texts
 from megapipe.generate import Generator, Sampling
+from megapipe.layout.family import make_family
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.interface import Conditions
 from megapipe.testing import World, run_world
 from tests.parity.held_models import BYTES, held_model
 from tests.parity.reference import init_random
@@ -27,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bloom": {},
 }
 """Models of three layers, the first with tied embeddings, and how they read documents."""
+OWN = ("tuples", "parallel")
+"""Models of a user's, which keep no keys and values: the first is not split over tp."""
 PROMPTS = ["", "a prompt that is longer than the context", "ab", "ab"]
 SAMPLINGS = (
     Sampling(tokens=7, temperature=0),
@@ -35,15 +41,24 @@ SAMPLINGS = (
 QUESTIONS = [Question("two and", ("a", "a long one"), 1, "1"), Question("", ("x", "y"), 0, "2")]
 
 
-def resolved(case: str) -> ModelConfig:
-    return model_of(case).model_copy(update={"vocab_size": 257, "max_positions": CONTEXT})
+def model_and_weights(case: str) -> tuple[ModelConfig, dict[str, Tensor]]:
+    if case not in OWN:
+        built_in = model_of(case).model_copy(update={"vocab_size": 257, "max_positions": CONTEXT})
+        return built_in, init_random(built_in, seed=4)
+    source, options = f"tests.parity.own_models:{case}", {"depth": 5}
+    own = ModelConfig(source=source, options=options, vocab_size=257, dtype="fp64")
+    shapes = make_family(own, Conditions(CONTEXT, microbatch=1)).shapes()
+    draw = torch.Generator().manual_seed(4)
+    return own, {
+        name: torch.randn(shape, generator=draw, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
 
 
 def everything(case: str, mesh: ParallelMesh | None) -> tuple[list[Any], list[float]]:
     """Texts that are to be equal, and numbers that are to be equal up to rounding."""
-    config = resolved(case)
-    params = init_random(config, seed=4)
-    model = held_model(config, params, context=CONTEXT, mesh=mesh, **CASES[case])
+    config, params = model_and_weights(case)
+    model = held_model(config, params, context=CONTEXT, mesh=mesh, **CASES.get(case, {}))
     texts: list[Any] = [
         list(Generator(model).generate(PROMPTS, sampling, batch=4)) for sampling in SAMPLINGS
     ]
@@ -56,13 +71,17 @@ def everything(case: str, mesh: ParallelMesh | None) -> tuple[list[Any], list[fl
     return texts, numbers
 
 
+def cases_of(grid: Grid) -> list[str]:
+    return [*CASES, OWN[grid.tp > 1]]
+
+
 def on_rank(world: World, grid: Grid) -> list[tuple[list[Any], list[float]]]:
-    return [everything(case, world.mesh(grid)) for case in CASES]
+    return [everything(case, world.mesh(grid)) for case in cases_of(grid)]
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[tuple[list[Any], list[float]]]:
-    return [everything(case, None) for case in CASES]
+def alone() -> dict[str, tuple[list[Any], list[float]]]:
+    return {case: everything(case, None) for case in (*CASES, *OWN)}
 
 
 @pytest.mark.full
@@ -72,9 +91,10 @@ def alone() -> list[tuple[list[Any], list[float]]]:
     ids=["tp2", "pp2", "tp2 pp2"],
 )
 def test_texts_and_likelihoods_are_those_of_one_process(
-    grid: Grid, alone: list[tuple[list[Any], list[float]]]
+    grid: Grid, alone: dict[str, tuple[list[Any], list[float]]]
 ) -> None:
     for rank in run_world(grid.world, on_rank, grid):
-        for (texts, numbers), (expected, like) in zip(rank, alone, strict=True):
+        for case, (texts, numbers) in zip(cases_of(grid), rank, strict=True):
+            expected, like = alone[case]
             assert texts == expected
             np.testing.assert_allclose(numbers, like, rtol=1e-9, atol=0)
