@@ -52,8 +52,14 @@ def parser_of(commands: Mapping[str, CommandModule], *, description: str, epilog
     return top
 
 
+def keep_others_out() -> None:
+    """Have no file that this process makes be written to by every user, whatever its umask was."""
+    os.umask(os.umask(0o077) | 0o002)
+
+
 def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
     """Call the `run` that the parsed arguments have, with them and `more`; the exit code."""
+    keep_others_out()
     try:
         given: argparse.Namespace = parser.parse_args(argv)
         vars(given).update(more)

@@ -85,3 +85,15 @@ def read_into(file: BinaryIO, buffer: memoryview) -> bool:
             return False
         done += count
     return True
+
+
+def foreign(folder: Path) -> str | None:
+    """A doubt about a folder or a file in it that others than this user and root may have written;
+    None if there is none."""
+    for path in (folder, *sorted(folder.iterdir())):
+        status = path.lstat()
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to user {status.st_uid}"
+        if status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode):
+            return f"{path} may be written by every user"
+    return None

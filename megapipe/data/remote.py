@@ -21,7 +21,7 @@ from megapipe.data.hub import one_line
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.progress import Meter, meter
 from megapipe.data_config import DataConfig
-from megapipe.errors import DataError
+from megapipe.errors import ConfigError, DataError
 from megapipe.section import Section
 
 FILES, MANIFEST = "files", "manifest.json"
@@ -57,6 +57,16 @@ def is_remote(source: str) -> bool:
     return "://" in source
 
 
+def refuse_user_info(key: str, source: str) -> None:
+    """Raise ConfigError, which does not repeat it, for a URL with a user name or a password in it:
+    run folders, logs and checkpoints hold the configuration."""
+    if is_remote(source) and "@" in source.split("://", 1)[1].split("/", 1)[0]:
+        raise ConfigError(
+            f"{key} is a URL with a user name or a password in it, which every run folder, log and "
+            "checkpoint would hold: expected them in the environment or in fsspec's configuration"
+        )
+
+
 def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
     """`config` with a source on this machine: a URL's files are copied into the cache.
 
@@ -65,6 +75,7 @@ def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
     """
     if not is_remote(config.source):
         return config
+    refuse_user_info("data.source", config.source)
     try:
         remote = _look(config.source)
         known = sorted((name, *_version(info)) for name, info in remote.names.items())

@@ -21,7 +21,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,6 @@ from megapipe.errors import LaunchError
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
-T = TypeVar("T")
 
 
 class Coordinates(NamedTuple):
@@ -302,14 +301,18 @@ class ParallelMesh:
         value: bytes = store.get(key)
         return value.decode()
 
-    def gather(self, value: T, name: AxisName) -> list[T]:
-        """The values of an axis by index, on its first rank; nothing on the others."""
+    def gather(self, text: str, name: AxisName) -> list[str]:
+        """The texts of an axis by index, on its first rank; nothing on the others."""
         axis = self._host[name]
         if axis.group is None:
-            return [value]
-        values: list[Any] | None = [None] * axis.size if axis.index == 0 else None
-        dist.gather_object(value, values, group=axis.group, group_dst=0)
-        return values or []
+            return [text]
+        content = text.encode()
+        lengths = all_gather(torch.tensor([len(content)]), axis).tolist()
+        padded = bytearray(content.ljust(max(*lengths, 1)))  # nothing cannot be sent
+        rows = all_gather(torch.frombuffer(padded, dtype=torch.uint8), axis).view(axis.size, -1)
+        if axis.index > 0:
+            return []
+        return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
 
     def await_all(self, patience: datetime.timedelta) -> None:
         """Wait until every rank is here, for up to `patience`, also beyond a group's timeout."""

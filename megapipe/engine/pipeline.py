@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -139,8 +140,10 @@ class Pipeline:
 
     def records(self) -> list[Record]:
         """The last recorded step of all pipeline ranks, on processes of the first; else empty."""
-        own = [recorder.record() for recorder in self._recorders]
-        return [record for records in self.mesh.gather(own, "pp") for record in records]
+        own = json.dumps([recorder.record() for recorder in self._recorders])
+        return [
+            Record.of(values) for text in self.mesh.gather(own, "pp") for values in json.loads(text)
+        ]
 
     def _programs(self, schedule: Schedule, *, proved: bool) -> Iterator[Program]:
         """Programs of the pipeline ranks here, with the collectives of their replicas."""

@@ -58,6 +58,13 @@ class Record(NamedTuple):
     """Seconds on the host's clock."""
     events: list[Event]
 
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Record:
+        """A record out of what JSON makes of one."""
+        host, began, events = values
+        ops = [(Op(Kind(kind), *rest), start, end) for (kind, *rest), start, end in events]
+        return cls(host, began, [Event(*event) for event in ops])
+
 
 class Recorder:
     """Stamps the operations of one rank: `begin` a step, then call what :meth:`timed` returns."""

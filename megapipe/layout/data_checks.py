@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from megapipe.data import given, own
 from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.mixture import weight_plan
+from megapipe.data.remote import refuse_user_info
 from megapipe.data_config import ONLY, DataConfig
 from megapipe.errors import ConfigError
 
@@ -25,6 +26,8 @@ MOST_SOURCES = 255
 def check_data(data: DataConfig) -> None:
     """Raise :class:`ConfigError` for keys that contradict each other, or that nothing would read;
     data sets of the user's are loaded."""
+    for key, source in _named(data):
+        refuse_user_info(key, source)
     _check_mixture(data)
     if data.split is not None and data.validation:
         raise ConfigError(
@@ -186,3 +189,11 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
                     f"data.{name}={value} is for {kind}, and {key}={source} is {what}: "
                     f"expected {'null' if default is None else default}"
                 )
+
+
+def _named(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Every source that a configuration names, by its key."""
+    yield "data.source", data.source
+    yield from ((f"data.mixture.{name}.source", s.source) for name, s in data.mixture.items())
+    yield from ((f"data.validation.{name}", source) for name, source in data.validation.items())
+    yield from ((f"data.test.{name}", source) for name, source in data.test.items())

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 from megapipe import cli
+from megapipe.command_line import keep_others_out
 from megapipe.errors import MegapipeError
 from megapipe.launch import rendezvous, shutdown
 from megapipe.train import job
@@ -21,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
 
 def train(argv: Sequence[str]) -> int:
     """Do as `argv` asks; returns the exit code."""
+    keep_others_out()
     info = rendezvous.LaunchInfo()
     try:
         info = rendezvous.find_launch_info(os.environ)

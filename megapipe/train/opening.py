@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
+from megapipe.checkpoint.durable import foreign
+from megapipe.checkpoint.reader import Checkpoint
 from megapipe.layout.checks import shortened
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.changes import Changes
@@ -24,8 +28,25 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
         yield f"resumed from {source.checkpoint.path} at {at}"
         for change in changes.told:
             yield f"changed since: {change}"
+        yield from _of_checkpoint(run, source.checkpoint, is_own=source.is_own)
     if source.weights is not None:
         yield f"begins with the weights of {source.weights.path}"
+
+
+def _of_checkpoint(run: Run, checkpoint: Checkpoint, *, is_own: bool) -> Iterator[str]:
+    """Lines on what a run that goes on from a checkpoint may not expect."""
+    load = run.config.checkpoint.load
+    if is_own and load is not None:
+        yield f"checkpoint.load={load} is not used: the run has checkpoints of its own"
+    before, now = checkpoint.manifest.coordinates.get("threads"), torch.get_num_threads()
+    if run.mesh.device.type == "cpu" and before not in (None, now):
+        yield (
+            f"threads of a process (OMP_NUM_THREADS) were {before} and are {now}: sums differ in "
+            "their last bits from those of a run that did not stop"
+        )
+    doubt = foreign(checkpoint.path) if run.mesh.rank == 0 else None
+    if doubt is not None:
+        yield f"{doubt}: whoever that is decides what is trained on"
 
 
 def banner(run: Run) -> str:

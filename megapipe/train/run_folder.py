@@ -94,6 +94,7 @@ def _take(folder: RunFolder) -> None:
     path = folder.path
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _refuse_links(path)
         folder.lock = RunLock(path)
         if folder.lock.taken_over is not None:
             folder.notes.append(f"took over {path} from {folder.lock.taken_over}, which is gone")
@@ -108,6 +109,16 @@ def _take(folder: RunFolder) -> None:
         what = counted(len(cleared.removed), "unfinished checkpoint")
         folder.notes.append(f"removed {what} of killed jobs from {folder.checkpoints}")
     folder.notes.extend(cleared.problems)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise :class:`ConfigError` for a link in the folder, by which writes would leave it."""
+    for entry in os.scandir(folder):
+        if entry.is_symlink():
+            raise ConfigError(
+                f"run.folder: {entry.path} is a symbolic link, which a run does not write through: "
+                "remove it, or have run.folder lie where it leads"
+            )
 
 
 def _sees(folder: Path, name: str) -> bool:

@@ -411,6 +411,7 @@ class TrainStep:
                 "order": order,
                 "updates": self.optimizer.count,
                 "loss_scale": dict(self.scaler.state()),
+                "threads": torch.get_num_threads(),
             },
             config=flatten(self.config),
             digests=dict(digests or {}),

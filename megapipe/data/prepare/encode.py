@@ -6,7 +6,6 @@ at all: the index gets its name last.
 """
 
 import hashlib
-import pickle
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ def encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
 
 def _made_of(part: Part) -> str:
     """Digest of what a part is made of, and how."""
-    return hashlib.sha256(pickle.dumps((_FORMAT, LONGEST, part))).hexdigest()
+    return hashlib.sha256(repr((_FORMAT, LONGEST, part)).encode()).hexdigest()
 
 
 def _encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -222,3 +223,11 @@ def test_a_validation_program_has_forwards_alone() -> None:
     predicted = simulate(forward_only(loop(4), 3), UNEVEN)
     cost = timeline(predicted.schedule, records_of(predicted)).cost
     assert (cost.F, cost.I, cost.W) == (UNEVEN.F, (0.0,) * 4, (0.0,) * 4)
+
+
+def test_a_record_is_the_same_after_its_way_as_text() -> None:
+    event = Event(Op(Kind.W, 3, 7, 1, joined=True), 0.1, 1 / 3)
+    record = Record("a host", 1024.000001, [event, event._replace(op=Op(Kind.F, 0, 0))])
+    again = Record.of(json.loads(json.dumps(record)))
+    assert again == record
+    assert isinstance(again.events[0].op.kind, Kind)

@@ -1,0 +1,136 @@
+"""What a run writes is its user's alone, stays in its folder, and holds no password."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.checkpoint.durable import foreign
+from megapipe.cli import parse
+from megapipe.command_line import Parser, run_command
+from megapipe.data.remote import fetched
+from megapipe.data_config import DataConfig
+from megapipe.errors import ConfigError
+from megapipe.layout.resolve import resolve
+from megapipe.train import run_folder
+from megapipe.train.changes import Changes
+from megapipe.train.main import train
+from megapipe.train.opening import opening
+from megapipe.train.resume import Source
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_files_are_not_for_every_user_to_write(
+    open_umask: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(["--help"]) == 0
+    assert os.umask(0) == 0o002
+    parser = Parser()
+    parser.set_defaults(run=lambda given: (tmp_path / "x").touch())
+    run_command(parser, [])
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o664
+    os.umask(0o077)
+    run_command(parser, [])
+    assert os.umask(0) == 0o077, "what is stricter stays"
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "checkpoints", "summary.json"])
+def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_is_left(
+    name: str, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).symlink_to(outside)
+    with pytest.raises(ConfigError, match=rf"{run / name} is a symbolic link, which a run does"):
+        run_folder._take(run_folder.RunFolder(run))
+    assert not any(outside.iterdir())
+    assert [path.name for path in run.iterdir()] == [name], "nor is it locked"
+
+
+URL = "https://me:s3cret@example.org/texts.txt"
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("data.source", []),
+        ("data.mixture.a.source", ["data.mixture.b.source=x"]),
+        ("data.validation.held", []),
+        ("data.test.held", []),
+    ],
+)
+def test_a_password_in_a_url_is_refused_without_a_word_of_it(key: str, more: list[str]) -> None:
+    config = parse([f"{key}={URL}", *more]).config
+    with pytest.raises(ConfigError) as info:
+        resolve(config, 1, 257)
+    assert f"{key} is a URL with a user name or a password in it" in str(info.value)
+    assert "s3cret" not in str(info.value)
+
+
+def test_commands_refuse_it_too_and_an_at_sign_elsewhere_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a URL with a user name"):
+        fetched(DataConfig(source=URL))
+    for source in ("https://example.org/a@b", "s3://bucket/x@y", "me@host.txt"):
+        resolve(parse([f"data.source={source}"]).config, 1, 257)
+
+
+def lines(folder: Path, *, own: bool = True, device: str = "cpu", **given: Any) -> list[str]:
+    """The lines of a run that goes on from a checkpoint at `folder`, but for the first ones."""
+    config, layout = resolve(parse([f"{k}={v}" for k, v in given.items()]).config, 1, 257)
+    coordinates = {"threads": torch.get_num_threads() + 1}
+    checkpoint = SimpleNamespace(path=folder, manifest=SimpleNamespace(coordinates=coordinates))
+    policy = SimpleNamespace(stage=1)
+    run: Any = SimpleNamespace(
+        config=config,
+        layout=layout,
+        first_step=1,
+        mesh=SimpleNamespace(rank=0, world=1, device=torch.device(device), backend="gloo"),
+        train_step=SimpleNamespace(
+            schedule=layout.schedule,
+            optimizer=SimpleNamespace(policy=policy),
+            kernels=SimpleNamespace(banner=lambda: "", warnings=list),
+            position=SimpleNamespace(samples=0),
+        ),
+    )
+    source: Any = Source(checkpoint, is_own=own)  # type: ignore[arg-type]
+    return [*opening(run, source, Changes())][3:]
+
+
+def test_what_a_resumed_run_may_not_expect_is_told(tmp_path: Path) -> None:
+    """Another number of threads, a key that is not used, and files that others may write."""
+    now = torch.get_num_threads()
+    threads = f"threads of a process (OMP_NUM_THREADS) were {now + 1} and are {now}: sums differ in"
+    (told,) = lines(tmp_path)
+    assert told.startswith(threads)
+    assert lines(tmp_path, device="cuda") == []
+    load = {"checkpoint.load": "other"}
+    assert lines(tmp_path, device="cuda", own=False, **load) == []
+    (told,) = lines(tmp_path, device="cuda", **load)
+    assert told == "checkpoint.load=other is not used: the run has checkpoints of its own"
+    (tmp_path / "manifest.json").touch()
+    (tmp_path / "manifest.json").chmod(0o666)
+    (told,) = lines(tmp_path, device="cuda")
+    words = f"{tmp_path / 'manifest.json'} may be written by every user"
+    assert told == f"{words}: whoever that is decides what is trained on"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may give files away")
+def test_files_of_another_user_are_doubted(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").touch()
+    assert foreign(tmp_path) is None
+    os.chown(tmp_path / "manifest.json", 12345, -1)
+    assert foreign(tmp_path) == f"{tmp_path / 'manifest.json'} belongs to user 12345"
