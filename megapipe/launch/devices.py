@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megapipe.errors import ConfigError, LaunchError
-from megapipe.launch.rendezvous import LaunchInfo
+from megapipe.launch.place import LaunchInfo
 
 if TYPE_CHECKING:
     import torch

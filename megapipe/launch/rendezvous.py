@@ -1,8 +1,6 @@
-"""How a process finds its place in the job and meets its peers.
+"""How a process meets its peers: in a key-value store.
 
-A job starts under :mod:`megapipe.launch` or torchrun, under srun (its variables are enough), or as
-one plain process. The processes meet in a key-value store; before any process group exists they
-compare their configuration and code there.
+Before any process group exists they compare their configuration and code there.
 """
 
 from __future__ import annotations
@@ -10,15 +8,14 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from megapipe.errors import DataError, LaunchError
+from megapipe.launch.place import LaunchInfo
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -30,83 +27,6 @@ VALUES = "values"
 
 class RendezvousError(LaunchError):
     """The processes cannot meet in the store."""
-
-
-@dataclass(frozen=True)
-class LaunchInfo:
-    """A process' place in the job."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
-    address: str = "127.0.0.1"
-    port: int = 29500
-    launched: bool = False
-    """Started by torchrun or srun."""
-    hosted: bool = False
-    """The launcher already runs the store at address:port (torchrun does)."""
-
-    @property
-    def hosts(self) -> bool:
-        """Whether this process runs the store."""
-        return self.rank == 0 and self.world > 1 and not self.hosted
-
-    @property
-    def ended_by_launcher(self) -> bool:
-        """Whether the launcher ends all processes when one fails: torchrun does on its node."""
-        return self.hosted and self.local_world == self.world
-
-
-def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
-    """Read torchrun's or SLURM's variables. Raises :class:`LaunchError` if they make no sense."""
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        names = {
-            "rank": "RANK",
-            "world": "WORLD_SIZE",
-            "local_rank": "LOCAL_RANK",
-            "local_world": "LOCAL_WORLD_SIZE",
-        }
-        default = {"LOCAL_RANK": environ.get("RANK", ""), "LOCAL_WORLD_SIZE": ""}
-        default["LOCAL_WORLD_SIZE"] = environ.get("WORLD_SIZE", "")
-        hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        address = environ.get("MASTER_ADDR", "127.0.0.1")
-    elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
-        names = {
-            "rank": "SLURM_PROCID",
-            "world": "SLURM_STEP_NUM_TASKS",
-            "local_rank": "SLURM_LOCALID",
-            "local_world": "SLURM_STEP_TASKS_PER_NODE",
-        }
-        default, hosted = {}, False
-        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        address = environ.get("MASTER_ADDR") or first_host(nodes)
-    else:
-        return LaunchInfo()
-    info: dict[str, int] = {}
-    for key, name in names.items():
-        text = environ.get(name, default.get(name, ""))
-        number = re.match(r"\d+", text)  # SLURM writes tasks per node as 8(x4)
-        if number is None:
-            raise LaunchError(f"environment variable {name}={text!r}: expected a number")
-        info[key] = int(number.group())
-    job = environ.get("SLURM_JOB_ID", "9500")
-    if not job.isdigit():
-        raise LaunchError(f"environment variable SLURM_JOB_ID={job!r}: expected a number")
-    port = environ.get("MASTER_PORT") or str(20000 + int(job) % 10000)
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise LaunchError(f"environment variable MASTER_PORT={port!r}: expected a port number")
-    if not info["rank"] < info["world"]:
-        raise LaunchError(f"rank {info['rank']} does not exist in a world of {info['world']}")
-    return LaunchInfo(**info, address=address, port=int(port), launched=True, hosted=hosted)
-
-
-def first_host(nodelist: str) -> str:
-    """First host of SLURM's compressed list: ``gpu[03-05,9],login`` -> ``gpu03``."""
-    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)  # up to a comma outside of brackets
-    if match is None:
-        return "127.0.0.1"
-    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", match.group())
 
 
 def open_store(info: LaunchInfo, timeout_s: float) -> Store:
@@ -200,18 +120,25 @@ def compare_ranks(
                 difference = [key, reference.get(key), own.get(key), info.rank]
                 number = store.add("differences", 1)
                 store.set(f"difference {number}", json.dumps(difference))
+        store.set(f"compared {info.rank}", "")
         if store.add("compared", 1) == info.world:
             store.set("all compared", "yes")
         store.wait(["all compared"], wait)
     except RuntimeError:
-        arrived = store.add("compared", 0)
-        raise LaunchError(
-            f"{arrived} of {info.world} ranks arrived within {timeout_s:.0f} s "
-            "(parallel.timeout_s); look for one that failed to start"
-        ) from None
+        raise _not_all(store, info, timeout_s) from None
     numbers = range(1, store.add("differences", 0) + 1)
     if numbers:
         raise LaunchError(_describe([json.loads(store.get(f"difference {n}")) for n in numbers]))
+
+
+def _not_all(store: Store, info: LaunchInfo, timeout_s: float) -> LaunchError:
+    """The error where some ranks have not compared their values."""
+    absent = [rank for rank in range(info.world) if not store.check([f"compared {rank}"])]
+    return LaunchError(
+        f"{info.world - len(absent)} of {info.world} ranks arrived within {timeout_s:.0f} s "
+        f"(parallel.timeout_s), and not rank{'s' * (len(absent) > 1)} {_ranges(absent)}: look "
+        "whether they were started, and how they ended"
+    )
 
 
 def _describe(differences: list[tuple[str, object, object, int]]) -> str:

@@ -25,7 +25,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from megapipe.errors import LaunchError, MegapipeError
-from megapipe.launch.rendezvous import VALUES, LaunchInfo, RendezvousError, open_store
+from megapipe.launch.place import LaunchInfo
+from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store

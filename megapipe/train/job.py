@@ -13,7 +13,7 @@ from megapipe.errors import MegapipeError
 from megapipe.launch import devices, rendezvous
 from megapipe.launch.affinity import bind_near
 from megapipe.launch.open_files import allow_connections
-from megapipe.launch.rendezvous import LaunchInfo
+from megapipe.launch.place import LaunchInfo
 from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.cuts import check_timeable

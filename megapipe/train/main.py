@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from megapipe import cli
 from megapipe.command_line import keep_others_out
 from megapipe.errors import MegapipeError
-from megapipe.launch import rendezvous, shutdown
+from megapipe.launch import place, shutdown
 from megapipe.train import job
 
 
@@ -23,9 +23,9 @@ def main(argv: Sequence[str]) -> int:
 def train(argv: Sequence[str]) -> int:
     """Do as `argv` asks; returns the exit code."""
     keep_others_out()
-    info = rendezvous.LaunchInfo()
+    info = place.LaunchInfo()
     try:
-        info = rendezvous.find_launch_info(os.environ)
+        info = place.find_launch_info(os.environ)
         command = cli.parse(argv)
         if command.help is not None:
             if info.rank == 0:

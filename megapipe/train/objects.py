@@ -12,6 +12,7 @@ from megapipe import cli
 from megapipe.config import Config
 from megapipe.errors import ConfigError, LaunchError, MegapipeError
 from megapipe.launch import rendezvous
+from megapipe.launch.place import find_launch_info
 from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
 from megapipe.train import job
@@ -73,7 +74,7 @@ def train(
             "megapipe.train makes a process group of its own: expected a call from outside of any, "
             "and not within megapipe.spawn"
         )
-    info = rendezvous.find_launch_info(os.environ)
+    info = find_launch_info(os.environ)
     try:
         with StopRequest(speaks=info.rank == 0) if info.launched else _NoSignals() as stop:
             job.start(cli.Command(config, where=where), info, stop, _Raising, callbacks)

@@ -18,7 +18,8 @@ from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from megapipe.errors import ConfigError, DataError, LaunchError
 from megapipe.launch import rendezvous, shutdown
-from megapipe.launch.rendezvous import LaunchInfo, RendezvousError, find_launch_info, first_host
+from megapipe.launch.place import LaunchInfo, find_launch_info, first_host
+from megapipe.launch.rendezvous import RendezvousError
 from megapipe.launch.shutdown import Shutdown
 from tests.parity import threads
 from tests.parity.jobs import free_port
@@ -96,6 +97,68 @@ def test_variables_that_make_no_sense(wrong: dict[str, str], words: str) -> None
 def test_a_slurm_job_number_that_is_none() -> None:
     with pytest.raises(LaunchError, match="SLURM_JOB_ID='seven'"):
         find_launch_info({**SLURM, "SLURM_JOB_ID": "seven"})
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_RANK": "3",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def test_the_place_under_mpirun() -> None:
+    here = LaunchInfo(3, 4, 3, 4, launched=True)
+    assert find_launch_info(OPEN_MPI) == here
+    # within SLURM mpirun's own processes, one per node, are the tasks of a step
+    nodes = {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    assert find_launch_info({**nodes, **OPEN_MPI}) == replace(here, port=23456)
+    head = {"MASTER_ADDR": "head", "MASTER_PORT": "99"}
+    two_nodes = replace(here, local_rank=1, local_world=2, address="head", port=99)
+    assert find_launch_info({**HYDRA, **head}) == two_nodes
+    assert find_launch_info({**OPEN_MPI, **TORCHRUN}) == find_launch_info(TORCHRUN)
+
+
+def test_the_place_under_srun_with_variables_of_mpi() -> None:
+    assert find_launch_info({**SLURM, "PMIX_RANK": "5"}) == find_launch_info(SLURM)
+    pmi2 = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}
+    assert find_launch_info(pmi2) == find_launch_info(SLURM)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (HYDRA, "2 of 4 processes are on this host.*expected MASTER_ADDR"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=''"),
+        ({"PMI_SIZE": "4"}, "PMI_RANK=''"),
+        ({"SLURM_PROCID": "2"}, "one of 1 tasks.*SLURM_STEP_NUM_TASKS is not set"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "one of 4 tasks.*start it with srun"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_PROCID is not set.*RANK=0 WORLD_SIZE=1"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0 is of a launcher.*set RANK, WORLD_SIZE"),
+        ({"FLUX_TASK_RANK": "1"}, "FLUX_TASK_RANK=1 is of a launcher"),
+    ],
+)
+def test_a_process_of_several_that_cannot_tell_its_place(
+    environ: dict[str, str], words: str
+) -> None:
+    """It would train the whole model alone, as each of the others would."""
+    with pytest.raises(LaunchError, match=words):
+        find_launch_info(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_NTASKS": "4"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"SLURM_PROCID": "0"},
+    ],
+)
+def test_one_process_in_an_allocation(environ: dict[str, str]) -> None:
+    """Of salloc's shell, and of a batch script that has one task."""
+    assert find_launch_info(environ) == LaunchInfo()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +243,9 @@ def test_a_rank_that_is_late(port: int) -> None:
     first, _, third = at_once(3, port, compare)
     assert isinstance(first, LaunchError)
     assert str(first) == str(third)
-    assert "2 of 3 ranks arrived within 1 s" in str(first)
+    assert str(first).startswith(
+        "2 of 3 ranks arrived within 1 s (parallel.timeout_s), and not rank 1: "
+    )
 
 
 def test_a_port_that_something_else_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:

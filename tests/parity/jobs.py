@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0
 """A job that takes longer hangs."""
 MARK = "MEGAPIPE_TEST_JOB"
-LAUNCHERS = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|GROUP_|ROLE_)")
+LAUNCHERS = re.compile(
+    r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|OMPI_|PMIX?_|TORCHELASTIC_|GROUP_|ROLE_)"
+)
 
 
 def write_corpus(path: Path, words: int = 4000) -> Path:

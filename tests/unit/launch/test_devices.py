@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from megapipe.config import ParallelConfig
 from megapipe.errors import ConfigError, LaunchError
 from megapipe.launch.devices import CPU, Found, choose, decide, mig_of
-from megapipe.launch.rendezvous import LaunchInfo
+from megapipe.launch.place import LaunchInfo
 from tests.parity.threads import at_once
 
 AUTO = ParallelConfig(timeout_s=10.0)

@@ -1,0 +1,172 @@
+"""A process' place in the job, by the variables of whatever has started it.
+
+A job starts under :mod:`megapipe.launch` or torchrun, under srun or mpirun (their variables are
+enough), or as one plain process. A process that some launcher has started, and that cannot tell how
+many there are, is refused: each would else train the whole model alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megapipe.errors import LaunchError
+
+RUN_ALONE = "to run one process alone, set RANK=0 WORLD_SIZE=1"
+
+
+@dataclass(frozen=True)
+class LaunchInfo:
+    """A process' place in the job."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    address: str = "127.0.0.1"
+    port: int = 29500
+    launched: bool = False
+    """Started by torchrun, srun or mpirun."""
+    hosted: bool = False
+    """The launcher already runs the store at address:port (torchrun does)."""
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this process runs the store."""
+        return self.rank == 0 and self.world > 1 and not self.hosted
+
+    @property
+    def ended_by_launcher(self) -> bool:
+        """Whether the launcher ends all processes when one fails: torchrun does on its node."""
+        return self.hosted and self.local_world == self.world
+
+
+class _Names(NamedTuple):
+    """What a launcher calls a process' place."""
+
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str
+
+
+_TORCHRUN = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = _Names(
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+"""mpirun of MPICH and Intel MPI."""
+_SLURM = _Names(
+    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
+)
+_OTHERS = (
+    "PMIX_RANK",
+    "PALS_RANKID",
+    "ALPS_APP_PE",
+    "FLUX_TASK_RANK",
+    "JSM_NAMESPACE_RANK",
+    "MV2_COMM_WORLD_RANK",
+)
+"""Ranks by launchers whose other variables are not read: PMIx, Cray, Flux, LSF, MVAPICH2."""
+
+
+def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
+    """Read the launcher's variables. Raises :class:`LaunchError` if they make no sense."""
+    names = _launcher(environ)
+    if names is None:
+        _check_alone(environ)
+        return LaunchInfo()
+    given = dict(environ)
+    if names is _TORCHRUN:
+        given.setdefault("LOCAL_RANK", environ.get("RANK", ""))
+        given.setdefault("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", ""))
+    rank, world, local_rank, local_world = (_number(given, name) for name in names)
+    if not rank < world:
+        raise LaunchError(f"rank {rank} does not exist in a world of {world}")
+    address = environ.get("MASTER_ADDR") or "127.0.0.1"
+    if names is _SLURM and not environ.get("MASTER_ADDR"):
+        address = first_host(
+            environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        )
+    elif names in (_OPEN_MPI, _HYDRA) and local_world < world and "MASTER_ADDR" not in environ:
+        raise LaunchError(
+            f"{local_world} of {world} processes are on this host, and none of mpirun's variables "
+            "names that of rank 0: expected MASTER_ADDR to be set to it"
+        )
+    return LaunchInfo(
+        rank,
+        world,
+        local_rank,
+        local_world,
+        address,
+        _port(environ),
+        launched=True,
+        hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names is _TORCHRUN,
+    )
+
+
+def _launcher(environ: Mapping[str, str]) -> _Names | None:
+    """The variables that tell this process' place; None where no launcher has set any of them.
+
+    mpirun inside of SLURM starts its own processes by srun, so that SLURM's variables count nodes.
+    """
+    in_step = _SLURM.rank in environ and _SLURM.world in environ
+    if _TORCHRUN.rank in environ or _TORCHRUN.world in environ:
+        return _TORCHRUN
+    if _OPEN_MPI.rank in environ or _OPEN_MPI.world in environ:
+        return _OPEN_MPI
+    if _HYDRA.rank in environ or _HYDRA.world in environ:
+        ours = [environ.get(name) for name in _HYDRA[:2]]
+        same = in_step and ours == [environ[name] for name in _SLURM[:2]]
+        return _SLURM if same else _HYDRA  # srun --mpi=pmi2 sets both
+    return _SLURM if in_step else None
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """Raise :class:`LaunchError` if this seems to be one of several processes."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
+    half = _SLURM.rank in environ or _SLURM.world in environ
+    if half and (tasks != "1" or environ.get(_SLURM.rank, "0") != "0"):
+        missing = _SLURM.world if _SLURM.rank in environ else _SLURM.rank
+        raise LaunchError(
+            f"this is one of {tasks} tasks of SLURM's, and {missing} is not set: start it with "
+            f"srun, or with python -m megapipe.launch; {RUN_ALONE}"
+        )
+    for name in _OTHERS:
+        if name in environ:
+            raise LaunchError(
+                f"{name}={environ[name]} is of a launcher whose variables are not known: set RANK, "
+                "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from its "
+                f"own; {RUN_ALONE}"
+            )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    number = re.match(r"\d+", text)  # SLURM writes tasks per node as 8(x4)
+    if number is None:
+        raise LaunchError(f"environment variable {name}={text!r}: expected a number")
+    return int(number.group())
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    job = environ.get("SLURM_JOB_ID", "9500")
+    if not job.isdigit():
+        raise LaunchError(f"environment variable SLURM_JOB_ID={job!r}: expected a number")
+    port = environ.get("MASTER_PORT") or str(20000 + int(job) % 10000)
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise LaunchError(f"environment variable MASTER_PORT={port!r}: expected a port number")
+    return int(port)
+
+
+def first_host(nodelist: str) -> str:
+    """First host of SLURM's compressed list: ``gpu[03-05,9],login`` -> ``gpu03``."""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)  # up to a comma outside of brackets
+    if match is None:
+        return "127.0.0.1"
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", match.group())
