@@ -38,13 +38,13 @@ class Sources:
         training: those trained on, by name; their own held-out parts are validated on.
         validation: those of ``data.validation``, in the place of these parts.
         test: those of ``data.test``.
-        recipe: what else decides which tokens are trained on; empty if nothing does.
+        tokenizer: SHA-256, in hex, of what decides which ids texts and marks have.
     """
 
     training: Mapping[str, Corpus]
     validation: Mapping[str, Corpus]
     test: Mapping[str, Corpus]
-    recipe: str
+    tokenizer: str
 
     @property
     def digest(self) -> str:
@@ -82,9 +82,9 @@ class Sources:
                     yield HeldOut(name, split, part)
 
     def _of_training(self, of: Callable[[Corpus], str]) -> str:
-        if ONLY in self.training and not self.recipe:
+        if ONLY in self.training:
             return of(self.training[ONLY])
-        known = [self.recipe, *([name, of(corpus)] for name, corpus in self.training.items())]
+        known = [[name, of(corpus)] for name, corpus in self.training.items()]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
@@ -131,7 +131,7 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
         {name: load(given, *training) for name, given in divided.sources.items()},
         named("validation", data.validation),
         named("test", data.test),
-        _recipe(data),
+        tokenizer.digest,
     )
 
 
@@ -146,10 +146,3 @@ def _tell_left_out(source: str, examples: Examples, length: int) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _recipe(data: DataConfig) -> str:
-    known: list[object] = []
-    if data.fim_rate:
-        known += [data.fim_rate, data.fim_spm_rate, data.fim_tokens]
-    return json.dumps(known) if known else ""

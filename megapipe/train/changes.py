@@ -2,13 +2,19 @@
 
 =========  ======================================================================================
 harmless   how and where it is computed, saved and told: layout, kernels, ZeRO, logging
-listed     how training goes on: learning rate, batch, clipping, dropout, types, ... and any key
-           that is in no other class
+listed     how training goes on: learning rate, batch, clipping, dropout, types, a mixture, ... and
+           any key that is in no other class
 refused    what makes it another run: the corpus, the order of its samples (seed, sequence length),
-           what counts in the loss, the model. ``run.resume_changes=allow`` lists these too, as far
-           as the tensors fit; the data then begin anew where their order is another
+           how its documents are rearranged, what counts in the loss, the model.
+           ``run.resume_changes=allow`` lists these too, as far as the tensors fit; the data then
+           begin anew where their order is another
 never      the update rule: its state would mean something else
 =========  ======================================================================================
+
+Keys that say how a corpus is read (:data:`OF_CORPUS`) are harmless as such: where they change what
+it comes out as, the corpus is another, and they are named with it. A mixture that goes on with
+other weights begins where the old one ended; an order of ``data.samples=megatron`` is made for one
+mixture, so there another one is refused.
 
 A new run that begins from ``checkpoint.load`` may have another corpus and order; its model has to
 be the checkpoint's all the same. From weights alone nothing goes on but the model.
@@ -16,8 +22,9 @@ be the checkpoint's all the same. From weights alone nothing goes on but the mod
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +36,33 @@ from megapipe.cli import flatten
 from megapipe.config import Config
 from megapipe.errors import CheckpointError
 
+OF_CORPUS = (
+    *("data.source", "data.subset", "data.dataset_split", "data.text_field", "data.tokenizer"),
+    *("data.validation_fraction", "data.split", "data.validation"),
+    *("data.prompt_field", "data.completion_field", "data.messages_field"),
+    *("data.chat_template", "data.train_on"),
+)
+"""Keys that say what is read, and how; what that comes out as is compared."""
 HARMLESS = (
-    *("run.", "parallel.", "pipeline.", "activations.", "kernels.", "data.", "checkpoint.", "log."),
+    *("run.", "parallel.", "pipeline.", "activations.", "kernels.", "checkpoint.", "log."),
+    *(*OF_CORPUS, "data.test", "data.cache", "data.workers", "data.prefetch"),
     *("optimizer.zero", "optimizer.shard_size", "optimizer.prefetch", "optimizer.post_validation"),
     *("optimizer.offload", "optimizer.offload_folder", "optimizer.window_mib"),
     *("train.microbatch", "train.validate_every", "train.validation_samples", "train.stop_after"),
     "model.init_std",
 )
 """Harmless keys, and sections whose keys are harmless unless they are refused."""
-ORDER = ("run.seed", "train.sequence_length", "data.samples")
+ORDER = (
+    *("run.seed", "train.sequence_length", "data.samples"),
+    *("data.fim_rate", "data.fim_spm_rate", "data.fim_tokens"),
+)
 """Keys that decide, with the corpus, which tokens a sample number stands for."""
 REFUSED = (
     *(*ORDER, "data.mask_document_ends", "data.document_mask", "data.reset_positions"),
     "train.loss",
 )
-LISTED_OF_DATA = ("data.mixture", "data.temperature")
-"""Other keys of the data that are not refused are harmless."""
+MIXTURE, TEMPERATURE = "data.mixture", "data.temperature"
+"""Listed, unless the order is Megatron-LM's."""
 LISTED_OF_MODEL = ("model.dtype", "model.dropout")
 """All other keys of the model are refused."""
 
@@ -56,15 +74,18 @@ class Change:
     key: str
     stored: Any
     now: Any
+    because: tuple[Change, ...] = ()
+    """Of other keys, which may be why."""
 
     def __str__(self) -> str:
         before, now = map(strict_yaml.text_of, (self.stored, self.now))
-        return f"{self.key} was {before} and is {now}"
+        why = f" ({', '.join(map(str, self.because))})" if self.because else ""
+        return f"{self.key} was {before} and is {now}{why}"
 
     @property
     def harmless(self) -> bool:
         """Whether nothing that is learnt depends on it."""
-        return not (self.refused or self.key in LISTED_OF_DATA) and any(
+        return not self.refused and any(
             self.key.startswith(name) if name.endswith(".") else self.key == name
             for name in HARMLESS
         )
@@ -94,17 +115,22 @@ class Changes:
 def check(checkpoint: Checkpoint, config: Config, *, own: bool, corpus: Change | None) -> Changes:
     """Changes since a checkpoint, of this run (`own`) or another.
 
-    `corpus` is the change of the corpus; None where it is the same, or not known yet. Raises
-    :class:`CheckpointError` for changes with which the run cannot go on.
+    `corpus` is the change of the corpus or of its tokenizer; None where these are the same, or not
+    known yet. Raises :class:`CheckpointError` for changes with which the run cannot go on.
     """
-    changes = [*compare(checkpoint.manifest.config, config), *([corpus] if corpus else [])]
+    changes = compare(checkpoint.manifest.config, config)
+    order = {*ORDER, "corpus", *(c.key for c in changes if _deals_otherwise(c, config))}
+    if corpus is not None:
+        why = tuple(change for change in changes if change.key in OF_CORPUS)
+        changes.append(replace(corpus, because=why))
     for change in changes:
         if change.key == "optimizer.rule":
             raise CheckpointError(
                 f"{checkpoint.path}: its optimizer state is of optimizer.rule={change.stored}, the "
                 f"configuration has {change.now}"
             )
-    refused = [c for c in changes if c.of_model or (own and (c.refused or c is corpus))]
+    another = {*order, *REFUSED, "tokenizer"} if own else set()
+    refused = [change for change in changes if change.of_model or change.key in another]
     if refused and config.run.resume_changes == "refuse":
         raise CheckpointError(
             f"{checkpoint.path} is of another run: {'; '.join(map(str, refused))}; change back, "
@@ -112,8 +138,20 @@ def check(checkpoint: Checkpoint, config: Config, *, own: bool, corpus: Change |
         )
     return Changes(
         tuple(change for change in changes if not change.harmless),
-        data_anew=any(change.key in ORDER or change is corpus for change in changes),
+        data_anew=any(change.key in order for change in changes),
     )
+
+
+def _deals_otherwise(change: Change, config: Config) -> bool:
+    """Whether a change of the mixture changes an order that was made for all of the run."""
+    if config.data.samples != "megatron" or change.key not in (MIXTURE, TEMPERATURE):
+        return False
+    return change.key == TEMPERATURE or _weights(change.stored) != _weights(change.now)
+
+
+def _weights(mixture: str) -> list[tuple[str, Any]]:
+    """Names and weights of sources, in their order, as a configuration stores them."""
+    return [(name, source["weight"]) for name, source in json.loads(mixture).items()]
 
 
 def check_weights(path: Path, stored: Mapping[str, JsonValue], config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -85,15 +86,27 @@ def _compare_ranks(data: Sources, source: str, mesh: ParallelMesh) -> None:
 
 
 def change_of_corpus(
-    checkpoint: Checkpoint | None, prepared: Sources, source: str
+    checkpoint: Checkpoint | None, prepared: Sources, data: DataConfig
 ) -> Change | None:
-    """How the corpus `prepared` from `source` differs from the checkpoint's; None where its tokens
-    are the same, whatever its name, or there is no checkpoint."""
+    """How the corpus `prepared` for `data` differs from the checkpoint's, or, where it has ids
+    already, the tokenizer; None where the tokens are the same, whatever their names, or there is no
+    checkpoint."""
     if checkpoint is None:
         return None
-    manifest = checkpoint.manifest
-    stored = manifest.digests
-    if prepared.digest == stored.get("corpus") or prepared.content == stored.get("content"):
+    config, stored = checkpoint.manifest.config, checkpoint.manifest.digests
+    if prepared.digest != stored.get("corpus") and prepared.content != stored.get("content"):
+        before = f"{_stored_name(config)} ({stored.get('content', 'unknown')[:8]})"
+        return Change("corpus", before, f"{name_of(data)} ({prepared.content[:8]})")
+    tokenizer = stored.get("tokenizer", prepared.tokenizer)
+    if prepared.tokenizer == tokenizer:
         return None
-    before = f"{manifest.config.get('data.source')} ({stored.get('content', 'unknown')[:8]})"
-    return Change("corpus", before, f"{source} ({prepared.content[:8]})")
+    before = f"{config.get('data.tokenizer')} ({tokenizer[:8]})"
+    return Change("tokenizer", before, f"{data.tokenizer} ({prepared.tokenizer[:8]})")
+
+
+def _stored_name(config: Mapping[str, Any]) -> str:
+    """What :func:`name_of` gave for the keys of a checkpoint."""
+    mixture = json.loads(config.get("data.mixture", "{}"))
+    if not mixture:
+        return str(config.get("data.source"))
+    return ", ".join(f"{name}={source['source']}" for name, source in mixture.items())

@@ -28,7 +28,7 @@ from megapipe.train.callbacks.several import Callbacks, check_callbacks
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
 from megapipe.train.changes import Change, Changes
-from megapipe.train.corpus import change_of_corpus, name_of, on_all, past_of, prepare_on_all
+from megapipe.train.corpus import change_of_corpus, on_all, past_of, prepare_on_all
 from megapipe.train.garbage import Garbage
 from megapipe.train.kernels import agreed_kernels
 from megapipe.train.opening import opening
@@ -83,7 +83,7 @@ class Trainer:
         self._changes(corpus=None)
         kernels = agreed_kernels(config, layout, mesh, layout.schedule)
         corpus = prepare_on_all(config, tokenizer, mesh, local_rank=local_rank)
-        changed = change_of_corpus(self.source.checkpoint, corpus, name_of(config.data))
+        changed = change_of_corpus(self.source.checkpoint, corpus, config.data)
         self.changes = self._changes(changed)
         past = past_of(self.source.checkpoint, anew=self.changes.data_anew)
         self.training, held_out = on_all(

@@ -79,7 +79,11 @@ class Saving(Callback):
             self.checkpoints,
             step,
             run_id=self._run_id,
-            digests={"corpus": self._corpus.digest, "content": self._corpus.content},
+            digests={
+                "corpus": self._corpus.digest,
+                "content": self._corpus.content,
+                "tokenizer": self._corpus.tokenizer,
+            },
             order=self._order,
         )
         run.note(f"saved {path}")
