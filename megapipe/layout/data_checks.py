@@ -8,17 +8,11 @@ from megapipe.data import given, own
 from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.mixture import weight_plan
 from megapipe.data.remote import refuse_user_info
+from megapipe.data.split import split_ranges
+from megapipe.data.unused import check_fields, no_rows, refuse_unused
 from megapipe.data_config import ONLY, DataConfig
 from megapipe.errors import ConfigError
 
-SUPERVISED_KEYS = (
-    "prompt_field",
-    "completion_field",
-    "messages_field",
-    "chat_template",
-    "train_on",
-)
-"""Keys of ``data`` that only examples have a use for."""
 MOST_SOURCES = 255
 """Of a mixture: a byte tells them apart."""
 
@@ -34,6 +28,8 @@ def check_data(data: DataConfig) -> None:
             f"data.split={data.split} and data.validation: expected one of them, as each says what "
             "is validated on"
         )
+    if data.split is not None:
+        split_ranges(data.split, 0)
     if data.reset_positions and not data.masks_documents:
         raise ConfigError(
             "data.reset_positions=true is for documents that attention keeps apart: expected "
@@ -42,16 +38,14 @@ def check_data(data: DataConfig) -> None:
     if data.samples == "megatron":
         _check_megatrons(data)
     _check_fim(data)
+    check_fields(data)
     if data.samples == "supervised":
-        _refuse_unused(data, ("text_field",), "texts, not data.samples=supervised")
         for name, mixed in data.mixture.items():
             if mixed.text_field is not None:
                 raise ConfigError(
                     f"data.mixture.{name}.text_field={mixed.text_field} is for texts, not "
                     "data.samples=supervised: expected null"
                 )
-    else:
-        _refuse_unused(data, SUPERVISED_KEYS, "data.samples=supervised")
     for key in ("mixture", "validation", "test"):
         if "" in getattr(data, key):
             raise ConfigError(f"data.{key}: a source has an empty name: expected data.{key}.NAME")
@@ -101,7 +95,9 @@ def _check_mixture(data: DataConfig) -> None:
         )
     for step, some in weight_plan([weight for weight in weights.values() if weight is not None]):
         if not any(some):
-            raise ConfigError(f"data.mixture: from step {step} on all weights are 0")
+            raise ConfigError(
+                f"data.mixture: from step {step} on all weights are 0: expected one above 0"
+            )
 
 
 def _check_megatrons(data: DataConfig) -> None:
@@ -127,7 +123,7 @@ def _check_megatrons(data: DataConfig) -> None:
 
 def _check_fim(data: DataConfig) -> None:
     if not data.fim_rate:
-        _refuse_unused(data, ("fim_tokens", "fim_spm_rate"), "data.fim_rate above 0")
+        refuse_unused(data, ("fim_tokens", "fim_spm_rate"), "data.fim_rate above 0")
         return
     if data.samples not in ("stateless", "packed"):
         raise ConfigError(
@@ -139,17 +135,6 @@ def _check_fim(data: DataConfig) -> None:
             f"data.fim_rate={data.fim_rate} needs data.fim_tokens: expected the names of three "
             "tokens, as in [<fim_prefix>, <fim_suffix>, <fim_middle>]"
         )
-
-
-def _refuse_unused(data: DataConfig, names: Sequence[str], use: str) -> None:
-    """Raise for keys that have a value but no use."""
-    for name in names:
-        value, default = getattr(data, name), DataConfig.model_fields[name].default
-        if value != default:
-            raise ConfigError(
-                f"data.{name}={value} is for {use}: expected "
-                f"{'null' if default is None else default} without"
-            )
 
 
 def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> None:
@@ -173,10 +158,7 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
     else:
         what, refused = "texts", ("split",)
     if data.samples == "supervised" and (given.is_given(source) or is_standard_library(source)):
-        raise ConfigError(
-            f"data.samples=supervised, and {key}={source} has no rows: expected JSON, parquet or a "
-            "data set, with fields of messages, or of prompt and completion"
-        )
+        raise no_rows(key, source)
     trained_on = key == "data.source" or key.startswith("data.mixture.")
     for names, kind, wrong in (
         (unused, "a corpus", alone),

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from megapipe.command_line import Parser
 from megapipe.data.given import is_given
 from megapipe.data.own import is_own
+from megapipe.data.unused import check_fields
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 from megapipe.keys import expected
@@ -50,6 +51,7 @@ def data_config(given: argparse.Namespace) -> DataConfig:
             f"--source {config.source}: a token file has token ids already, and there is nothing "
             "to prepare; inspect, verify, merge and split are for such files"
         )
+    check_fields(config)
     return config
 
 

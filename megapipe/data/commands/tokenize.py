@@ -3,7 +3,8 @@ stopped. The options are the keys of `data` in a run's configuration.
 
 Without --output this is what training would do itself at its start: with the same values the run
 finds the corpus in the cache. With it, all documents go into PREFIX.bin and PREFIX.idx, in the
-format of Megatron-LM; a run takes them as data.source=PREFIX.
+format of Megatron-LM; a run takes them as data.source=PREFIX. Examples of --samples supervised go
+into the cache.
 
 example: prepare_data.py --source 'texts/*.jsonl.zst' --tokenizer ./tokenizer --output data/texts
 """
@@ -14,12 +15,15 @@ from pathlib import Path
 
 from megapipe.command_line import Parser
 from megapipe.data.commands.arguments import OF_A_CORPUS, add_keys, data_config
+from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.prepare import prepare
 from megapipe.data.prepare.file import prepare_file
 from megapipe.data.prepare.sizes import Sizes
 from megapipe.data.remote import fetched
+from megapipe.data.supervised import prepare_examples
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens.format import without_suffix
+from megapipe.data.unused import OF_EXAMPLES, no_rows
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 
@@ -30,34 +34,58 @@ PURPOSE = "a corpus to token ids"
 def add(parser: Parser) -> None:
     add_keys(parser, *OF_A_CORPUS, "tokenizer")
     parser.add_argument("--output", type=Path, metavar="PREFIX", help="write PREFIX.bin and .idx")
-    add_keys(parser, "cache", "validation_fraction")
+    add_keys(parser, "cache", "validation_fraction", "samples", *OF_EXAMPLES)
 
 
 def run(given: argparse.Namespace) -> None:
-    config = data_config(given)
-    if given.output is not None and config.validation_fraction != VALIDATION_FRACTION:
-        raise ConfigError(
-            "--validation-fraction is for the cache: a file of --output has all documents"
-        )
-    config = fetched(config)
+    config = _config(given)
+    examples = config.samples == "supervised"
     start = time.perf_counter()
     tokenizer = load_tokenizer(config.tokenizer)
-    if given.output is None:
-        prepared = prepare(config, tokenizer)
-        meta = prepared.meta
-        where, entropy = str(prepared.folder), meta.entropy
-        rows = {"train": meta.train}
-        if meta.validation is not None:
-            rows["validation"] = meta.validation
-    else:
+    if given.output is not None:
         output = without_suffix(given.output)
         made = prepare_file(config, tokenizer, output)
         where, entropy = f"{output}.bin, {output}.idx", made.entropy
         rows = {"all": made.sizes}
+    else:
+        if examples:
+            prepared = prepare_examples(config, tokenizer).prepared
+        else:
+            prepared = prepare(config, tokenizer)
+        where, entropy = str(prepared.folder), prepared.entropy
+        rows = {"train": prepared.meta.train}
+        if prepared.meta.validation is not None:
+            rows["validation"] = prepared.meta.validation
     print(f"{where} ({time.perf_counter() - start:.1f} s)")
     for name, sizes in rows.items():
-        print(f"{name:10}  {_line(sizes)}")
-    print(f"{'entropy':10}  {entropy:.4f} nats per token (unigram)")
+        print(f"{name:10}  {_line_of_examples(sizes) if examples else _line(sizes)}")
+    if not examples:  # of all tokens, it says nothing of those that are labels
+        print(f"{'entropy':10}  {entropy:.4f} nats per token (unigram)")
+
+
+def _config(given: argparse.Namespace) -> DataConfig:
+    """The keys that the options set, with files on this machine. Raises :class:`ConfigError` for
+    options that do not go together."""
+    config = data_config(given)
+    examples = config.samples == "supervised"
+    if given.output is not None and config.validation_fraction != VALIDATION_FRACTION:
+        raise ConfigError(
+            "--validation-fraction is for the cache: a file of --output has all documents"
+        )
+    if given.output is not None and examples:
+        raise ConfigError(
+            "--samples supervised is for the cache: a file of --output cannot tell what counts in "
+            "the loss"
+        )
+    if examples and is_standard_library(config.source):
+        raise no_rows("--source", config.source)
+    return fetched(config)
+
+
+def _line_of_examples(sizes: Sizes) -> str:
+    return (
+        f"{sizes.documents:,} examples  {sizes.tokens:,} tokens  longest {sizes.longest:,} tokens"
+    )
 
 
 def _line(sizes: Sizes) -> str:

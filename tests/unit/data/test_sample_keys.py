@@ -11,8 +11,10 @@ import pytest
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.data.build import build_batches
+from megapipe.data.commands import main as prepare_data
 from megapipe.data.sources import Sources, load_sources
 from megapipe.data.tokenizer import ByteTokenizer
+from megapipe.data.tokenizer.interface import TokenIds
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.errors import ConfigError, DataError
@@ -133,6 +135,30 @@ def test_examples_are_packed_and_the_long_ones_left_out(capsys: pytest.CaptureFi
     assert sources.entropy is None
     _, sources = loaded("data.validation_fraction=0", "train.sequence_length=64")
     assert "left out" not in capsys.readouterr().err
+
+
+def test_examples_are_tokenized_ahead_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same keys a run finds them."""
+    given = ["--samples", "supervised", "--source", "rows.jsonl", "--train-on", "last"]
+    assert prepare_data([*given, "--validation-fraction", "0"]) == 0
+    assert "train       20 examples  " in capsys.readouterr().out
+
+    class Barred(ByteTokenizer):
+        def encode(self, text: str) -> TokenIds:
+            raise AssertionError("tokenized again")
+
+    chosen = config(*SUPERVISED, "data.validation_fraction=0", "data.train_on=last")
+    assert len(build_batches(chosen, Barred(), load_sources(chosen, Barred()))[0]) == 6
+    assert len(list(Path("cache").glob("[0-9a-f]*"))) == 1
+    for wrong, words in (
+        ([*given, "--output", "x"], "--samples supervised is for the cache: a file of --output ca"),
+        (given[:2], "--source=stdlib has no rows: expected JSON"),
+        (given[2:], "data.train_on=last is for data.samples=supervised: expected all without"),
+        ([*given, "--text-field", "x"], "data.text_field=x is for texts, not data.samples=super"),
+        (["--samples", "some"], "--samples some: expected one of stateless, packed, megatron, su"),
+    ):
+        assert prepare_data(wrong) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_a_mixture_of_examples() -> None:
