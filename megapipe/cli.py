@@ -277,6 +277,8 @@ def _config(given: Iterable[_Given]) -> Config:
         info = field_of(item.key)
         if item.key in MAPPINGS:
             problems.append(item.problem(f"expected {expected(KEYS[item.key])}"))
+        elif _has_nul(item.value):  # which no name of a file has
+            problems.append(item.problem("expected text without a NUL"))
         elif info is not None:
             known[item.key] = item
             _put(tree, item.key.split("."), item.value)
@@ -304,6 +306,12 @@ def _config(given: Iterable[_Given]) -> Config:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(problems[0] + more)
     return config
+
+
+def _has_nul(value: Value) -> bool:
+    if isinstance(value, list):
+        return any(map(_has_nul, value))
+    return isinstance(value, str) and "\0" in value
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], value: Value) -> None:

@@ -3,6 +3,8 @@
 import sysconfig
 from pathlib import Path
 
+from megapipe.paths import is_file
+
 FOLDERS = (
     Path(__file__).resolve().parents[1] / "configs",
     Path(sysconfig.get_path("data")) / "share/megapipe/configs",
@@ -24,6 +26,6 @@ def find(given: str) -> Path:
     """
     path = Path(given)
     name = path.stem if path.parent == Path("configs") and path.suffix == ".yaml" else given
-    if not path.is_file() and name in names():
+    if not is_file(path) and name in names():
         return next(found for folder in FOLDERS if (found := folder / f"{name}.yaml").is_file())
     return path

@@ -6,6 +6,7 @@ from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.errors import CheckpointError
+from megapipe.paths import exists
 
 OF_A_RUN = "checkpoints"
 """The folder in a run's that has its checkpoints."""
@@ -16,7 +17,7 @@ def find_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
     Without `verify` no file is hashed: what is damaged inside is found when it is read.
     """
-    if (path / MANIFEST).exists():
+    if exists(path / MANIFEST):
         checkpoint = Checkpoint.open(path)
         if verify:
             checkpoint.verify()

@@ -25,6 +25,7 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import config_to_hf, row_of
 from megapipe.model.gpt.hf.table import Row
 from megapipe.model.gpt.hf.weights import Entry, entries
+from megapipe.paths import is_file, user_path
 
 GENERATION = "generation_config.json"
 NO_TOKENIZER = "none"
@@ -153,8 +154,8 @@ def config_of_class(row: Row, weights: Weights, **extra: Any) -> Any:
 
 def _write_generation(config: Any, tokenizer: str, folder: Path) -> None:
     """How texts are sampled: as a file beside the tokenizer says, else the ends of texts alone."""
-    given = Path(tokenizer).expanduser() / GENERATION
-    if given.is_file():
+    given = user_path(tokenizer) / GENERATION
+    if is_file(given):
         shutil.copyfile(given, folder / GENERATION)
         return
     from transformers import GenerationConfig

@@ -22,7 +22,7 @@ def fresh_folder(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: `path` exists already, or nothing can be written there.
     """
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):
         raise CheckpointError(f"{path} exists already; choose another folder")
     staging = path.parent / f".{path.name}-{secrets.token_hex(8)}"
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megapipe.convert.tensor_files import INDEX, SINGLE
 from megapipe.data.hub import check_reachable, is_hub_name, one_line
 from megapipe.errors import CheckpointError, DataError
+from megapipe.paths import exists, is_folder, user_path
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model")
 """Files that are fetched: weights, configs and tokenizers, and nothing that is pickled or run."""
@@ -19,10 +20,10 @@ def local_folder(name: str) -> Path:
     Raises:
         CheckpointError: there is no such folder, and the hub has none or cannot be reached.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = user_path(name)
+    if is_folder(path):
         return path
-    if path.exists() or not is_hub_name(name, (".safetensors", ".json", ".bin")):
+    if exists(path) or not is_hub_name(name, (".safetensors", ".json", ".bin")):
         raise CheckpointError(f"{name}: no such folder; expected one, or a name on the hub")
     from huggingface_hub import snapshot_download
 

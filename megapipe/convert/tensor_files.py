@@ -144,7 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: no JSON: {one_line(error)}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object")

@@ -7,6 +7,7 @@ from typing import Any
 
 from megapipe.data.tokenizer import ByteTokenizer, Tokenizer
 from megapipe.data.tokenizer.hugging_face import END_TOKENS, FastTokenizer, SlowTokenizer
+from megapipe.paths import exists, is_file, user_path
 
 END = END_TOKENS[0]
 SAMPLES = (
@@ -61,11 +62,11 @@ def _of_transformers(tokenizer: Tokenizer, name: str) -> Any:
         return tokenizer.tokenizer
     if not isinstance(tokenizer, FastTokenizer):
         return None
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = user_path(name)
+    if is_file(path):
         end = tokenizer.backend.id_to_token(tokenizer.eod)
         return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=end)
-    source = str(path) if path.exists() else name
+    source = str(path) if exists(path) else name
     return AutoTokenizer.from_pretrained(
         source, trust_remote_code=False, local_files_only=True
     )  # loaded before, so it is in the local copy of the hub

@@ -8,7 +8,6 @@ nothing is written.
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import bin_of, idx_of, without_suffix
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
+from megapipe.paths import exists, is_file, user_path
 
 TEXT_KEYS = ("subset", "dataset_split", "text_field", "cache", "workers")
 """Keys of ``data`` that only a corpus of texts has a use for."""
@@ -28,11 +28,13 @@ _PROBED = 1024
 
 def is_given(source: str) -> bool:
     """Whether a ``data.source`` is the prefix of a token file, or one of its two files."""
-    path = Path(source).expanduser()
+    path = user_path(source)
+    if not path.name:  # a folder, such as "."
+        return False
     prefix = without_suffix(path)
     if prefix != path:
-        return path.is_file()
-    return not path.exists() and (idx_of(prefix).exists() or bin_of(prefix).exists())
+        return is_file(path)
+    return not exists(path) and (exists(idx_of(prefix)) or exists(bin_of(prefix)))
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def given_tokens(config: DataConfig) -> GivenTokens:
         DataError: it is damaged, or too small to hold out a part of it, or nothing of it is left to
             train on.
     """
-    file = TokenFile(without_suffix(Path(config.source).expanduser()))
+    file = TokenFile(without_suffix(user_path(config.source)))
     parts = _split(file, config.split) if config.split is not None else _divided(file, config)
     total = len(file.tokens)
     places = [stream.positions for stream in parts.values()]
@@ -83,7 +85,7 @@ def _split(file: TokenFile, weights: str) -> dict[Split, Stream]:
     if not ranges["train"]:
         raise DataError(
             f"data.split={weights} leaves nothing of the {len(file.lengths)} sequences of "
-            f"{file.path} to train on"
+            f"{file.path} to train on: expected a larger first weight"
         )
     return {split: Stream.of(file, some) for split, some in ranges.items() if some}
 

@@ -19,6 +19,7 @@ from megapipe.config import Config
 from megapipe.data.dataset import Sample, Split
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import DataError, MegapipeError
+from megapipe.paths import exists
 from megapipe.user_code import UserCode, is_user_code
 
 ARGUMENTS = ("split", "sequence_length", "vocab_size", "tokenizer", "seed")
@@ -33,7 +34,7 @@ _PROBES = 16
 
 def is_own(source: str) -> bool:
     """Whether a ``data.source`` is code of the user's; a file of that name comes first."""
-    return is_user_code(source) and not Path(source).exists()
+    return is_user_code(source) and not exists(Path(source))
 
 
 def load(source: str, error: type[MegapipeError]) -> UserCode:

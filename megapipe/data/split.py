@@ -27,12 +27,15 @@ def split_ranges(split: str, sequences: int) -> tuple[range, range, range]:
     """
     if _SPLIT.fullmatch(split) is None:
         raise ConfigError(
-            f"split {split!r}: expected one to three weights of sequences, such as 969,30,1"
+            f"data.split={split}: expected one to three weights of sequences, such as 969,30,1"
         )
     weights = np.array([float(weight) for weight in split.split(",")])
     total = weights.sum()
     if not 0 < total < np.inf:
-        raise ConfigError(f"split {split!r}: the sum of the weights is {total}")
+        raise ConfigError(
+            f"data.split={split}: the sum of the weights is {total:g}: expected one above 0, as in "
+            "969,30,1"
+        )
     shares = (weights / total).tolist()
     ends = itertools.accumulate(shares + [0.0] * (3 - len(shares)))
     cuts = [0, *(round(end * float(sequences)) for end in ends)]

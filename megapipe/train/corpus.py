@@ -105,7 +105,7 @@ def change_of_corpus(
 
 
 def _stored_name(config: Mapping[str, Any]) -> str:
-    """What :func:`name_of` gave for the keys of a checkpoint."""
+    """The result of :func:`name_of` for the keys of a checkpoint."""
     mixture = json.loads(config.get("data.mixture", "{}"))
     if not mixture:
         return str(config.get("data.source"))

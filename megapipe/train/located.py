@@ -10,6 +10,7 @@ from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.convert.folder import CONFIG
 from megapipe.errors import CheckpointError
+from megapipe.paths import exists, is_folder, user_path
 
 LATEST = "latest"
 Kind = Literal["checkpoint", "checkpoints", "hugging_face"]
@@ -33,18 +34,18 @@ def located(name: str, runs: Path) -> Located:
         if run is None:
             raise CheckpointError(f"{LATEST}: no run in {runs} has a checkpoint")
         return Located("checkpoints", run / OF_A_RUN)
-    path = Path(name).expanduser()
-    if not path.is_dir():
+    path = user_path(name)
+    if not is_folder(path):
         raise CheckpointError(
             f"{name}: no such folder; expected a checkpoint, a run folder, a folder of Hugging "
             f"Face's, or {LATEST}"
         )
-    if (path / MANIFEST).exists():
+    if exists(path / MANIFEST):
         return Located("checkpoint", path)
     for folder in (path / OF_A_RUN, path):
         if committed(folder):
             return Located("checkpoints", folder)
-    if (path / CONFIG).exists():
+    if exists(path / CONFIG):
         return Located("hugging_face", path)
     raise CheckpointError(
         f"{name} is neither a checkpoint ({MANIFEST}), nor a run folder ({OF_A_RUN}/), nor a "

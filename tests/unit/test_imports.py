@@ -56,6 +56,7 @@ FLOORS = (
     "command_line",
     "heartbeat",
     "words",
+    "paths",
     "errors",
 )
 """Folders and single files of the package, the highest first: imports go down."""

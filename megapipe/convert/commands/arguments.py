@@ -35,7 +35,7 @@ def add_trust(parser: Parser) -> None:
 
 def shard_bytes(given: argparse.Namespace) -> int:
     """The bytes that --shard-gb asks for. Raises :class:`ConfigError`."""
-    if not (isfinite(given.shard_gb) and given.shard_gb > 0):
+    if not (isfinite(given.shard_gb * GB) and given.shard_gb > 0):
         raise ConfigError(f"--shard-gb {given.shard_gb}: expected a number > 0")
     return max(1, int(given.shard_gb * GB))
 

@@ -31,6 +31,8 @@ def add(parser: Parser) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
+    if given.documents < 0:
+        raise ConfigError(f"--documents {given.documents}: expected a whole number >= 0")
     file = TokenFile(without_suffix(given.prefix))
     verify(file)
     if not 0 <= given.first < max(len(file), 1):
@@ -48,7 +50,7 @@ def run(given: argparse.Namespace) -> None:
     for line in histogram(counts):
         print(line)
     tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else None
-    last = min(given.first + max(given.documents, 0), len(file))
+    last = min(given.first + given.documents, len(file))
     starts = file.starts(file.documents[given.first : last + 1]).tolist()
     for number, start, stop in zip(range(given.first, last), starts, starts[1:], strict=False):
         ids = tokens[start : min(stop, start + _SHOWN_TOKENS)].tolist()

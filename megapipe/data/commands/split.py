@@ -34,6 +34,8 @@ def run(given: argparse.Namespace) -> None:
     prefix = without_suffix(given.prefix)
     outputs = [_output(text) for text in given.outputs]
     names = [output for output, _ in outputs]
+    if sum(share for _, share in outputs) == math.inf:
+        raise ConfigError("the sum of the shares is too large: expected shares such as 98 and 2")
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{name} is given twice: expected another name for each part")

@@ -17,9 +17,11 @@ from megapipe.data.remote import fetched
 from megapipe.data.tokenizer.hugging_face import END_TOKENS
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
+from megapipe.paths import exists
 
 PURPOSE = "a corpus to a tokenizer of its own"
 _BYTES = 256
+_MOST = 2**22
 
 
 def add(parser: Parser) -> None:
@@ -38,14 +40,14 @@ def add(parser: Parser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     config = data_config(given)
-    if given.vocab_size <= _BYTES:
+    if not _BYTES < given.vocab_size <= _MOST:
         raise ConfigError(
-            f"--vocab-size {given.vocab_size}: expected {_BYTES + 1} or more, the bytes and an end "
-            "mark"
+            f"--vocab-size {given.vocab_size}: expected {_BYTES + 1} (bytes and an end mark) to "
+            f"{_MOST}"
         )
     if given.max_bytes is not None and given.max_bytes < 1:
         raise ConfigError(f"--max-bytes {given.max_bytes}: expected a whole number >= 1")
-    if given.output.exists():
+    if exists(given.output):
         raise DataError(f"{given.output} exists: remove it or choose another name")
     config = fetched(config)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

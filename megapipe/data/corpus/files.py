@@ -15,6 +15,7 @@ from megapipe.data.corpus.compressed import inner_suffix
 from megapipe.data.hub import is_hub_name
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
+from megapipe.paths import user_path
 
 LINES = (".jsonl", ".ndjson")
 """Suffixes of files with a JSON object in each line."""
@@ -57,7 +58,9 @@ def local(source: str) -> list[Path] | None:
     Raises:
         DataError: there is nothing of that name, or it is neither a file nor a folder.
     """
-    path = Path(source).expanduser()
+    if not source:
+        raise DataError(f"corpus {source!r}: expected a file, a folder, a pattern, or a name")
+    path = user_path(source)
     if glob.has_magic(source) and not os.path.exists(path):
         found = {Path(name) for name in glob.glob(str(path), recursive=True)}
         matches = sorted(filter(os.path.exists, found), key=lambda match: match.parts)

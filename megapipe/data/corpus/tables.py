@@ -11,6 +11,7 @@ from megapipe.data.corpus.rows import Rows
 from megapipe.data.hub import check_reachable, one_line
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
+from megapipe.paths import exists, user_path
 
 _ROWS = 256
 """Rows that are held as Python strings at a time."""
@@ -72,8 +73,8 @@ def of_saved(path: Path, config: DataConfig, rows: Rows) -> Iterator[str]:
 
 def of_data_set(config: DataConfig, rows: Rows) -> Iterator[str]:
     """The documents of a data set that `datasets` opens: on the hub, or a folder as on the hub."""
-    local = Path(config.source).expanduser()
-    if local.exists():
+    local = user_path(config.source)
+    if exists(local):
         name = str(local)
     else:
         name = config.source

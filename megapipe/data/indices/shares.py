@@ -18,9 +18,12 @@ one than its weight says."""
 def normalised(weights: Sequence[float]) -> list[float]:
     """Weights as shares of their sum. Raises ConfigError unless all are positive and finite."""
     given = np.array(weights, np.float64)
-    total = given.sum()
+    with np.errstate(over="ignore"):
+        total = given.sum()
     if not len(given) or not np.all(given > 0) or not np.isfinite(total):
-        raise ConfigError(f"weights of a blend {list(weights)}: expected positive numbers")
+        raise ConfigError(
+            f"weights of a blend {list(weights)}: expected positive numbers, of a finite sum"
+        )
     return (given / total).tolist()
 
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from megapipe.data.supervised.turns import Template
 from megapipe.data.tokenizer import Chat, TokenIds, Tokenizer
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
+from megapipe.paths import user_path
 
 _FORMAT = 1
 """Raised when the same examples would come out as other tokens."""
@@ -75,7 +75,7 @@ def template_of(config: DataConfig, chat: Chat) -> Template | None:
     text = chat.template
     if config.chat_template is not None:
         try:
-            text = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+            text = user_path(config.chat_template).read_text(encoding="utf-8")
         except OSError as error:
             raise DataError(
                 f"data.chat_template={config.chat_template}: {error.strerror}"

@@ -9,6 +9,7 @@ from megapipe.data.tokenizer.byte import ByteTokenizer
 from megapipe.data.tokenizer.hugging_face import FastTokenizer, of_transformers
 from megapipe.data.tokenizer.interface import Tokenizer
 from megapipe.errors import DataError
+from megapipe.paths import exists, is_file, user_path
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -25,11 +26,11 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     if name.startswith(of_tiktoken.PREFIX):
         return of_tiktoken.load(name)
-    path = Path(name).expanduser()
-    if not path.exists() and not is_hub_name(name, (".json", ".model")):
+    path = user_path(name)
+    if not exists(path) and not is_hub_name(name, (".json", ".model")):
         raise DataError(f"tokenizer {name!r}: no such file or folder (from {Path.cwd()})")
     try:
-        if path.is_file():
+        if is_file(path):
             from tokenizers import Tokenizer as Backend
 
             return FastTokenizer(Backend.from_file(str(path)), name)
@@ -49,7 +50,7 @@ def _auto(name: str, path: Path) -> Any:
             source, trust_remote_code=False, local_files_only=local
         )
 
-    if path.exists():
+    if exists(path):
         return load(str(path), local=True)
     try:
         return load(name, local=True)

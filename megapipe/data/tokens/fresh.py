@@ -9,12 +9,13 @@ from pathlib import Path
 
 from megapipe.data.tokens.format import bin_of, idx_of
 from megapipe.errors import DataError
+from megapipe.paths import exists
 
 
 def refuse_existing(prefix: Path) -> None:
     """Raise a DataError if a file of that prefix is there."""
     for path in (bin_of(prefix), idx_of(prefix)):
-        if path.exists():
+        if exists(path):
             raise _exists(path)
 
 

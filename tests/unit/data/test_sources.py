@@ -312,8 +312,14 @@ def test_a_digest_follows_what_is_trained_on() -> None:
             ["data.mixture.x.source=a", "data.samples=megatron", "data.temperature=2"],
             "data.temperature=2.0 is for weights, and data.mixture has none",
         ),
-        (["data.source=a", "data.split=0,0"], "split '0,0': the sum of the weights is 0"),
-        (["data.source=a", "data.split=1.2.3,1"], "split '1.2.3,1': expected one to three weights"),
+        (
+            ["data.source=a", "data.split=0,0"],
+            "data.split=0,0: the sum of the weights is 0: expected one above 0",
+        ),
+        (
+            ["data.source=a", "data.split=1.2.3,1"],
+            "data.split=1.2.3,1: expected one to three weights",
+        ),
         (
             [f"data.mixture.s{i}.source=a" for i in range(256)],
             "data.mixture has 256 sources: expected 255 at most",

@@ -93,5 +93,5 @@ def test_splits() -> None:
     assert split_ranges("1", 7) == (range(7), range(7, 7), range(7, 7))
     assert split_ranges(" 1, 1 ", 5) == (range(2), range(2, 5), range(5, 5)), "2.5 rounds to even"
     for wrong in ("", "1;1", "-1,2", "1,1,1,1", "1e3,1", "0,0", "nan"):
-        with pytest.raises(ConfigError, match="split "):
+        with pytest.raises(ConfigError, match=r"data\.split="):
             split_ranges(wrong, 10)

@@ -1,0 +1,59 @@
+"""Bad input of the commands for data and models, and of the keys that go with them: one line, a
+documented exit code, nothing left behind, by processes of their own.
+
+Each case runs as ``python SCRIPT ...`` does but for the start of the interpreter, which a server of
+forks has done once for all (``tests/parity/launches.py``). About one case a command is run by an
+interpreter of its own too.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.parity.bad_commands import Bad, every
+from tests.parity.bad_folder import make_folder
+from tests.parity.launches import fork_script, run_script
+
+pytestmark = pytest.mark.full
+
+CASES = list(every())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad") / "made"
+    make_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "here"))
+
+
+@pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.name)
+def test_one_line_and_a_code(bad: Bad, folder: Path) -> None:
+    bad.prepare(folder)
+    given = bad.arguments(folder)
+    before = names_in(folder)
+    fork_script(folder, bad.script, *given, ranks=bad.ranks).assert_one_line(bad.code, *bad.words)
+    assert names_in(folder) == before
+
+
+@pytest.mark.parametrize("bad", [bad for bad in CASES if bad.alone], ids=lambda bad: bad.name)
+def test_by_an_interpreter_of_its_own(bad: Bad, folder: Path) -> None:
+    bad.prepare(folder)
+    run_script(folder, bad.script, *bad.arguments(folder)).assert_one_line(bad.code, *bad.words)
+
+
+def test_there_is_a_case_of_each_command() -> None:
+    assert len({bad.name for bad in CASES}) == len(CASES) >= 40
+    assert len([bad for bad in CASES if bad.alone]) >= 12
+
+
+def names_in(folder: Path) -> set[str]:
+    """What is there, but for the caches and runs that a run may begin."""
+    return {path.name for path in folder.iterdir()} - {"c", "cache", "runs"}

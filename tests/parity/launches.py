@@ -1,0 +1,130 @@
+"""Scripts of the repository as processes, many in little time.
+
+:func:`fork_script` forks each one from a server that has torch and transformers loaded. What is
+left out is the start of the interpreter and these imports; the rest is as on a command line: a
+process of its own, with its own arguments, folder, environment and streams, that runs the file of
+the script as ``__main__``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapipe.testing import PRELOAD
+from tests.parity.jobs import LAUNCHERS, ROOT, free_port
+
+LIMIT_S = 15.0
+"""Processor time that it may take to report a mistake. A machine may be shared: by the clock..."""
+HANGS_S = 60.0
+"""... it is so much."""
+_LOADED = (
+    *("transformers.models.llama.configuration_llama", "transformers.models.auto"),
+    *("tokenizers", "pyarrow.parquet", "megapipe.data.commands", "megapipe.convert.commands"),
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is over: the exit code of all processes, and what they wrote."""
+
+    code: int | None
+    """None: they have different ones."""
+    out: str
+    err: str
+
+    def assert_one_line(self, code: int, *needles: str) -> None:
+        """It has said one line, with these words, and nothing else."""
+        assert self.code == code, (self.code, self.err)
+        assert self.err.count("\n") == 1, self.err
+        assert self.err.startswith("megapipe: error: "), self.err
+        for needle in needles:
+            assert needle in self.err, self.err
+
+
+def run_script(folder: Path, script: str, *argv: str) -> Ended:
+    """A script by an interpreter of its own, in `folder`."""
+    began = _processor_s()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *argv],
+        cwd=folder,
+        env=_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+    )
+    assert _processor_s() - began < LIMIT_S
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def _processor_s() -> float:
+    """Of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def fork_script(folder: Path, script: str, *argv: str, ranks: int = 1) -> Ended:
+    """A script by `ranks` processes of a server that has its modules loaded, in `folder`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *_LOADED])
+
+    def taken(name: str) -> str:
+        """What all processes have written to a stream."""
+        paths = [folder / f".{name}-{rank}" for rank in range(ranks)]
+        texts = [path.read_text(errors="replace") for path in paths]
+        for path in paths:
+            path.unlink()
+        return "".join(texts)
+
+    port, began = free_port(), time.monotonic()
+    processes = []
+    for rank in range(ranks):
+        world = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+        given = {**world, "MASTER_ADDR": "127.0.0.1"} if ranks > 1 else {}
+        streams = [str(folder / f".{name}-{rank}") for name in ("out", "err")]
+        process = context.Process(
+            target=_run, args=(str(folder), _environment(given), streams, script, argv)
+        )
+        process.start()
+        processes.append(process)
+    for process in processes:
+        process.join(max(0.1, began + HANGS_S - time.monotonic()))
+        if process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+    codes = {process.exitcode for process in processes}
+    return Ended(codes.pop() if len(codes) == 1 else None, taken("out"), taken("err"))
+
+
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if not LAUNCHERS.match(key)}
+    return {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **given}
+
+
+def _run(
+    folder: str, environ: dict[str, str], streams: Sequence[str], script: str, argv: Sequence[str]
+) -> None:
+    """Become the process that ``python SCRIPT ARGV`` is in `folder`."""
+    os.setsid()
+    for stream, path in zip((1, 2), streams, strict=True):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(opened, stream)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    path = str(ROOT / script)
+    sys.argv = [path, *argv]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
