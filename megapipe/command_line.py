@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,8 @@ def keep_others_out() -> None:
 def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
     """Call the `run` that the parsed arguments have, with them and `more`; the exit code."""
     keep_others_out()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal need not know every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         given: argparse.Namespace = parser.parse_args(argv)
         vars(given).update(more)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, OutOfMemory
-from megapipe.launch import devices, rendezvous
-from megapipe.launch.rendezvous import LaunchInfo
+from megapipe.launch import devices, place, rendezvous
+from megapipe.launch.place import LaunchInfo
 from megapipe.launch.shutdown import Shutdown, end_early, end_now
 from megapipe.observe.provenance import package_hash
 from megapipe.words import counted
@@ -63,7 +63,7 @@ def main(parser: Parser, argv: Sequence[str]) -> int:
     """
     info = LaunchInfo()
     try:
-        info = rendezvous.find_launch_info(os.environ)
+        info = place.find_launch_info(os.environ)
         given = parser.parse_args(argv)
         wanted = _wanted(given, info)
         store = rendezvous.open_store(info, TIMEOUT_S)

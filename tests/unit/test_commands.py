@@ -1,6 +1,7 @@
 """The console command and the configurations that it finds, from any folder."""
 
 import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megapipe import cli, console, presets
+from megapipe.command_line import Parser, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,6 +81,15 @@ def test_what_is_no_command(
     out, err = capsys.readouterr()
     assert (out or err).startswith(says)
     assert not (out and err)
+
+
+def test_a_terminal_need_not_know_every_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    parser = Parser()
+    parser.set_defaults(run=lambda given: print("日本"))
+    assert run_command(parser, []) == 0
+    assert out.buffer.getvalue() == b"\\u65e5\\u672c\n"  # type: ignore[attr-defined]
 
 
 def test_a_file_comes_before_a_preset_of_its_name(
