@@ -34,7 +34,13 @@ def is_given(source: str) -> bool:
     prefix = without_suffix(path)
     if prefix != path:
         return is_file(path)
-    return not exists(path) and (exists(idx_of(prefix)) or exists(bin_of(prefix)))
+    free = not exists(path) or _is_megatrons_cache(path)
+    return free and (exists(idx_of(prefix)) or exists(bin_of(prefix)))
+
+
+def _is_megatrons_cache(path: Path) -> bool:
+    """Whether a folder has nothing but the indices that Megatron-LM keeps in PREFIX/cache."""
+    return any(path.glob("cache/*_indices")) and len(list(path.iterdir())) == 1
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,7 @@ from megapipe.data.sources import load_sources
 from megapipe.data.split import split_ranges
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenFile, TokenWriter
-
-pytest.importorskip("megatron.core.datasets.gpt_dataset")
+from tests.external.megatron_datasets import dataset_config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -42,7 +40,7 @@ with warnings.catch_warnings():
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
     )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.gpt_dataset import GPTDataset
     from megatron.core.datasets.indexed_dataset import IndexedDataset as TheirFile
     from megatron.core.datasets.utils import Split
 
@@ -63,21 +61,6 @@ def write(prefix: Path, lengths: np.ndarray) -> Path:
             writer.write(random.integers(0, 60000, length))
             writer.close_sequences(np.array([length], np.int32), np.array([1]))
     return prefix
-
-
-def config(seed: int, sequence_length: int, **given: Any) -> GPTDatasetConfig:
-    given = {"blend": (["x"], None), "split": "1,1,1", **given}
-    tokenizer = SimpleNamespace(vocab_size=65536, pad=-1, eod=0, eos=0, unique_identifiers={})
-    return GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=sequence_length,
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        **given,
-    )
 
 
 class Blended:
@@ -124,7 +107,9 @@ def test_indices_and_samples(prefix: Path, tmp_path: Path) -> None:
             number % 5
         ]
         keep_last = number % 3 == 1
-        given = config(seed, sequence_length, drop_last_partial_validation_sequence=not keep_last)
+        given = dataset_config(
+            seed, sequence_length, drop_last_partial_validation_sequence=not keep_last
+        )
         split = Split.valid if keep_last else Split.train
         request = Request(sequences, sequence_length, wanted, seed, keep_last)
         found = open_indices(file, request, tmp_path / "cache")
@@ -212,7 +197,7 @@ def test_blends_of_files(tmp_path: Path, weights: list[float] | None) -> None:
     random = np.random.default_rng(4)
     sources = 3 if weights is None else len(weights)
     prefixes = [write(tmp_path / f"{i}", random.geometric(0.03, 90 + i)) for i in range(sources)]
-    given = config(7, 16, blend=([str(p) for p in prefixes], weights), split="80,15,5")
+    given = dataset_config(7, 16, blend=([str(p) for p in prefixes], weights), split="80,15,5")
     builder = BlendedMegatronDatasetBuilder(GPTDataset, list(SIZES), lambda: True, given)
     for split, (theirs, size) in enumerate(zip(builder.build(), SIZES, strict=True)):
         assert isinstance(theirs, TheirBlend)
@@ -254,7 +239,7 @@ def test_batches_of_a_run(
         keys += [f"data.mixture.{name}.weight={weights[number]}"] if weights else []
     chosen = parse(keys).config
     training, _ = build_batches(chosen, ByteTokenizer(), load_sources(chosen, ByteTokenizer()))
-    given = config(7, 16, blend=(names, weights or None), split="80,15,5")
+    given = dataset_config(7, 16, blend=(names, weights or None), split="80,15,5")
     sizes = [steps * batch, 1, 1]
     theirs = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, given).build()[0]
     rows = training.rows(range(steps * batch))

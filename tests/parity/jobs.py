@@ -105,8 +105,9 @@ class Outcome:
 class Job:
     """Processes that belong together; all are gone when the `with` block ends."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, limit_s: float = LIMIT_S) -> None:
         self.folder = folder
+        self.limit_s = limit_s
         self.mark = uuid.uuid4().hex
         self.processes: list[subprocess.Popen[bytes]] = []
         self.began = time.monotonic()
@@ -164,7 +165,7 @@ class Job:
     def await_text(self, needle: str) -> None:
         """Wait until the output has `needle`."""
         while needle not in self.text:
-            assert time.monotonic() < self.began + LIMIT_S, self.text
+            assert time.monotonic() < self.began + self.limit_s, self.text
             assert any(p.poll() is None for p in self.processes), self.text
             time.sleep(0.05)
 
@@ -173,7 +174,7 @@ class Job:
         codes = []
         for process in self.processes:
             try:
-                codes.append(process.wait(max(0.1, self.began + LIMIT_S - time.monotonic())))
+                codes.append(process.wait(max(0.1, self.began + self.limit_s - time.monotonic())))
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"the job does not end:\n{self.text}") from None
         seconds = time.monotonic() - self.began
@@ -208,8 +209,8 @@ def run_torchrun(folder: Path, world: int, *args: str) -> Outcome:
         return job.end()
 
 
-def run_launched(folder: Path, world: int, *args: str) -> Outcome:
-    with Job(folder) as job:
+def run_launched(folder: Path, world: int, *args: str, limit_s: float = LIMIT_S) -> Outcome:
+    with Job(folder, limit_s) as job:
         job.launch(world, *args)
         return job.end()
 

@@ -47,6 +47,14 @@ def test_a_prefix_and_its_files_name_it(tmp_path: Path) -> None:
     assert not is_given(str(tmp_path / "x.v1"))
 
 
+def test_the_cache_that_megatron_lm_leaves_beside_it_is_no_corpus(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x", [[1, 2], [3, 4]])
+    (prefix / "cache/GPTDataset_indices").mkdir(parents=True)
+    assert is_given(str(prefix))
+    (prefix / "a.txt").write_text("texts of that name come first")
+    assert not is_given(str(prefix))
+
+
 @pytest.mark.parametrize("left", ["bin", "idx"])
 def test_a_half_is_missed(tmp_path: Path, left: str) -> None:
     prefix = write(tmp_path / "x", [[1, 2], [3, 4]])

@@ -1,0 +1,236 @@
+"""A training loop on megatron-core: its layers, tensor-parallel cross-entropy, 1F1B, gradient
+buffers, optimizer, clipping and learning rate, on gloo.
+
+Layers are its local ones, without Transformer Engine; it expects a GPU and is given the CPU. What
+imports this is skipped where megatron-core is not installed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from megapipe.launch.local import World
+from tests.external.recipe import MODEL, Recipe
+from tests.external.stand_ins import InDouble, cuda_is_the_cpu
+
+pytest.importorskip("megatron.core")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer import TransformerConfig
+
+SAME = {
+    "input_layernorm": "input_layernorm",
+    "self_attn.o_proj": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.down_proj": "mlp.linear_fc2",
+}
+"""Modules of a layer that hold the same tensor on both sides."""
+GATED = "linear_fc1.weight"
+
+
+class Rank(NamedTuple):
+    """What one rank tells of its run."""
+
+    losses: list[float]
+    """Mean of its replica's micro-batches in each step; empty without the last stage."""
+    norms: list[float]
+    apart: dict[str, float]
+    """Largest difference of its part of each tensor to the weights that it was to compare with."""
+
+
+def train(world: World, recipe: Recipe, folder: Path, rows: Tensor, other: Path) -> Rank:
+    """Train on rows [steps x batch, s + 1] from the weights of `folder`, and compare with those of
+    `other`."""
+    first, last = (_renamed(load_file(each / "model.safetensors")) for each in (folder, other))
+    world.restart()
+    with cuda_is_the_cpu(), InDouble() if recipe.wide else nullcontext():
+        return _train(recipe, first, rows, last)
+
+
+def _train(
+    recipe: Recipe, first: Mapping[str, Tensor], rows: Tensor, last: Mapping[str, Tensor]
+) -> Rank:
+    parallel_state.initialize_model_parallel(recipe.tp, recipe.pp)
+    initialize_rng_tracker(inference_rng_tracker=True)  # there is no dropout
+    model = _model(recipe)
+    with torch.no_grad():
+        for parameter, value in _parts(model, first).values():
+            parameter.copy_(value)
+    sums = DistributedDataParallelConfig(overlap_grad_reduce=False)
+    replica = DistributedDataParallel(model.config, sums, model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=recipe.lr,
+            min_lr=recipe.min_lr,
+            weight_decay=recipe.weight_decay,
+            adam_beta1=recipe.beta1,
+            adam_beta2=recipe.beta2,
+            adam_eps=recipe.eps,
+            clip_grad=recipe.clip,
+        ),
+        [replica],
+        use_gloo_process_groups=False,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=recipe.lr / (recipe.warmup + 1),
+        max_lr=recipe.lr,
+        min_lr=recipe.min_lr,
+        lr_warmup_steps=recipe.warmup,
+        lr_decay_steps=recipe.steps - 1,
+        lr_decay_style="cosine",
+        start_wd=recipe.weight_decay,
+        end_wd=recipe.weight_decay,
+        wd_incr_steps=recipe.steps,
+        wd_incr_style="constant",
+    )
+    run_schedule = get_forward_backward_func()
+    at = parallel_state.get_data_parallel_rank()
+    microbatches = iter(rows.split(recipe.microbatch)[at :: recipe.dp])
+    positions = torch.arange(recipe.sequence)[None]  # [1, s]
+    hidden_from = torch.ones(1, 1, recipe.sequence, recipe.sequence, dtype=torch.bool).triu(1)
+
+    def forward(batches: Iterator[Tensor], stage: Any) -> tuple[Tensor, Any]:
+        batch = next(batches)  # [b, s + 1]
+        return stage(batch[:, :-1], positions, hidden_from, labels=batch[:, 1:]), mean
+
+    def mean(losses: Tensor) -> tuple[Tensor, float]:
+        loss = losses.mean()
+        return loss, loss.item()
+
+    found = Rank([], [], {})
+    for _ in range(recipe.steps):
+        replica.zero_grad_buffer()
+        optimizer.zero_grad()
+        count = recipe.batch // (recipe.microbatch * recipe.dp)
+        losses = run_schedule(
+            forward_step_func=forward,
+            data_iterator=microbatches,
+            model=replica,
+            num_microbatches=count,
+            seq_length=recipe.sequence,
+            micro_batch_size=recipe.microbatch,
+            forward_only=False,
+        )
+        _, norm, _ = optimizer.step()
+        scheduler.step(1)
+        found.norms.append(norm)
+        if losses:
+            found.losses.append(sum(losses) / count)
+    for name, (parameter, value) in _parts(model, last).items():
+        found.apart[name] = (parameter - value).abs().max().item()
+    return found
+
+
+def _model(recipe: Recipe) -> Any:
+    dtype = torch.float64 if recipe.wide else torch.float32
+    config = TransformerConfig(
+        num_layers=MODEL.num_hidden_layers,
+        hidden_size=MODEL.hidden_size,
+        num_attention_heads=MODEL.num_attention_heads,
+        num_query_groups=MODEL.num_key_value_heads,
+        ffn_hidden_size=MODEL.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=MODEL.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=False,
+        masked_softmax_fusion=False,  # kernels for a GPU
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=recipe.tp,
+        pipeline_model_parallel_size=recipe.pp,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        batch_p2p_sync=False,
+        use_cpu_initialization=True,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        MODEL.vocab_size,
+        recipe.sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=int(MODEL.rope_parameters["rope_theta"]),
+    )
+    return model.to(dtype)  # norms have torch's default
+
+
+def _parts(model: Any, weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, Tensor]]:
+    """This rank's parameters, each with its part of whole weights. A stage counts its layers from
+    0."""
+    layers = "decoder.layers."
+    first = model.decoder.layers[0].layer_number - 1
+    found = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith(layers):
+            i, _, rest = name.removeprefix(layers).partition(".")
+            name = f"{layers}{first + int(i)}.{rest}"
+        value = weights[name]
+        if getattr(parameter, "tensor_model_parallel", False):
+            value = _share(value, parameter.partition_dim, gated=name.endswith(GATED))
+        found[name] = (parameter, value)
+    return found
+
+
+def _share(value: Tensor, dim: int, *, gated: bool) -> Tensor:
+    """This tensor-parallel rank's; of both halves where two matrices are in one."""
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    halves = value.chunk(2 if gated else 1, dim)
+    return torch.cat([half.chunk(ranks, dim)[rank] for half in halves], dim)
+
+
+def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a `LlamaForCausalLM` as megatron-core has them: queries, key and value of one
+    group side by side, and the two matrices ahead of the activation in one."""
+    found = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }
+    for layer in range(MODEL.num_hidden_layers):
+        ours, theirs = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        for name, same in SAME.items():
+            found[f"{theirs}.{same}.weight"] = state[f"{ours}.{name}.weight"]
+        groups = [
+            state[f"{ours}.self_attn.{name}_proj.weight"].unflatten(
+                0, (MODEL.num_key_value_heads, -1)
+            )
+            for name in "qkv"
+        ]
+        found[f"{theirs}.self_attention.linear_qkv.weight"] = torch.cat(groups, 1).flatten(0, 1)
+        gated = [state[f"{ours}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        found[f"{theirs}.mlp.{GATED}"] = torch.cat(gated)
+    return found

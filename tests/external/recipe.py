@@ -1,0 +1,92 @@
+"""One training run that several systems carry out: sizes, rows, first weights, optimizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email import message_from_string
+from inspect import getfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megapipe.data.commands import main
+
+MODEL = LlamaConfig(
+    vocab_size=320,  # 160 on a rank of tp 2: megapipe pads them to 256
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=256,
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """AdamW with clipping, warm-up and cosine; weight decay for matrices alone. Micro-batches have
+    as many tokens each."""
+
+    steps: int = 50
+    sequence: int = 64
+    batch: int = 8
+    """Samples of a step."""
+    microbatch: int = 2
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup: int = 10
+    """Steps before the one with the peak: step i, counted from 1, has lr x i / (warmup + 1)."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 2.5
+    seed: int = 1234
+    split: str = "90,10,0"
+    dp: int = 2
+    tp: int = 2
+    pp: int = 2
+    wide: bool = False
+    """fp64 for all that is computed, in the place of fp32."""
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+
+class Outcome(NamedTuple):
+    """A run of one system."""
+
+    losses: list[float]
+    """Mean over the tokens of each step, nats."""
+    norms: list[float]
+    """Of the gradient of each step, before clipping."""
+    weights: Mapping[str, Tensor]
+    """After the last step, by the names of transformers."""
+
+
+def write_model(folder: Path, seed: int = 0) -> Path:
+    """transformers' own initialisation, saved by transformers."""
+    torch.manual_seed(seed)
+    LlamaForCausalLM(MODEL).save_pretrained(folder)
+    return folder
+
+
+def write_tokens(folder: Path) -> Path:
+    """The prefix of a token file: modules of the standard library as bytes, each a document."""
+    modules = Path(getfile(message_from_string)).parent.glob("*.py")
+    texts = folder / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": m.read_text()}) + "\n" for m in sorted(modules)))
+    prefix = folder / "tokens"
+    given = ["--source", str(texts), "--tokenizer", "byte", "--output", str(prefix)]
+    assert main([*given, "--workers", "1"]) == 0
+    return prefix
