@@ -15,17 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from megapipe.checkpoint import Checkpoint
 from megapipe.checkpoint.find import find_checkpoint
-from megapipe.cli import parse
 from megapipe.convert import HuggingFaceFolder, export
 from megapipe.convert.commands import main
-from megapipe.data.tokenizer import load_tokenizer
-from megapipe.distributed.mesh import Grid
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.launch.signals import StopRequest
-from megapipe.layout.resolve import resolve
-from megapipe.testing import World, run_world
-from megapipe.train.trainer import Trainer
+from megapipe.testing import run_world
 from tests.parity.converted import write_checkpoint
+from tests.parity.first_step import first_loss
 from tests.parity.jobs import arguments, run_launched, tiny
 from tests.parity.reference import init_random
 from tests.parity.stopped_runs import (
@@ -58,20 +53,6 @@ def write_folder(folder: Path, case: str, **changes: Any) -> dict[str, str]:
         for key, value in HuggingFaceFolder.open(folder / "hf").config.items()
         if value is not None
     } | {"checkpoint.load": str(folder / "hf")}
-
-
-def first_loss(world: World, argv: list[str]) -> tuple[float, list[np.ndarray[Any, Any]]]:
-    """The loss of a run's first step, and tokens, labels and mask of its batch."""
-    tokenizer = load_tokenizer("byte")
-    config, layout = resolve(parse(argv).config, world.size, tokenizer.vocab_size)
-    mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
-    with StopRequest() as stop:
-        trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
-    batch = trainer.training.rows(range(BATCH))
-    results = trainer.train_step.train(0, trainer.training.rows) or trainer.train_step.settle()
-    trainer.close()
-    assert trainer.first_step == 0
-    return results[0].loss, [tensor.numpy() for tensor in batch[:3]]
 
 
 def test_a_run_from_a_folder_has_the_loss_of_transformers(

@@ -1,0 +1,91 @@
+"""Checkpoints that megatron-core has written are its models: logits, at the layouts of both sides.
+It runs where megatron-core is installed."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megapipe.convert import adopt
+from megapipe.convert.megatron.folder import MegatronFolder
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.testing import World, run_world
+from tests.external.megatron_model import CASES, POSITIONS, VOCABULARY, save_and_run
+from tests.parity.first_step import first_loss
+from tests.parity.jobs import arguments, tiny
+from tests.parity.stage_cases import new_stage
+from tests.parity.stopped_runs import BASE
+
+pytest.importorskip("megatron.core.models.gpt")
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "tp 2, pp 2": {"tp": 2, "pp": 2},
+    "tp 2, pp 2, 2 chunks, layers apart": {"tp": 2, "pp": 2, "chunks": 2, "apart": True},
+}
+ONE, FOUR, CHUNKS = LAYOUTS
+MOST = [("gpt, exact", ONE), ("qwen", ONE), ("gpt", FOUR), ("llama", CHUNKS)]
+PAIRS = [
+    pytest.param(*pair, marks=pytest.mark.full if pair in MOST else pytest.mark.slow)
+    for pair in product(CASES, LAYOUTS)
+]
+TIMEOUT_S = 300.0
+
+
+def tokens_of(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (2, POSITIONS - 2), generator=generator)
+
+
+def logits_of(folder: MegatronFolder, tokens: Tensor) -> Tensor:
+    """Those of our model in one process, [b, s, V]."""
+    params = {name.removeprefix("model/"): folder.read(name) for name in folder.shapes()}
+    stage, _ = new_stage(folder.model, params)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mb = MicroBatch(index=0, step=0, seed=0, tokens=tokens, labels=tokens, mask=mask, scale=1.0)
+    with torch.no_grad():
+        return stage.module.logits(None, mb)[..., :VOCABULARY].transpose(0, 1)
+
+
+@pytest.mark.parametrize(("case", "layout"), PAIRS)
+def test_logits_are_megatron_cores(case: str, layout: str, tmp_path: Path) -> None:
+    sizes, tokens = LAYOUTS[layout], tokens_of(3)
+    world = sizes.get("tp", 1) * sizes.get("pp", 1)
+    ranks = run_world(world, _run, case, tmp_path, tokens, sizes, timeout_s=TIMEOUT_S)
+    expected = ranks[-1]
+    for form in ("legacy", "torch_dist"):
+        folder = MegatronFolder.open(tmp_path / form)
+        assert folder.model.tied_embeddings == CASES[case].tied
+        error = (logits_of(folder, tokens) - expected).abs().max()
+        assert error <= 1e-5, (form, error)
+
+
+def _run(
+    world: World, case: str, folder: Path, tokens: Tensor, sizes: dict[str, Any]
+) -> Tensor | None:
+    return save_and_run(world, case, folder, tokens, **sizes)
+
+
+@pytest.mark.full
+def test_training_goes_on_at_another_layout(tmp_path: Path) -> None:
+    """The loss of the first step at tp 2 x pp 2."""
+    run_world(1, _run, "llama", tmp_path, tokens_of(3), {}, timeout_s=TIMEOUT_S)
+    folder = MegatronFolder.open(tmp_path / "torch_dist")
+    adopt(folder, tmp_path / "new", tokenizer="byte")
+    settings = {k: v for k, v in {**tiny(tmp_path), **BASE}.items() if not k.startswith("model.")}
+    argv = [str(tmp_path / "new/config.yaml"), *arguments(settings), "checkpoint.load_only=weights"]
+    ranks = run_world(4, first_loss, [*argv, "parallel.tp=2", "parallel.pp=2"], timeout_s=TIMEOUT_S)
+    loss, (tokens, labels, mask) = ranks[0]
+    logits = logits_of(folder, torch.from_numpy(tokens))
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(labels).flatten(), reduction="none"
+    )
+    expected = losses[torch.from_numpy(mask).flatten().bool()].mean().item()
+    assert [rank[0] for rank in ranks] == [loss] * 4
+    assert loss == pytest.approx(expected, rel=1e-5)
