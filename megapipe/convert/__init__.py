@@ -1,7 +1,9 @@
 """Models in and out: folders as Hugging Face's libraries read and write them, and checkpoints.
 
 Both ways go tensor by tensor. :class:`HuggingFaceFolder` is read like a checkpoint, by regions;
-:func:`export` writes such a folder of a checkpoint, :func:`adopt` a checkpoint of such a folder.
+:func:`export` writes such a folder of a checkpoint, :func:`adopt` a checkpoint of such a folder,
+or of any :class:`~megapipe.convert.source.Source`: :mod:`megapipe.convert.megatron` and
+:mod:`megapipe.convert.dcp` have those of Megatron-LM and of torch.distributed.checkpoint.
 """
 
 from megapipe.convert.adopt import adopt

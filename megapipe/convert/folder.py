@@ -22,7 +22,6 @@ from megapipe.model.gpt.hf.weights import Entry, entries, full_names
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known
 
 CONFIG = "config.json"
-_BLOCK_ROWS = 4096
 
 
 class HuggingFaceFolder:
@@ -143,14 +142,7 @@ class HuggingFaceFolder:
 
     def _check_tied(self, head: str) -> None:
         (embedding,) = (self._given[name] for name in self._entries[WORD_EMBEDDING].hf_names)
-        a, b = self.files.tensors[head], self.files.tensors[embedding]
-        same = (a.shape, a.dtype) == (b.shape, b.dtype)
-        for row in range(0, a.shape[0], _BLOCK_ROWS) if same else ():
-            block = (slice(row, row + _BLOCK_ROWS),)
-            same = same and torch.equal(
-                self.files.read(head, block), self.files.read(embedding, block)
-            )
-        if not same:
+        if not self.files.equal(head, embedding):
             raise CheckpointError(
                 f"{self.path}: {head} differs from {embedding}, but {CONFIG} ties them; expected "
                 "tie_word_embeddings false"

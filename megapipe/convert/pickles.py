@@ -9,6 +9,7 @@ user says that the file is to be trusted.
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable
@@ -81,6 +82,10 @@ def load(path: Path, *, trust: bool) -> Any:
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except CheckpointError:
         raise
+    except pickle.UnpicklingError:  # torch's text has a page of advice
+        raise CheckpointError(
+            f"{path}: damaged, or it cannot be read without {TRUST}, which runs code of its own"
+        ) from None
     except Exception as error:  # whatever a damaged file, or code of a trusted one, brings up
         raise CheckpointError(
             f"{path}: not a whole file of torch.save: {one_line(error)}"

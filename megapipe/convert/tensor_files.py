@@ -42,6 +42,9 @@ class Stored:
 class StoredTensors(ABC):
     """Tensors that files of a folder have, none of which is held."""
 
+    rows_at_once = 4096
+    """Of two tensors that are compared."""
+
     def __init__(self, folder: Path, tensors: dict[str, Stored]) -> None:
         self.folder = folder
         self.tensors = tensors
@@ -55,6 +58,15 @@ class StoredTensors(ABC):
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """A new contiguous tensor of the `index` of a tensor (default: all of it). Raises
         CheckpointError."""
+
+    def equal(self, a: str, b: str) -> bool:
+        """Whether two tensors have the same shape, type and values. Raises CheckpointError."""
+        one, other = self.tensors[a], self.tensors[b]
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        rows = self.rows_at_once
+        blocks = ((slice(row, row + rows),) for row in range(0, one.shape[0], rows))
+        return all(torch.equal(self.read(a, block), self.read(b, block)) for block in blocks)
 
     def dtype(self, name: str) -> torch.dtype:
         """The type of a tensor. Raises CheckpointError for one that is not of weights."""

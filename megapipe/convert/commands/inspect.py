@@ -50,7 +50,7 @@ def add(parser: Parser) -> None:
 def run(given: argparse.Namespace) -> None:
     be_quiet()
     path = local_folder(given.path)
-    if is_megatron(path):
+    if is_megatron(path) and not (path / CONFIG).exists():
         _megatron(path, given.config, trust=given.trust_pickle)
     elif (path / METADATA).exists():
         _dcp(path, given.config, trust=given.trust_pickle)

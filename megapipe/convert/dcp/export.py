@@ -77,7 +77,10 @@ def export_dcp(
             warnings.simplefilter("ignore")  # that one process writes, which is meant
             save_state_dict(
                 state,
-                storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=0),
+                # it holds the tensors of a file until that is closed, so each has its own
+                storage_writer=FileSystemWriter(
+                    folder, single_file_per_rank=False, per_thread_copy_ahead=0
+                ),
                 planner=_Streaming(values()),
                 no_dist=True,
             )

@@ -24,6 +24,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class DcpFiles(StoredTensors):
     """The tensors of a folder, none of which is held. Make one with :meth:`open`."""
 
+    rows_at_once = 1 << 40  # all: for some rows the pieces that they are in are read whole
+
     def __init__(self, folder: Path, metadata: Metadata, prefix: str) -> None:
         shards = {
             name.removeprefix(prefix): stored
