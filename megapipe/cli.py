@@ -28,6 +28,7 @@ from megapipe.keys import (
     literal_type_fits,
     unknown,
 )
+from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import documentation
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
@@ -150,6 +151,16 @@ def stored_model(stored: Mapping[str, Any]) -> ModelConfig:
             f"the checkpoint has model.{first['loc'][0]} = {_shown(first['input'])}, which this "
             "version of megapipe does not know"
         ) from None
+
+
+def stored_lora(stored: Mapping[str, Any]) -> LoraConfig:
+    """The section of adapters among the keys of a checkpoint, which older ones lack."""
+    fields = {
+        name: stored[f"lora.{name}"] for name in LoraConfig.model_fields if f"lora.{name}" in stored
+    }
+    if "targets" in fields:
+        fields["targets"] = json.loads(fields["targets"])
+    return LoraConfig.model_validate(fields)
 
 
 def dump(config: Config) -> str:

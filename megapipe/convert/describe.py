@@ -9,7 +9,7 @@ from typing import Any
 
 from megapipe import strict_yaml
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.cli import stored_model
+from megapipe.cli import stored_lora, stored_model
 from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.convert.source import Source
 from megapipe.convert.tensor_files import DTYPES, StoredTensors
@@ -80,6 +80,9 @@ def lines_of_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
         f"{f'optimizer state: {state}' if state else 'no optimizer state'}; "
         f"{nbytes / 1e9:,.3f} GB in {counted(len(manifest.files), 'file')}"
     )
+    lora = stored_lora(manifest.config)
+    if lora.rank is not None:
+        yield f"adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
     model = stored_model(manifest.config)
     if model.source is not None:
         yield f"model.source={model.source}, a model of your own: no class of Hugging Face's"

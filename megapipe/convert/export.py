@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
+from megapipe.convert.adapters import Adapters
 from megapipe.convert.fresh import fresh_folder
 from megapipe.convert.shards import Named, plan, write
 from megapipe.convert.source import KIND
@@ -33,13 +34,14 @@ NO_TOKENIZER = "none"
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors that are made of a checkpoint's, none of which is held."""
+    """Tensors that are made of a checkpoint's, none of which is held; adapters are merged."""
 
     checkpoint: Checkpoint
     model: ModelConfig
     entries: list[Entry]
     dtype: Dtype
     """Type of the tensors."""
+    adapters: Adapters
 
     @classmethod
     def of_class(cls, checkpoint: Checkpoint, row: Row, dtype: Dtype | None) -> Weights:
@@ -47,8 +49,10 @@ class Weights:
         the checkpoint's tensors are not those of its model."""
         model = stored_model(checkpoint.config)
         found = list(entries(row, model))
-        checkpoint.match({f"{KIND}{entry.name}": entry.shape for entry in found})
-        return cls(checkpoint, model, found, dtype or model.dtype)
+        adapters = Adapters.of(checkpoint, model)
+        own = {f"{KIND}{entry.name}": entry.shape for entry in found}
+        checkpoint.match(own | adapters.shapes())
+        return cls(checkpoint, model, found, dtype or model.dtype, adapters)
 
     def named(self) -> list[Named]:
         """Names and shapes, in the order of :meth:`values`."""
@@ -62,7 +66,8 @@ class Weights:
         """The tensors by name, of one global tensor after the other. Raises CheckpointError for
         damage, and for a value that `dtype` does not hold."""
         for entry in self.entries:
-            tensor = self.checkpoint.read(f"{KIND}{entry.name}")
+            stored = self.checkpoint.read(f"{KIND}{entry.name}")
+            tensor = self.adapters.merged(entry.name, stored)
             rounded = tensor.to(TORCH_DTYPES[self.dtype])
             if rounded.isinf().any() and not tensor.isinf().any():
                 raise CheckpointError(
@@ -70,7 +75,7 @@ class Weights:
                     f"{tensor.abs().max().item():g}, {self.dtype} holds "
                     f"{torch.finfo(rounded.dtype).max:g} at most; choose another --dtype"
                 )
-            del tensor
+            del stored, tensor
             yield from zip(entry.hf_names, entry.way.split(rounded, self.model), strict=True)
 
 

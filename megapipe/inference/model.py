@@ -42,7 +42,7 @@ class Model:
         self.mesh = mesh
         self.device = device
         tp, pp = (Axis.alone(), Axis.alone()) if mesh is None else (mesh.tp, mesh.pp)
-        family = family_for(source.model, context=source.context, tp=tp.size)
+        family = family_for(source.model, source.lora, context=source.context, tp=tp.size)
         weights.match({f"model/{name}": shape for name, shape in family.shapes().items()})
         stages = stages_of(family, pp.size)
         self.stage = stages[pp.index]

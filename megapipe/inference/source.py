@@ -8,12 +8,13 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megapipe.cli import stored_model
+from megapipe.cli import stored_lora, stored_model
 from megapipe.convert.adopt import has_tokenizer
 from megapipe.convert.export import GENERATION
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
+from megapipe.layers.lora_specs import Lora
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.train.checkpoint_io import Weights
 
@@ -26,6 +27,8 @@ class Source:
     """A model as its checkpoint, or its folder of Hugging Face's, describes it."""
 
     model: ModelConfig
+    lora: Lora | None
+    """Its adapters, which are computed beside its weights."""
     tokenizer: Tokenizer
     context: int
     """Most tokens that the model sees at a time."""
@@ -72,6 +75,7 @@ class Source:
         known = {key: stored[f"data.{key}"] for key in _READ if f"data.{key}" in stored}
         return cls(
             model=model,
+            lora=stored_lora(stored).adapters,
             tokenizer=loaded,
             context=length,
             opening=(loaded.eod,) if of_run else loaded.opening,

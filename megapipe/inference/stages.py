@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
+from megapipe.layers.lora_specs import Lora
 from megapipe.layers.parameter import spec_of
 from megapipe.layout.family import make_family
 from megapipe.model.gpt.config import ModelConfig
@@ -27,10 +28,11 @@ OPTIONS = {
 """Keys of a run in messages about sizes, and the options that stand for them here."""
 
 
-def family_for(model: ModelConfig, *, context: int, tp: int) -> Family:
-    """The family of a model of `context` tokens over `tp` ranks; raises :class:`ConfigError`."""
+def family_for(model: ModelConfig, lora: Lora | None, *, context: int, tp: int) -> Family:
+    """The family of a model of `context` tokens, with adapters or without, over `tp` ranks; raises
+    :class:`ConfigError`."""
     try:
-        family = make_family(model, Conditions(context, microbatch=1, tp=tp))
+        family = make_family(model, Conditions(context, microbatch=1, tp=tp, lora=lora))
         if tp > 1 and "tp" not in family.supports:
             raise ConfigError(f"parallel.tp={tp}: {family.name} has no support for it; expected 1")
         family.check()

@@ -5,7 +5,7 @@ harmless   how and where it is computed, saved and told: layout, kernels, ZeRO, 
 listed     how training goes on: learning rate, batch, clipping, dropout, types, a mixture, ... and
            any key that is in no other class
 refused    what makes it another run: the corpus, the order of its samples (seed, sequence length),
-           how its documents are rearranged, what counts in the loss, the model.
+           how its documents are rearranged, what counts in the loss, the model, its adapters.
            ``run.resume_changes=allow`` lists these too, as far as the tensors fit; the data then
            begin anew where their order is another
 never      the update rule: its state would mean something else
@@ -23,7 +23,7 @@ be the checkpoint's all the same. From weights alone nothing goes on but the mod
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ REFUSED = (
 MIXTURE, TEMPERATURE = "data.mixture", "data.temperature"
 """Listed, unless the order is Megatron-LM's."""
 LISTED_OF_MODEL = ("model.dtype", "model.dropout")
-"""All other keys of the model are refused."""
+"""All other keys of the model, and those of its adapters, are refused."""
+ADAPTERS = "lora.rank"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Change:
     @property
     def of_model(self) -> bool:
         return (
-            self.key.startswith("model.")
+            self.key.startswith(("model.", "lora."))
             and self.key not in LISTED_OF_MODEL
             and self.key not in HARMLESS
         )
@@ -129,6 +130,9 @@ def check(checkpoint: Checkpoint, config: Config, *, own: bool, corpus: Change |
                 f"{checkpoint.path}: its optimizer state is of optimizer.rule={change.stored}, the "
                 f"configuration has {change.now}"
             )
+    adapters = _adapters(checkpoint.path, changes)
+    if adapters is not None and not own:
+        raise adapters
     another = {*order, *REFUSED, "tokenizer"} if own else set()
     refused = [change for change in changes if change.of_model or change.key in another]
     if refused and config.run.resume_changes == "refuse":
@@ -160,6 +164,10 @@ def check_weights(path: Path, stored: Mapping[str, JsonValue], config: Config) -
     Raises :class:`CheckpointError` that names the keys which differ.
     """
     wrong = [change for change in compare(stored, config) if change.of_model]
+    if stored.get(ADAPTERS) is None:  # they begin afresh
+        wrong = [change for change in wrong if not change.key.startswith("lora.")]
+    elif (adapters := _adapters(path, wrong)) is not None:
+        raise adapters
     if wrong and config.run.resume_changes == "refuse":
         right = (
             f"{c.key} is {strict_yaml.text_of(c.now)}, there {strict_yaml.text_of(c.stored)}"
@@ -169,6 +177,22 @@ def check_weights(path: Path, stored: Mapping[str, JsonValue], config: Config) -
             f"{path} is of another model: {'; '.join(right)}; "
             f"megapipe convert inspect {path} --config prints what fits"
         )
+
+
+def _adapters(path: Path, changes: Iterable[Change]) -> CheckpointError | None:
+    """The error where one of a checkpoint and a run has adapters, and the other has none."""
+    change = next((each for each in changes if each.key == ADAPTERS), None)
+    if change is not None and change.stored is None:
+        return CheckpointError(
+            f"{path} has no adapters, and {ADAPTERS}={change.now}: to train new ones beside its "
+            "weights set checkpoint.load_only=weights"
+        )
+    if change is not None and change.now is None:
+        return CheckpointError(
+            f"{path} has adapters, {ADAPTERS}={change.stored}: expected the same lora section, or "
+            "the merged weights, which megapipe convert megapipe-to-hf writes"
+        )
+    return None
 
 
 def compare(stored: Mapping[str, JsonValue], config: Config) -> list[Change]:

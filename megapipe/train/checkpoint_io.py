@@ -6,7 +6,7 @@ rectangles, without the padding of the vocabulary. A rank reads the regions that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -77,6 +77,15 @@ def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int) -> None:
     )
 
 
-def load_weights(optimizer: Optimizer, weights: Weights) -> None:
-    """Set the weights alone."""
-    optimizer.set_weights(lambda spec, out: read_region(weights, "model", spec, out))
+def load_weights(
+    optimizer: Optimizer, weights: Weights, *, fresh: Container[str] = (), seed: int = 0
+) -> None:
+    """Set the weights alone; those named in `fresh` get the initial values of `seed`."""
+
+    def fill(spec: LocalParameter, out: Tensor) -> None:
+        if spec.name in fresh:
+            spec.initialise(out, seed)
+        else:
+            read_region(weights, "model", spec, out)
+
+    optimizer.set_weights(fill)

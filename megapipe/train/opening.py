@@ -57,8 +57,10 @@ def banner(run: Run) -> str:
     rising = f", from a batch of {sizes[0]} on" if len(sizes) > 1 else ""
     exact = mesh.device.type == "cpu" or config.run.deterministic
     grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
+    model, rank = layout.model, config.lora.rank
+    trained = "" if rank is None else f", {model.count(trained=True):,} of rank {rank} trained"
     parts = (
-        f"{layout.model.count():,} parameters, {config.model.dtype}",
+        f"{model.count():,} parameters{trained}, {config.model.dtype}",
         f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
         f"{config.optimizer.rule}, ZeRO-{run.train_step.optimizer.policy.stage}",
         f"{run.train_step.schedule.name} of {counted(layout.microbatches, 'micro-batch')}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -110,6 +111,15 @@ def find_weights(name: str, mesh: ParallelMesh) -> Weights:
     return source.weights
 
 
+def check_adapters(source: Source, config: Config) -> None:
+    """Raise :class:`ConfigError` where adapters would be trained beside random weights."""
+    if config.lora.rank is not None and source.checkpoint is None and source.weights is None:
+        raise ConfigError(
+            f"lora.rank={config.lora.rank} trains adapters beside weights that stay as they are: "
+            "expected checkpoint.load=FOLDER (and checkpoint.load_only=weights), or lora.rank=null"
+        )
+
+
 def find(path: Path, mesh: ParallelMesh) -> Checkpoint:
     """The checkpoint at `path`, or the newest of those in it; it must be intact.
 
@@ -153,11 +163,11 @@ def load(checkpoint: Checkpoint, config: Config, step: TrainStep, mesh: Parallel
     """Set weights and states to the checkpoint's. Raises on every rank if it does not fit."""
     error = None
     try:
-        kinds = ("model", *(f"optimizer.{name}" for name in step.optimizer.rule.states))
-        shapes = step.layout.model.shapes()
-        checkpoint.match(
-            {f"{kind}/{name}": shape for kind in kinds for name, shape in shapes.items()}
-        )
+        model, states = step.layout.model, step.optimizer.rule.states
+        shapes = {f"model/{name}": shape for name, shape in model.shapes().items()}
+        for name, shape in model.shapes(trained=True).items():
+            shapes |= {f"optimizer.{state}/{name}": shape for state in states}
+        checkpoint.match(shapes)
         step.take_over(checkpoint)
     except MegapipeError as problem:
         error = problem
@@ -165,11 +175,16 @@ def load(checkpoint: Checkpoint, config: Config, step: TrainStep, mesh: Parallel
 
 
 def load_weights(weights: Weights, step: TrainStep, mesh: ParallelMesh) -> None:
-    """Set the weights alone. Raises on every rank if they do not fit."""
-    error = None
+    """Set the weights alone; adapters, where `weights` have none, begin afresh. Raises on every
+    rank if they do not fit."""
+    error, model, run = None, step.layout.model, step.config
+    fresh: Collection[str] = ()
+    if run.lora.rank is not None and weights.config.get("lora.rank") is None:
+        fresh = model.shapes(trained=True).keys()
     try:
-        weights.match({f"model/{name}": s for name, s in step.layout.model.shapes().items()})
-        checkpoint_io.load_weights(step.optimizer, weights)
+        shapes = {f"model/{n}": s for n, s in model.shapes().items() if n not in fresh}
+        weights.match(shapes)
+        checkpoint_io.load_weights(step.optimizer, weights, fresh=fresh, seed=run.run.seed)
     except MegapipeError as problem:
         error = problem
     all_or_none(mesh, error)

@@ -32,7 +32,7 @@ from megapipe.train.corpus import change_of_corpus, on_all, past_of, prepare_on_
 from megapipe.train.garbage import Garbage
 from megapipe.train.kernels import agreed_kernels
 from megapipe.train.opening import opening
-from megapipe.train.resume import check_end, choose, load, load_weights
+from megapipe.train.resume import check_adapters, check_end, choose, load, load_weights
 from megapipe.train.step import Position, TrainStep
 from megapipe.train.totals import Wishes
 
@@ -80,6 +80,7 @@ class Trainer:
         config, mesh = self.config, self.mesh
         self.source = choose(config, self.folder.checkpoints, mesh)
         check_end(self.source, config)
+        check_adapters(self.source, config)
         self._changes(corpus=None)
         kernels = agreed_kernels(config, layout, mesh, layout.schedule)
         corpus = prepare_on_all(config, tokenizer, mesh, local_rank=local_rank)

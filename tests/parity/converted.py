@@ -13,15 +13,22 @@ from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, save, whole
 from megapipe.cli import flatten
 from megapipe.config import Config, TrainConfig
 from megapipe.data_config import DataConfig
+from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 
 
 def write_checkpoint(
-    run: Path, model: ModelConfig, params: Mapping[str, Tensor], *, tokenizer: str = "byte"
+    run: Path,
+    model: ModelConfig,
+    params: Mapping[str, Tensor],
+    *,
+    tokenizer: str = "byte",
+    lora: LoraConfig | None = None,
 ) -> Checkpoint:
     """A run folder with a checkpoint of step 3 of a resolved model, without optimizer state."""
     config = Config(
         model=model,
+        lora=lora or LoraConfig(),
         data=DataConfig(tokenizer=tokenizer),
         train=TrainConfig(sequence_length=model.max_positions or 1),
     )

@@ -10,6 +10,7 @@ from typing import get_args
 
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.command_line import Parser
+from megapipe.convert.adapters import export_adapters
 from megapipe.convert.commands.arguments import add_shard_gb, be_quiet, shard_bytes, tell
 from megapipe.convert.export import NO_TOKENIZER, export
 from megapipe.dtypes import Dtype
@@ -36,6 +37,11 @@ def add(parser: Parser) -> None:
         metavar="NAME",
         help=f"as data.tokenizer (default: the run's); {NO_TOKENIZER}: leave it out",
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="the adapters alone, as peft loads them (default: merged into the weights)",
+    )
     add_shard_gb(parser, 5)
 
 
@@ -43,14 +49,17 @@ def run(given: argparse.Namespace) -> None:
     be_quiet()
     most = shard_bytes(given)
     checkpoint = find_checkpoint(given.path, verify=False)
-    export(
-        checkpoint,
-        given.output,
-        dtype=given.dtype,
-        model_type=given.model_type,
-        shard_bytes=most,
-        tokenizer=given.tokenizer,
-        tell=tell,
-        warn=tell,
-    )
+    kind = {"dtype": given.dtype, "model_type": given.model_type}
+    if given.adapter:
+        export_adapters(checkpoint, given.output, **kind, tell=tell)
+    else:
+        export(
+            checkpoint,
+            given.output,
+            **kind,
+            shard_bytes=most,
+            tokenizer=given.tokenizer,
+            tell=tell,
+            warn=tell,
+        )
     print(f"{given.output}: step {checkpoint.step} of {checkpoint.path}")

@@ -1,0 +1,166 @@
+"""Adapters of a checkpoint (LoRA): merged into its weights, or as a folder that peft loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.durable import create
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.cli import stored_lora, stored_model
+from megapipe.convert.fresh import fresh_folder
+from megapipe.convert.shards import Named, write
+from megapipe.dtypes import Dtype
+from megapipe.errors import ConfigError
+from megapipe.layers.lora_specs import ALL_ROWS, Lora
+from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf.config import row_of
+from megapipe.model.gpt.hf.table import Row
+from megapipe.model.gpt.hf.weights import Entry
+from megapipe.model.gpt.lora import HEADS, QKV, adapter_name, places, with_adapters
+from megapipe.model.gpt.parameters import stage_parameters
+from megapipe.model.partition import StageSpec
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+GATED = ("mlp.gate", "mlp.up")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a checkpoint's model."""
+
+    checkpoint: Checkpoint
+    model: ModelConfig
+    lora: Lora | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, model: ModelConfig) -> Adapters:
+        """Those that the stored configuration speaks of."""
+        return cls(checkpoint, model, stored_lora(checkpoint.manifest.config).adapters)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Their entries in the checkpoint."""
+        whole = StageSpec(embedding=True, layers=range(self.model.layers), head=True)
+        if self.lora is None:
+            return {}
+        specs = with_adapters(self.model, stage_parameters(self.model, whole), self.lora)
+        return {f"model/{spec.name}": spec.shape for spec in specs if not spec.frozen}
+
+    def factors(self, layer: int, target: str) -> tuple[Tensor, Tensor]:
+        """The matrices A [rank, in] and B [out, rank]."""
+        name = f"model/{adapter_name(layer, target)}"
+        return self.checkpoint.read(f"{name}.lora_a"), self.checkpoint.read(f"{name}.lora_b")
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """The parameter `name`, `weight`, with what adapters add to it, in fp32 or fp64."""
+        if self.lora is None or not name.startswith("layers."):
+            return weight
+        _, layer, module = name.split(".", 2)
+        found = places(self.model)
+        beside = [each for each in self.lora.targets if module == f"{found[each].layer}.weight"]
+        if not beside:
+            return weight
+        whole = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        for target in beside:
+            rows = found[target].rows
+            a, b = (factor.to(whole.dtype) for factor in self.factors(int(layer), target))
+            matrix = whole.view(-1, whole.shape[-1])
+            part = matrix.unflatten(0, rows.shape)[:, rows.start : rows.stop]
+            part += (self.lora.scale * (b @ a)).view(part.shape)
+        return whole
+
+
+def export_adapters(
+    checkpoint: Checkpoint,
+    output: Path,
+    *,
+    dtype: Dtype | None = None,
+    model_type: str | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write the adapters of `checkpoint` to `output`, as ``peft.PeftModel`` loads them.
+
+    An A that queries, keys and values share becomes that of each of three layers, where the class
+    has three. `dtype` is by default the type in which the checkpoint has them; `tell` is given a
+    line.
+
+    Raises:
+        ConfigError: there are none; no class can express the model, or has such layers.
+        CheckpointError: damage; `output` exists.
+    """
+    stored = checkpoint.manifest.config
+    model = stored_model(stored)
+    adapters = Adapters.of(checkpoint, model)
+    if adapters.lora is None:
+        raise ConfigError(f"{checkpoint.path} has no adapters (lora.rank is null)")
+    row = row_of(model, model_type)
+    values = list(_of_peft(adapters, row))
+    kept = next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == values[0][1].dtype)
+    dtype = dtype or kept
+    values = [(name, factor.to(TORCH_DTYPES[dtype])) for name, factor in values]
+    named: list[Named] = [(name, tuple(factor.shape)) for name, factor in values]
+    with fresh_folder(output) as folder:
+        with create(folder / CONFIG) as file:
+            text = json.dumps(_config(stored, row, adapters, named), indent=2)
+            file.write((text + "\n").encode())
+        write(folder, {WEIGHTS: named}, dtype, values, tell)
+
+
+def _of_peft(adapters: Adapters, row: Row) -> Iterator[tuple[str, Tensor]]:
+    """All matrices by peft's names."""
+    assert adapters.lora is not None
+    for layer in range(adapters.model.layers):
+        for target in adapters.lora.targets:
+            a, b = adapters.factors(layer, target)
+            for name, part in _layers(adapters.model, row, layer, target, b):
+                yield f"base_model.model.{name}.lora_A.weight", a
+                yield f"base_model.model.{name}.lora_B.weight", part.contiguous()
+
+
+def _layers(
+    model: ModelConfig, row: Row, layer: int, target: str, b: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """The class' layers that an adapter is beside, with the B of each [out, rank]."""
+    place = places(model)[target]
+    names, arrangement = row.counterpart(f"layers.{layer}.{place.layer}")
+    if place.rows == ALL_ROWS:
+        parts = Entry(target, tuple(b.shape), names, arrangement).way.split(b, model)
+        if arrangement in ("transposed", "blocks"):  # which the class' weight is, but not its B
+            parts = tuple(part.t() for part in parts)
+        yield from zip(names, parts, strict=True)
+        return
+    order = HEADS if place.layer == QKV else GATED
+    if len(names) != len(order):
+        raise ConfigError(
+            f"lora.targets has {target}, which is no layer of its own in Hugging Face's "
+            f"{row.model_type} class: leave out --adapter for the merged weights"
+        )
+    yield names[order.index(target)], b
+
+
+def _config(stored: Any, row: Row, adapters: Adapters, named: list[Named]) -> dict[str, Any]:
+    """The keys of peft's LoraConfig."""
+    section = stored_lora(stored)
+    start = f"base_model.model.{row.layers}."
+    inner = (name.removeprefix(start).partition(".")[2] for name, _ in named)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": stored.get("checkpoint.load"),
+        "r": section.rank,
+        "lora_alpha": int(section.alpha) if section.alpha == int(section.alpha) else section.alpha,
+        "use_rslora": section.rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": row.counterpart("layers.0.attention.out").arrangement == "transposed",
+        "target_modules": sorted({name.rpartition(".lora_")[0] for name in inner}),
+        "inference_mode": True,
+    }

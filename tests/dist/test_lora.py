@@ -1,0 +1,139 @@
+"""Adapters in layouts, from a base to an export."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megapipe.checkpoint import Checkpoint
+from megapipe.convert import export
+from megapipe.convert.adapters import Adapters
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.generate.generator import Generator
+from megapipe.testing import run_world
+from tests.parity.ranks import Case, check_case, run_cases
+from tests.parity.stopped_runs import (
+    HALF,
+    STEPS,
+    TP,
+    Play,
+    assert_continues,
+    assert_same_files,
+    checkpoint,
+    run,
+)
+
+TENSOR = Case(tp=2, lora="all", model="llama", kv_heads=2)
+SPLIT = replace(TENSOR, sequence_parallel=True)
+PIPELINE = Case(pp=2, m=3, lora="all")
+DATA = Case(dp=2, lora="all", model="mixed")
+TWO = [
+    TENSOR,
+    replace(SPLIT, lora="some", activations="of each some"),
+    replace(SPLIT, lora="heads together", model="gpt2", loss_chunk=0, debug=True),
+    replace(PIPELINE, schedule="zb_h1"),
+    replace(PIPELINE, lora="some", activations="full", tied=False),
+    replace(DATA, reduce_chunk_mib=1e-6),
+    replace(DATA, zero=3, lora="some"),
+]
+FOUR = [
+    replace(SPLIT, pp=2, m=3, schedule="zb_h1", activations="full, two together"),
+    replace(SPLIT, pp=2, m=4, schedule="zb_v", lora="some", dropout=0.2),
+    replace(SPLIT, pp=2, m=4, schedule="interleaved_1f1b", chunks=2, activations="stage"),
+    replace(SPLIT, pp=2, m=2, schedule="seq1f1b", slices=2, model="qwen"),
+    replace(SPLIT, dp=2, zero=3, lora="heads together", dtype="bf16"),
+    replace(SPLIT, dp=2, zero=2, reduce_chunk_mib=1e-6, model="gemma"),
+    replace(PIPELINE, pp=4, m=4, schedule="chimera", lora="some", model="neox"),
+    replace(DATA, pp=2, zero=3, chunks=2, m=4, schedule="interleaved_1f1b", rule="muon"),
+]
+
+
+def check(cases: list[Case]) -> None:
+    results = run_world(cases[0].world, run_cases, cases)
+    for i, case in enumerate(cases):
+        try:
+            check_case(case, [outcomes[i] for outcomes in results])
+        except AssertionError as error:
+            raise AssertionError(f"{case.name}: {error}") from None
+
+
+@pytest.mark.parametrize(
+    "cases", [TWO, pytest.param(FOUR, marks=pytest.mark.full)], ids=["two", "four"]
+)
+def test_every_layout_trains_the_same_adapters(cases: list[Case]) -> None:
+    """Loss, every gradient, norm, weights and states; what is frozen stays to the bit."""
+    check(cases)
+
+
+@pytest.mark.full
+def test_a_run_begins_with_a_base_and_goes_on_at_another_layout(tmp_path: Path) -> None:
+    """Bitwise at its own layout; the base stays as it was; a merged export is the model."""
+    base = str(tmp_path / "runs/base")
+    weights = {"checkpoint.load_only": "weights", "model.dtype": "bf16"}
+    lora = {**weights, "lora.rank": "2", "lora.alpha": "16", "checkpoint.load": base}
+    outcomes = run(
+        tmp_path,
+        Play("base", {"train.stop_after": "1", "model.dtype": "bf16"}),
+        Play("whole", {**TP, **lora}),
+        Play("part", {**TP, **lora}, stop_after=HALF),
+        Play("part", {**TP, **lora}),
+        Play("other", {**lora, "train.stop_after": "1"}),
+        Play("other", {**lora, **TP, "train.stop_after": "2"}),
+        Play("no_base", {"lora.rank": "2"}),
+        Play("all_of_it", {"lora.rank": "2", "checkpoint.load": base, "model.dtype": "bf16"}),
+        Play("none", {**weights, "checkpoint.load": str(tmp_path / "runs/whole")}),
+    )
+    _, whole, _, resumed, begun, moved, no_base, all_of_it, none = outcomes
+    assert_continues(resumed, whole)
+    assert_same_files(checkpoint(tmp_path, "part", STEPS), checkpoint(tmp_path, "whole", STEPS))
+    assert [rank["error"] for rank in (*begun, *moved)] == [None] * 8
+    assert [rank["first_step"] for rank in moved] == [1] * 4
+    found = begun[0]["steps"][1].loss, whole[0]["steps"][1].loss
+    assert found[0] == pytest.approx(found[1], rel=1e-2), "the same adapters, in bf16"
+
+    source, trained = (
+        Checkpoint.open(checkpoint(tmp_path, name, step))
+        for name, step in (("base", 1), ("whole", 8))
+    )
+    adapters = [name for name in trained.names() if ".lora_" in name]
+    assert {name.split("/")[0] for name in trained.names() if name not in adapters} == {"model"}
+    for name in source.names():
+        if name.startswith("model/"):
+            first = source.read(name).to(torch.bfloat16)
+            assert torch.equal(trained.read(name), first), name
+    assert all(trained.read(name).any() for name in adapters)
+    for name, region, values in whole[0]["loaded"]:
+        if "lora_b" in name:
+            assert not np.any(values)
+        elif "lora_a" not in name:
+            assert np.array_equal(
+                values, source.read(f"model/{name}", region).to(torch.bfloat16).double()
+            )
+
+    for ranks, kind, words in (
+        (no_base, ConfigError, "lora.rank=2 trains adapters beside weights that stay"),
+        (all_of_it, CheckpointError, "has no adapters, and lora.rank=2"),
+        (none, CheckpointError, "has adapters, lora.rank=2: expected the same lora section"),
+    ):
+        assert ranks[0]["error"][0] is kind, ranks[0]
+        assert words in ranks[0]["error"][1]
+    check_export(trained, tmp_path)
+
+
+def check_export(trained: Checkpoint, folder: Path) -> None:
+    """The merged model's logits are those of the adapted one."""
+    from transformers import AutoModelForCausalLM
+
+    export(trained, folder / "merged", dtype="fp32")
+    generator = Generator(trained, torch.device("cpu"))
+    assert Adapters.of(trained, generator.config).lora is not None
+    tokens = torch.arange(12).view(1, 12)
+    own = generator.read(tokens.tolist(), room=1).logits()[0, :257].float()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    with torch.no_grad():
+        expected = merged(input_ids=tokens).logits[0, -1]
+    assert (own - expected).abs().max() < 0.05 * expected.abs().max(), "in bf16"
