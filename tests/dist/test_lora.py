@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,15 @@ import torch
 from megapipe.checkpoint import Checkpoint
 from megapipe.convert import export
 from megapipe.convert.adapters import Adapters
+from megapipe.distributed.mesh import Grid
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.generate.generator import Generator
-from megapipe.testing import run_world
-from tests.parity.ranks import Case, check_case, run_cases
+from megapipe.plan.traffic import step_traffic
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+from tests.parity.cases import Rows
+from tests.parity.collective_recorder import recording
+from tests.parity.ranks import Case, check_case, configure, run_cases
 from tests.parity.stopped_runs import (
     HALF,
     STEPS,
@@ -137,3 +143,40 @@ def check_export(trained: Checkpoint, folder: Path) -> None:
     with torch.no_grad():
         expected = merged(input_ids=tokens).logits[0, -1]
     assert (own - expected).abs().max() < 0.05 * expected.abs().max(), "in bf16"
+
+
+EXCHANGING = [
+    replace(TENSOR, lora="some"),
+    replace(TENSOR, lora="heads together", activations="full", schedule="gpipe"),
+    replace(SPLIT, lora="some", pp=2, in_process=True, schedule="zb_h1", activations="selective"),
+    replace(SPLIT, lora="heads together", activations="stage"),
+]
+
+
+def exchanged(world: World) -> list[tuple[Counter[str], Counter[str]]]:
+    """Values of hidden states and of adapters' narrow tensors that a step of each case exchanges
+    over tp, by collective: those that were, and the plan's."""
+    found = []
+    for case in EXCHANGING:
+        config, layout = configure(case)
+        assert config.lora.rank is not None
+        step = TrainStep(config, layout, world.mesh(Grid(tp=case.tp)))
+        with recording() as recorder:
+            step.train(0, Rows(case))
+        tokens = case.batch * case.sequence
+        called, planned = Counter[str](), Counter[str]()
+        for call in recorder.calls:
+            if call.elements in (tokens * config.lora.rank, tokens * config.model.hidden):
+                called[call.name] += call.elements
+        for exchange in step_traffic(config, layout, 0):
+            if exchange.axis == "tp" and exchange.what in "FIW":
+                planned[exchange.collective] += exchange.bytes // 8
+        found.append((called, planned))
+    return found
+
+
+def test_collectives_are_those_of_the_plan() -> None:
+    for rank in run_world(2, exchanged):
+        for case, (called, planned) in zip(EXCHANGING, rank, strict=True):
+            assert called == planned, case.name
+            assert called

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
+from megapipe.convert.adapters import Adapters
 from megapipe.convert.dcp.folder import CONFIGURATION
 from megapipe.convert.describe import as_configuration
 from megapipe.convert.export import Weights, class_of_run, config_of_class
@@ -88,14 +89,16 @@ def export_dcp(
 
 
 def _own(checkpoint: Checkpoint, dtype: Dtype | None) -> Weights:
-    """The global tensors as they are."""
+    """The global tensors as they are, adapters beside the weights."""
     model = stored_model(checkpoint.config)
     found = [
         Entry(name.removeprefix(KIND), stored.shape, (name.removeprefix(KIND),), "same")
         for name, stored in checkpoint.manifest.entries.items()
         if name.startswith(KIND)
     ]
-    return Weights(checkpoint, model, found, dtype or model.dtype)
+    return Weights(
+        checkpoint, model, found, dtype or model.dtype, Adapters(checkpoint, model, None)
+    )
 
 
 class _Streaming(DefaultSavePlanner):
