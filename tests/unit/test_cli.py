@@ -80,7 +80,7 @@ def test_help_wins(argv: list[str], topic: str) -> None:
         ("lyaers=2", "did you mean model.layers?"),
         ("model.layers.x=2", "did you mean model.layers?"),
         ("parallel.qq=2", "unknown key; parallel has dp, tp, pp, cp,"),
-        ("qqqq.www=2", "unknown key; the sections are run, model, parallel,"),
+        ("qqqq.www=2", "unknown key; the sections are run, model, lora, parallel,"),
         ("=2", "unknown key; the sections are"),
         ("model=3", "model is a section; write model.KEY"),
         ("model={layers: 2, nope: 1}", "model.nope=1: unknown key"),
