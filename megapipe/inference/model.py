@@ -12,7 +12,7 @@ from megapipe.distributed.collectives import all_gather
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.inference.chain import Chain
 from megapipe.inference.source import Source
-from megapipe.inference.stages import family_for, fill, head_axis, stages_of
+from megapipe.inference.stages import family_for, fill, stages_of
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
@@ -55,7 +55,7 @@ class Model:
         self.is_last = pp.index == pp.size - 1
         self.speaks = self.is_last and tp.index == 0
         """Of the ranks that have the logits this is the one whose numbers count."""
-        self.columns_axis = head_axis(family, self.stage, tp)
+        self.columns_axis = tp if family.splits_logits(self.stage) else Axis.alone()
         """The ranks that have different columns of the logits."""
         self.keeps = "kv_cache" in family.supports
         """It can go on from keys and values that it has kept."""

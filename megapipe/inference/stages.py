@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.layers.lora_specs import Lora
 from megapipe.layers.parameter import spec_of
@@ -71,9 +70,3 @@ def fill(module: StageModule, weights: Weights, device: torch.device) -> None:
             read_region(weights, "model", spec, values)
             tensors[spec.name] = values
         owned.replace(Parameter(tensors[spec.name], requires_grad=False))
-
-
-def head_axis(family: Family, stage: StageSpec, tp: Axis) -> Axis:
-    """Where the columns of a stage's logits are split: over `tp`, or nowhere."""
-    split = any(spec.role == "head" and spec.split for spec in family.parameters(stage))
-    return tp if split else Axis.alone()

@@ -266,6 +266,10 @@ class Family(ABC):
         """All units, as one stage."""
         return StageSpec(self.ends, range(self.layers), self.ends)
 
+    def splits_logits(self, stage: StageSpec) -> bool:
+        """Whether tensor-parallel ranks have different columns of the logits of a stage."""
+        return any(spec.role == "head" and spec.split for spec in self.parameters(stage))
+
     def shapes(
         self, stage: StageSpec | None = None, *, trained: bool = False
     ) -> dict[str, tuple[int, ...]]:

@@ -67,7 +67,7 @@ def read(step: TrainStep, tokens: Tensor, shape: MessageShape, end: int | None) 
     own = stages[last].loss_sums.get((0, 0)) if last in stages else None
     if own is not None:
         columns = own.permute(2, 1, 0).contiguous()  # [V or V/tp, b, s]
-        if len(columns) < vocabulary:
+        if step.layout.model.splits_logits(step.layout.stage_layers[last]):
             columns = all_gather(columns, mesh.tp)
         own = columns[:vocabulary].permute(1, 2, 0).to(dtype).contiguous()
     if mesh.pp.group is None:

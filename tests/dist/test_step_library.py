@@ -79,6 +79,21 @@ def test_what_one_layout_saves_another_goes_on_with(tmp_path: Path) -> None:
             assert next_loss == pytest.approx(loss, abs=1e-9), case.name
 
 
+def logits_of_few_tokens(world: World) -> tuple[float, float]:
+    """The loss by the logits, and as validation has it."""
+    case = replace(BASE, tp=2, vocab=100)
+    step, rows = make(world, case), Rows(case)
+    tokens, labels, mask = rows(range(2))
+    return mean_loss(step.logits(tokens), labels, mask), step.evaluate(rows, 2).loss
+
+
+@pytest.mark.full
+def test_logits_of_a_vocabulary_that_the_first_rank_holds_alone() -> None:
+    """Padded to 128 columns on each rank: those of the second are padding alone."""
+    for by_logits, wanted in run_world(2, logits_of_few_tokens):
+        assert by_logits == pytest.approx(wanted, abs=1e-10)
+
+
 def own_logits(world: World, models: tuple[str, ...]) -> list[tuple[float, float]]:
     """Of models of the user's: the loss by their logits, and as validation has it."""
     found = []
