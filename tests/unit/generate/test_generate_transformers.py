@@ -39,7 +39,7 @@ def test_every_class_has_a_model() -> None:
 @pytest.mark.parametrize(
     "model_type",
     [
-        pytest.param(name, marks=() if name in ("gpt2", "llama", "gemma2") else pytest.mark.full)
+        pytest.param(name, marks=() if name in ("gpt2", "llama") else pytest.mark.full)
         for name in CASES
     ],
 )
