@@ -25,7 +25,6 @@ from megapipe.words import counted
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
 
 TIMEOUT_S = 600.0
 """How long processes wait for each other: one may read a large checkpoint."""
@@ -66,14 +65,13 @@ def main(parser: Parser, argv: Sequence[str]) -> int:
         info = place.find_launch_info(os.environ)
         given = parser.parse_args(argv)
         wanted = _wanted(given, info)
-        store = rendezvous.open_store(info, TIMEOUT_S)
     except MegapipeError as error:
         return end_early(error, info)
     if info.world == 1:
-        return _in_job(given, wanted, info, store)
+        return _in_job(given, wanted, info)
     # at once and wherever this process is: it may wait for a peer in C++
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return end_now(_in_job(given, wanted, info, store))
+    return end_now(_in_job(given, wanted, info))
 
 
 def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
@@ -92,12 +90,16 @@ def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
     return Wanted(tp, pp, "cpu" if given.device == "cpu" else "cuda")
 
 
-def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo, store: Store) -> int:
-    """Make the mesh with the other processes and do it; returns the exit code."""
+def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo) -> int:
+    """Meet the other processes and do it; returns the exit code."""
     import torch
 
     from megapipe.distributed.mesh import Grid, ParallelMesh
 
+    try:
+        store = rendezvous.open_store(info, TIMEOUT_S)
+    except MegapipeError as error:
+        return end_early(error, info)
     ending = Shutdown(info, store)
     try:
         options = {name: str(value) for name, value in vars(given).items() if name != "run"}
