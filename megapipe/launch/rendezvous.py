@@ -6,6 +6,7 @@ Before any process group exists they compare their configuration and code there.
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from megapipe.errors import DataError, LaunchError
+from megapipe.launch.listening import listen
 from megapipe.launch.place import LaunchInfo
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def open_store(info: LaunchInfo, timeout_s: float) -> Store:
     try:
         store = _tcp_store(info, timeout_s)
     except (RuntimeError, OSError) as error:
-        busy = "EADDRINUSE" in str(error)
+        busy = "EADDRINUSE" in str(error) or getattr(error, "errno", 0) == errno.EADDRINUSE
         reason = "the port is in use; set MASTER_PORT to a free one" if busy else str(error)
         raise RendezvousError(
             f"rendezvous at {info.address}:{info.port} failed: {reason.splitlines()[0]}"
@@ -65,6 +67,7 @@ def _tcp_store(info: LaunchInfo, timeout_s: float) -> Store:
                     is_master=info.hosts,
                     timeout=datetime.timedelta(seconds=timeout_s),
                     wait_for_workers=False,
+                    master_listen_fd=None if listening is None else listening.detach(),
                 )
             )
         except (RuntimeError, ValueError) as error:
@@ -72,7 +75,10 @@ def _tcp_store(info: LaunchInfo, timeout_s: float) -> Store:
 
     made: list[Store] = []
     failed: list[Exception] = []
-    if not info.hosts:
+    listening = None
+    if info.hosts:
+        listening = listen(info.address, info.port)
+    else:
         _await_port(info, timeout_s)
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
