@@ -20,8 +20,9 @@ from pydantic import ValidationError
 from megapipe.data.hub import one_line
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.progress import Meter, meter
+from megapipe.data.urls import is_remote, refuse_user_info
 from megapipe.data_config import DataConfig
-from megapipe.errors import ConfigError, DataError
+from megapipe.errors import DataError
 from megapipe.section import Section
 
 FILES, MANIFEST = "files", "manifest.json"
@@ -50,21 +51,6 @@ class _Copied(Section):
 class _Manifest(Section):
     source: str
     files: dict[str, _Copied]
-
-
-def is_remote(source: str) -> bool:
-    """Whether a ``data.source`` is a URL."""
-    return "://" in source
-
-
-def refuse_user_info(key: str, source: str) -> None:
-    """Raise ConfigError, which does not repeat it, for a URL with a user name or a password in it:
-    run folders, logs and checkpoints hold the configuration."""
-    if is_remote(source) and "@" in source.split("://", 1)[1].split("/", 1)[0]:
-        raise ConfigError(
-            f"{key} is a URL with a user name or a password in it, which every run folder, log and "
-            "checkpoint would hold: expected them in the environment or in fsspec's configuration"
-        )
 
 
 def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
