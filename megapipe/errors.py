@@ -14,8 +14,8 @@ code  meaning
 5     checkpoint: missing, damaged, or of another model
 6     numerics: loss or gradient is not finite
 7     memory of a device is used up
-75    stopped by a signal or a callback after saving; run again to resume
-130   interrupted from the keyboard with nothing to save, or a second time
+75    stopped by a signal or a callback, and all that there was is saved; run again to go on
+130   interrupted from the keyboard with nothing to save, or a second time (128 + n: by signal n)
 ====  ====================================================================
 """
 
@@ -71,6 +71,6 @@ class CallbackError(MegapipeError):
 
 
 class Preempted(MegapipeError):
-    """A signal or a callback asked the job to stop; its state is saved."""
+    """A signal or a callback asked the job to stop; what there was to save is saved."""
 
     exit_code = 75

@@ -23,20 +23,30 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from types import FrameType
+from typing import TYPE_CHECKING
 
-from megapipe.errors import LaunchError
+from megapipe.errors import LaunchError, Preempted
+from megapipe.launch.deadline import unless_within
 from megapipe.launch.open_files import allow_connections
-from megapipe.launch.shutdown import say
-from megapipe.launch.signals import AGAIN_S
+from megapipe.launch.ranks import Ends
+from megapipe.launch.signals import AGAIN_S, Listener
+from megapipe.launch.speaking import say
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+STOPPED = (signal.SIGTERM, signal.SIGUSR1)
+"""Those after which a job is to be started again."""
 MONITOR_S = 0.1
 """Time between two looks at the ranks."""
 STANDALONE = "localhost:0"
 RDZV_TIMEOUT_S = 60
 KILL_S = 1.0
 """How long ranks may take to end at a second Ctrl-C: one may be stuck in C++ or stopped."""
+CLOSE_S = 3.0
+"""How long it may take to leave the other nodes: their store may be out of reach."""
 
 
 def launch(
@@ -54,6 +64,20 @@ def launch(
     fail, 128 + n where signal n killed it; 0 if none fails. Raises
     :class:`LaunchError` if the nodes do not meet. To be called in the main thread.
     """
+    with _Relay() as relay:  # before torch is loaded, which takes seconds
+        agent = _agent(command, nproc, nnodes, rdzv_endpoint, rdzv_id, rdzv_timeout_s)
+        return _run(agent, relay, rdzv_endpoint)
+
+
+def _agent(
+    command: Sequence[str],
+    nproc: int | None,
+    nnodes: int,
+    rdzv_endpoint: str,
+    rdzv_id: str | None,
+    rdzv_timeout_s: int,
+) -> LocalElasticAgent:
+    """torchrun's agent, in contact with the store of all nodes."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
     nproc = nproc or _gpus()
     allow_connections(2 * nnodes * nproc)  # of the store, and ranks inherit the limit
@@ -88,46 +112,67 @@ def launch(
         max_restarts=0,
         monitor_interval=MONITOR_S,
     )
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
-    relay = _Relay(lambda: [w.id for w in agent.get_worker_group().workers if w.id])
     # the agent's own handler would end the ranks: it gets a signal that nobody sends
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
-    for number in HANDED_ON:
-        signal.signal(number, relay.hand_on)
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
+
+
+def _run(agent: LocalElasticAgent, relay: _Relay, rdzv_endpoint: str) -> int:
+    """Start the ranks and wait for their end; returns the exit code."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    group = agent.get_worker_group()
+    relay.pids = lambda: [worker.id for worker in group.workers if worker.id]
+    Ends(relay.pids, os._exit).start()
+    code = LaunchError.exit_code
     try:
-        result = agent.run()
+        code = _exit_code(agent.run(), relay)
     except (RendezvousError, TimeoutError) as error:
         raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
     finally:
-        rendezvous.shutdown()
+        with unless_within(CLOSE_S, lambda: os._exit(code)):
+            group.spec.rdzv_handler.shutdown()
+    return code
+
+
+def _exit_code(result: RunResult, relay: _Relay) -> int:
+    """The exit code of a job on this node, of which nothing has been said if a rank was killed."""
     for rank, failure in result.failures.items():  # the first first; the agent ended the others
         if failure.exitcode > 0:
             return failure.exitcode
         number = -failure.exitcode
         if number == signal.SIGKILL and relay.killed_for is not None:
             return 128 + relay.killed_for
+        if number in relay.handed_on and number in STOPPED:  # before it could hear it
+            say(_stopped(signal.Signals(number)))
+            return Preempted.exit_code
         if number not in relay.handed_on:
             _say_killed(rank, signal.Signals(number))
         return 128 + number
     return 0
 
 
-class _Relay:
+class _Relay(Listener):
     """Hands signals on to the ranks; kills what a second SIGINT or SIGTERM does not end."""
 
-    def __init__(self, pids: Callable[[], list[int]]) -> None:
+    def __init__(self) -> None:
         self.handed_on: set[int] = set()
         self.killed_for: int | None = None
         """The second signal, where ranks were killed because they did not end by it."""
-        self._pids = pids
+        self.pids: Callable[[], list[int]] = list
+        """The ranks that there are."""
         self._last: float | None = None
         """When SIGINT or SIGTERM last came, monotonic seconds."""
+        super().__init__(HANDED_ON)
 
-    def hand_on(self, number: int, frame: FrameType | None) -> None:
+    def arrived(self, number: signal.Signals) -> None:
         self.handed_on.add(number)
         self._send(number)
-        if not self._pids():
-            os._exit(128 + number)
+        if not self.pids():
+            if number not in STOPPED:
+                os._exit(128 + number)
+            say(_stopped(number))
+            os._exit(Preempted.exit_code)
         if number not in (signal.SIGINT, signal.SIGTERM):
             return
         now = time.monotonic()
@@ -142,9 +187,13 @@ class _Relay:
         self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        for pid in self._pids():
+        for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+def _stopped(number: signal.Signals) -> Preempted:
+    return Preempted(f"stopped by {number.name} before the ranks had begun")
 
 
 def _say_killed(rank: int, number: signal.Signals) -> None:
@@ -208,7 +257,6 @@ def _gpus() -> int:
 def main(argv: Sequence[str]) -> int:
     """Start what `argv` says; returns the exit code."""
     arguments, command = _parse(argv)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are ranks to hand it on to
     try:
         return launch(
             command,

@@ -33,6 +33,7 @@ class RendezvousError(LaunchError):
 
 def open_store(info: LaunchInfo, timeout_s: float) -> Store:
     """Meet at the rendezvous store. Raises :class:`RendezvousError` naming host and port."""
+    import torch  # noqa: F401, before a part of it: another thread may be loading it
     from torch.distributed import HashStore, PrefixStore
 
     if info.world == 1:

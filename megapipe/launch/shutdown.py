@@ -4,20 +4,23 @@ The first process to fail claims the failure in the rendezvous store and speaks 
 others leave with its exit code. A thread of every process waits for that claim, because a peer
 may wait for the failed one inside a collective that notices nothing. A process that is killed from
 outside claims nothing: then the first peer to notice claims the failure and speaks. If the store
-died too, nobody can claim it; rank 1 and the first process of each node speak.
+died too, nobody can claim it; the first process of each node speaks, and rank 1 where rank 0 had
+the store.
 
 The process that hosts the store leaves last.
+
+A store whose host is stopped or cannot be reached answers nobody, and torch's client then waits for
+ever, whatever time-out it is given. So nothing here asks the store without a deadline by which the
+process ends by itself (:mod:`megapipe.launch.deadline`), and the thread that waits for failures
+finds out within ``parallel.timeout_s``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import os
 import re
-import socket
-import sys
 import threading
 import time
 import traceback
@@ -25,99 +28,188 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from megapipe.errors import LaunchError, MegapipeError
+from megapipe.launch.deadline import unless_within
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
+from megapipe.launch.speaking import is_speaker, say, speaks_alone
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 GRACE_S = 3.0
 """How long after a peer's failure a process may take to end by itself."""
-LINGER_S = 5.0
+LINGER_S = 4.0
 """How long the host of the store waits for the others to leave: longer than their grace."""
+ANSWER_S = 3.0
+"""How long the store may take to answer at the end of a job."""
 PATIENCE_S = 10.0
 """How long processes wait for each other that have not met yet: torch takes its time to load."""
-DYING_S = 1.0
-"""How long a killed process may take to give back its port."""
 FAILED = "failed"
 
 
 class Shutdown:
     """How this process leaves the job that meets in `store`.
 
-    A thread watches for failures of others from the start; if there is one and this process does
-    not end by itself, the thread calls `cleanup` (settable) and ends the process.
+    A thread watches for failures of others from the start, and asks the store for a sign of life
+    within `timeout_s`; if there is a failure and this process does not end by itself, the thread
+    calls `cleanup` (settable) and ends the process.
     """
 
-    def __init__(self, info: LaunchInfo, store: Store, *, linger_s: float = LINGER_S) -> None:
+    def __init__(
+        self,
+        info: LaunchInfo,
+        store: Store,
+        *,
+        timeout_s: float = 600.0,
+        linger_s: float = LINGER_S,
+    ) -> None:
         self.info = info
+        self.timeout_s = timeout_s
         self.linger_s = linger_s
         self.cleanup: Callable[[], None] = lambda: None
         self._store = store
         self._leaving = threading.Event()
+        self._ender = threading.RLock()
+        """Held, and never given back, by the thread that ends this process."""
+        self._said = False
         self._known: int | None = None
         if info.world > 1:
-            threading.Thread(target=self._watch, args=(store.clone(),), daemon=True).start()  # type: ignore[attr-defined]
+            threading.Thread(target=self._watch, daemon=True).start()
 
-    def _watch(self, store: Store) -> None:
-        from torch.distributed import DistNetworkError, DistStoreError
-
-        while self._known is None:
-            try:
-                store.wait([FAILED], datetime.timedelta(hours=1))
-                self._known = int(store.get(FAILED))
-            except DistNetworkError:
-                break
-            except DistStoreError:  # a quiet hour
-                continue
+    def _watch(self) -> None:
+        lost = LaunchError(f"rank {self.info.rank} lost the rendezvous store")
+        store = self._await_failure()
         if self._leaving.wait(GRACE_S):
             return
-        self._store = store  # the other connection may be waiting for an answer
+        self._ender.acquire()
         try:
-            if self._known is None:
-                self.report(LaunchError(f"rank {self.info.rank} lost the rendezvous store"))
+            if store is None:
+                self.report(lost)
             else:
-                self.leave()
+                self._store = store  # the other connection may be waiting for an answer
+                self.leave(self._code)
             self.cleanup()
         finally:
-            os._exit(LaunchError.exit_code if self._known is None else self._known)
+            os._exit(self._code)
+
+    @property
+    def _code(self) -> int:
+        """The exit code for a failure of another process."""
+        return LaunchError.exit_code if self._known is None else self._known
+
+    def _await_failure(self) -> Store | None:
+        """Wait until another process says that it has failed; returns a connection to the store,
+        or None if the store is gone."""
+        from torch.distributed import DistNetworkError, DistStoreError
+
+        try:
+            with unless_within(self.timeout_s, self._mute):
+                store: Store = self._store.clone()  # type: ignore[attr-defined]
+            while True:
+                with unless_within(self.timeout_s, self._mute), contextlib.suppress(DistStoreError):
+                    store.wait([FAILED], datetime.timedelta(seconds=self.timeout_s / 2))
+                    self._known = int(store.get(FAILED))
+                    return store
+        except DistNetworkError:
+            return None
+
+    def _mute(self) -> None:
+        """End without the store, which does not answer; a thread that ends this process already
+        has a deadline of its own."""
+        if not self._ender.acquire(blocking=False):
+            return
+        seconds = f"{self.timeout_s:g} s (parallel.timeout_s)"
+        error = LaunchError(f"rank {self.info.rank} lost {self._place()}: no answer for {seconds}")
+        self._leaving.set()
+        self._say_alone(error)
+        with unless_within(GRACE_S, lambda: os._exit(error.exit_code)):
+            self.cleanup()
+        os._exit(error.exit_code)
+
+    def _place(self) -> str:
+        return f"the rendezvous store at {self.info.address}:{self.info.port}"
+
+    def _say_alone(self, error: MegapipeError) -> None:
+        """Say it if this process is one that speaks where the store cannot be asked."""
+        if not self._said and is_speaker(self.info):
+            say(error)
+        self._said = True
+
+    def _deadline(self, error: MegapipeError) -> contextlib.AbstractContextManager[None]:
+        """A block that asks the store who speaks of `error`: if there is no answer the process ends
+        by it."""
+
+        def end() -> None:
+            self._say_alone(type(error)(f"{error}; {self._place()} does not answer"))
+            os._exit(error.exit_code)
+
+        return unless_within(ANSWER_S, end)
 
     def report(self, error: MegapipeError, *, said: bool = False) -> int:
         """End on an error: print it, once per job, unless it is `said` already.
 
         Returns the exit code.
         """
+        self._ender.acquire()
         self._leaving.set()
-        if self._claim(error.exit_code) and not said:
+        self._said |= said
+        with self._deadline(error):
+            first = self._claim(error.exit_code)
+        if first and not self._said:
             say(error)
-        self.leave()
+        self.leave(error.exit_code)
         return error.exit_code
 
-    def report_unexpected(self, error: Exception) -> int:
+    def stop(self, error: MegapipeError) -> int:
+        """End on a request to stop, in a thread of its own, while the main thread may wait for
+        anything. Returns the exit code, by which the process is to end at once."""
+        self._ender.acquire()
+        self.linger_s = PATIENCE_S  # others may be on their way to the store
+        with self._deadline(error):
+            if self.info.world > 1:
+                self._store = self._store.clone()  # type: ignore[attr-defined]
+            code = self._failure_of_peer(0.0)
+        if code is None:
+            code = Shutdown.report(self, error)
+        else:
+            self.leave(code)
+        self.cleanup()
+        return code
+
+    def report_unexpected(self, error: BaseException) -> int:
         """End on an exception that is not ours: a peer's failure, a lost peer, or a bug.
 
         Only the first rank to fail shows the traceback of a bug. Returns the exit code.
         """
+        self._ender.acquire()
         if self.info.world > 1 and is_communication(error):
-            code = self._failure_of_peer()
+            reason = re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0]
+            lost = LaunchError(f"rank {self.info.rank} lost contact with a peer: {reason}")
+            with self._deadline(lost):
+                code = self._failure_of_peer(1.0)
             if code is None:
-                reason = re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0]
-                lost = f"rank {self.info.rank} lost contact with a peer: {reason}"
-                return self.report(LaunchError(lost))
-            self.leave()
+                return self.report(lost)
+            self.leave(code)
             return code
         self._leaving.set()
-        if self._claim(1):
+        with self._deadline(MegapipeError(f"a bug: {type(error).__name__}: {error}")):
+            first = self._claim(1)
+        if first:
             traceback.print_exception(error)
-        self.leave()
+        self.leave(1)
         return 1
 
-    def leave(self) -> None:
-        """Tell the store that this process is done with it; the host of the store waits for all."""
+    def leave(self, code: int = 0) -> None:
+        """Tell the store that this process is done with it; the host of the store waits for all.
+
+        The process ends with `code` if the store does not answer.
+        """
         from torch.distributed import DistError
 
+        self._ender.acquire()
         self._leaving.set()
-        with contextlib.suppress(DistError):
+        seconds = ANSWER_S + self.linger_s * self.info.hosts
+        with contextlib.suppress(DistError), unless_within(seconds, lambda: os._exit(code)):
             if self._store.add("left", 1) == self.info.world:
                 self._store.set("all left", "")
             if self.info.hosts:
@@ -135,15 +227,17 @@ class Shutdown:
             return self._known is None and speaks_alone(self.info)
         return first
 
-    def _failure_of_peer(self) -> int | None:
-        """The exit code that another rank failed with, if one has said so."""
+    def _failure_of_peer(self, seconds: float) -> int | None:
+        """The exit code that another rank failed with, if one says so within `seconds`."""
         from torch.distributed import DistError
 
         try:
-            self._store.wait([FAILED], datetime.timedelta(seconds=1))
-            return int(self._store.get(FAILED))
+            if seconds or self._store.check([FAILED]):
+                self._store.wait([FAILED], datetime.timedelta(seconds=max(seconds, 1.0)))
+                return int(self._store.get(FAILED))
         except DistError:
-            return self._known
+            pass
+        return self._known
 
 
 def end_early(error: MegapipeError, info: LaunchInfo) -> int:
@@ -160,7 +254,8 @@ def end_early(error: MegapipeError, info: LaunchInfo) -> int:
         try:
             store = open_store(info, PATIENCE_S)
             if info.rank > 0:
-                _hear_from_first(store)
+                with unless_within(PATIENCE_S + ANSWER_S, lambda: os._exit(error.exit_code)):
+                    _hear_from_first(store)
             early = Shutdown(info, store, linger_s=PATIENCE_S)
             return early.report(error, said=info.rank == 0)
         except RendezvousError:
@@ -175,40 +270,6 @@ def _hear_from_first(store: Store) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not (store.check([VALUES]) or store.check([FAILED])) and time.monotonic() < deadline:
         time.sleep(0.1)
-
-
-def speaks_alone(info: LaunchInfo) -> bool:
-    """Whether a process that cannot reach the store reports that.
-
-    Rank 1 and the first process of each node do, unless the port stays taken on their host: then
-    rank 0 reports it. A rank 0 that was killed gives the port back in a moment.
-    """
-    if info.rank > 1 and info.local_rank > 0:
-        return False
-    deadline = time.monotonic() + DYING_S
-    while _is_taken(info):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def _is_taken(info: LaunchInfo) -> bool:
-    """Whether a program on this host listens where the store should be."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((info.address, info.port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
-
-
-def say(error: MegapipeError) -> None:
-    """Print an error as one line."""
-    text = " ".join(str(error).split())
-    with contextlib.suppress(OSError, ValueError):
-        print(f"megapipe: error: {text}", file=sys.stderr, flush=True)
 
 
 def end_now(code: int) -> NoReturn:

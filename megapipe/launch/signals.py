@@ -4,55 +4,58 @@
 signal     meaning
 =========  ============================================================================
 SIGINT     Ctrl-C. While there is nothing to save yet: end. Then: save and stop
-SIGTERM    a scheduler or launcher: save and stop
-SIGUSR1    a scheduler that gives notice: save and stop; as often as it likes
+SIGTERM    a scheduler or launcher: save and stop; end where there is nothing to save
+SIGUSR1    a scheduler that gives notice: as SIGTERM; as often as it likes
 =========  ============================================================================
 
-Python runs a signal's handler when the main thread comes back from C++, which may be never: it may
-wait for a peer in a collective. So a thread reads the signals as they arrive
-(`signal.set_wakeup_fd`), and a second SIGINT or SIGTERM ends the process wherever it is.
+A launcher that is gone counts as SIGTERM, as nobody would end its processes any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from megapipe.errors import Preempted
 
 AGAIN_S = 1.0
 """A signal that comes again within this time counts once: launchers hand on what a terminal has
 sent to all processes."""
+LOOK_S = 1.0
+"""Time between two looks at the process that started this one."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+Self = TypeVar("Self", bound="Listener")
 
 
-class StopRequest:
-    """Becomes true when a stop signal arrives; read at step boundaries, never acted on inside one.
+class Listener:
+    """Hears signals as they arrive, in a thread that calls :meth:`arrived`.
+
+    Python runs a signal's handler when the main thread comes back from C++, which may be never: it
+    may wait for a peer in a collective. So a thread reads the signals (`signal.set_wakeup_fd`).
 
     A context manager: signals mean what they meant before when it ends. To be made in the main
-    thread. With `speaks` it tells the user what a first Ctrl-C does.
+    thread.
     """
 
-    def __init__(self, *, speaks: bool = False) -> None:
-        self.signal: signal.Signals | None = None
-        self.phase: Literal["setup", "training", "leaving"] = "setup"
-        """There is nothing to save yet, a step to save, or nothing left to save."""
-        self._speaks = speaks
-        self._last: float | None = None
-        """When the last SIGINT or SIGTERM came that counts, monotonic seconds."""
+    def __init__(self, numbers: Sequence[signal.Signals]) -> None:
+        self._numbers = numbers
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before: dict[int, Any] = {
-            number: signal.signal(number, self._handle) for number in STOP_SIGNALS
+            number: signal.signal(number, self.handle) for number in numbers
         }
-        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+        threading.Thread(target=self._read, args=(reader,), daemon=True).start()
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,21 +64,64 @@ class StopRequest:
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         os.close(self._writer)
 
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Called in the main thread, before that goes on in Python."""
+
+    def arrived(self, number: signal.Signals) -> None:
+        """Called in a thread, at once."""
+        raise NotImplementedError
+
+    def look(self) -> None:
+        """Called in the thread now and then."""
+
+    def _read(self, reader: int) -> None:
+        while True:
+            if not select.select([reader], [], [], LOOK_S)[0]:
+                self.look()
+            elif not (data := os.read(reader, 1)):
+                break
+            elif data[0] in self._numbers:
+                self.arrived(signal.Signals(data[0]))
+        os.close(reader)
+
+
+class StopRequest(Listener):
+    """Becomes true when a stop signal arrives; read at step boundaries, never acted on inside one.
+
+    Before there is anything to save SIGTERM and SIGUSR1 end the job through `leave`.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.phase: Literal["setup", "training", "leaving"] = "setup"
+        """There is nothing to save yet, a step to save, or nothing left to save."""
+        self.speaks = False
+        """Whether this process tells the user what a first Ctrl-C does."""
+        self.leave: Callable[[Preempted], int] | None = None
+        """Ends the job in the phase ``setup``, whatever the main thread waits for, and returns the
+        exit code; None: the job ends after its first step."""
+        self.launcher: int | None = None
+        """The process that started this one, if that is to end it; else None."""
+        self.steady = threading.Lock()
+        """Whoever holds it is not ended by `leave`."""
+        self._last: float | None = None
+        """When the last SIGINT or SIGTERM came that counts, monotonic seconds."""
+        self._leaves = threading.Lock()
+        super().__init__(STOP_SIGNALS)
+
     def __bool__(self) -> bool:
         return self.signal is not None
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal in the main thread, before that goes on."""
+    def handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number)
 
-    def _watch(self, reader: int) -> None:
-        while data := os.read(reader, 1):
-            if data[0] in STOP_SIGNALS:
-                self._arrived(signal.Signals(data[0]))
-        os.close(reader)
+    def look(self) -> None:
+        if self.launcher is not None and os.getppid() != self.launcher:
+            self.launcher = None
+            self._ask(signal.SIGTERM)
 
-    def _arrived(self, number: signal.Signals) -> None:
-        self.signal = self.signal or number
+    def arrived(self, number: signal.Signals) -> None:
+        self._ask(number)
         if number == signal.SIGUSR1 or (number == signal.SIGTERM and self.phase == "leaving"):
             return  # a launcher ends what is left of a job; all is saved, reports may be on the way
         now, first = time.monotonic(), self._last is None
@@ -84,7 +130,25 @@ class StopRequest:
         self._last = now
         if not first or (number == signal.SIGINT and self.phase != "training"):
             os._exit(128 + number)
-        if number == signal.SIGINT and self._speaks:
+        if number == signal.SIGINT and self.speaks:
             with contextlib.suppress(OSError, ValueError):
                 text = "megapipe: saves after this step and ends; Ctrl-C again ends at once"
                 print(text, file=sys.stderr, flush=True)
+
+    def _ask(self, number: signal.Signals) -> None:
+        """Ask for a stop; the first time, while there is nothing to save, end."""
+        self.signal = self.signal or number
+        unsaved = self.phase == "setup" and number != signal.SIGINT and self.leave is not None
+        if unsaved and self._leaves.acquire(blocking=False):
+            # in a thread of its own: this one has to hear a second signal
+            threading.Thread(target=self._leave, args=(number,), daemon=True).start()
+
+    def _leave(self, number: signal.Signals) -> None:
+        with self.steady:
+            leave = self.leave
+        assert leave is not None
+        code = Preempted.exit_code
+        try:
+            code = leave(Preempted(f"stopped by {number.name} before the first step"))
+        finally:
+            os._exit(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from megapipe.cli import Command, flatten, show
@@ -28,16 +29,6 @@ if TYPE_CHECKING:
     from megapipe.train.callbacks.callback import Callback
 
 
-def run(command: Command, info: LaunchInfo) -> int:
-    """Print the plan, time slices, or train. Returns the process' exit code.
-
-    Raises :class:`MegapipeError` for what is wrong before the processes meet; from then on errors
-    are reported here, once per job.
-    """
-    with StopRequest(speaks=info.rank == 0) as stop:
-        return start(command, info, stop)
-
-
 def start(
     command: Command,
     info: LaunchInfo,
@@ -45,7 +36,13 @@ def start(
     shutdown: type[Shutdown] = Shutdown,
     callbacks: Sequence[Callback] = (),
 ) -> int:
-    """:func:`run` with a `stop`, a kind of `shutdown` and `callbacks` of the caller's."""
+    """Print the plan, time slices, or train. Returns the process' exit code.
+
+    Raises :class:`MegapipeError` for what is wrong before the processes meet; from then on errors
+    are reported here by `shutdown`, once per job.
+    """
+    stop.speaks = info.rank == 0
+    stop.launcher = os.getppid() if info.hosted else None
     if not command.dry_run:  # before code of the user's may load torch
         given = command.config
         alone = given.parallel.pp == 1 or given.pipeline.channels == "in_process"
@@ -83,8 +80,10 @@ def start(
     timeout = config.parallel.timeout_s
     sizes = (layout.dp, layout.tp, layout.cp, layout.pipeline_processes)
     allow_connections(sum(size - 1 for size in sizes) + info.world * info.hosts)
-    store = rendezvous.open_store(info, timeout)
-    ending = shutdown(info, store)
+    with stop.steady if info.hosts else nullcontext():  # one thread alone can open the store
+        store = rendezvous.open_store(info, timeout)
+        ending = shutdown(info, store, timeout_s=timeout)
+        stop.leave = ending.stop
     try:
         tokenizer = rendezvous.first_on_host(
             store, "tokenizer", lambda: load_tokenizer(name), timeout

@@ -1,13 +1,13 @@
 """One process of a training job, from its arguments to its exit code."""
 
 import os
+import threading
 from collections.abc import Sequence
 
-from megapipe import cli
 from megapipe.command_line import keep_others_out
 from megapipe.errors import MegapipeError
 from megapipe.launch import place, shutdown
-from megapipe.train import job
+from megapipe.launch.signals import StopRequest
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,15 +24,27 @@ def train(argv: Sequence[str]) -> int:
     """Do as `argv` asks; returns the exit code."""
     keep_others_out()
     info = place.LaunchInfo()
-    try:
-        info = place.find_launch_info(os.environ)
-        command = cli.parse(argv)
-        if command.help is not None:
-            if info.rank == 0:
-                cli.show(cli.help_text(command.help))
-            return 0
-        return job.run(command, info)
-    except MegapipeError as error:
+    ender = threading.RLock()
+
+    def end(error: MegapipeError) -> int:
+        ender.acquire()  # for good: of two threads that end the process one waits here
         return shutdown.end_early(error, info)
-    except KeyboardInterrupt:
-        return 130
+
+    with StopRequest() as stop:
+        stop.leave = end
+        try:
+            info = place.find_launch_info(os.environ)
+            # below here, as they take a second, in which a signal may come
+            from megapipe import cli
+            from megapipe.train import job
+
+            command = cli.parse(argv)
+            if command.help is not None:
+                if info.rank == 0:
+                    cli.show(cli.help_text(command.help))
+                return 0
+            return job.start(command, info, stop)
+        except MegapipeError as error:
+            return end(error)
+        except KeyboardInterrupt:
+            return 130

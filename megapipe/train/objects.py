@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -76,7 +77,7 @@ def train(
         )
     info = find_launch_info(os.environ)
     try:
-        with StopRequest(speaks=info.rank == 0) if info.launched else _NoSignals() as stop:
+        with StopRequest() if info.launched else _NoSignals() as stop:
             job.start(cli.Command(config, where=where), info, stop, _Raising, callbacks)
     finally:
         if world_size() is not None:
@@ -116,6 +117,7 @@ class _NoSignals(StopRequest):
     def __init__(self) -> None:
         self.signal = None
         self.phase = "setup"
+        self.steady = threading.Lock()
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -128,7 +130,7 @@ class _Raising(Shutdown):
         super().report(error, said=said or self.info.world == 1)
         raise error
 
-    def report_unexpected(self, error: Exception) -> NoReturn:
+    def report_unexpected(self, error: BaseException) -> NoReturn:
         if self.info.world > 1:
             super().report_unexpected(error)
         raise error

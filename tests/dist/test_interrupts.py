@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from megapipe.launch.signals import AGAIN_S
-from tests.parity.jobs import ENDLESS, Job, Outcome, arguments, run_plain, tiny
+from tests.parity.jobs import (
+    ENDLESS,
+    ROOT,
+    Job,
+    Outcome,
+    arguments,
+    free_port,
+    run_plain,
+    tiny,
+)
 
 pytestmark = pytest.mark.full
 
@@ -129,3 +138,106 @@ def test_a_second_interrupt_of_our_launcher_ends_at_once(
         assert job.processes[0].wait(10) == 130
         outcome = job.end()
     assert outcome.errors == []
+
+
+PATIENT = {"parallel.timeout_s": "600"}
+"""Ranks that would wait for each other for longer than a test may take."""
+
+
+def await_handlers(job: Job) -> None:
+    """Wait until all processes heed signals, which is before they import anything that is slow."""
+    while not all(heeds_interrupts(process.pid) for process in job.processes):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGTERM, 0.0), (signal.SIGUSR1, 2.5)])
+def test_a_scheduler_stops_all_ranks_before_the_first_step(
+    number: signal.Signals, seconds: float, tmp_path: Path
+) -> None:
+    """While they are imported, load torch, and meet."""
+    given = endless(tmp_path, **PATIENT)
+    with Job(tmp_path) as job:
+        job.ranks(2, {0: given, 1: given})
+        await_handlers(job)
+        time.sleep(seconds)
+        for process in job.processes:
+            process.send_signal(number)
+        outcome = job.end()
+    outcome.assert_one_line(75, f"stopped by {number.name} before the first step")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scheduler_stops_one_rank_while_the_others_meet(rank: int, tmp_path: Path) -> None:
+    given = endless(tmp_path, **PATIENT, **{"train.global_batch": "6"})
+    with Job(tmp_path) as job:
+        job.ranks(3, {0: given, 1: given})  # the third never comes
+        await_handlers(job)
+        time.sleep(3.0)
+        job.processes[rank].send_signal(signal.SIGTERM)
+        outcome = job.end()
+    outcome.assert_one_line(75, "stopped by SIGTERM before the first step")
+
+
+TOKENIZES = """
+import sys, time
+sys.path.insert(0, {root!r})
+from megapipe.train import corpus
+from megapipe.train.main import main
+def load_sources(*_, **__):
+    print("tokenizes", flush=True)
+    time.sleep(600)
+corpus.load_sources = load_sources
+main(sys.argv[1:])
+"""
+
+
+def test_a_scheduler_stops_a_job_that_tokenizes(tmp_path: Path) -> None:
+    """The signal comes to the rank that waits for the one that tokenizes."""
+    script = tmp_path / "tokenizes.py"
+    script.write_text(TOKENIZES.format(root=str(ROOT)))
+    given = endless(tmp_path, **PATIENT)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with Job(tmp_path) as job:
+        for rank in range(2):
+            job.start([str(script), *given], {**common, "RANK": str(rank)})
+        job.await_text("tokenizes")
+        job.processes[1].send_signal(signal.SIGTERM)
+        job.end().assert_one_line(75, "stopped by SIGTERM before the first step")
+
+
+def test_a_scheduler_stops_our_launcher_before_it_has_ranks(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        job.launch(2, *endless(tmp_path))
+        await_handlers(job)
+        job.processes[0].send_signal(signal.SIGTERM)
+        job.end().assert_one_line(75, "stopped by SIGTERM before the ranks had begun")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL], ids=str)
+def test_ranks_end_without_the_torchrun_that_has_started_them(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """It dies of both; the store dies with it."""
+    with Job(tmp_path) as job:
+        job.torchrun(2, *endless(tmp_path, **{"parallel.pp": "2"}))
+        job.await_text("loss")
+        job.processes[0].send_signal(number)
+        assert job.processes[0].wait(10) == -number
+        deadline = time.monotonic() + 20
+        while (left := list(job.alive())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+
+
+def test_notice_and_then_a_request_save_all(tmp_path: Path) -> None:
+    """SIGUSR1 some time before SIGTERM, as a scheduler with a grace period sends them."""
+    with Job(tmp_path) as job:
+        job.start(["train.py", *endless(tmp_path)])
+        job.await_text("loss")
+        job.processes[0].send_signal(signal.SIGSTOP)  # both come within one step
+        job.processes[0].send_signal(signal.SIGUSR1)
+        job.processes[0].send_signal(signal.SIGTERM)
+        job.processes[0].send_signal(signal.SIGCONT)
+        outcome = job.end()
+    assert outcome.codes == [75]
+    assert_saved(outcome, tmp_path)

@@ -195,6 +195,12 @@ def test_differences_on_one_line() -> None:
     )
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is not to end where a busy machine answers late."""
+    monkeypatch.setattr(shutdown, "ANSWER_S", 60.0)
+
+
 @pytest.fixture
 def port() -> Iterator[int]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -326,18 +332,44 @@ def test_a_lost_peer_is_news_only_if_it_did_not_say_why(port: int) -> None:
 
 def stuck(port: int, path: str) -> None:
     """A rank inside something that notices nothing."""
-    info = LaunchInfo(1, 2, 1, 2, port=port, hosted=True)
+    info = LaunchInfo(1, 2, 0, 1, port=port, hosted=True)
     with open(path, "w") as sys.stderr:
-        end = Shutdown(info, rendezvous.open_store(info, 10))
+        end = Shutdown(info, rendezvous.open_store(info, 10), timeout_s=1.0)
         end.cleanup = lambda: print("cleaned up", file=sys.stderr, flush=True)
         time.sleep(60)
 
 
-@pytest.mark.parametrize("loss", [False, True])
-def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: bool) -> None:
-    """When a peer fails with a word, or when the store goes down."""
+class Link:
+    """Carries what a store is told and answers, until it is `cut`: then nothing, though no
+    connection is closed."""
+
+    def __init__(self, server: int) -> None:
+        self.cut = False
+        self._server = server
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            here, _ = self._listener.accept()
+            there = socket.create_connection(("127.0.0.1", self._server))
+            for pair in ((here, there), (there, here)):
+                threading.Thread(target=self._hand_on, args=pair, daemon=True).start()
+
+    def _hand_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.cut:
+                    sink.sendall(data)
+
+
+@pytest.mark.parametrize("loss", ["a word", "gone", "mute"])
+def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: str) -> None:
+    """When a peer fails with a word, when the store goes down, and when it answers nobody."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = server.port
+    link = Link(server.port)
+    port = link.port if loss == "mute" else server.port
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "megapipe.testing", "megapipe.train.step"])
     file = tmp_path / "stderr"
@@ -347,17 +379,23 @@ def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: bool) -> No
     while not file.exists():
         time.sleep(0.05)
     time.sleep(1.0)
-    if loss:
+    link.cut = True
+    if loss == "gone":
         del server
-    else:
+    elif loss == "a word":
         _, text = captured(
             lambda: Shutdown(info, rendezvous.open_store(info, 10)).report(DataError("why"))
         )
         assert text == "megapipe: error: why\n"
     process.join(20)
-    assert process.exitcode == (4 if loss else 3)
-    lost = "megapipe: error: rank 1 lost the rendezvous store\n" if loss else ""
-    assert file.read_text() == f"{lost}cleaned up\n"
+    assert process.exitcode == (3 if loss == "a word" else 4)
+    lost = {
+        "a word": "",
+        "gone": "megapipe: error: rank 1 lost the rendezvous store\n",
+        "mute": f"megapipe: error: rank 1 lost the rendezvous store at 127.0.0.1:{port}: no answer "
+        "for 1 s (parallel.timeout_s)\n",
+    }
+    assert file.read_text() == f"{lost[loss]}cleaned up\n"
 
 
 def test_the_host_of_the_store_leaves_last() -> None:

@@ -2,12 +2,17 @@
 
 import os
 import sys
+import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
 from megapipe.data.prepare.encode import encode, prefix_of
 from megapipe.errors import MegapipeError
+
+LOOK_S = 0.5
+"""Time between two looks at the process that started this one."""
 
 
 def work(connection: Connection) -> None:
@@ -29,5 +34,13 @@ def work(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Work for the process at the other end of the socket that the first argument names."""
+    """Work for the process at the other end of the socket that the first argument names, and end
+    with it, in the middle of a part too."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     work(Connection(int(sys.argv[1])))
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(1)

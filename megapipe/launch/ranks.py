@@ -1,0 +1,76 @@
+"""The ranks that a launcher has started on this node, when some of them have ended.
+
+torchrun's agent looks after them, in one thread: it gives each of those that are left half a minute
+to end, which one that is stopped never does, and it asks the store of all nodes in between, for
+ever if the host of that is stopped or out of reach. This thread does what the agent then does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LOOK_S = 0.25
+LATE_S = 3.0
+"""How long after the last rank has failed and ended its agent may take to notice."""
+
+
+class Ends(threading.Thread):
+    """Kills ranks that are stopped where another has ended, and calls `late` with the exit code
+    where all have ended, one failed, and the agent, which asks for it first, does not."""
+
+    def __init__(self, pids: Callable[[], list[int]], late: Callable[[int], object]) -> None:
+        super().__init__(daemon=True)
+        self._pids = pids
+        self._late = late
+
+    def run(self) -> None:
+        code: int | None = None
+        since: float | None = None
+        while since is None or time.monotonic() < since + LATE_S:
+            time.sleep(LOOK_S)
+            pids = self._pids()
+            running = [pid for pid in pids if not _has_ended(pid)]
+            if code is None:
+                code = next((c for pid in pids if (c := _exit_code(pid)) not in (None, 0)), None)
+            if len(running) < len(pids):
+                for pid in running:
+                    if _is_stopped(pid):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+            if since is None and pids and not running and code is not None:
+                since = time.monotonic()
+        assert code is not None
+        self._late(code)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child of this process has ended, whether or not somebody asked for its code."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _exit_code(pid: int) -> int | None:
+    """The exit code of a child that nobody has asked for it yet, 128 + n for signal n; else
+    None."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if found is None:
+        return None
+    return found.si_status + 128 * (found.si_code != os.CLD_EXITED)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process, as far as the system tells; not by a debugger."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False

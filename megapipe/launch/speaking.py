@@ -1,0 +1,55 @@
+"""Who tells the user of an error that every process has, and how: one line, once per job."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import sys
+import time
+
+from megapipe.errors import MegapipeError
+from megapipe.launch.place import LaunchInfo
+
+DYING_S = 1.0
+"""How long a killed process may take to give back its port."""
+
+
+def speaks_alone(info: LaunchInfo) -> bool:
+    """Whether a process that cannot reach the store reports that.
+
+    Those of :func:`is_speaker` do, unless the port stays taken on their host: then rank 0 reports
+    it. A rank 0 that was killed gives the port back in a moment.
+    """
+    if not is_speaker(info):
+        return False
+    deadline = time.monotonic() + DYING_S
+    while _is_taken(info):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_speaker(info: LaunchInfo) -> bool:
+    """Whether a process is one of the few that speak where the store cannot be asked: the first of
+    each node and, where rank 0 has the store, rank 1."""
+    return info.local_rank == 0 or (info.rank == 1 and not info.hosted)
+
+
+def _is_taken(info: LaunchInfo) -> bool:
+    """Whether a program on this host listens where the store should be."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((info.address, info.port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def say(error: MegapipeError) -> None:
+    """Print an error as one line."""
+    text = " ".join(str(error).split())
+    with contextlib.suppress(OSError, ValueError):
+        print(f"megapipe: error: {text}", file=sys.stderr, flush=True)
