@@ -76,8 +76,9 @@ class ParallelConfig(Section):
     """GB/s that a process sends to others of its node; as over NVLink."""
     network_gb_s: float = Field(25.0, gt=0)
     """GB/s that a process sends to other nodes; as over a port of 200 Gbit/s."""
-    timeout_s: float = Field(600.0, gt=0)
-    """Seconds after which a collective or a message that no peer answers is an error."""
+    timeout_s: float = Field(600.0, ge=1, le=604_800)
+    """Seconds after which a collective or a message that no peer answers is an error, at most a
+    week; also for the meeting of the processes, and for the store in which they meet."""
 
 
 class PipelineConfig(Section):
@@ -355,7 +356,7 @@ class KernelsConfig(Section):
 class TrainConfig(Section):
     """Length of the run and sizes of its batches."""
 
-    steps: int = Field(300, ge=1)
+    steps: int = Field(300, ge=1, le=10**9)
     """Optimizer steps in all: the horizon of the learning rate."""
     stop_after: int | None = Field(None, ge=1)
     """Step after which the run is saved and ends, with everything planned for `steps` as before: a

@@ -3,7 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
+from megapipe.cli import parse
 from megapipe.config import Config
+from megapipe.errors import ConfigError
 from megapipe.keys import KEYS, SECTIONS, expected, unknown
 from megapipe.model.gpt.config import ModelConfig
 
@@ -35,6 +37,21 @@ def test_frozen_and_strict() -> None:
         Config().run.seed = 3  # type: ignore[misc]
     with pytest.raises(ValidationError):
         Config.model_validate({"model": {"layers": "3"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("parallel.timeout_s=1e300", "number >= 1 and <= 604800"),
+        ("parallel.timeout_s=1e12", "number >= 1 and <= 604800"),
+        ("parallel.timeout_s=0.001", "number >= 1 and <= 604800"),
+        (f"train.steps={2**62}", "number >= 1 and <= 1000000000"),
+    ],
+)
+def test_limits_that_no_run_reaches(given: str, words: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        parse([given])
+    assert words in str(told.value)
 
 
 def test_resolved_model() -> None:
