@@ -17,6 +17,9 @@ from typing import Any
 
 from megapipe.errors import MegapipeError
 
+FAILURES = (Exception, SystemExit)
+"""Exceptions by which code of the user's fails: a sys.exit() in it would end the run as if it were
+done."""
 _SPEC = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 
@@ -59,7 +62,7 @@ class UserCode:
             raise self.problem("write module:name, as in my_module:build")
         try:
             function = getattr(importlib.import_module(module), name, None)
-        except Exception as error:
+        except FAILURES as error:
             absent = error.name if isinstance(error, ModuleNotFoundError) else None
             if absent is not None and f"{module}.".startswith(f"{absent}."):
                 raise self.problem(
@@ -81,7 +84,7 @@ class UserCode:
             arguments = self._arguments(given, able)
             try:
                 return self.function(**arguments)
-            except Exception as error:
+            except FAILURES as error:
                 raise self.failed(error) from error
 
     def check(self, able: Sequence[str]) -> None:
@@ -119,7 +122,7 @@ class UserCode:
         """An error that says which code it is about."""
         return self._error(f"{self._where}: {text}")
 
-    def failed(self, error: Exception, during: str = "") -> MegapipeError:
+    def failed(self, error: BaseException, during: str = "") -> MegapipeError:
         """An error of one line for an exception of the user's code, with the place where it arose.
 
         `during`, such as ``sample 3: ``, stands before it.

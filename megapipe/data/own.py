@@ -20,7 +20,7 @@ from megapipe.data.dataset import Sample, Split
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import DataError, MegapipeError
 from megapipe.paths import exists
-from megapipe.user_code import UserCode, is_user_code
+from megapipe.user_code import FAILURES, UserCode, is_user_code
 
 ARGUMENTS = ("split", "sequence_length", "vocab_size", "tokenizer", "seed")
 """`split` is ``train``, ``validation``, or ``test`` for ``data.test``; `vocab_size` that of the
@@ -67,7 +67,7 @@ class OwnSplit:
             )
         try:
             self._length = len(samples)
-        except Exception as error:
+        except FAILURES as error:
             raise code.failed(error, f"len() of split {split}: ") from error
         if self._length == 0:
             raise code.problem(f"its split {split} is empty: expected one sample or more")
@@ -84,7 +84,7 @@ class OwnSplit:
             sample = self._samples[index]
             several = isinstance(sample, tuple)
             parts = [np.asarray(part) for part in (sample if several else (sample,))]
-        except Exception as error:
+        except FAILURES as error:
             raise self._code.failed(error, f"{self._name(index)}: ") from error
         if not several:
             self._check(index, "token ids", parts[0], self.sequence_length + 1, "iu")

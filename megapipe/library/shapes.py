@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from megapipe.engine.packed import PackedTensor
 from megapipe.errors import ConfigError
+from megapipe.user_code import FAILURES
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def outputs(
         }
         try:
             y: Any = functional_call(module, values, x)
-        except Exception as error:  # whatever the user's code raises
+        except FAILURES as error:  # whatever the user's code raises
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"module {number} fails on the meta device: {text}") from error
         x = y if isinstance(y, tuple) else (y,)

@@ -24,7 +24,7 @@ from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.partition import StageSpec
 from megapipe.ops.scores import PLAIN, Scores
 from megapipe.schedule.cost import Time
-from megapipe.user_code import UserCode
+from megapipe.user_code import FAILURES, UserCode
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -418,7 +418,7 @@ def load_loss(given: Conditions) -> Loss | None:
             found: Tensor = code.function(output, labels, mask)
         except (RuntimeError, MegapipeError):  # torch's own, such as memory that is used up
             raise
-        except Exception as error:  # whatever the user's code raises
+        except FAILURES as error:  # whatever the user's code raises
             raise code.failed(error) from error
         shape = getattr(found, "shape", None)
         if shape != ():

@@ -21,6 +21,7 @@ from megapipe.model.interface import Loss, TensorShape
 from megapipe.model.modules.fused_attention import SDPA_FLOPS, fused_attention
 from megapipe.model.modules.shares import Shares, one_rank, storage
 from megapipe.model.modules.units import Source
+from megapipe.user_code import FAILURES
 
 
 class Measured(NamedTuple):
@@ -152,7 +153,7 @@ def _run(
     with _hooked(own, shares) as seen, kept as saved, counter, fused_attention(), shares:
         try:
             y = layer(*x)
-        except Exception as error:  # whatever the user's code raises
+        except FAILURES as error:  # whatever the user's code raises
             on = f" of one of parallel.tp={tp} ranks" if tp > 1 else ""
             text = " ".join(f"{type(error).__name__}: {error}".split())
             problem = shares.problem or f"fails on the meta device{on}: {text}"

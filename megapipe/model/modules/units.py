@@ -20,7 +20,7 @@ from megapipe.errors import ConfigError
 from megapipe.layers.own import Linear, own_parameter
 from megapipe.layers.rng import seed_of, seeded
 from megapipe.layers.specs import ParameterSpec
-from megapipe.user_code import UserCode
+from megapipe.user_code import FAILURES, UserCode
 
 Item = nn.Module | Callable[[], nn.Module]
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ class Source(NamedTuple):
         """An item of the list as a module."""
         try:
             module = item if isinstance(item, nn.Module) else item()
-        except Exception as error:  # whatever the user's code raises
+        except FAILURES as error:  # whatever the user's code raises
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise self.problem(f"layer {number} cannot be made: {text}") from error
         if not isinstance(module, nn.Module):

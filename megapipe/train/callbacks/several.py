@@ -13,7 +13,7 @@ from megapipe.launch.shutdown import is_communication
 from megapipe.observe.record import ValidationRecord
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.totals import Wishes
-from megapipe.user_code import in_one_line
+from megapipe.user_code import FAILURES, in_one_line
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Callbacks(Callback):
         for callback in reversed(left):
             try:
                 callback.close(run)
-            except (Exception, SystemExit) as error:
+            except FAILURES as error:
                 _log.warning("megapipe: %s", _told(run, "close", callback, error))
 
     def _each(self, run: Run, hook: str, call: Callable[[Callback], None]) -> None:
@@ -88,7 +88,7 @@ class Callbacks(Callback):
             yield
         except (MegapipeError, torch.OutOfMemoryError):
             raise
-        except (Exception, SystemExit) as error:
+        except FAILURES as error:
             if callback not in self._user or is_communication(error):
                 raise
             raise CallbackError(_told(run, hook, callback, error)) from error

@@ -1,0 +1,36 @@
+"""Code of the user's that ends the process where it is imported or called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.errors import ConfigError
+from megapipe.layout.resolve import resolve
+from megapipe.user_code import UserCode
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("import sys\nsys.exit()\n", "line 2"),
+        ("raise SystemExit(0)\n", "SystemExit: 0"),
+        ("import sys\ndef make(**_):\n    sys.exit(0)\n", "line 3"),
+    ],
+    ids=["at its import", "raised", "called"],
+)
+def test_it_is_told_in_one_line(
+    text: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run would end with exit code 0, as if it were done."""
+    monkeypatch.chdir(tmp_path)
+    name = f"ends_{len(text)}"
+    (tmp_path / f"{name}.py").write_text(text)
+    config = parse([f"pipeline.schedule={name}:make", "parallel.pp=2"]).config
+    with pytest.raises(ConfigError, match=f"{name}:make: SystemExit") as told:
+        resolve(config, 2, 257)
+    assert place in str(told.value)
+    with pytest.raises(ConfigError, match="SystemExit"):
+        UserCode(f"{name}:make", what="schedule", error=ConfigError).call({}, ())
