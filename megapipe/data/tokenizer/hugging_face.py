@@ -18,6 +18,10 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 """Names of end marks; the first in the vocabulary is taken where a tokenizer declares no eos_token
 or sep_token, as a bare tokenizer.json does not."""
 
+MOST_IDS = 2**24
+"""More than any vocabulary has. `tokenizers` notes every id below the largest that no token has,
+and ends the process where that takes more memory than there is."""
+
 
 class FastTokenizer:
     """A tokenizer of `tokenizers`.
@@ -41,7 +45,7 @@ class FastTokenizer:
     ) -> None:
         vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.backend = backend
-        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.vocab_size = _size(vocab, name)
         self.eod = _end_of_document(declared, vocab, name)
         self.added_tokens, self.reserved = _added(backend.get_added_tokens_decoder())
         self.chat = chat or Chat(names={"eos_token": backend.id_to_token(self.eod)})
@@ -92,7 +96,7 @@ class SlowTokenizer:
     def __init__(self, tokenizer: Any, name: str) -> None:
         vocab: dict[str, int] = tokenizer.get_vocab()
         self.tokenizer = tokenizer
-        self.vocab_size = max(vocab.values()) + 1
+        self.vocab_size = _size(vocab, name)
         self.eod = _end_of_document(_declared(tokenizer), vocab, name)
         self.name = name
         self.added_tokens, self.reserved = _added(tokenizer.added_tokens_decoder)
@@ -135,8 +139,20 @@ def of_transformers(tokenizer: Any, name: str) -> FastTokenizer | SlowTokenizer:
         return SlowTokenizer(tokenizer, name)
     from tokenizers import Tokenizer
 
+    _size(tokenizer.get_vocab(), name)
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     return FastTokenizer(backend, name, _declared(tokenizer), _chat(tokenizer))
+
+
+def _size(vocab: dict[str, int], name: str) -> int:
+    """Ids of a vocabulary, by its largest. Raises DataError for one that no vocabulary has."""
+    token = max(vocab, key=vocab.__getitem__, default=None)
+    size = 0 if token is None else vocab[token] + 1
+    if size > MOST_IDS:
+        raise DataError(
+            f"tokenizer {name!r}: token {token!r} has id {size - 1}: expected ids below {MOST_IDS}"
+        )
+    return size
 
 
 def _added(tokens: dict[int, Any]) -> tuple[dict[str, int], frozenset[str]]:

@@ -95,6 +95,15 @@ def test_digest_follows_the_ids_not_the_place(bpe_file: Path, tmp_path: Path) ->
     assert of_transformers(other_end, "x").digest != here
 
 
+def test_an_id_that_no_vocabulary_has(tmp_path: Path) -> None:
+    """`tokenizers` would end the process, for want of memory for all ids below it."""
+    vocabulary = {"<|endoftext|>": 0, "a": 2_000_000_000}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"model": {"type": "BPE", "vocab": vocabulary, "merges": []}}))
+    with pytest.raises(DataError, match="token 'a' has id 2000000000: expected ids below"):
+        load_tokenizer(str(file))
+
+
 def test_using_a_tokenizer_does_not_change_its_digest(bpe_file: Path) -> None:
     tokenizer = load_tokenizer(str(bpe_file))
     tokenizer.encode_batch(TEXTS)
