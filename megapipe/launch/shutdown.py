@@ -21,6 +21,7 @@ import contextlib
 import datetime
 import os
 import re
+import sys
 import threading
 import time
 import traceback

@@ -28,6 +28,9 @@ PATIENCE = datetime.timedelta(seconds=10 * heartbeat.STALE_S)
 """How long ranks wait for rank 0 to get the folder: it may have to watch a killed job for a
 heartbeat."""
 
+FILES = ("config.yaml", "provenance.json", "log.jsonl", "summary.json", "checkpoints/latest")
+"""Files that a run writes at its start, in the middle, or at its end."""
+
 
 @dataclass
 class RunFolder:
@@ -94,7 +97,7 @@ def _take(folder: RunFolder) -> None:
     path = folder.path
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _refuse_links(path)
+        _refuse_what_is_in_the_way(path)
         folder.lock = RunLock(path)
         if folder.lock.taken_over is not None:
             folder.notes.append(f"took over {path} from {folder.lock.taken_over}, which is gone")
@@ -111,14 +114,18 @@ def _take(folder: RunFolder) -> None:
     folder.notes.extend(cleared.problems)
 
 
-def _refuse_links(folder: Path) -> None:
-    """Raise :class:`ConfigError` for a link in the folder, by which writes would leave it."""
+def _refuse_what_is_in_the_way(folder: Path) -> None:
+    """Raise :class:`ConfigError` for a link in the folder, by which writes would leave it, and for
+    a folder where a file of the run should be."""
     for entry in os.scandir(folder):
         if entry.is_symlink():
             raise ConfigError(
                 f"run.folder: {entry.path} is a symbolic link, which a run does not write through: "
                 "remove it, or have run.folder lie where it leads"
             )
+    for path in (folder / name for name in FILES):
+        if path.is_dir():
+            raise ConfigError(f"run.folder: {path} is a folder: expected a file or nothing")
 
 
 def _sees(folder: Path, name: str) -> bool:

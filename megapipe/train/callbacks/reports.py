@@ -121,7 +121,11 @@ class Reports(Callback):
             steps=len(self._losses),
             seconds=seconds,
         )
-        (run.folder / "summary.json").write_text(summary.model_dump_json(indent=2) + "\n")
+        path = run.folder / "summary.json"
+        try:
+            path.write_text(summary.model_dump_json(indent=2) + "\n")
+        except OSError as error:  # all else is saved
+            run.note(f"{path} cannot be written: {error.strerror}")
 
     def close(self, run: Run) -> None:
         if run.observer is not None:

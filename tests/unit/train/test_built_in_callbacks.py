@@ -109,6 +109,19 @@ def test_the_summary_has_the_first_and_the_last_loss(tmp_path: Path) -> None:
     assert summary.tokens_per_second == pytest.approx(3 * 8 * 16 / summary.seconds)
 
 
+def test_a_summary_that_cannot_be_written_is_a_line(tmp_path: Path) -> None:
+    """As on a disk that is full: all else is saved, and the run is done."""
+    run = standing_run(tmp_path)
+    reports = Reports(skipped=0, entropy=None)
+    reports.begin(run)
+    reports.after_step(run, turn(5, results=[result(5)]))
+    (tmp_path / "summary.json").symlink_to("/dev/full")
+    reports.end(run)
+    assert reported(run).notes == [
+        f"{tmp_path / 'summary.json'} cannot be written: No space left on device"
+    ]
+
+
 def test_a_run_that_is_not_validated_has_no_validation_loss(tmp_path: Path) -> None:
     run = standing_run(tmp_path)
     reports = Reports(skipped=0, entropy=3.0)
