@@ -13,7 +13,7 @@ code  meaning
 4     launch: world size, rendezvous, ranks that disagree, a run folder that another job has
 5     checkpoint: missing, damaged, or of another model
 6     numerics: loss or gradient is not finite
-7     memory of a device is used up
+7     memory of a device or of the host is used up
 75    stopped by a signal or a callback, and all that there was is saved; run again to go on
 130   interrupted from the keyboard with nothing to save, or a second time (128 + n: by signal n)
 ====  ====================================================================
@@ -61,7 +61,7 @@ class NumericError(MegapipeError):
 
 
 class OutOfMemory(MegapipeError):
-    """A device has no memory left."""
+    """A device or the host has no memory left."""
 
     exit_code = 7
 

@@ -44,7 +44,7 @@ class LaunchInfo:
 
 
 class _Names(NamedTuple):
-    """What a launcher calls a process' place."""
+    """A launcher's variables with a process' place."""
 
     rank: str
     world: str

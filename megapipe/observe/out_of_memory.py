@@ -1,16 +1,21 @@
-"""The report on a device whose memory is used up: planned bytes beside those that were there."""
+"""The report on memory that is used up, of a device or of the host: planned bytes beside those that
+were there."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
 
 from megapipe.config import Config
-from megapipe.errors import OutOfMemory
+from megapipe.errors import MegapipeError, OutOfMemory
 from megapipe.layout.layout import Layout
+from megapipe.plan.demand import demand, size_text
 from megapipe.plan.report import report
 
+_HOST = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", re.DOTALL)
+"""The message where torch is refused memory of the host."""
 HISTORY = 100_000
 """Allocations that are remembered, with where they were made."""
 
@@ -21,16 +26,21 @@ def remember_allocations(device: torch.device) -> None:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY)
 
 
-def out_of_memory(
-    error: torch.OutOfMemoryError, config: Config, layout: Layout, rank: int
-) -> OutOfMemory:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host has refused memory."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and _HOST.search(str(error)) is not None
+    )
+
+
+def out_of_memory(error: BaseException, config: Config, layout: Layout, rank: int) -> OutOfMemory:
     """Write ``out_of_memory/plan.txt`` and, on a GPU, ``rank_N.pickle`` into the run folder.
 
     Returns the error to end with; never raises.
     """
     folder = Path(config.run.folder) / config.run.name / "out_of_memory"
     plan, snapshot = folder / "plan.txt", folder / f"rank_{rank:04d}.pickle"
-    left = f"the plan is in {plan}, "
+    left = f"all of it is in {plan}, "
     try:
         folder.mkdir(parents=True, exist_ok=True)
         plan.write_text(report(config, layout))
@@ -41,8 +51,24 @@ def out_of_memory(
             left += "no snapshot beside it, which CUDA's allocator alone can make"
     except (OSError, RuntimeError) as problem:
         left = f"what was there cannot be written to {folder} ({problem})"
-    reason = ". ".join(str(error).split(". ")[:2])  # that it is out of memory, what was asked for
     return OutOfMemory(
-        f"rank {rank} is out of memory: {reason}: {left}; less is needed with a smaller "
-        "train.microbatch, activations.policy=selective or full, or more ranks"
+        f"rank {rank} is out of memory: {_reason(error)}: {_planned(config, layout)}{left}; less "
+        "is needed with a smaller train.microbatch, activations.policy=selective or full, or more "
+        "ranks"
     )
+
+
+def _reason(error: BaseException) -> str:
+    """The allocation that was refused, as text."""
+    if host := _HOST.search(str(error)):
+        return f"the host refused {size_text(int(host[1]))} at once"
+    return ". ".join(str(error).split(". ")[:2]) or "the host refused more"
+
+
+def _planned(config: Config, layout: Layout) -> str:
+    """The plan's bytes, as text that goes on; nothing where there is no plan."""
+    try:
+        totals, parts = demand(config, layout)
+    except MegapipeError:
+        return ""
+    return f"the plan counts {size_text(max(totals))} per process ({parts}), "

@@ -1,6 +1,7 @@
 """Whether a run fits its devices and how long a step takes, as text."""
 
 from fractions import Fraction
+from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.layout.layout import Layout
@@ -20,8 +21,17 @@ def process_memory(config: Config, layout: Layout) -> list[tuple[ModelMemory, Ac
     return [(model_memory(config, layout, rank), own) for rank, own in enumerate(each)]
 
 
-def memory_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
-    """Lines of the plan: bytes of the process that holds most, of all, and whether they fit."""
+class Demand(NamedTuple):
+    """Bytes that processes hold on their devices, at the most."""
+
+    totals: list[int]
+    """Of each process along the pipeline axis."""
+    parts: str
+    """The parts of the largest of them, as text, with those that are elsewhere."""
+
+
+def demand(config: Config, layout: Layout) -> Demand:
+    """The memory of a resolved configuration."""
     each = process_memory(config, layout)
     others = [0] * len(each)
     if layout.device == "cuda":
@@ -44,6 +54,13 @@ def memory_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
         "optimizer state elsewhere": memory.elsewhere,
     }
     text = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
+    return Demand(totals, text)
+
+
+def memory_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
+    """Lines of the plan: bytes of the process that holds most, of all, and whether they fit."""
+    totals, text = demand(config, layout)
+    most = max(totals)
     ranks = f" ({', '.join(map(size_text, totals))} by pipeline rank)" if len(totals) > 1 else ""
     return [
         f"memory        at most, per process: {text}",

@@ -70,7 +70,7 @@ def start(
     import torch
 
     from megapipe.distributed.mesh import Grid, ParallelMesh
-    from megapipe.observe.out_of_memory import out_of_memory, remember_allocations
+    from megapipe.observe.out_of_memory import is_out_of_memory, out_of_memory, remember_allocations
     from megapipe.train import slice_times
     from megapipe.train.resume import Finished
     from megapipe.train.trainer import Trainer
@@ -132,9 +132,9 @@ def start(
         return 0
     except MegapipeError as error:
         return ending.report(error)
-    except torch.OutOfMemoryError as error:
-        return ending.report(out_of_memory(error, config, layout, info.rank))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            return ending.report(out_of_memory(error, config, layout, info.rank))
         return ending.report_unexpected(error)
     finally:
         ending.cleanup()  # after the peers know: an upload may take its time

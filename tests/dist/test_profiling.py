@@ -79,7 +79,7 @@ def test_a_device_without_memory_leaves_the_plan_and_one_line(tmp_path: Path) ->
         outcome = job.end()
     folder = tmp_path / "runs/run/out_of_memory"
     words = (
-        "rank 1 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB: the plan is in ",
+        "rank 1 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB: the plan counts ",
         str(folder),
         "no snapshot beside",
     )

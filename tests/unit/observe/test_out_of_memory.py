@@ -10,7 +10,12 @@ import torch
 
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
-from megapipe.observe.out_of_memory import HISTORY, out_of_memory, remember_allocations
+from megapipe.observe.out_of_memory import (
+    HISTORY,
+    is_out_of_memory,
+    out_of_memory,
+    remember_allocations,
+)
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 80 GiB. See documentation"
 
@@ -26,7 +31,7 @@ def test_a_snapshot_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (folder / "rank_0003.pickle").read_text() == "snapshot"
     assert (folder / "plan.txt").read_text().startswith("plan of big")
     assert told.startswith(
-        "rank 3 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB: the plan is in "
+        "rank 3 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB: the plan counts "
     )
     assert f"a snapshot for pytorch.org/memory_viz in {folder / 'rank_0003.pickle'}" in told
     assert "train.microbatch" in told
@@ -39,3 +44,19 @@ def test_allocations_are_remembered_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert not asked
     remember_allocations(torch.device("cuda"))
     assert asked == [{"max_entries": HISTORY}]
+
+
+def test_what_the_host_refuses_is_told_beside_the_plan(tmp_path: Path) -> None:
+    config, layout = resolve(parse([f"run.folder={tmp_path}"]).config, None, 257)
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**45)
+    assert is_out_of_memory(refused.value)
+    told = str(out_of_memory(refused.value, config, layout, 0))
+    assert told.startswith(
+        "rank 0 is out of memory: the host refused 141 TB at once: the plan counts "
+    )
+    assert "per process (parameters " in told
+    assert "activations " in told
+    assert "frame" not in told
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("another"))
