@@ -58,11 +58,16 @@ def keep_others_out() -> None:
     os.umask(os.umask(0o077) | 0o002)
 
 
+def take_any_character() -> None:
+    """Let stdout write characters that its encoding lacks: as escapes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
     """Call the `run` that the parsed arguments have, with them and `more`; the exit code."""
     keep_others_out()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal need not know every character
-        sys.stdout.reconfigure(errors="backslashreplace")
+    take_any_character()
     try:
         given: argparse.Namespace = parser.parse_args(argv)
         vars(given).update(more)

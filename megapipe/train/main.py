@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from megapipe.command_line import keep_others_out
+from megapipe.command_line import keep_others_out, take_any_character
 from megapipe.errors import MegapipeError
 from megapipe.launch import place, shutdown
 from megapipe.launch.signals import StopRequest
@@ -17,6 +17,7 @@ def main(argv: Sequence[str]) -> int:
     once. torch's C++ side is silenced: it shows a stack trace of what is reported here in one line.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    take_any_character()
     shutdown.end_now(train(argv))
 
 
