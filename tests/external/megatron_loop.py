@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 
 from megapipe.launch.local import World
-from tests.external.recipe import MODEL, Recipe
+from tests.external.megatron_models import GATED, form_of
+from tests.external.recipe import Recipe
 from tests.external.stand_ins import InDouble, cuda_is_the_cpu
 
 pytest.importorskip("megatron.core")
@@ -41,15 +41,6 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer import TransformerConfig
 
-SAME = {
-    "input_layernorm": "input_layernorm",
-    "self_attn.o_proj": "self_attention.linear_proj",
-    "post_attention_layernorm": "pre_mlp_layernorm",
-    "mlp.down_proj": "mlp.linear_fc2",
-}
-"""Modules of a layer that hold the same tensor on both sides."""
-GATED = "linear_fc1.weight"
-
 
 class Rank(NamedTuple):
     """What one rank tells of its run."""
@@ -64,7 +55,8 @@ class Rank(NamedTuple):
 def train(world: World, recipe: Recipe, folder: Path, rows: Tensor, other: Path) -> Rank:
     """Train on rows [steps x batch, s + 1] from the weights of `folder`, and compare with those of
     `other`."""
-    first, last = (_renamed(load_file(each / "model.safetensors")) for each in (folder, other))
+    renamed = form_of(recipe.model).renamed
+    first, last = (renamed(load_file(each / "model.safetensors")) for each in (folder, other))
     world.restart()
     with cuda_is_the_cpu(), InDouble() if recipe.wide else nullcontext():
         return _train(recipe, first, rows, last)
@@ -148,17 +140,11 @@ def _train(
 
 def _model(recipe: Recipe) -> Any:
     dtype = torch.float64 if recipe.wide else torch.float32
+    form = form_of(recipe.model)
     config = TransformerConfig(
-        num_layers=MODEL.num_hidden_layers,
-        hidden_size=MODEL.hidden_size,
-        num_attention_heads=MODEL.num_attention_heads,
-        num_query_groups=MODEL.num_key_value_heads,
-        ffn_hidden_size=MODEL.intermediate_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=MODEL.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=functional.silu,
-        add_bias_linear=False,
+        num_layers=recipe.model.num_hidden_layers,
+        hidden_size=recipe.model.hidden_size,
+        num_attention_heads=recipe.model.num_attention_heads,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=False,
@@ -172,17 +158,16 @@ def _model(recipe: Recipe) -> Any:
         batch_p2p_sync=False,
         use_cpu_initialization=True,
         finalize_model_grads_func=finalize_model_grads,
+        **form.transformer,
     )
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
-        MODEL.vocab_size,
+        get_gpt_layer_local_spec(normalization=config.normalization),
+        recipe.model.vocab_size,
         recipe.sequence,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        rotary_base=int(MODEL.rope_parameters["rope_theta"]),
+        **form.model,
     )
     return model.to(dtype)  # norms have torch's default
 
@@ -199,7 +184,8 @@ def _parts(model: Any, weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, Te
             name = f"{layers}{first + int(i)}.{rest}"
         value = weights[name]
         if getattr(parameter, "tensor_model_parallel", False):
-            value = _share(value, parameter.partition_dim, gated=name.endswith(GATED))
+            gated = model.config.gated_linear_unit and name.endswith(GATED)
+            value = _share(value, parameter.partition_dim, gated=gated)
         found[name] = (parameter, value)
     return found
 
@@ -210,27 +196,3 @@ def _share(value: Tensor, dim: int, *, gated: bool) -> Tensor:
     rank = parallel_state.get_tensor_model_parallel_rank()
     halves = value.chunk(2 if gated else 1, dim)
     return torch.cat([half.chunk(ranks, dim)[rank] for half in halves], dim)
-
-
-def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a `LlamaForCausalLM` as megatron-core has them: queries, key and value of one
-    group side by side, and the two matrices ahead of the activation in one."""
-    found = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-        "output_layer.weight": state["lm_head.weight"],
-    }
-    for layer in range(MODEL.num_hidden_layers):
-        ours, theirs = f"model.layers.{layer}", f"decoder.layers.{layer}"
-        for name, same in SAME.items():
-            found[f"{theirs}.{same}.weight"] = state[f"{ours}.{name}.weight"]
-        groups = [
-            state[f"{ours}.self_attn.{name}_proj.weight"].unflatten(
-                0, (MODEL.num_key_value_heads, -1)
-            )
-            for name in "qkv"
-        ]
-        found[f"{theirs}.self_attention.linear_qkv.weight"] = torch.cat(groups, 1).flatten(0, 1)
-        gated = [state[f"{ours}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        found[f"{theirs}.mlp.{GATED}"] = torch.cat(gated)
-    return found

@@ -36,7 +36,7 @@ def train(recipe: Recipe, folder: Path, rows: Tensor) -> Outcome:
             num_training_steps=recipe.steps,
             scheduler_specific_kwargs={"min_lr": recipe.min_lr},
         )
-        outcome = Outcome([], [], model.state_dict())
+        outcome = Outcome([], [], {n: p.detach() for n, p in model.named_parameters()})
         for batch in rows.split(recipe.batch):
             labels = batch[:, 1:].contiguous()
             given = {"labels": labels, "shift_labels": labels, "use_cache": False}

@@ -12,23 +12,39 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
 from megapipe.data.commands import main
 
-MODEL = LlamaConfig(
-    vocab_size=320,  # 160 on a rank of tp 2: megapipe pads them to 256
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-    bos_token_id=None,
-    eos_token_id=256,
-)
+VOCABULARY = 320
+"""160 on a rank of tp 2: megapipe pads them to 256."""
+MODELS = {
+    "llama": LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=256,
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=256,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,7 @@ class Recipe:
     """AdamW with clipping, warm-up and cosine; weight decay for matrices alone. Micro-batches have
     as many tokens each."""
 
+    family: str = "llama"
     steps: int = 50
     sequence: int = 64
     batch: int = 8
@@ -59,6 +76,10 @@ class Recipe:
     """fp64 for all that is computed, in the place of fp32."""
 
     @property
+    def model(self) -> PretrainedConfig:
+        return MODELS[self.family]
+
+    @property
     def world(self) -> int:
         return self.dp * self.tp * self.pp
 
@@ -74,10 +95,10 @@ class Outcome(NamedTuple):
     """After the last step, by the names of transformers."""
 
 
-def write_model(folder: Path, seed: int = 0) -> Path:
+def write_model(config: PretrainedConfig, folder: Path) -> Path:
     """transformers' own initialisation, saved by transformers."""
-    torch.manual_seed(seed)
-    LlamaForCausalLM(MODEL).save_pretrained(folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 

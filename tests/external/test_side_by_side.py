@@ -66,24 +66,30 @@ def megapipe_run(recipe: Recipe, folder: Path, model: Path, tokens: Path) -> Out
     return Outcome([s["loss"] for s in steps], [s["grad_norm"] for s in steps], weights)
 
 
+CASES = [("llama", False), ("llama", True), ("gpt2", False), ("gpt2", True)]
+OF_KEYS = ("c_attn.bias", "linear_qkv.bias")
+"""Have biases of keys in them. These change no loss: their gradient is rounding alone, which Adam
+magnifies, unless it is far below eps."""
+
+
 @pytest.mark.parametrize(
-    ("wide", "loss", "norm", "weight"),
+    ("family", "wide"),
     [
-        pytest.param(False, 1e-5, 1e-5, 1e-4, id="fp32", marks=pytest.mark.full),
-        pytest.param(True, 1e-11, 1e-11, 1e-11, id="fp64", marks=pytest.mark.slow),
+        pytest.param(
+            *case,
+            id=f"{case[0]} {'fp64' if case[1] else 'fp32'}",
+            marks=pytest.mark.slow if number else pytest.mark.full,
+        )
+        for number, case in enumerate(CASES)
     ],
 )
 def test_the_same_curve(
-    wide: bool,
-    loss: float,
-    norm: float,
-    weight: float,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    family: str, wide: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Losses are compared absolutely, norms relatively, weights absolutely."""
-    recipe = Recipe(wide=wide)
-    model, tokens = write_model(tmp_path / "model"), write_tokens(tmp_path)
+    """Losses and weights are compared absolutely, gradient norms relatively; each largest
+    difference is printed."""
+    recipe = Recipe(family, wide=wide)
+    model, tokens = write_model(recipe.model, tmp_path / "model"), write_tokens(tmp_path)
     capsys.readouterr()
     assert main(["inspect", str(model), "--config"]) == 0
     (tmp_path / "model.yaml").write_text(capsys.readouterr().out)
@@ -96,34 +102,26 @@ def test_the_same_curve(
     save_file(dict(ours.weights), tmp_path / "other/model.safetensors")
     # forks of this process, which has megatron-core loaded
     ranks = spawn(megatron_loop.train, recipe.world, recipe, model, rows, tmp_path / "other")
-    curves = [rank.losses for rank in ranks if rank.losses]  # of the last stage's ranks
-    megatron = [mean(losses) for losses in zip(*curves, strict=True)]
+    of_last_stage = [rank.losses for rank in ranks if rank.losses]
+    megatron = [mean(losses) for losses in zip(*of_last_stage, strict=True)]
 
-    assert ours.weights.keys() == plain.weights.keys()
-    apart = {
-        f"transformers {version('transformers')}": (
-            plain.losses,
-            plain.norms,
-            max((plain.weights[n] - w).abs().max().item() for n, w in ours.weights.items()),
-        ),
-        f"megatron-core {version('megatron-core')}": (
-            megatron,
-            ranks[0].norms,
-            max(max(rank.apart.values()) for rank in ranks),
-        ),
-    }
     assert all(rank.norms == ranks[0].norms for rank in ranks)
+    assert ours.weights.keys() == plain.weights.keys()
     assert min(ours.norms) < recipe.clip < max(ours.norms)
     assert ours.losses[-1] < ours.losses[0] - 1
-    for name, (losses, norms, weights) in apart.items():
+    weights = [(name, (plain.weights[name] - w).abs().max()) for name, w in ours.weights.items()]
+    parts = [item for rank in ranks for item in rank.apart.items()]
+    for name, losses, norms, apart in (
+        (f"transformers {version('transformers')}", plain.losses, plain.norms, weights),
+        (f"megatron-core {version('megatron-core')}", megatron, ranks[0].norms, parts),
+    ):
         assert len(losses) == len(norms) == len(ours.losses) == recipe.steps
-        losses_apart = np.abs(np.subtract(losses, ours.losses))
-        norms_apart = np.abs(np.divide(norms, ours.norms) - 1)
-        print(
-            f"{name}, {'fp64' if wide else 'fp32'}: losses {losses_apart.max():.2g} apart (step "
-            f"{losses_apart.argmax() + 1}), norms {norms_apart.max():.2g} of themselves, weights "
-            f"{weights:.2g}"
-        )
-        assert losses_apart.max() < loss
-        assert norms_apart.max() < norm
-        assert weights < weight
+        loss = np.abs(np.subtract(losses, ours.losses)).max()
+        norm = np.abs(np.divide(norms, ours.norms) - 1).max()
+        weight = max(float(x) for tensor, x in apart if wide or not tensor.endswith(OF_KEYS))
+        kind = f"{family}, {'fp64' if wide else 'fp32'}"
+        print(f"{name}, {kind}: {loss:.2g}, {norm:.2g} and {weight:.2g} apart")
+        bound = 1e-11 if wide else 1e-5
+        assert loss < bound
+        assert norm < bound
+        assert weight < bound
