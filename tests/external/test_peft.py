@@ -31,6 +31,7 @@ from tests.parity.reference import Batch, init_random, random_batch
 from tests.unit.model.transformers_models import in_double, model_of
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.full
 
 STEPS, SAMPLES, LENGTH = 3, 4, 8
 CASES = {
