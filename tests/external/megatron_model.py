@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 from zlib import crc32
 
@@ -29,6 +29,16 @@ from megapipe.testing import World
 VOCABULARY = 264
 """Of the byte tokenizer 257, padded."""
 POSITIONS = 19
+
+
+class Layout(NamedTuple):
+    """Of the ranks that save."""
+
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    apart: bool = False
+    """Whether in torch_dist each layer has tensors of its own."""
 
 
 @dataclass(frozen=True)
@@ -105,19 +115,15 @@ def save_and_run(
     name: str,
     folder: Path,
     tokens: Tensor,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    chunks: int = 1,
-    apart: bool = False,
+    layout: Layout,
 ) -> Tensor | None:
-    """Save random weights of a case to ``folder/legacy`` and ``folder/torch_dist``, the latter with
-    each layer's tensors `apart` or not; the logits [b, s, V] on the last stage."""
+    """Save random weights of a case to ``folder/legacy`` and ``folder/torch_dist``; the logits
+    [b, s, V] on the last stage."""
     warnings.filterwarnings("ignore", module=r"megatron\.")  # of Apex, which needs a GPU
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    case = CASES[name]
+    case, (tp, pp, chunks, apart) = CASES[name], layout
     virtual = chunks if chunks > 1 else None
     parallel_state.initialize_model_parallel(tp, pp, virtual)
     initialize_rng_tracker(inference_rng_tracker=True)

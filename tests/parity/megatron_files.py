@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
 
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
+from tests.parity.dcp_files import save_dcp
 
 Spelling = Literal["local", "te"]
 """Norms as modules of their own, or within the linear layer behind them."""
@@ -183,13 +182,6 @@ def write_distributed(
     said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(said))
     return folder
-
-
-def save_dcp(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a state dict as torch.distributed.checkpoint does it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process writes
-        dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
 
 
 def _name(name: str, spelling: Spelling) -> str:
