@@ -149,6 +149,8 @@ class GPT(Family):
         )
 
     def peaks(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool) -> Peaks:
+        """Those of a run that trains all weights, also where adapters are trained: with few targets
+        an operation then takes less, beside every layer up to a fifth more in a small model."""
         from megapipe.model.gpt import workspace
 
         most = self.conditions.loss_chunk
