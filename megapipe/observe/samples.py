@@ -70,7 +70,7 @@ class SampleWriter:
 
 
 class Logged(NamedTuple):
-    """What the starts of a run have logged."""
+    """The logs of a run's starts."""
 
     steps: dict[int, list[Taken]]
     """The samples of each step that counts, in their order."""
@@ -79,7 +79,7 @@ class Logged(NamedTuple):
 
 
 def read_samples(run_folder: Path) -> Logged:
-    """What a run has logged. Raises :class:`DataError` for lines that cannot be read,
+    """The logs of a run. Raises :class:`DataError` for lines that cannot be read,
     :class:`ConfigError` where there are none."""
     steps: dict[int, list[Taken]] = {}
     ends: list[int] = []

@@ -51,6 +51,7 @@ def held_model(
     """A resolved model that reads bytes; `data` are keys of how its run has read texts."""
     source = Source(
         model=model,
+        lora=None,
         tokenizer=BYTES,
         context=context,
         opening=opening,

@@ -132,6 +132,6 @@ def test_sizes_that_ranks_do_not_divide_are_named_by_their_options() -> None:
 
     model = make_config().model
     with pytest.raises(ConfigError, match=r"^model.heads=\d+ is not divisible by --tp 5: "):
-        family_for(model, context=8, tp=5)
+        family_for(model, None, context=8, tp=5)
     with pytest.raises(ConfigError, match=r"^5 pipeline stages \(--pp\) for 2 layers"):
-        stages_of(family_for(model, context=8, tp=1), 5)
+        stages_of(family_for(model, None, context=8, tp=1), 5)

@@ -37,7 +37,7 @@ def saved(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
 def source_of(name: str, **data: str) -> Source:
     tokenizer = load_tokenizer(name)
     model = make_config(vocab=300).model
-    return Source(model, tokenizer, 64, (), frozenset({tokenizer.eod}), DataConfig(**data))
+    return Source(model, None, tokenizer, 64, (), frozenset({tokenizer.eod}), DataConfig(**data))
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_checkpoints_are_due_by_steps_by_the_clock_and_at_the_end(tmp_path: Path
 
 def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path: Path) -> None:
     """What is damaged does not count as kept, and what cannot be removed is told."""
-    folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="")
+    folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
 
     def save(_: Path, step: int, **given: Any) -> Path:
         path = folder.checkpoints / f"step-{step:08d}"

@@ -1,4 +1,4 @@
-"""What is in the way of a run's files is told before anything takes time."""
+"""Folders and links in the way of a run's files are told before anything takes time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from megapipe.train import run_folder
 from tests.unit.train.standing_run import Mesh
 
 
+def take(folder: Path) -> run_folder.RunFolder:
+    return run_folder.take(folder, cast(ParallelMesh, Mesh(0)), local_rank=0)
+
+
 @pytest.mark.parametrize("name", run_folder.FILES)
 def test_a_folder_in_the_place_of_a_file(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"run.folder: .*{name} is a folder: expected a file"):
-        run_folder.make(tmp_path, cast(ParallelMesh, Mesh(0)))
+        take(tmp_path)
 
 
 def test_a_run_that_was_there_before(tmp_path: Path) -> None:
     for name in run_folder.FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    run_folder.make(tmp_path, cast(ParallelMesh, Mesh(0)))
+    take(tmp_path).release()
