@@ -20,7 +20,10 @@ COMMANDS = {
     "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
     "prepare-data": ("megapipe.data.commands", "texts to token files, and token files to others"),
     "convert": ("megapipe.convert.commands", "models to Hugging Face's form and back"),
-    "checkpoint": ("megapipe.checkpoint.commands", "look at the checkpoints of runs, compare them"),
+    "checkpoint": (
+        "megapipe.checkpoint.commands",
+        "list, verify, compare, remove checkpoints",
+    ),
     "summary": ("megapipe.observe.summary", "how a finished run went"),
     "doctor": ("megapipe.launch.doctor", "what this machine gives a run"),
     "launch": ("megapipe.launch.launcher", "start the processes of a job on this node"),

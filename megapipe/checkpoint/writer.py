@@ -265,13 +265,17 @@ def _commit(staging: Path, step: int, meta: Meta, world: int) -> str:
     name = next_name(root, step)
     os.rename(staging, root / name)
     sync_folder(root)
+    point_at(root, name)
+    return name
 
+
+def point_at(root: Path, name: str) -> None:
+    """Let the pointer name a checkpoint of `root`. Raises CheckpointError or OSError."""
     pointer = root / f"{STAGING_PREFIX}{POINTER}-{secrets.token_hex(8)}"
     with create(pointer) as file:
         file.write(f"{name}\n".encode())
     os.replace(pointer, root / POINTER)
     sync_folder(root)
-    return name
 
 
 def _receipt(staging: Path, rank: int) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megapipe import heartbeat
 from megapipe.checkpoint.retention import clear_leftovers
+from megapipe.checkpoint.run_lock import RunLock
 from megapipe.cli import dump, flatten
 from megapipe.config import Config
 from megapipe.distributed.agreement import all_or_none
@@ -19,7 +20,6 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.observe.observer import Observer, build_sinks
 from megapipe.observe.provenance import provenance, start_mark
-from megapipe.train.run_lock import RunLock
 from megapipe.words import counted
 
 HIDDEN_S = 60.0

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from megapipe.checkpoint.run_lock import RunLock
 from megapipe.cli import parse
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.mesh import Grid
@@ -14,7 +15,6 @@ from megapipe.launch.signals import StopRequest
 from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
 from megapipe.train import run_folder
-from megapipe.train.run_lock import RunLock
 from megapipe.train.trainer import Trainer
 from tests.parity.jobs import arguments, tiny
 

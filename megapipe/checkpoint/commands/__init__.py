@@ -2,10 +2,17 @@
 
 from collections.abc import Sequence
 
-from megapipe.checkpoint.commands import diff, inspect, listing, verify
+from megapipe.checkpoint.commands import delete, diff, inspect, listing, repair, verify
 from megapipe.command_line import Parser, parser_of, run_command
 
-COMMANDS = {"list": listing, "verify": verify, "inspect": inspect, "diff": diff}
+COMMANDS = {
+    "list": listing,
+    "verify": verify,
+    "inspect": inspect,
+    "diff": diff,
+    "delete": delete,
+    "repair": repair,
+}
 
 
 def parser() -> Parser:

@@ -1,12 +1,15 @@
 """Paths that commands take, and numbers that they print."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megapipe.checkpoint.find import OF_A_RUN
-from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.folders import POINTER, committed
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.run_lock import RunLock
 from megapipe.errors import CheckpointError
 
 A_RUN = "a run folder, or the folder of its checkpoints"
@@ -30,6 +33,28 @@ def folders_at(path: Path) -> list[Path]:
     if not found:
         raise CheckpointError(f"{root}: no checkpoints there yet")
     return found
+
+
+def pointer_of(root: Path) -> str | None:
+    """The name that the pointer of a run has; None if there is none that can be read."""
+    try:
+        return (root / POINTER).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+@contextmanager
+def alone_in(root: Path) -> Iterator[None]:
+    """Keep jobs out of the run of these checkpoints. Raises LaunchError while one is under way, and
+    CheckpointError where nothing can be written."""
+    try:
+        lock = RunLock(root.parent if root.name == OF_A_RUN else root)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {root}: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def written(path: Path) -> str:

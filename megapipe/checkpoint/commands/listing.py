@@ -7,7 +7,14 @@ example: checkpoint.py list runs/quickstart
 import argparse
 from pathlib import Path
 
-from megapipe.checkpoint.commands.arguments import A_RUN, layout_of, root_of, size_of, written
+from megapipe.checkpoint.commands.arguments import (
+    A_RUN,
+    layout_of,
+    pointer_of,
+    root_of,
+    size_of,
+    written,
+)
 from megapipe.checkpoint.folders import POINTER, STAGING_PREFIX, committed
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.command_line import Parser
@@ -30,7 +37,7 @@ def run(given: argparse.Namespace) -> None:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
-    if (pointer := _pointer(root)) is not None:
+    if (pointer := pointer_of(root)) is not None:
         gone = "" if (root / pointer).is_dir() else ", which is not there"
         print(f"{POINTER} names {pointer}{gone}")
     for leftover in sorted(root.glob(f"{STAGING_PREFIX}*")):
@@ -44,10 +51,3 @@ def _row(path: Path) -> tuple[str, ...]:
         return path.name, written(path), "-", "-", f"damaged: {error}"
     size = size_of(sum(record.bytes for record in checkpoint.manifest.files.values()))
     return path.name, written(path), size, layout_of(checkpoint), "sound"
-
-
-def _pointer(root: Path) -> str | None:
-    try:
-        return (root / POINTER).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None

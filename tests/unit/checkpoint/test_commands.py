@@ -1,4 +1,4 @@
-"""scripts/checkpoint.py: what is listed, read, shown and compared."""
+"""scripts/checkpoint.py: what is listed, read, shown, compared and removed."""
 
 import re
 
@@ -7,6 +7,7 @@ import torch
 
 from megapipe.checkpoint import Alone, Checkpoint, Meta, save
 from megapipe.checkpoint.commands import main
+from megapipe.checkpoint.run_lock import RunLock
 from tests.unit.checkpoint.checkpoint_worlds import META, dim_cut, flat_cut, save_alone, tensors
 
 
@@ -126,3 +127,53 @@ def test_checkpoints_stay_as_they_were(tmp_path, capsys):
         main([str(word) for word in command])
     assert {file.name: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
     Checkpoint.open(path).verify()
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".lock"))
+
+
+def test_delete_leaves_a_sound_one_and_moves_the_pointer(tmp_path, capsys):
+    root = tmp_path / "checkpoints"
+    for step in (1, 2, 2, 3):
+        save_alone(root, step)
+    (root / "step-00000001" / "00000-0000.safetensors").unlink()
+    text = out_of(capsys, "delete", tmp_path, "2", "step-00000003", code=2)
+    assert "no sound checkpoint would be left" in text
+    text = out_of(capsys, "delete", tmp_path, "step-00000002", "step-00000003")
+    assert text.count("removed ") == 2
+    assert "latest names step-00000002.1 now" in text
+    assert names(root) == ["latest", "step-00000001", "step-00000002.1"]
+    assert (root / "latest").read_text() == "step-00000002.1\n"
+    assert "has no checkpoint '5'" in out_of(capsys, "delete", tmp_path, "5", code=2)
+    out_of(capsys, "delete", root, "1", "2", "--last")
+    assert names(root) == []
+
+
+def test_repair_clears_and_points_at_what_verifies(tmp_path, capsys):
+    root = tmp_path / "checkpoints"
+    paths = [save_alone(root, step) for step in (1, 2, 3)]
+    flip(paths[2] / "00000-0000.safetensors")
+    (root / ".staging-00000004-abc").mkdir()
+    text = out_of(capsys, "repair", tmp_path)
+    assert "removed" in text
+    assert "step-00000003 is damaged" in text
+    assert (root / "latest").read_text() == "step-00000002\n"
+    assert names(root) == ["latest", *(path.name for path in paths)]
+    assert out_of(capsys, "repair", tmp_path).count("\n") == 2, "nothing is left to do"
+    for path in paths:
+        (path / "manifest.json").unlink()
+    assert "no checkpoint there is sound" in out_of(capsys, "repair", tmp_path, code=5)
+
+
+@pytest.mark.parametrize("command", [["repair"], ["delete", "1"]])
+def test_nothing_is_removed_while_a_job_has_the_run(tmp_path, capsys, command):
+    save_alone(tmp_path / "checkpoints", 1)
+    save_alone(tmp_path / "checkpoints", 2)
+    (tmp_path / "checkpoints" / ".staging-3").mkdir()
+    lock = RunLock(tmp_path)
+    name, *rest = command
+    assert "is in use by" in out_of(capsys, name, tmp_path, *rest, code=4)
+    assert (tmp_path / "checkpoints" / ".staging-3").exists()
+    lock.release()
+    out_of(capsys, name, tmp_path, *rest)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megapipe import heartbeat
+from megapipe.checkpoint.run_lock import OWNER, RunLock
 from megapipe.errors import LaunchError
-from megapipe.train.run_lock import OWNER, RunLock
 
 
 @pytest.fixture(autouse=True)

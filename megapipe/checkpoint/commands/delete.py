@@ -1,0 +1,55 @@
+"""Removes checkpoints of a run by step or name. The last that is sound stays, unless --last is
+given. A kill on the way leaves no half of a checkpoint.
+
+example: checkpoint.py delete runs/quickstart 100 step-00000120.1
+"""
+
+import argparse
+from pathlib import Path
+
+from megapipe.checkpoint.commands.arguments import A_RUN, alone_in, pointer_of, root_of
+from megapipe.checkpoint.folders import POINTER, committed
+from megapipe.checkpoint.reader import find_newest
+from megapipe.checkpoint.retention import remove
+from megapipe.checkpoint.writer import point_at
+from megapipe.command_line import Parser
+from megapipe.errors import CheckpointError, ConfigError
+
+PURPOSE = "remove checkpoints"
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN", help=A_RUN)
+    parser.add_argument(
+        "names", nargs="+", metavar="STEP", help="a step (all its checkpoints), or a folder's name"
+    )
+    parser.add_argument("--last", action="store_true", help="also the last that is sound")
+
+
+def run(given: argparse.Namespace) -> None:
+    root = root_of(given.folder)
+    with alone_in(root):
+        chosen = {path for name in given.names for path in _named(root, name)}
+        left = find_newest(root, skip=chosen).path
+        if left is None and not given.last:
+            raise ConfigError(
+                f"{root}: no sound checkpoint would be left: leave one out, or give --last"
+            )
+        removed, problems = remove(root, sorted(chosen))
+        for path in removed:
+            print(f"removed {path}")
+        if left is None:
+            (root / POINTER).unlink(missing_ok=True)
+        elif pointer_of(root) in {path.name for path in removed}:
+            point_at(root, left.name)
+            print(f"{root / POINTER} names {left.name} now")
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def _named(root: Path, name: str) -> list[Path]:
+    """The checkpoints of a step, or the one of a name. Raises ConfigError if there is none."""
+    found = [root / key.name for key in committed(root) if name in (key.name, str(key.step))]
+    if not found:
+        raise ConfigError(f"{root} has no checkpoint {name!a}; list shows those that it has")
+    return found

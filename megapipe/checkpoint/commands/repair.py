@@ -1,0 +1,50 @@
+"""Removes what killed saves left in a run, and has `latest` name the newest checkpoint whose every
+byte is what was written. Damaged checkpoints are named and stay. A run that goes on needs none of
+this: it looks at the checkpoints themselves.
+
+example: checkpoint.py repair runs/quickstart
+"""
+
+import argparse
+from pathlib import Path
+
+from megapipe.checkpoint.commands.arguments import A_RUN, alone_in, pointer_of, root_of
+from megapipe.checkpoint.folders import POINTER, committed
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.retention import clear_leftovers
+from megapipe.checkpoint.writer import point_at
+from megapipe.command_line import Parser
+from megapipe.errors import CheckpointError
+
+PURPOSE = "remove leftovers of killed saves, mend the pointer"
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN", help=A_RUN)
+
+
+def run(given: argparse.Namespace) -> None:
+    root = root_of(given.folder)
+    with alone_in(root):
+        removed, problems = clear_leftovers(root)
+        for path in removed:
+            print(f"removed {path}")
+        newest = _newest(root)
+        if pointer_of(root) != newest:
+            point_at(root, newest)
+            print(f"{root / POINTER} names {newest} now")
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    print(f"{root}: the newest sound checkpoint is {newest}")
+
+
+def _newest(root: Path) -> str:
+    """The name of the newest checkpoint that verifies. Raises CheckpointError."""
+    for key in committed(root):
+        try:
+            Checkpoint.open(root / key.name).verify()
+        except CheckpointError as error:
+            print(f"{key.name} is damaged: {error}")
+            continue
+        return key.name
+    raise CheckpointError(f"{root}: no checkpoint there is sound")
