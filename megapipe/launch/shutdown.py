@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from megapipe.errors import LaunchError, MegapipeError
+from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch.deadline import unless_within
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
@@ -251,6 +251,8 @@ def end_early(error: MegapipeError, info: LaunchInfo) -> int:
         say(error)
         if info.world == 1 or info.ended_by_launcher:
             return error.exit_code
+    elif info.ended_by_launcher and isinstance(error, Preempted):
+        return error.exit_code  # rank 0 is asked too, or has an error that it says
     if not isinstance(error, RendezvousError):
         try:
             store = open_store(info, PATIENCE_S)

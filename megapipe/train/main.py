@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 
 from megapipe.command_line import keep_others_out, take_any_character
-from megapipe.errors import MegapipeError
+from megapipe.errors import MegapipeError, Preempted
 from megapipe.launch import place, shutdown
 from megapipe.launch.signals import StopRequest
 
@@ -28,11 +28,16 @@ def train(argv: Sequence[str]) -> int:
     ender = threading.RLock()
 
     def end(error: MegapipeError) -> int:
-        ender.acquire()  # for good: of two threads that end the process one waits here
+        ender.acquire()  # for good: where another thread ends the process this one waits here
+        return shutdown.end_early(error, info)
+
+    def leave(error: Preempted) -> int:
+        if not ender.acquire(blocking=False):  # it ends already, and has only to wait for others
+            return error.exit_code
         return shutdown.end_early(error, info)
 
     with StopRequest() as stop:
-        stop.leave = end
+        stop.leave = leave
         try:
             info = place.find_launch_info(os.environ)
             # below here, as they take a second, in which a signal may come

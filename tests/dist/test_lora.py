@@ -16,6 +16,7 @@ from megapipe.convert.adapters import Adapters
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.generate.generator import Generator
+from megapipe.inference import load_model
 from megapipe.plan.traffic import step_traffic
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
@@ -135,10 +136,10 @@ def check_export(trained: Checkpoint, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     export(trained, folder / "merged", dtype="fp32")
-    generator = Generator(trained, torch.device("cpu"))
-    assert Adapters.of(trained, generator.config).lora is not None
+    model = load_model(trained, torch.device("cpu"))
+    assert Adapters.of(trained, model.source.model).lora is not None
     tokens = torch.arange(12).view(1, 12)
-    own = generator.read(tokens.tolist(), room=1).logits()[0, :257].float()
+    own = Generator(model).read(tokens.tolist(), room=1).logits()[0, :257].float()
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
     with torch.no_grad():
         expected = merged(input_ids=tokens).logits[0, -1]
