@@ -28,8 +28,8 @@ def squared_norm(values: Tensor) -> Tensor:
     return total
 
 
-def zero_if_finite(values: Sequence[Tensor]) -> Tensor:
-    """0, fp64 [], where all values are finite, else NaN: added to a sum, it makes this NaN.
+def zero_if_finite(values: Sequence[Tensor]) -> Tensor | float:
+    """0 where all values are finite, else NaN: added to a sum, it makes this NaN. fp64 [].
 
     The host does not wait for a GPU. On the CPU a sum is the fastest look at an array; only where
     it is not finite, which finite values may be the cause of, each value is looked at.
@@ -37,7 +37,7 @@ def zero_if_finite(values: Sequence[Tensor]) -> Tensor:
     if values[0].device.type != "cpu":
         return get_total_norm(values, norm_type=math.inf).double() * 0.0
     finite = all(_sum_is_finite(each) or bool(each.isfinite().all()) for each in values)
-    return torch.tensor(0.0 if finite else math.nan, dtype=torch.float64)
+    return 0.0 if finite else math.nan
 
 
 def _sum_is_finite(values: Tensor) -> bool:

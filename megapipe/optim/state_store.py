@@ -109,8 +109,8 @@ class Store:
         self._bucket = bucket
         self._origin = start
         self._step: int | None = None
-        self.finite = torch.zeros((), dtype=torch.float64, device=weights.device)
-        """0 where the last update left finite masters and states, else NaN."""
+        self.finite: Tensor | float = 0.0
+        """0 where the last update left finite masters and states, else NaN; fp64 []."""
         self.kept: list[Tensor] = []
         """Master and states as of the last :meth:`keep`."""
         self._own_master = weights.dtype != self._main and self.policy.master == "fp32"
@@ -158,7 +158,7 @@ class Store:
         """Begin an update: rounding draws the random numbers of `step`, counted from 0, and files
         read since the last update leave memory."""
         self._step = step
-        self.finite.zero_()
+        self.finite = 0.0
         for array in self._arrays:
             array.release(0, self.weights.numel())
 
@@ -193,7 +193,7 @@ class Store:
             weights = self.weights[start:stop].copy_(master)
             if weights.dtype == torch.float16:  # which holds less than its master
                 values.append(weights)
-        self.finite += zero_if_finite(values)
+        self.finite = self.finite + zero_if_finite(values)
 
     def _ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """[start, stop) in pieces of a window's length."""
@@ -244,7 +244,7 @@ class Store:
             array.values.copy_(copy)
         if self._own_master:
             self.weights.copy_(self.kept[0])
-        self.finite.zero_()
+        self.finite = 0.0
 
     def _settle(self, array: Array) -> None:
         """Wait for copies to and from the host, which the computation waits for."""

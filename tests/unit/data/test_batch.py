@@ -28,9 +28,10 @@ def batches(
     keep_last: bool = False,
     shuffle: bool = False,
     repeat: bool = True,
+    most: int = 60000,
     **settings: Any,
 ) -> Batches:
-    with TokenWriter(folder / "x", token_type(60000), 60000) as writer:
+    with TokenWriter(folder / "x", token_type(most), most) as writer:
         writer.add(np.asarray(tokens))
     dataset = TokenDataset(TokenFile(folder / "x"), L, keep_last=keep_last)
     n = len(dataset)
@@ -112,11 +113,8 @@ def test_token_outside_the_vocabulary(tmp_path: Path, position: int, wrong: int)
 
 
 def test_negative_token(tmp_path: Path) -> None:
-    training = batches(tmp_path, np.zeros(33, dtype=np.int64), vocab_size=70000)
-    dataset: Any = training.sources[0].dataset
-    file = dataset.file
-    file.tokens = file.tokens.astype(np.int32)
-    file.tokens[20] = -1
+    training = batches(tmp_path, np.zeros(33, dtype=np.int64), most=70000, vocab_size=70000)
+    np.memmap(tmp_path / "x.bin", np.int32, "r+")[20] = -1
     with pytest.raises(DataError, match="token id -1 at position 20 of"):
         training.rows(range(4))
 

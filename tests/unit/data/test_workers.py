@@ -83,13 +83,15 @@ def test_a_killed_preparation_goes_on_where_it_was(corpus: Path, tmp_path: Path)
     killed = tmp_path / "killed" / "x"
     process = subprocess.Popen([*command, "--output", str(killed)], stderr=subprocess.PIPE)
     wait_for(lambda: list(killed.parent.glob(".x.*.parts/000001.idx")))
+    workers = [Path("/proc", pid) for pid in children(process.pid)]
+    assert workers
     process.kill()
     process.communicate()
     assert not list(killed.parent.glob("x.*"))
     (kept,) = killed.parent.glob(".x.*.parts")
     before = {path: path.stat().st_mtime_ns for path in kept.glob("0*.idx")}
     assert len(before) >= 2
-    wait_for(lambda: not list(kept.glob(".0*")) or _is_quiet(kept))
+    wait_for(lambda: not any(worker.exists() for worker in workers))
 
     # a part whose file was cut short is made again, the others are taken as they are
     os.truncate(kept / "000001.bin", 100)
@@ -103,10 +105,10 @@ def test_a_killed_preparation_goes_on_where_it_was(corpus: Path, tmp_path: Path)
     assert content(whole.parent) == content(killed.parent)
 
 
-def _is_quiet(folder: Path) -> bool:
-    """Whether the process that tokenized, whose parent was killed, has ended as it should."""
-    time.sleep(0.2)
-    return not list(folder.glob(".0*"))
+def children(pid: int) -> list[str]:
+    """Processes that a process has started and that are still there."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return " ".join(task.read_text() for task in tasks).split()
 
 
 def test_finished_parts_are_not_made_again(corpus: Path, tmp_path: Path) -> None:

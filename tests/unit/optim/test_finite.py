@@ -20,14 +20,14 @@ def test_each_value_counts(dtype: torch.dtype) -> None:
     first, second = torch.ones(1001, dtype=dtype), torch.ones(7, dtype=dtype)
     largest = torch.finfo(dtype).max
     first[:500], second[-1] = largest, -largest
-    assert zero_if_finite([first, second]).item() == 0.0, "though sums overflow"
+    assert zero_if_finite([first, second]) == 0.0, "though sums overflow"
     for values, at in ((first, 0), (first, 1000), (second, 3)):
         for wrong in (math.nan, math.inf, -math.inf):
             before, values[at] = values[at].item(), wrong
-            assert math.isnan(zero_if_finite([first, second]).item())
+            assert math.isnan(zero_if_finite([first, second]))
             values[at] = before
     first[:2] = torch.tensor([math.inf, -math.inf])
-    assert math.isnan(zero_if_finite([first]).item())
+    assert math.isnan(zero_if_finite([first]))
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])
@@ -41,7 +41,7 @@ def test_a_store_knows_what_an_update_has_left(wrong: int, place: str, tmp_path:
         for window in store.windows(0, 3000):
             if window.start <= 10 < window.stop:
                 (window.master, *window.states)[wrong][10 - window.start] = value
-        assert store.finite.item() == pytest.approx(expected, nan_ok=True)
+        assert store.finite == pytest.approx(expected, nan_ok=True)
 
 
 def test_weights_that_hold_less_than_their_master(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_weights_that_hold_less_than_their_master(tmp_path: Path) -> None:
     store.begin(0)
     for window in store.windows(0, 8):
         window.master[3] = 70_000.0
-    assert math.isnan(store.finite.item())
+    assert math.isnan(store.finite)
 
 
 def test_what_is_undone_is_finite_again() -> None:
@@ -58,6 +58,6 @@ def test_what_is_undone_is_finite_again() -> None:
     store.begin(0)
     for window in store.windows(0, 8):
         window.states[0][3] = math.nan
-    assert math.isnan(store.finite.item())
+    assert math.isnan(store.finite)
     store.undo()
-    assert store.finite.item() == 0.0
+    assert store.finite == 0.0
