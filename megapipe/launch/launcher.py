@@ -45,7 +45,7 @@ STANDALONE = "localhost:0"
 RDZV_TIMEOUT_S = 60
 KILL_S = 1.0
 """How long ranks may take to end at a second Ctrl-C: one may be stuck in C++ or stopped."""
-CLOSE_S = 3.0
+CLOSE_S = 2.0
 """How long it may take to leave the other nodes: their store may be out of reach."""
 
 

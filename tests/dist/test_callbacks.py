@@ -25,7 +25,8 @@ from megapipe.train.callbacks import Callback, Run, Step, Wishes
 from megapipe.train.step import TrainStep
 from megapipe.train.trainer import Trainer
 from megapipe.train.update import StepResult
-from tests.parity.jobs import ROOT, Job, Outcome, arguments, free_port, tiny
+from tests.parity.jobs import ROOT, Outcome, arguments, tiny
+from tests.parity.launches import run_forked
 from tests.parity.ranks import Case, Rows, configure
 
 PP2 = {"parallel.pp": "2", "train.steps": "5"}
@@ -287,11 +288,7 @@ def job(folder: Path, hook: str, action: str, rank: int = 1) -> Outcome:
     script = folder / "mine.py"
     script.write_text(SCRIPT.format(root=str(ROOT), hook=hook, action=action, rank=rank))
     given = arguments({**tiny(folder), **PP2, "checkpoint.every": "2"})
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with Job(folder) as this:
-        for number in range(2):
-            this.start([str(script), *given], {**common, "RANK": str(number)})
-        return this.end()
+    return run_forked(folder, 2, *given, script=str(script))
 
 
 RAISE = "raise ValueError('no such thing')"

@@ -21,7 +21,8 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.testing import run_world
 from tests.parity.converted import write_checkpoint
 from tests.parity.first_step import first_loss
-from tests.parity.jobs import arguments, run_launched, tiny
+from tests.parity.jobs import arguments, tiny
+from tests.parity.launches import run_forked
 from tests.parity.reference import init_random
 from tests.parity.stopped_runs import (
     BASE,
@@ -213,4 +214,4 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
         assert outcome["error"][0] is kind
         assert words in outcome["error"][1], outcome["error"]
     wrong = arguments({**settings, **given, "checkpoint.load": str(tmp_path / "cut")})
-    run_launched(tmp_path, 2, *wrong).assert_one_line(5, "checkpoint.load", "is missing")
+    run_forked(tmp_path, 2, *wrong).assert_one_line(5, "checkpoint.load", "is missing")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.jobs import ROOT, Job, Outcome, arguments, tiny
+from tests.parity.jobs import ROOT, Outcome, arguments, tiny
+from tests.parity.launches import run_forked
 
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r'^```python\n("""(?P<name>\w+)\.py: .*?)^```$', PAGE, re.M | re.S))
@@ -30,13 +31,8 @@ def train(folder: Path, world: int, name: str, *overrides: str) -> Outcome:
     for key in [key for key in settings if key.startswith("model.")]:
         del settings[key]
     settings |= {"run.name": name, "model.dtype": "fp64", "train.steps": "4"}
-    command = [str(ROOT / "train.py"), *arguments(settings), *overrides]
-    if world > 1:
-        command = ["-m", "megapipe.launch", "--nproc", str(world), *command]
-    with Job(folder) as job:
-        job.start(command, {"PYTHONPATH": str(ROOT)}, cwd=folder)
-        outcome = job.end()
-    assert outcome.codes == [0], outcome.text
+    outcome = run_forked(folder, world, *arguments(settings), *overrides)
+    assert set(outcome.codes) == {0}, outcome.text
     return outcome
 
 

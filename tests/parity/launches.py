@@ -1,9 +1,9 @@
 """Scripts of the repository as processes, many in little time.
 
-:func:`fork_script` forks each one from a server that has torch and transformers loaded. What is
-left out is the start of the interpreter and these imports; the rest is as on a command line: a
-process of its own, with its own arguments, folder, environment and streams, that runs the file of
-the script as ``__main__``.
+:func:`fork_script` and :func:`run_forked` fork each one from a server that has torch and
+transformers loaded. What is left out is the launcher, the start of the interpreter and these
+imports; the rest is as on a command line: a process of its own, with its own arguments, folder,
+environment and streams, that runs the file of the script as ``__main__``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapipe.testing import PRELOAD
-from tests.parity.jobs import LAUNCHERS, ROOT, free_port
+from tests.parity.jobs import LAUNCHERS, LIMIT_S, ROOT, Outcome, free_port
 
-LIMIT_S = 15.0
-"""Processor time that it may take to report a mistake. A machine may be shared: by the clock..."""
-HANGS_S = 60.0
-"""... it is so much."""
+PROCESSOR_S = 15.0
+"""Processor time that it may take to report a mistake; a machine may be shared."""
 _LOADED = (
     *("transformers.models.llama.configuration_llama", "transformers.models.auto"),
     *("tokenizers", "pyarrow.parquet", "megapipe.data.commands", "megapipe.convert.commands"),
@@ -61,9 +59,9 @@ def run_script(folder: Path, script: str, *argv: str) -> Ended:
         env=_environment({}),
         capture_output=True,
         text=True,
-        timeout=HANGS_S,
+        timeout=LIMIT_S,
     )
-    assert _processor_s() - began < LIMIT_S
+    assert _processor_s() - began < PROCESSOR_S
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
@@ -75,11 +73,40 @@ def _processor_s() -> float:
 
 def fork_script(folder: Path, script: str, *argv: str, ranks: int = 1) -> Ended:
     """A script by `ranks` processes of a server that has its modules loaded, in `folder`."""
+    codes, out, err = _fork(folder, script, argv, ranks, {}, LIMIT_S)
+    return Ended(codes[0] if len(set(codes)) == 1 else None, out, err)
+
+
+def run_forked(
+    folder: Path,
+    ranks: int,
+    *argv: str,
+    script: str = "train.py",
+    environ: Mapping[str, str] | None = None,
+    limit_s: float = LIMIT_S,
+) -> Outcome:
+    """A job of `ranks` such processes in `folder`."""
+    began = time.monotonic()
+    codes, out, err = _fork(folder, script, argv, ranks, environ or {}, limit_s)
+    seconds = time.monotonic() - began
+    assert seconds < limit_s, f"the job does not end:\n{out}{err}"
+    return Outcome(out + err, codes, seconds)
+
+
+def _fork(
+    folder: Path,
+    script: str,
+    argv: Sequence[str],
+    ranks: int,
+    environ: Mapping[str, str],
+    limit_s: float,
+) -> tuple[list[int], str, str]:
+    """Exit codes, and what all processes have written to both streams. What takes longer is
+    killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *_LOADED])
 
     def taken(name: str) -> str:
-        """What all processes have written to a stream."""
         paths = [folder / f".{name}-{rank}" for rank in range(ranks)]
         texts = [path.read_text(errors="replace") for path in paths]
         for path in paths:
@@ -93,18 +120,19 @@ def fork_script(folder: Path, script: str, *argv: str, ranks: int = 1) -> Ended:
         given = {**world, "MASTER_ADDR": "127.0.0.1"} if ranks > 1 else {}
         streams = [str(folder / f".{name}-{rank}") for name in ("out", "err")]
         process = context.Process(
-            target=_run, args=(str(folder), _environment(given), streams, script, argv)
+            target=_run,
+            args=(str(folder), _environment({**environ, **given}), streams, script, argv),
         )
         process.start()
         processes.append(process)
     for process in processes:
-        process.join(max(0.1, began + HANGS_S - time.monotonic()))
+        process.join(max(0.1, began + limit_s - time.monotonic()))
         if process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid or 0, signal.SIGKILL)
             process.join()
-    codes = {process.exitcode for process in processes}
-    return Ended(codes.pop() if len(codes) == 1 else None, taken("out"), taken("err"))
+    codes = [process.exitcode or 0 for process in processes]
+    return codes, taken("out"), taken("err")
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
