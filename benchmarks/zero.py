@@ -115,8 +115,8 @@ def formula(config: Config, layout: Layout) -> Bytes:
         weights += width * n // (d if zero == 3 else 1)
         gradients += 4 * (bucket.norms if zero >= 2 else n)
         states += (8 if width == 4 else 12) * n // (1 if zero == 0 else d)
-    # tokens; squared norms; loss, tokens, whether to stop and to save, finite states, memory
-    scalars = 1 + (layout.stages + 1) + 6
+    # tokens; squared norms; loss, tokens, three wishes, whether states are finite, memory
+    scalars = 1 + (layout.stages + 1) + 7
     return Bytes(wire + (d - 1) * 8 * scalars, weights, gradients, states)
 
 

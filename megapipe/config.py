@@ -412,6 +412,10 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Newest checkpoints to keep: of those that are intact, and that a step with finite numbers has
     followed. One that is just saved is kept besides, until then."""
+    background: bool = False
+    """Save while training goes on: it waits until the state is copied to host memory, and threads
+    write the copy. The plan says how much memory that takes. A save that falls due meanwhile waits
+    for the one before; that of the last step is waited for. A kill loses the save under way."""
     export_every: int = Field(0, ge=0)
     """Steps between exports of the weights, in bf16 and in Hugging Face's form, to `exports/` in
     the run folder, where all are kept; 0: none. Each is made of a checkpoint, which is saved for

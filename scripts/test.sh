@@ -14,8 +14,9 @@ if [[ ${1:-} == --full ]]; then
   shift
 fi
 if [[ $# == 0 ]]; then
-  # a file's worlds and fixtures are one worker's; the long ones, of several processes, come first
-  set -- -m "$marks" -n 2 --dist loadfile --no-loadscope-reorder --durations=30
+  # a file's worlds and fixtures are one worker's; the long ones, of several processes, come first;
+  # three for two cores, as one often waits for a deadline
+  set -- -m "$marks" -n 3 --dist loadfile --no-loadscope-reorder --durations=30
 fi
 
 export OMP_NUM_THREADS=1

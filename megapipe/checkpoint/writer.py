@@ -39,7 +39,7 @@ from megapipe.checkpoint.manifest import (
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.regions import Region
 from megapipe.checkpoint.shard import TORCH_DTYPES, Slot, write_shard
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, MegapipeError
 
 SHARD_BYTES = 2 << 30
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -130,42 +130,58 @@ def save(
     other exception is re-raised on the rank where it arose.
     """
     lead = group.rank == 0
-    staged = _together(group, lambda: _stage(root, step) if lead else "")
-    staging = root / group.share(staged)
+    staging = stage(root, step, group)
     try:
-        _together(group, lambda: _write(staging, step, pieces, meta, group.rank, shard_bytes))
-        name = _together(group, lambda: _commit(staging, step, meta, group.world) if lead else "")
+        together(group, lambda: write(staging, step, pieces, meta, group.rank, shard_bytes))
+        name = together(group, lambda: commit(staging, step, meta, group.world) if lead else "")
     except Exception:
         if lead:
-            shutil.rmtree(staging, ignore_errors=True)
+            discard(staging)
         raise
     return root / group.share(name)
 
 
-def _together(group: Group, work: Callable[[], T]) -> T:
+def stage(root: Path, step: int, group: Group) -> Path:
+    """Make a staging folder for a checkpoint of `step`; returns it on every rank."""
+    lead = group.rank == 0
+    return root / group.share(together(group, lambda: _make_staging(root, step) if lead else ""))
+
+
+def discard(staging: Path) -> None:
+    """Remove a staging folder of which no checkpoint was made."""
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def together(group: Group, work: Callable[[], T]) -> T:
     """Do this rank's part of a phase; raise on every rank if it failed on any."""
     error: Exception | None = None
     try:
         result = work()
     except Exception as raised:
         error = raised
-    fault = group.agree(None if error is None else f"rank {group.rank}: {_describe(error)}")
+    fault = group.agree(None if error is None else f"rank {group.rank}: {described(error)}")
     if error is not None and not isinstance(error, CheckpointError | OSError):
         raise error
     if fault is not None:
-        raise CheckpointError(f"checkpoint not saved: {fault}") from error
+        raise not_saved(fault) from error
     return result
 
 
-def _describe(error: Exception) -> str:
-    if isinstance(error, CheckpointError):
+def not_saved(fault: str) -> CheckpointError:
+    """The error of a save that has failed on some rank."""
+    return CheckpointError(f"checkpoint not saved: {fault}")
+
+
+def described(error: Exception) -> str:
+    """What went wrong, for a line."""
+    if isinstance(error, MegapipeError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return f"{type(error).__name__}: {error}"
 
 
-def _stage(root: Path, step: int) -> str:
+def _make_staging(root: Path, step: int) -> str:
     if not root.is_dir():
         root.mkdir(parents=True)
         sync_folder(root.parent)
@@ -174,10 +190,10 @@ def _stage(root: Path, step: int) -> str:
     return staging.name
 
 
-def _write(
+def write(
     staging: Path, step: int, pieces: Iterable[Piece], meta: Meta, rank: int, shard_bytes: int
 ) -> None:
-    """One rank's shards and receipt."""
+    """Write one rank's shards and its receipt. Raises CheckpointError or OSError."""
     if not staging.is_dir():
         raise CheckpointError(f"{staging} of rank 0 is not there: is the folder on a shared disk?")
     kinds: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
@@ -244,8 +260,10 @@ def _slot(piece: Piece) -> Slot:
     return Slot(piece.name, dtype, piece.region)
 
 
-def _commit(staging: Path, step: int, meta: Meta, world: int) -> str:
-    """Rank 0's part: manifest, rename, pointer. Returns the new folder's name."""
+def commit(staging: Path, step: int, meta: Meta, world: int) -> str:
+    """Make a checkpoint of what all ranks have written: manifest, rename, pointer.
+
+    That is rank 0's part. Returns the new folder's name; raises CheckpointError or OSError."""
     root = staging.parent
     manifest = build_manifest(
         run_id=meta.run_id,

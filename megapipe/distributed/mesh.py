@@ -14,6 +14,7 @@ any world.
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import itertools
 import math
@@ -289,16 +290,20 @@ class ParallelMesh:
         """Wait until every rank is here."""
         self.any(False)
 
+    @functools.cached_property
+    def store(self) -> dist.Store:
+        """Keys and values that all ranks see."""
+        return dist.HashStore() if self.world == 1 else dist.distributed_c10d._get_default_store()
+
     def share(self, text: str) -> str:
         """Rank 0's text, on every rank."""
         if self.world == 1:
             return text
         key = self._next_key()
-        store = dist.distributed_c10d._get_default_store()
         if self.rank == 0:
-            store.set(key, text)
+            self.store.set(key, text)
             return text
-        value: bytes = store.get(key)
+        value: bytes = self.store.get(key)
         return value.decode()
 
     def gather(self, text: str, name: AxisName) -> list[str]:
@@ -319,22 +324,20 @@ class ParallelMesh:
         if self.world == 1:
             return
         key = self._next_key()
-        store = dist.distributed_c10d._get_default_store()
-        if store.add(f"{key}/arrived", 1) == self.world:
-            store.set(key, "")
-        store.wait([key], patience)
+        if self.store.add(f"{key}/arrived", 1) == self.world:
+            self.store.set(key, "")
+        self.store.wait([key], patience)
 
     def agree(self, error: str | None) -> str | None:
         """The error text of one rank that has one, the same on every rank; None if none has."""
         if self.world == 1:
             return error
         key = self._next_key()
-        store = dist.distributed_c10d._get_default_store()
         if error is not None:
-            store.compare_set(key, "", error)
+            self.store.compare_set(key, "", error)
         if not self.any(error is not None):
             return None
-        value: bytes = store.get(key)
+        value: bytes = self.store.get(key)
         return value.decode()
 
     def _next_key(self) -> str:

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
 from megapipe.errors import LaunchError, Preempted
@@ -123,10 +123,11 @@ def _run(agent: LocalElasticAgent, relay: _Relay, rdzv_endpoint: str) -> int:
 
     group = agent.get_worker_group()
     relay.pids = lambda: [worker.id for worker in group.workers if worker.id]
-    Ends(relay.pids, os._exit).start()
+    ends = Ends(relay.pids, os._exit)
+    ends.start()
     code = LaunchError.exit_code
     try:
-        code = _exit_code(agent.run(), relay)
+        code = _exit_code(agent.run(), relay, ends.killed)
     except (RendezvousError, TimeoutError) as error:
         raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
     finally:
@@ -135,9 +136,12 @@ def _run(agent: LocalElasticAgent, relay: _Relay, rdzv_endpoint: str) -> int:
     return code
 
 
-def _exit_code(result: RunResult, relay: _Relay) -> int:
-    """The exit code of a job on this node, of which nothing has been said if a rank was killed."""
-    for rank, failure in result.failures.items():  # the first first; the agent ended the others
+def _exit_code(result: RunResult, relay: _Relay, stopped: Container[int]) -> int:
+    """The exit code of a job on this node, of which nothing has been said if a rank was killed.
+
+    Those that were `stopped`, and killed for that, had not failed."""
+    failures = sorted(result.failures.items(), key=lambda failure: failure[1].pid in stopped)
+    for rank, failure in failures:  # the first first; the agent ended the others
         if failure.exitcode > 0:
             return failure.exitcode
         number = -failure.exitcode

@@ -28,6 +28,8 @@ class Ends(threading.Thread):
         super().__init__(daemon=True)
         self._pids = pids
         self._late = late
+        self.killed = set[int]()
+        """The ranks that it has killed."""
 
     def run(self) -> None:
         code: int | None = None
@@ -41,6 +43,7 @@ class Ends(threading.Thread):
             if len(running) < len(pids):
                 for pid in running:
                     if _is_stopped(pid):
+                        self.killed.add(pid)
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
             if since is None and pids and not running and code is not None:

@@ -52,6 +52,7 @@ def demand(config: Config, layout: Layout) -> Demand:
         "CUDA and NCCL about": others[place],
         "activations in host memory": activations.host,
         "optimizer state elsewhere": memory.elsewhere,
+        "copy of a checkpoint in host memory": memory.saved if config.checkpoint.background else 0,
     }
     text = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
     return Demand(totals, text)

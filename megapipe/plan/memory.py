@@ -28,6 +28,8 @@ class ModelMemory:
     and the copy from which post-validation undoes an update. Buffers in transit are left out."""
     elsewhere: int
     """Optimizer state in host memory or on a disk."""
+    saved: int
+    """Its part of a checkpoint, at most: what a save in the background copies to host memory."""
 
     @property
     def lasting(self) -> int:
@@ -42,7 +44,7 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     """Bytes that a process at pipeline index `rank` holds of the model."""
     zero, size = layout.replicas.zero, DTYPE_BYTES[config.model.dtype]
     main = main_bytes(config.model.dtype)
-    parameters = gradients = optimizer = copies = 0
+    parameters = gradients = optimizer = copies = saved = 0
     buckets = list(process_buckets(config, layout, rank))
     for bucket in buckets:
         alone = bucket.shard.members == 1
@@ -51,8 +53,11 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
             parameters += own * size
         else:
             parameters += bucket.numel * size
+        part = own // bucket.replicate.members
         if bucket.frozen:
+            saved += part * size
             continue
+        saved += part * _saved_bytes(config.optimizer, size, main)
         optimizer += own * _state_bytes(config.optimizer, size, main)
         if config.optimizer.post_validation:
             copies += own * _undo_bytes(config.optimizer, size, main)
@@ -67,6 +72,7 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
         optimizer=0 if away else optimizer,
         passing=copies + _most_passing(config, layout, rank, buckets),
         elsewhere=optimizer if away else 0,
+        saved=saved,
     )
 
 
@@ -130,6 +136,12 @@ def _passing(
 def _slice(bucket: BucketPlan) -> int:
     """Length of the slice that one process owns."""
     return bucket.numel // bucket.shard.members
+
+
+def _saved_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:
+    """Bytes per parameter in a checkpoint: states, and the master or what takes its place."""
+    master = 0 if _has_master(optimizer, weight, main) else weight
+    return _state_bytes(optimizer, weight, main) + master
 
 
 def _state_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:

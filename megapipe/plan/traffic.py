@@ -39,9 +39,9 @@ from megapipe.schedule.ir import Kind
 SCALAR = 8
 """Counts, losses and norms are summed in fp64."""
 
-_OTHER_TOTALS = 6
-"""Numbers in the totals beside squared norms: loss, tokens, requests to stop and save, whether
-states are finite, memory."""
+_OTHER_TOTALS = 7
+"""Numbers in the totals beside squared norms: loss, tokens, requests to stop, save and finish a
+save, whether states are finite, memory."""
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,17 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from pydantic import JsonValue
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
-from megapipe.checkpoint.writer import Piece
+from megapipe.checkpoint.writer import Meta, Piece
+from megapipe.cli import flatten
+from megapipe.config import Config
 from megapipe.layers.parameter import LocalParameter
+from megapipe.layout.layout import Layout
 from megapipe.optim.optimizer import Optimizer
 
 
@@ -34,6 +38,36 @@ class Weights(Protocol):
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """A region of a tensor, on the host; raises CheckpointError."""
+
+
+def meta(
+    config: Config,
+    layout: Layout,
+    *,
+    run_id: str,
+    step: int,
+    samples: int,
+    order: str,
+    updates: int,
+    loss_scale: Mapping[str, float],
+    digests: Mapping[str, str],
+) -> Meta:
+    """Facts of a checkpoint after `step` steps, which took `samples` samples in `order`."""
+    axes = ("pp", "dp", "cp", "tp", "chunks")
+    return Meta(
+        run_id=run_id,
+        layout={name: getattr(layout, name) for name in axes},
+        coordinates={
+            "step": step,
+            "samples": samples,
+            "order": order,
+            "updates": updates,
+            "loss_scale": dict(loss_scale),
+            "threads": torch.get_num_threads(),
+        },
+        config=flatten(config),
+        digests=dict(digests),
+    )
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:

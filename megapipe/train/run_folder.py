@@ -50,11 +50,15 @@ class RunFolder:
         """Raise LaunchError on all ranks where another job has taken over."""
         error = None
         try:
-            if self.lock is not None:
-                self.lock.check()
+            self.own()
         except MegapipeError as problem:
             error = problem
         all_or_none(mesh, error)
+
+    def own(self) -> None:
+        """Raise LaunchError where another job has taken over, as rank 0 knows."""
+        if self.lock is not None:
+            self.lock.check()
 
     def release(self) -> None:
         """Let other jobs have it."""

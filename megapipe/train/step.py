@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.writer import Meta, save
-from megapipe.cli import flatten
+from megapipe.checkpoint.writer import Meta, Piece, save
 from megapipe.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.channels import MessageShape
@@ -400,24 +399,34 @@ class TrainStep:
         data and their `order` are stored for runs that resume from it. Raises
         :class:`CheckpointError` on all.
         """
+        meta = self.meta(step, run_id=run_id, digests=digests, order=order)
+        return save(Path(folder), step=step, pieces=self.pieces(), meta=meta, group=self.mesh)
+
+    def meta(
+        self,
+        step: int,
+        *,
+        run_id: str | None = None,
+        digests: Mapping[str, str] | None = None,
+        order: str = "",
+    ) -> Meta:
+        """Facts for :meth:`save`, on every rank."""
         self._require_settled("save")
-        axes = ("pp", "dp", "cp", "tp", "chunks")
-        meta = Meta(
+        return checkpoint_io.meta(
+            self.config,
+            self.layout,
             run_id=run_id or self.mesh.share(uuid.uuid4().hex),
-            layout={name: getattr(self.layout, name) for name in axes},
-            coordinates={
-                "step": step,
-                "samples": self.samples(step),
-                "order": order,
-                "updates": self.optimizer.count,
-                "loss_scale": dict(self.scaler.state()),
-                "threads": torch.get_num_threads(),
-            },
-            config=flatten(self.config),
-            digests=dict(digests or {}),
+            step=step,
+            samples=self.samples(step),
+            order=order,
+            updates=self.optimizer.count,
+            loss_scale=self.scaler.state(),
+            digests=digests or {},
         )
-        pieces = checkpoint_io.pieces(self.optimizer)
-        return save(Path(folder), step=step, pieces=pieces, meta=meta, group=self.mesh)
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's part of :meth:`save`: views of its state."""
+        return checkpoint_io.pieces(self.optimizer)
 
     def load(self, path: Path | str) -> None:
         """Take over the state of a checkpoint, of any layout. `path` is its folder, or a folder of

@@ -17,6 +17,8 @@ class Wishes(NamedTuple):
     """To save and end."""
     save: bool = False
     """To save a checkpoint."""
+    finish: bool = False
+    """To take the outcome of a save in the background, which has ended."""
 
 
 class SourceTotal(NamedTuple):
@@ -58,7 +60,7 @@ class Totals:
     """Memory of the fullest rank; 0 where no rank knows its own."""
 
     def pack(self) -> Tensor:
-        """[stages + 7 + 2 sources], fp64: to be summed, but for the last `LARGEST`."""
+        """[stages + 8 + 2 sources], fp64: to be summed, but for the last `LARGEST`."""
         values = [value for source in self.by_source for value in source]
         values += [*self.squares, self.loss_sum, self.tokens, *self.wishes, self.states]
         values.append(self.memory_gib)
@@ -70,8 +72,8 @@ class Totals:
         values = vector.tolist()
         sums, counts = values[: 2 * sources : 2], values[1 : 2 * sources : 2]
         by_source = tuple(map(SourceTotal, sums, map(int, counts)))
-        *squares, loss_sum, tokens, stop, save, states, memory = values[2 * sources :]
-        wishes = Wishes(stop > 0, save > 0)
+        *squares, loss_sum, tokens, stop, save, finish, states, memory = values[2 * sources :]
+        wishes = Wishes(stop > 0, save > 0, finish > 0)
         return cls(tuple(squares), loss_sum, int(tokens), wishes, by_source, states, memory)
 
     @property

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapipe.checkpoint.background import Background
 from megapipe.config import Config
 from megapipe.data.build import build_batches
 from megapipe.data.tokenizer import Tokenizer
@@ -120,6 +121,11 @@ class Trainer:
             corpus=corpus,
             order=self.training.order,
             sound=[own.path] if own is not None else [],
+            background=(
+                Background(mesh, mesh.store, pinned=mesh.device.type == "cuda")
+                if config.checkpoint.background
+                else None
+            ),
         )
         first: list[Callback] = [
             Profiling(),

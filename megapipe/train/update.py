@@ -28,7 +28,7 @@ class StepResult:
     """Unmasked tokens in the global batch."""
     loss_scale: float = 1.0
     """Factor of the loss in the backward pass (fp16)."""
-    wishes: Wishes = field(default_factory=Wishes)
+    wishes: Wishes = field(default_factory=Wishes, compare=False)
     """Requests of all ranks together, at the end of the step."""
     by_source: tuple[SourceTotal, ...] = ()
     """Of a mixture: losses and tokens of each source."""

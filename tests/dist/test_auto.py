@@ -132,6 +132,7 @@ def test_a_file_that_cannot_be_used_is_not(tmp_path: Path, text: str, why: str) 
     assert any(ranks[0].recorded)
 
 
+@pytest.mark.slow
 def test_a_new_run_does_not_use_an_old_file(tmp_path: Path) -> None:
     (tmp_path / auto.FILE).write_text(GPIPE)
     ranks = train(tmp_path)

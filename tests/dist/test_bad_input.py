@@ -18,12 +18,14 @@ from tests.parity.jobs import (
     ENDLESS,
     ROOT,
     Job,
+    Outcome,
     arguments,
     run_launched,
     run_plain,
     run_torchrun,
     tiny,
 )
+from tests.parity.launches import run_forked
 
 pytestmark = pytest.mark.full
 
@@ -146,6 +148,9 @@ if os.geteuid() != 0:  # permissions do not bind root
     LATE.append(Bad("unreadable corpus", 3, ("forbidden.txt", "Permission"), forbidden))
 
 
+ALL = [*EARLY, *BEFORE_DATA, *LATE]
+
+
 def overridden(folder: Path, bad: Bad) -> list[str]:
     return arguments({**tiny(folder), **bad.prepare(folder)})
 
@@ -158,25 +163,34 @@ def test_under_torchrun(bad: Bad, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        EARLY[0],
-        *(pytest.param(bad, marks=pytest.mark.slow) for bad in EARLY[1:]),
-        *BEFORE_DATA,
-        *LATE,
+        pytest.param(
+            bad, marks=[] if bad in (EARLY[0], BEFORE_DATA[0], LATE[0]) else pytest.mark.slow
+        )
+        for bad in ALL
     ],
     ids=lambda bad: bad.name,
 )
 def test_under_our_launcher(bad: Bad, tmp_path: Path) -> None:
     """Which adds nothing to the line and hands on the exit code."""
     outcome = run_launched(tmp_path, 2, *overridden(tmp_path, bad))
+    assert_reported(bad, outcome, tmp_path)
+
+
+@pytest.mark.parametrize("bad", ALL, ids=lambda bad: bad.name)
+def test_by_two_ranks(bad: Bad, tmp_path: Path) -> None:
+    assert_reported(bad, run_forked(tmp_path, 2, *overridden(tmp_path, bad)), tmp_path)
+
+
+def assert_reported(bad: Bad, outcome: Outcome, folder: Path) -> None:
     outcome.assert_one_line(bad.code, *bad.words)
     if bad not in LATE:
         assert len(outcome.text.splitlines()) == 1, outcome.text
-        assert not (tmp_path / "cache").exists(), "a corpus was prepared for nothing"
+        assert not (folder / "cache").exists(), "a corpus was prepared for nothing"
 
 
 @pytest.mark.parametrize("bad", [*EARLY, LATE[0]], ids=lambda bad: bad.name)
 def test_as_one_process(bad: Bad, tmp_path: Path) -> None:
-    run_plain(tmp_path, *overridden(tmp_path, bad)).assert_one_line(bad.code, *bad.words)
+    run_forked(tmp_path, 1, *overridden(tmp_path, bad)).assert_one_line(bad.code, *bad.words)
 
 
 def test_a_compiler_that_fails_is_told_before_data_is_prepared(
@@ -193,6 +207,7 @@ def test_a_compiler_that_fails_is_told_before_data_is_prepared(
 def test_a_key_that_every_rank_has_wrong_is_reported_once_without_a_launcher(
     tmp_path: Path,
 ) -> None:
+    """With interpreters of their own, as no launcher has them."""
     wrong = [*arguments(tiny(tmp_path)), "model.hiden=16"]
     with Job(tmp_path) as job:
         job.ranks(2, {0: wrong, 1: wrong})

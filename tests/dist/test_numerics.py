@@ -29,7 +29,7 @@ from tests.parity.ranks import (
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("dp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dp", [2, *(pytest.param(dp, marks=pytest.mark.slow) for dp in (1, 4))])
 def test_schedules_swap_bitwise(dp: int) -> None:
     """Same dp, tp, stages and micro-batches: the schedule does not change a bit (fp32)."""
     base = Case(dp=dp, pp=2, m=5, dtype="fp32", masked=0.3, layers=4, schedule="gpipe")
@@ -85,7 +85,10 @@ def long_run(world: World, case: Case, steps: int) -> list[tuple[str, Any]]:
     return copies
 
 
-@pytest.mark.parametrize(("pp", "zero"), [(2, 1), (2, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("pp", "zero"),
+    [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 0), (1, 1)))],
+)
 def test_tied_copies_stay_bitwise_equal(pp: int, zero: int) -> None:
     """50 steps at dp4 in fp32: every copy of the shared embedding is the same."""
     case = Case(dp=4, pp=pp, m=2, dtype="fp32", zero=zero, schedule="1f1b", layers=2)

@@ -120,8 +120,8 @@ def cases(tp: int, sequence_parallel: bool) -> list[Case]:
     ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
 def test_hiding_collectives_changes_no_bit(tp: int) -> None:
     """Without sequence parallelism it is all-reduces beside GEMMs, of which tp 2 shows enough."""
     hidden = cases(tp, sequence_parallel=True)

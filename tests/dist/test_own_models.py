@@ -83,7 +83,7 @@ def test_layers_without_parameters_or_gradients() -> None:
     check_all([Own("severed", case, 5) for case in cases])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_tensor_parallel_layers() -> None:
     cases = [
         Case(tp=2, masked=0.3),

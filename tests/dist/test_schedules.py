@@ -19,7 +19,7 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (i % 2)) for i, name in enumerate(names())],
+    [pytest.param(name, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, name in enumerate(names())],
 )
 def test_trains(name: str) -> None:
     """Also of those in the slow part test_odd_sizes compares first steps with a single process."""

@@ -101,6 +101,7 @@ def check_all(cases: list[Case]) -> None:
             raise
 
 
+@pytest.mark.slow
 def test_tied_and_replicated_stages() -> None:
     check_all(SHARED)
 

@@ -73,7 +73,7 @@ EIGHT = {**SMALL, "train.global_batch": "8", "model.layers": "4"}
     [
         "3 5",
         pytest.param("", marks=pytest.mark.full),
-        pytest.param("0,1 0,1", marks=pytest.mark.full),
+        pytest.param("0,1 0,1", marks=pytest.mark.slow),
     ],
 )
 def test_two_devices(visible: str, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_two_devices(visible: str, tmp_path: Path) -> None:
     check_run(tmp_path, 6)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_quickstart_on_eight_devices(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **EIGHT}
     reports = run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))

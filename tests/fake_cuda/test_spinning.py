@@ -57,7 +57,7 @@ def first_steps(world: Any, cases: list[Case]) -> None:
             step.evaluate(validation_rows(case), validation_samples(case))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_steps_wait_for_nothing_that_spins(world: int) -> None:
     run_world(world, first_steps, [case for case in CASES if case.world == world])
 
@@ -76,7 +76,7 @@ def posted_from_the_start(world: Any, cases: list[Case], warm: bool) -> None:
     first_steps(world, cases)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_after_the_warm_up_nothing_in_a_program_is_new(world: int) -> None:
     """So even the first step could post its receives ahead."""
     cases = [case for case in CASES if case.world == world]

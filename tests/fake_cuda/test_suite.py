@@ -23,9 +23,19 @@ FILES = {
 }
 """Files of tests/gpu, and what of each is run: large sizes take too long on the host."""
 
+IN_CI = ("test_cuda", "test_activations_cuda")
+
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[] if name in ("test_cuda", "test_activations_cuda") else pytest.mark.slow
+        )
+        for name in FILES
+    ],
+)
 def test_a_file_for_gpus(name: str) -> None:
     environ = {
         **os.environ,

@@ -198,6 +198,6 @@ def save_as_loaded(world: World, settings: Mapping[str, str], source: str, targe
     with StopRequest() as stop:
         trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
     trainer.saving.checkpoints = Path(target)
-    trainer.saving.save(trainer.context, trainer.first_step)
+    trainer.saving.save(trainer.context, trainer.first_step, wait=True)
     trainer.close()
     return str(Path(target) / f"step-{trainer.first_step:08d}")

@@ -26,6 +26,7 @@ class Exporting(Callback):
         """On rank 0; an export that is there already, from before a restart, stays."""
         if not is_due(run.config.checkpoint.export_every, step.number):
             return
+        self._saving.finish(run)
         saved = self._saving.newest
         assert saved is not None, "saving is to come before exporting"
         output, error = run.folder / FOLDER / saved.name, None

@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from megapipe.checkpoint.background import Background
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.retention import outdated, remove
+from megapipe.checkpoint.writer import save
 from megapipe.data.sources import Sources
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.validation import is_due
@@ -22,7 +24,8 @@ class Saving(Callback):
     """Saves into the run folder, and deletes older checkpoints there (``checkpoint.keep``).
 
     `clock` says when a checkpoint is due by time: that of rank 0 decides. `sound` are checkpoints
-    of earlier starts that have been verified.
+    of earlier starts that have been verified. With `background` training goes on during all saves
+    but the last.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Saving(Callback):
         corpus: Sources,
         order: str,
         sound: Iterable[Path] = (),
+        background: Background | None = None,
     ) -> None:
         self.folder = folder
         self.checkpoints = folder.checkpoints
@@ -47,6 +51,11 @@ class Saving(Callback):
         """Whether checkpoints are as they were written, of those that were looked at."""
         self._unproven: int | None = None
         """The step of the checkpoint that was saved last, if no finite step has followed it."""
+        self._background = background
+        self._began = 0.0
+        """When the save in the background began, monotonic seconds..."""
+        self._waited = 0.0
+        """... and for how many of them training has waited so far."""
 
     def begin(self, run: Run) -> None:
         self.clock.restart()
@@ -55,7 +64,8 @@ class Saving(Callback):
         step.save |= step.last or is_due(run.config.checkpoint.every, step.number)
 
     def wishes(self, run: Run) -> Wishes:
-        return Wishes(save=run.mesh.rank == 0 and self.clock.due)
+        ended = self._background is not None and self._background.ended
+        return Wishes(save=run.mesh.rank == 0 and self.clock.due, finish=ended)
 
     def after_step(self, run: Run, step: Step) -> None:
         if self._unproven is not None and any(
@@ -65,18 +75,29 @@ class Saving(Callback):
             for result in step.results
         ):
             self._unproven = None
-            self._remove_old(run)
+            if self._step_under_way is None:
+                self._remove_old(run)
+        if any(result.wishes.finish for result in step.results):
+            self.finish(run)
         if step.save or step.stop:
             run.check_settled()
-            self.save(run, step.number)
+            self.save(run, step.number, wait=step.last or step.stop)
 
-    def save(self, run: Run, step: int) -> None:
-        """Save the state after `step` steps. Raises :class:`CheckpointError` on all ranks, and
-        :class:`LaunchError` where another job has the run folder."""
+    @property
+    def _step_under_way(self) -> int | None:
+        return self._background.step if self._background is not None else None
+
+    def save(self, run: Run, step: int, *, wait: bool) -> None:
+        """Save the state after `step` steps, or begin to, unless training is to `wait`.
+
+        Raises :class:`CheckpointError` on all ranks, also for the save before, and
+        :class:`LaunchError` where another job has the run folder.
+        """
         run.callbacks.before_save(run, step)
         self.folder.check(run.mesh)
-        path = self.newest = run.train_step.save(
-            self.checkpoints,
+        self.finish(run)
+        began = time.monotonic()
+        meta = run.train_step.meta(
             step,
             run_id=self._run_id,
             digests={
@@ -86,9 +107,38 @@ class Saving(Callback):
             },
             order=self._order,
         )
-        run.note(f"saved {path}")
+        pieces = run.train_step.pieces()
+        if wait or self._background is None:
+            path = save(self.checkpoints, step=step, pieces=pieces, meta=meta, group=run.mesh)
+            self._note(run, path)
+        else:
+            self._background.begin(
+                self.checkpoints, step=step, pieces=pieces, meta=meta, is_ours=self.folder.own
+            )
+            self._began, self._waited = began, time.monotonic() - began
         self._unproven = step
         self.clock.restart()
+
+    def finish(self, run: Run) -> None:
+        """Wait for the save in the background, if there is one. Raises :class:`CheckpointError` on
+        all ranks."""
+        if self._background is None or self._background.step is None:
+            return
+        began = time.monotonic()
+        path = self._background.finish()
+        now = time.monotonic()
+        self._waited += now - began
+        self._note(
+            run,
+            path,
+            f" in {now - self._began:.1f} s, of which training waited {self._waited:.3f} s",
+        )
+        if self._unproven is None:
+            self._remove_old(run)
+
+    def _note(self, run: Run, path: Path, more: str = "") -> None:
+        self.newest = path
+        run.note(f"saved {path}{more}")
 
     def _remove_old(self, run: Run) -> None:
         """Remove what is older than the checkpoints to keep, now that a step with finite numbers

@@ -39,17 +39,18 @@ class Callbacks(Callback):
         self._each(run, "before_step", lambda callback: callback.before_step(run, step))
 
     def wishes(self, run: Run) -> Wishes:
-        stop = save = False
+        stop = save = finish = False
 
         def ask(callback: Callback) -> None:
-            nonlocal stop, save
+            nonlocal stop, save, finish
             wished = callback.wishes(run)
             if wished.stop and self._stopper is None:
                 self._stopper = f"callback {type(callback).__name__}"
             stop, save = stop or wished.stop, save or wished.save
+            finish = finish or wished.finish
 
         self._each(run, "wishes", ask)
-        return Wishes(stop, save)
+        return Wishes(stop, save, finish)
 
     def stopper(self, run: Run) -> str:
         """Who has asked to stop the run, the same text on all ranks; all of them call it."""

@@ -170,6 +170,7 @@ def two_in_one_graph(stage: Stage) -> None:
     first.compiled, second.compiled = run_both, run_none
 
 
+@pytest.mark.slow
 def test_eight_linear_layers_in_one_graph_under_inductor() -> None:
     """What inductor may reuse spans both blocks, and micro-batches are in flight beside."""
     model = model_of("mixed", "fp32")

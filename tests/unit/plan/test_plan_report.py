@@ -132,7 +132,7 @@ def test_memory_and_wire_are_of_the_process_with_most() -> None:
     line = ", ".join(f"{axis} {size}" for axis, size in shown.items())
     assert f"wire          sent at most, per process and step: {line}\n" in text
     # messages of 8 micro-batches at rank 0's 3 borders, one way each
-    assert sent["pp"] == 8 * 3 * 256 * 4 * config.model.hidden * 2 + 2 * 11 * 8 // 2
+    assert sent["pp"] == 8 * 3 * 256 * 4 * config.model.hidden * 2 + 2 * 12 * 8 // 2
 
 
 def test_a_lost_layer_is_not_reported_as_a_plan() -> None:

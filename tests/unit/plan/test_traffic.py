@@ -72,9 +72,9 @@ def test_every_number_of_a_small_job() -> None:
         ("dp", "all_gather", "weights"): (1, 4 * numel),
         ("pp", "send", "to 0"): (5, 5 * X),
         ("dp", "all_gather", "tokens"): (1, 3 * 8),
-        ("tp", "all_gather", "totals"): (1, 2 * 9 * 8),
-        ("dp", "all_gather", "totals"): (1, 3 * 9 * 8),
-        ("pp", "all_gather", "totals"): (1, 2 * 9 * 8),
+        ("tp", "all_gather", "totals"): (1, 2 * 10 * 8),
+        ("dp", "all_gather", "totals"): (1, 3 * 10 * 8),
+        ("pp", "all_gather", "totals"): (1, 2 * 10 * 8),
     }
 
 

@@ -286,7 +286,7 @@ def test_a_validation_that_is_stopped_stops_the_run(tmp_path: Path) -> None:
 def test_checkpoints_are_due_by_steps_by_the_clock_and_at_the_end(tmp_path: Path) -> None:
     settings = {"checkpoint": {"every": 3}}
     corpus: Any = None
-    saved: list[int] = []
+    saved: list[tuple[int, bool]] = []
     for rank, decides in ((0, True), (1, False)):
         run = standing_run(tmp_path, rank=rank, settings=settings)
         saving = Saving(RunFolder(tmp_path), Clock(1e-9), run_id="run", corpus=corpus, order="")
@@ -299,18 +299,19 @@ def test_checkpoints_are_due_by_steps_by_the_clock_and_at_the_end(tmp_path: Path
     assert saving.clock.due
     saving.begin(run)
     assert not saving.clock.due
-    with mock.patch.object(saving, "save", lambda run, number: saved.append(number)):
-        for step in (turn(1), turn(2, save=True), turn(4, stop=True), turn(5, validate=True)):
+    with mock.patch.object(saving, "save", lambda run, number, wait: saved.append((number, wait))):
+        steps = (turn(1), turn(2, save=True), turn(4, stop=True), turn(5, validate=True))
+        for step in (*steps, turn(STEPS, save=True)):
             saving.after_step(run, step)
-    assert saved == [2, 4]
+    assert saved == [(2, False), (4, True), (STEPS, True)]
 
 
 def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path: Path) -> None:
     """What is damaged does not count as kept, and what cannot be removed is told."""
     folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
 
-    def save(_: Path, step: int, **given: Any) -> Path:
-        path = folder.checkpoints / f"step-{step:08d}"
+    def save(root: Path, *, step: int, **given: Any) -> Path:
+        path = root / f"step-{step:08d}"
         path.mkdir(parents=True)
         return path
 
@@ -321,10 +322,16 @@ def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path:
     def kept() -> str:
         return "".join(sorted(path.name[-1] for path in folder.checkpoints.iterdir()))
 
-    run = standing_run(tmp_path, settings={"checkpoint": {"keep": 1}}, save=save)
+    run = standing_run(
+        tmp_path,
+        settings={"checkpoint": {"keep": 1}},
+        meta=lambda *_, **__: None,
+        pieces=lambda: iter(()),
+    )
     saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
     looked, damaged = list[str](), set[str]()
-    with mock.patch.object(callback_saving, "verified", verified):
+    patches = {"verified": verified, "save": save}
+    with mock.patch.multiple(callback_saving, **patches):
         saving.after_step(run, turn(1, save=True, results=[result(1)]))
         saving.after_step(run, turn(2, save=True, results=[result(2)]))
         assert kept() == "12", "no step has followed the second"

@@ -20,7 +20,7 @@ VALUES = st.floats(0, 1e300) | st.just(math.inf) | st.just(math.nan)
 
 
 def test_what_is_packed_is_unpacked() -> None:
-    for wishes in map(Wishes._make, itertools.product((False, True), repeat=2)):
+    for wishes in map(Wishes._make, itertools.product((False, True), repeat=3)):
         totals = Totals(SQUARES, 3.5, 7, wishes, memory_gib=0.25)
         assert Totals.unpack(totals.pack()) == totals
 

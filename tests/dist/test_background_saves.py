@@ -1,0 +1,108 @@
+"""Runs that save in the background: the same files, and nothing lost but the save under way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.checkpoint.folders import committed
+from tests.parity.jobs import Job, arguments, tiny
+from tests.parity.launches import run_forked
+from tests.parity.stopped_runs import (
+    DP,
+    HALF,
+    STEPS,
+    TP,
+    Play,
+    assert_continues,
+    assert_same_files,
+    checkpoint,
+    run,
+)
+
+CASES = {
+    "dp2 pp2 zero 3": {**DP, "optimizer.zero": "3", "model.dtype": "bf16"},
+    "tp2 pp2 validated after the fact": {**TP, "optimizer.post_validation": "true"},
+    "dp2 pp2 offload": {**DP, "optimizer.offload": "host", "model.dtype": "bf16"},
+    "dp2 pp2 zero 0": {**DP, "optimizer.zero": "0"},
+    "dp2 pp2 disk": {**DP, "optimizer.offload": "disk", "optimizer.state_dtype": "bf16"},
+}
+IN_CI = ("dp2 pp2 zero 3", "tp2 pp2 validated after the fact")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in IN_CI else pytest.mark.slow) for case in CASES],
+)
+def test_the_files_are_those_of_a_run_that_waits(case: str, tmp_path: Path) -> None:
+    """A save in every step; and a run that ends while one is under way goes on bitwise."""
+    given = {**CASES[case], "checkpoint.every": "1"}
+    behind = {**given, "checkpoint.background": "true"}
+    waits, goes_on, _, again = run(
+        tmp_path,
+        Play("waits", given),
+        Play("behind", behind),
+        Play("cut", behind, stop_after=HALF),
+        Play("cut", behind),
+    )
+    for some, others in zip(goes_on, waits, strict=True):
+        assert some["error"] is None
+        assert some["steps"] == others["steps"]
+    for step in range(1, STEPS + 1):
+        assert_same_files(checkpoint(tmp_path, "behind", step), checkpoint(tmp_path, "waits", step))
+    assert HALF - 1 <= again[0]["first_step"] <= HALF, "at most the save under way is lost"
+    assert_continues(again, waits)
+
+
+def notes(folder: Path, words: str) -> list[str]:
+    records: list[dict[str, Any]] = [
+        json.loads(line) for line in (folder / "runs/run/log.jsonl").read_text().splitlines()
+    ]
+    texts = [record["text"] for record in records if record["kind"] == "note"]
+    return [text for text in texts if words in text]
+
+
+@pytest.mark.full
+def test_old_checkpoints_go_and_the_last_one_is_there_at_the_end(tmp_path: Path) -> None:
+    given = {**tiny(tmp_path), "train.steps": "9", "checkpoint.every": "2", "parallel.pp": "2"}
+    given |= {
+        "checkpoint.background": "true",
+        "checkpoint.keep": "1",
+        "checkpoint.export_every": "4",
+    }
+    outcome = run_forked(tmp_path, 2, *arguments(given))
+    assert set(outcome.codes) == {0}, outcome.text
+    names = [key.name for key in committed(tmp_path / "runs/run/checkpoints")]
+    assert names[0] == "step-00000009"
+    assert len(names) <= 2
+    assert len(notes(tmp_path, "saved ")) == 5
+    assert len(notes(tmp_path, "of which training waited")) == 4
+    exported = {path.name for path in (tmp_path / "runs/run/exports").iterdir()}
+    assert exported == {"step-00000004", "step-00000008"}
+
+
+@pytest.mark.full
+def test_killed_and_gone_on(tmp_path: Path) -> None:
+    """By -9 while saves are under way in every step; its losses are those of a whole run."""
+    wanted = {"train.steps": "300", "checkpoint.every": "1", "checkpoint.keep": "1"}
+    wanted |= {"checkpoint.background": "true", "parallel.dp": "2", "model.dropout": "0.1"}
+    given = {**tiny(tmp_path), **wanted, "optimizer.schedule": "constant"}
+    with Job(tmp_path) as job:
+        job.launch(2, *arguments(given))
+        job.await_text("step-00000020")
+        for pid in job.pids().values():
+            os.kill(pid, signal.SIGKILL)
+        job.end()
+    outcome = run_forked(tmp_path, 2, *arguments(given), "train.stop_after=40")
+    assert set(outcome.codes) == {0}, outcome.text
+    assert "resumed from" in outcome.text
+    whole = {**given, "run.name": "whole", "checkpoint.every": "0"}
+    outcome = run_forked(tmp_path, 2, *arguments(whole), "train.stop_after=40")
+    assert set(outcome.codes) == {0}, outcome.text
+    folders = [tmp_path / "runs" / name / "checkpoints/step-00000040" for name in ("run", "whole")]
+    assert_same_files(*folders)
