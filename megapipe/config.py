@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megapipe.batch_ramp import BatchRamp
+from megapipe.checkpoint_config import CheckpointConfig
 from megapipe.data_config import DataConfig
 from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
@@ -399,37 +400,6 @@ class TrainConfig(Section):
     def last_step(self) -> int:
         """The step, counted from 1, after which this start of the run ends."""
         return self.steps if self.stop_after is None else self.stop_after
-
-
-class CheckpointConfig(Section):
-    """When to save and how much to keep."""
-
-    every: int = Field(0, ge=0)
-    """Steps between checkpoints, besides those by time; 0: none by steps. The last step is always
-    saved."""
-    every_minutes: float = Field(15.0, ge=0)
-    """Minutes from one checkpoint to the next, at most, by the clock of rank 0; 0: none by time."""
-    keep: int = Field(2, ge=1)
-    """Newest checkpoints to keep: of those that are intact, and that a step with finite numbers has
-    followed. One that is just saved is kept besides, until then."""
-    background: bool = False
-    """Save while training goes on: it waits until the state is copied to host memory, and threads
-    write the copy. The plan says how much memory that takes. A save that falls due meanwhile waits
-    for the one before; that of the last step is waited for. A kill loses the save under way."""
-    export_every: int = Field(0, ge=0)
-    """Steps between exports of the weights, in bf16 and in Hugging Face's form, to `exports/` in
-    the run folder, where all are kept; 0: none. Each is made of a checkpoint, which is saved for
-    it; rank 0 writes it while the others wait, which may take no longer than
-    `parallel.timeout_s`."""
-    load: str | None = None
-    """Start from this if the run has no checkpoint itself, in any layout: a checkpoint folder,
-    a run folder (its newest intact checkpoint), a folder of Hugging Face's, or `latest`: the run in
-    `run.folder` that has saved last. The model has to be the same; `megapipe convert inspect FOLDER
-    --config` prints its section."""
-    load_only: Literal["all", "weights"] = "all"
-    """Take this from `load`. all: weights, optimizer, step and samples; weights: the run begins
-    at step 0 and sample 0 with a new optimizer, as it always does from a folder of Hugging Face's
-    or another checkpoint that has nothing but weights."""
 
 
 class LogConfig(Section):

@@ -14,6 +14,7 @@ code  meaning
 5     checkpoint: missing, damaged, or of another model
 6     numerics: loss or gradient is not finite
 7     memory of a device or of the host is used up
+8     a launcher has started a job again as often as it may, and it came no further
 75    stopped by a signal or a callback, and all that there was is saved; run again to go on
 130   interrupted from the keyboard with nothing to save, or a second time (128 + n: by signal n)
 ====  ====================================================================
@@ -64,6 +65,12 @@ class OutOfMemory(MegapipeError):
     """A device or the host has no memory left."""
 
     exit_code = 7
+
+
+class TooManyRestarts(MegapipeError):
+    """A job fails whenever it is started again."""
+
+    exit_code = 8
 
 
 class CallbackError(MegapipeError):

@@ -1,6 +1,10 @@
-"""Signals as a terminal gives them, for the processes that tests start."""
+"""The surroundings of processes that tests start: signals as a terminal gives them, and torch's C++
+as quiet as `train.py` has it, before which it is loaded here (:mod:`tests.parity.launches`)."""
 
+import os
 import signal
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # a shell that starts a job in the background has it ignore Ctrl-C, which children inherit
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -41,7 +41,7 @@ _ALIGNMENT = 64
 
 
 class Counter(Protocol):
-    """What a rendezvous store (``torch.distributed.Store``) is used for."""
+    """The part of a rendezvous store (``torch.distributed.Store``) that is used."""
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a number that is 0 at first; returns the sum."""
@@ -142,16 +142,17 @@ class Background:
         pieces: Iterable[Piece],
         meta: Meta,
         is_ours: Callable[[], None],
+        nbytes: int = 0,
     ) -> None:
         """Begin what :func:`~megapipe.checkpoint.writer.save` does; returns when the pieces are
         copied.
 
         To be called by all ranks, once the save before is finished. Rank 0 calls `is_ours` just
         before it commits: what it raises is the save's error. Raises CheckpointError on every rank
-        if any has no staging folder or no memory.
+        if any has no staging folder or no memory, or the disk no room for `nbytes`.
         """
         assert self._attempt is None, "finish the save before this one"
-        staging = stage(root, step, self._group)
+        staging = stage(root, step, self._group, nbytes)
         try:
             taken = together(self._group, lambda: self._snapshot.take(pieces))
         except Exception:

@@ -22,9 +22,8 @@ from megapipe.checkpoint.shard import (
     TORCH_DTYPES,
     Slot,
     check_header,
-    file_digest,
+    examine,
     header,
-    is_finite,
     read_tensor,
     slots_by_file,
 )
@@ -139,29 +138,21 @@ class Checkpoint:
                 target.copy_(data[common.inside(piece.region)])
         return out if dtype is None else out.to(dtype)
 
-    def verify(self, files: Iterable[str] | None = None) -> None:
-        """Compare the SHA-256 of these files (default: all) with the manifest.
+    def verify(self, files: Iterable[str] | None = None, *, finite: bool = False) -> None:
+        """Compare the SHA-256 of these files (default: all) with the manifest, and with `finite`
+        look at every value in them: no training could go on from one that is not finite.
 
         Ranks can share the work, ``verify(sorted(manifest.files)[rank::world])``. Raises
-        CheckpointError that names the first damaged file.
+        CheckpointError that names the first damaged file, or the first entry with such a value.
         """
         for name in self.manifest.files if files is None else files:
-            if file_digest(self.path / name) != self.manifest.files[name].sha256:
+            found = examine(self.path / name, self._slots[name], len(self._header(name)))
+            if found.sha256 != self.manifest.files[name].sha256:
                 raise CheckpointError(f"{self.path / name} is damaged: its SHA-256 differs")
-
-    def check_finite(self, files: Iterable[str] | None = None) -> None:
-        """Look at every value in these files (default: all), shared out as for :meth:`verify`.
-
-        Raises CheckpointError that names the first entry with one that is not finite: no training
-        could go on from it.
-        """
-        for name in self.manifest.files if files is None else files:
-            for slot in self._slots[name]:
-                start = self._start(name, slot.name, slot.region)
-                if not is_finite(self.path / name, start, slot.dtype, slot.nbytes):
-                    raise CheckpointError(
-                        f"{self.path}: entry {slot.name!r} has values that are not finite"
-                    )
+            if finite and found.odd is not None:
+                raise CheckpointError(
+                    f"{self.path}: entry {found.odd.name!r} has values that are not finite"
+                )
 
     def _header(self, file: str) -> bytes:
         return header(self._slots[file], run_id=self.manifest.run_id, step=self.manifest.step)

@@ -10,6 +10,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -98,23 +99,23 @@ def write_shard(
 ) -> tuple[FileRecord, list[int]]:
     """Write tensors, given in `Slot.order`, to a new file and make it durable.
 
-    One tensor at a time is brought to the host. Returns the file's record and the tensors'
-    CRC-32. Raises CheckpointError if the file cannot be written.
+    One tensor at a time is brought to the host; two threads hash it while it is written. Returns
+    the file's record and the tensors' CRC-32. Raises CheckpointError if the file cannot be written.
     """
     digest, size, checksums = sha256(), 0, []
-    with create(path) as file:
+    with create(path) as file, ThreadPoolExecutor(2) as threads:
         head = header((slot for slot, _ in contents), run_id=run_id, step=step)
         file.write(head)
         digest.update(head)
         size += len(head)
         for _, tensor in contents:
-            data, crc = bytes_of(tensor.detach().cpu()), 0
+            data = bytes_of(tensor.detach().cpu())
+            hashed = threads.submit(digest.update, data)
+            crc = threads.submit(zlib.crc32, data)
             for start in range(0, len(data), _BLOCK):
-                block = data[start : start + _BLOCK]
-                crc = zlib.crc32(block, crc)
-                digest.update(block)
-                file.write(block)
-            checksums.append(crc)
+                file.write(data[start : start + _BLOCK])
+            hashed.result()
+            checksums.append(crc.result())
             size += len(data)
     return FileRecord(bytes=size, sha256=digest.hexdigest()), checksums
 
@@ -147,33 +148,47 @@ def read_tensor(path: Path, start: int, out: Tensor, crc32: int) -> None:
         )
 
 
-def is_finite(path: Path, start: int, dtype: Dtype, nbytes: int) -> bool:
-    """Whether the `nbytes` of a tensor from `start` on in a file are finite numbers, all of them.
+class Examined(NamedTuple):
+    """Findings of a reader of a whole shard."""
 
-    Raises CheckpointError if the file ends early.
+    sha256: str
+    """Of the file's bytes, in hexadecimal."""
+    odd: Slot | None
+    """The first tensor with a value that is not finite."""
+
+
+def examine(path: Path, slots: Iterable[Slot], head: int) -> Examined:
+    """Read a shard whose `slots` begin after `head` bytes, once; a thread hashes what is read.
+
+    Raises CheckpointError if the file cannot be read or ends early.
     """
+    digest, odd = sha256(), None
+    buffers = [torch.empty(_BLOCK, dtype=torch.uint8) for _ in range(2)]
+    with open_regular(path) as file, ThreadPoolExecutor(1) as thread:
+        hashed: list[Future[None]] = []
+        for slot, nbytes in [(None, head), *((slot, slot.nbytes) for slot in slots)]:
+            for left in range(nbytes, 0, -_BLOCK):
+                if len(hashed) > 1:
+                    hashed[-2].result()
+                block = buffers[len(hashed) % 2][:left]
+                if not read_into(file, bytes_of(block)):
+                    raise CheckpointError(f"{path} ends early")
+                hashed.append(thread.submit(digest.update, bytes_of(block)))
+                if slot is not None and odd is None and not _is_finite(block, slot.dtype):
+                    odd = slot
+        for each in hashed:
+            each.result()
+        while rest := file.read(_BLOCK):
+            digest.update(rest)
+    return Examined(digest.hexdigest(), odd)
+
+
+def _is_finite(block: Tensor, dtype: Dtype) -> bool:
+    """Whether bytes of values are finite numbers, all of them."""
     kind = TORCH_DTYPES[dtype]
     if not kind.is_floating_point:
         return True
-    block = torch.empty(min(_BLOCK, nbytes) // kind.itemsize, dtype=kind)
-    with open_regular(path) as file:
-        file.seek(start)
-        for left in range(nbytes, 0, -_BLOCK):
-            values = block[: left // kind.itemsize]
-            if not read_into(file, bytes_of(values)):
-                raise CheckpointError(f"{path} ends early")
-            if not torch.linalg.vector_norm(values, math.inf).isfinite():
-                return False
-    return True
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    digest = sha256()
-    with open_regular(path) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+    return bool(torch.linalg.vector_norm(block.view(kind), math.inf).isfinite())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

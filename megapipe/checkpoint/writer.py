@@ -117,12 +117,14 @@ def save(
     pieces: Iterable[Piece],
     meta: Meta,
     group: Group,
+    nbytes: int = 0,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write a checkpoint of all ranks' pieces and commit it; returns its folder on every rank.
 
     `root` must be on a file system that all ranks share. `pieces` may be a generator; at most
-    `shard_bytes` (or one larger piece) of it are held at a time, and it must not communicate. The
+    `shard_bytes` (or one larger piece) of it are held at a time, and it must not communicate. A
+    disk with less room than `nbytes`, if that is known, is refused before anything is written. The
     folder is ``step-<step>``, with a suffix if that exists: no folder is ever overwritten.
 
     Raises CheckpointError on every rank if any rank cannot write, or if the pieces do not tile
@@ -130,7 +132,7 @@ def save(
     other exception is re-raised on the rank where it arose.
     """
     lead = group.rank == 0
-    staging = stage(root, step, group)
+    staging = stage(root, step, group, nbytes)
     try:
         together(group, lambda: write(staging, step, pieces, meta, group.rank, shard_bytes))
         name = together(group, lambda: commit(staging, step, meta, group.world) if lead else "")
@@ -141,10 +143,14 @@ def save(
     return root / group.share(name)
 
 
-def stage(root: Path, step: int, group: Group) -> Path:
-    """Make a staging folder for a checkpoint of `step`; returns it on every rank."""
+def stage(root: Path, step: int, group: Group, nbytes: int) -> Path:
+    """Make a staging folder for a checkpoint of `step` and so many bytes; returns it on every rank.
+
+    Raises CheckpointError on all of them if rank 0 cannot, or the disk has no room.
+    """
     lead = group.rank == 0
-    return root / group.share(together(group, lambda: _make_staging(root, step) if lead else ""))
+    name = together(group, lambda: _make_staging(root, step, nbytes) if lead else "")
+    return root / group.share(name)
 
 
 def discard(staging: Path) -> None:
@@ -173,7 +179,7 @@ def not_saved(fault: str) -> CheckpointError:
 
 
 def described(error: Exception) -> str:
-    """What went wrong, for a line."""
+    """An error in a line."""
     if isinstance(error, MegapipeError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -181,10 +187,16 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _make_staging(root: Path, step: int) -> str:
+def _make_staging(root: Path, step: int, nbytes: int) -> str:
     if not root.is_dir():
         root.mkdir(parents=True)
         sync_folder(root.parent)
+    free = shutil.disk_usage(root).free
+    if free < nbytes:
+        raise CheckpointError(
+            f"{root} has {free / 1e9:.3g} GB free, {nbytes / 1e9:.3g} GB are to be written: remove "
+            "what is not needed, or have run.folder on a larger disk"
+        )
     staging = root / f"{STAGING_PREFIX}{step:08d}-{secrets.token_hex(8)}"
     staging.mkdir()
     return staging.name

@@ -3,8 +3,9 @@
 torchrun's agent does the work: it meets the agents of other nodes, hosts the store, starts a
 process per rank and ends all when one fails. The end of a job is different. The ranks themselves
 report what went wrong, so nothing is added to that, and the exit code is that of the first rank to
-fail. A signal is handed on to the ranks, which may take as long as they need to save, while
-torchrun kills them after half a minute; a second signal ends them at once.
+fail. With ``--restarts`` a run that a fault has ended is started again
+(:mod:`megapipe.launch.supervisor`). A signal is handed on to the ranks, which may take as long as
+they need to save, while torchrun kills them after half a minute; a second signal ends them at once.
 
 On several nodes, run on each of them with the same ``--rdzv-id``::
 
@@ -19,18 +20,23 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapipe.errors import LaunchError, Preempted
+from megapipe import heartbeat
+from megapipe.errors import LaunchError, MegapipeError, Preempted
+from megapipe.launch import progress
 from megapipe.launch.deadline import unless_within
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.ranks import Ends
 from megapipe.launch.signals import AGAIN_S, Listener
 from megapipe.launch.speaking import say
+from megapipe.launch.supervisor import Supervisor, line
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -57,16 +63,44 @@ def launch(
     rdzv_endpoint: str = STANDALONE,
     rdzv_id: str | None = None,
     rdzv_timeout_s: int = RDZV_TIMEOUT_S,
+    restarts: int = 0,
 ) -> int:
     """Run ``python *command`` in `nproc` processes on this node, one of `nnodes` that do the same.
 
-    By default there is a process per GPU, or one. Returns the exit code: that of the first rank to
-    fail, 128 + n where signal n killed it; 0 if none fails. Raises
-    :class:`LaunchError` if the nodes do not meet. To be called in the main thread.
+    By default there is a process per GPU, or one. Where a fault ends a run that has begun to train,
+    all nodes start it again, `restarts` times without coming further. Returns the exit code: that
+    of the first rank to fail, 128 + n where signal n killed it; 0 if none fails. Raises
+    :class:`LaunchError` if the nodes do not meet, :class:`TooManyRestarts`. To be called in the
+    main thread.
     """
-    with _Relay() as relay:  # before torch is loaded, which takes seconds
-        agent = _agent(command, nproc, nnodes, rdzv_endpoint, rdzv_id, rdzv_timeout_s)
-        return _run(agent, relay, rdzv_endpoint)
+    supervisor, attempt = Supervisor(restarts), 0
+    with _Relay() as relay, _progress_file(restarts) as file:  # before torch is loaded, for seconds
+        while True:
+            own_id = f"{rdzv_id or uuid.uuid4().hex}/{attempt}"  # no key of the start before
+            agent = _agent(command, nproc, nnodes, rdzv_endpoint, own_id, rdzv_timeout_s)
+            code = _run(agent, relay, rdzv_endpoint)
+            done = progress.read(file) if file is not None else progress.Progress()
+            again = supervisor.again(code, done) if not relay.handed_on else None
+            if again is None or file is None:
+                return code
+            if agent.get_worker_group().group_rank == 0:
+                heartbeat.say(line(again, restarts, done.step))
+            progress.write(file, progress.Progress(before=again.before))
+            time.sleep(again.wait_s)
+            attempt += 1
+
+
+@contextlib.contextmanager
+def _progress_file(restarts: int) -> Iterator[Path | None]:
+    """Where the run tells how far it has come, if that is of use."""
+    if restarts == 0:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="megapipe-") as folder:
+        path = Path(folder, "progress")
+        path.touch()
+        os.environ[progress.ENVIRONMENT] = str(path)
+        yield path
 
 
 def _agent(
@@ -74,7 +108,7 @@ def _agent(
     nproc: int | None,
     nnodes: int,
     rdzv_endpoint: str,
-    rdzv_id: str | None,
+    rdzv_id: str,
     rdzv_timeout_s: int,
 ) -> LocalElasticAgent:
     """torchrun's agent, in contact with the store of all nodes."""
@@ -94,7 +128,7 @@ def _agent(
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=rdzv_endpoint,
-        run_id=rdzv_id or uuid.uuid4().hex,
+        run_id=rdzv_id,
         min_nodes=nnodes,
         max_nodes=nnodes,
         read_timeout=rdzv_timeout_s,
@@ -131,8 +165,10 @@ def _run(agent: LocalElasticAgent, relay: _Relay, rdzv_endpoint: str) -> int:
     except (RendezvousError, TimeoutError) as error:
         raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
     finally:
+        relay.pids = list
         with unless_within(CLOSE_S, lambda: os._exit(code)):
             group.spec.rdzv_handler.shutdown()
+        ends.over.set()
     return code
 
 
@@ -226,6 +262,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--rdzv-id", metavar="ID", help="name of the job on all nodes; needed with several"
     )
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="N",
+        help="start a run again that a fault has ended, from its newest checkpoint: so many times "
+        "without coming further (default 0); after two faults at the same step from an older one",
+    )  # fmt: skip
     options, command = _split(argv)
     parser.add_argument(
         "--rdzv-timeout", type=int, default=RDZV_TIMEOUT_S, metavar="SECONDS",
@@ -237,6 +278,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     numbers = (arguments.nnodes, arguments.rdzv_timeout, arguments.nproc)
     if any(number is not None and number < 1 for number in numbers):
         parser.error("--nproc, --nnodes and --rdzv-timeout: expected a number >= 1")
+    if arguments.restarts < 0:
+        parser.error("--restarts: expected a number >= 0")
     if arguments.nnodes > 1 and (arguments.rdzv_endpoint == STANDALONE or not arguments.rdzv_id):
         parser.error("several nodes need --rdzv-endpoint HOST:PORT and --rdzv-id ID to meet")
     return arguments, command
@@ -269,7 +312,8 @@ def main(argv: Sequence[str]) -> int:
             rdzv_endpoint=arguments.rdzv_endpoint,
             rdzv_id=arguments.rdzv_id,
             rdzv_timeout_s=arguments.rdzv_timeout,
+            restarts=arguments.restarts,
         )
-    except LaunchError as error:
+    except MegapipeError as error:
         say(error)
         return error.exit_code

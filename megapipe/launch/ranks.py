@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOOK_S = 0.25
-LATE_S = 3.0
+LATE_S = 2.0
 """How long after the last rank has failed and ended its agent may take to notice."""
 
 
@@ -26,6 +26,8 @@ class Ends(threading.Thread):
 
     def __init__(self, pids: Callable[[], list[int]], late: Callable[[int], object]) -> None:
         super().__init__(daemon=True)
+        self.over = threading.Event()
+        """Set when the agent has noticed the end of the ranks."""
         self._pids = pids
         self._late = late
         self.killed = set[int]()
@@ -35,7 +37,8 @@ class Ends(threading.Thread):
         code: int | None = None
         since: float | None = None
         while since is None or time.monotonic() < since + LATE_S:
-            time.sleep(LOOK_S)
+            if self.over.wait(LOOK_S):
+                return
             pids = self._pids()
             running = [pid for pid in pids if not _has_ended(pid)]
             if code is None:

@@ -55,7 +55,7 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
             parameters += bucket.numel * size
         part = own // bucket.replicate.members
         if bucket.frozen:
-            saved += part * size
+            saved += part * _frozen_bytes(config.model.dtype)
             continue
         saved += part * _saved_bytes(config.optimizer, size, main)
         optimizer += own * _state_bytes(config.optimizer, size, main)
@@ -136,6 +136,20 @@ def _passing(
 def _slice(bucket: BucketPlan) -> int:
     """Length of the slice that one process owns."""
     return bucket.numel // bucket.shard.members
+
+
+def checkpoint_bytes(config: Config, layout: Layout) -> int:
+    """Bytes of the tensors of a whole checkpoint."""
+    size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
+    trained = layout.model.count(trained=True)
+    frozen = layout.model.count() - trained
+    each = _saved_bytes(config.optimizer, size, main)
+    return trained * each + frozen * _frozen_bytes(config.model.dtype)
+
+
+def _frozen_bytes(dtype: str) -> int:
+    """Bytes in a checkpoint of a parameter that is not trained: there is no fp16 in it."""
+    return main_bytes(dtype) if dtype == "fp16" else DTYPE_BYTES[dtype]
 
 
 def _saved_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:

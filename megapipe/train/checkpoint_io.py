@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from pydantic import JsonValue
@@ -22,6 +22,7 @@ from megapipe.config import Config
 from megapipe.layers.parameter import LocalParameter
 from megapipe.layout.layout import Layout
 from megapipe.optim.optimizer import Optimizer
+from megapipe.plan.memory import checkpoint_bytes
 
 
 class Weights(Protocol):
@@ -40,34 +41,45 @@ class Weights(Protocol):
         """A region of a tensor, on the host; raises CheckpointError."""
 
 
-def meta(
+class Content(NamedTuple):
+    """A rank's arguments of :func:`megapipe.checkpoint.save`."""
+
+    step: int
+    meta: Meta
+    pieces: Iterator[Piece]
+    nbytes: int
+    """Of the pieces of all ranks."""
+
+
+def content(
     config: Config,
     layout: Layout,
+    optimizer: Optimizer,
     *,
     run_id: str,
     step: int,
     samples: int,
     order: str,
-    updates: int,
     loss_scale: Mapping[str, float],
     digests: Mapping[str, str],
-) -> Meta:
-    """Facts of a checkpoint after `step` steps, which took `samples` samples in `order`."""
+) -> Content:
+    """The state after `step` steps, which took `samples` samples in `order`."""
     axes = ("pp", "dp", "cp", "tp", "chunks")
-    return Meta(
+    meta = Meta(
         run_id=run_id,
         layout={name: getattr(layout, name) for name in axes},
         coordinates={
             "step": step,
             "samples": samples,
             "order": order,
-            "updates": updates,
+            "updates": optimizer.count,
             "loss_scale": dict(loss_scale),
             "threads": torch.get_num_threads(),
         },
         config=flatten(config),
         digests=dict(digests),
     )
+    return Content(step, meta, pieces(optimizer), checkpoint_bytes(config, layout))
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:

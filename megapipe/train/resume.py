@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
-from megapipe.config import CheckpointConfig, Config
+from megapipe.checkpoint_config import CheckpointConfig
+from megapipe.config import Config
 from megapipe.convert.folder import HuggingFaceFolder, read_model
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
@@ -41,20 +44,30 @@ class Source:
     """Why newer checkpoints were passed over."""
 
 
-def choose(config: Config, checkpoints: Path, mesh: ParallelMesh) -> Source:
+def choose(
+    config: Config, checkpoints: Path, mesh: ParallelMesh, *, before: int | None = None
+) -> Source:
     """The newest checkpoint in `checkpoints` that is intact, else ``checkpoint.load``.
 
-    Damaged ones are passed over; ``checkpoint.load`` must be intact. Raises
-    :class:`CheckpointError` or :class:`ConfigError` on every rank, as ``run.resume`` demands.
+    Damaged ones are passed over; ``checkpoint.load`` must be intact. Where a launcher has started
+    the run again, rank 0 is given `before`: if not 0, checkpoints of so many steps or more are
+    passed over too, if there is another. Raises :class:`CheckpointError` or :class:`ConfigError` on
+    every rank, as ``run.resume`` demands.
     """
-    if config.run.resume == "never":
+    before = json.loads(mesh.share(json.dumps(before)))
+    if config.run.resume == "never" and before is None:
         path = _newest(checkpoints, set(), [], mesh)
         if path is not None:
             raise ConfigError(
                 f"{checkpoints.parent} already has the checkpoint {path.name}, and run.resume is "
                 "never; choose another run.name"
             )
-    found = _newest_intact(checkpoints, mesh)
+    poisoned = _poisoned(checkpoints, before or 0, mesh)
+    found = _newest_intact(checkpoints, mesh, poisoned)
+    if found.checkpoint is not None:
+        found.skipped.extend(f"{path}: two starts from it failed alike" for path in poisoned)
+    elif poisoned:
+        found = _newest_intact(checkpoints, mesh)
     if found.checkpoint is not None:
         return Source(found.checkpoint, is_own=True, skipped=found.skipped)
     if found.damaged or config.run.resume == "must":
@@ -200,11 +213,12 @@ class _Newest(NamedTuple):
     """Some of these could be opened, but have other bytes than were written."""
 
 
-def _newest_intact(folder: Path, mesh: ParallelMesh) -> _Newest:
-    """The newest checkpoint in `folder` that :func:`verified` finds nothing wrong with."""
+def _newest_intact(folder: Path, mesh: ParallelMesh, but: Collection[Path] = ()) -> _Newest:
+    """The newest checkpoint in `folder` that :func:`verified` finds nothing wrong with, of all
+    `but` some."""
     skipped: list[str] = []
     damaged: set[Path] = set()
-    while (path := _newest(folder, damaged, skipped, mesh)) is not None:
+    while (path := _newest(folder, {*but, *damaged}, skipped, mesh)) is not None:
         checkpoint, problem = verified(path, mesh)
         if checkpoint is not None:
             return _Newest(checkpoint, skipped, bool(damaged))
@@ -213,15 +227,22 @@ def _newest_intact(folder: Path, mesh: ParallelMesh) -> _Newest:
     return _Newest(None, skipped, bool(damaged))
 
 
+def _poisoned(folder: Path, before: int, mesh: ParallelMesh) -> list[Path]:
+    """Checkpoints of `before` steps or more, as rank 0 finds them; 0: none."""
+    found = committed(folder) if before and mesh.rank == 0 else []
+    names = json.loads(mesh.share(json.dumps([key.name for key in found if key.step >= before])))
+    return [folder / name for name in names]
+
+
 def _newest(
-    checkpoints: Path, damaged: set[Path], skipped: list[str], mesh: ParallelMesh
+    checkpoints: Path, skip: set[Path], skipped: list[str], mesh: ParallelMesh
 ) -> Path | None:
     """The newest checkpoint that rank 0 finds; its `skipped` gets why it passed over others."""
     text, error = "", None
     if mesh.rank == 0:
         try:
-            found = find_newest(checkpoints, skip=damaged)
-            skipped += found.skipped if not damaged else []
+            found = find_newest(checkpoints, skip=skip)
+            skipped += found.skipped if not skip else []
             text = str(found.path or "")
         except MegapipeError as problem:
             error = problem
@@ -237,9 +258,7 @@ def verified(path: Path, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
     try:
         checkpoint = Checkpoint.open(path)
         files = sorted(checkpoint.manifest.files)
-        own = files[mesh.rank :: mesh.world]
-        checkpoint.verify(own)
-        checkpoint.check_finite(own)
+        checkpoint.verify(files[mesh.rank :: mesh.world], finite=True)
     except CheckpointError as problem:
         error = str(problem)
     first = mesh.agree(error)

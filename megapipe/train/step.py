@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.writer import Meta, Piece, save
+from megapipe.checkpoint.writer import save
 from megapipe.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.channels import MessageShape
@@ -399,34 +399,30 @@ class TrainStep:
         data and their `order` are stored for runs that resume from it. Raises
         :class:`CheckpointError` on all.
         """
-        meta = self.meta(step, run_id=run_id, digests=digests, order=order)
-        return save(Path(folder), step=step, pieces=self.pieces(), meta=meta, group=self.mesh)
+        content = self.content(step, run_id=run_id, digests=digests, order=order)
+        return save(Path(folder), group=self.mesh, **content._asdict())
 
-    def meta(
+    def content(
         self,
         step: int,
         *,
         run_id: str | None = None,
         digests: Mapping[str, str] | None = None,
         order: str = "",
-    ) -> Meta:
-        """Facts for :meth:`save`, on every rank."""
+    ) -> checkpoint_io.Content:
+        """The content of a checkpoint; its pieces are views of the state."""
         self._require_settled("save")
-        return checkpoint_io.meta(
+        return checkpoint_io.content(
             self.config,
             self.layout,
-            run_id=run_id or self.mesh.share(uuid.uuid4().hex),
+            self.optimizer,
             step=step,
+            run_id=run_id or self.mesh.share(uuid.uuid4().hex),
             samples=self.samples(step),
             order=order,
-            updates=self.optimizer.count,
             loss_scale=self.scaler.state(),
             digests=digests or {},
         )
-
-    def pieces(self) -> Iterator[Piece]:
-        """This rank's part of :meth:`save`: views of its state."""
-        return checkpoint_io.pieces(self.optimizer)
 
     def load(self, path: Path | str) -> None:
         """Take over the state of a checkpoint, of any layout. `path` is its folder, or a folder of

@@ -5,6 +5,7 @@ What a run does besides training is done by callbacks (:mod:`megapipe.train.call
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from megapipe.data.build import build_batches
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import Preempted
+from megapipe.launch import progress
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.layout import Layout
 from megapipe.train import changes, run_folder
@@ -26,6 +28,7 @@ from megapipe.train.callbacks.sample_log import SampleLog
 from megapipe.train.callbacks.saving import Clock, Saving
 from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.several import Callbacks, check_callbacks
+from megapipe.train.callbacks.telling import Telling
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
 from megapipe.train.changes import Change, Changes
@@ -79,7 +82,11 @@ class Trainer:
         callbacks: Sequence[Callback],
     ) -> None:
         config, mesh = self.config, self.mesh
-        self.source = choose(config, self.folder.checkpoints, mesh)
+        self._told = progress.told(os.environ)
+        before = progress.read(self._told).before if self._told is not None else -1
+        self.source = choose(
+            config, self.folder.checkpoints, mesh, before=before if before >= 0 else None
+        )
         check_end(self.source, config)
         check_adapters(self.source, config)
         self._changes(corpus=None)
@@ -134,6 +141,8 @@ class Trainer:
         ]
         if config.log.samples:
             first.append(SampleLog(self.training))
+        if self._told is not None and local_rank == 0:
+            first.append(Telling(self._told))
         if config.pipeline.schedule == "auto":
             first.append(ScheduleAuto(resumed=self.source.is_own))
         last: list[Callback] = [Validation(held_out), self.saving]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Any
 
 import pytest
 
+from megapipe.checkpoint import Checkpoint
 from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.shard import TORCH_DTYPES
+from megapipe.cli import parse
+from megapipe.distributed.mesh import Grid
+from megapipe.layout.resolve import resolve
+from megapipe.plan.memory import checkpoint_bytes, model_memory
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
 from tests.parity.jobs import Job, arguments, tiny
 from tests.parity.launches import run_forked
 from tests.parity.stopped_runs import (
@@ -18,6 +27,7 @@ from tests.parity.stopped_runs import (
     HALF,
     STEPS,
     TP,
+    VOCABULARY,
     Play,
     assert_continues,
     assert_same_files,
@@ -57,6 +67,39 @@ def test_the_files_are_those_of_a_run_that_waits(case: str, tmp_path: Path) -> N
         assert_same_files(checkpoint(tmp_path, "behind", step), checkpoint(tmp_path, "waits", step))
     assert HALF - 1 <= again[0]["first_step"] <= HALF, "at most the save under way is lost"
     assert_continues(again, waits)
+
+
+SIZES = {
+    "bf16": {"model.dtype": "bf16"},
+    "no masters": {"model.dtype": "bf16", "optimizer.master": "none", "optimizer.zero": "0"},
+    "sgd": {"optimizer.rule": "sgd", "optimizer.momentum": "0", "optimizer.nesterov": "false"},
+    "adapters, fp16": {"model.dtype": "fp16", "lora.rank": "2", "checkpoint.load": "a/base",
+                       "checkpoint.load_only": "weights", "optimizer.zero": "3"},
+}  # fmt: skip
+
+
+def test_the_plan_knows_the_size(tmp_path: Path) -> None:
+    """Of a checkpoint to the byte, headers aside; and the largest part of a rank."""
+    for given in SIZES.values():
+        ranks = run_world(4, sizes, {**tiny(tmp_path), **given})
+        for planned, own, whole, stored in ranks:
+            assert whole == stored
+            assert own <= planned
+        assert max(planned for planned, *_ in ranks) == max(own for _, own, *_ in ranks)
+
+
+def sizes(world: World, given: dict[str, str]) -> tuple[int, int, int, int]:
+    """Bytes: this rank's part by the plan and as it is; a checkpoint by the plan and as it is."""
+    settings = {**given, "parallel.dp": "2", "parallel.pp": "2"}
+    config, layout = resolve(parse(arguments(settings)).config, world.size, VOCABULARY)
+    mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
+    step = TrainStep(config, layout, mesh)
+    own = sum(piece.tensor.nbytes for piece in step.content(0).pieces)
+    memory = model_memory(config, layout, mesh.pp.index)
+    path = step.save(Path(given["run.folder"]), 0)
+    entries = Checkpoint.open(path).manifest.entries.values()
+    stored = sum(math.prod(e.shape) * TORCH_DTYPES[e.dtype].itemsize for e in entries)
+    return memory.saved, own, checkpoint_bytes(config, layout), stored
 
 
 def notes(folder: Path, words: str) -> list[str]:

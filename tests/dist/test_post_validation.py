@@ -222,7 +222,6 @@ def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
     )
 
 
-@pytest.mark.slow
 def test_fifty_steps(norms: dict[bool, float]) -> None:
     cases = [replace(BASE, schedule="zb_v", dtype="fp16"), replace(BASE, schedule="zb_h1")]
     runs = [with_mishaps(case, norms, 200 + seed) for seed, case in enumerate(cases)]

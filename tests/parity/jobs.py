@@ -21,8 +21,9 @@ LIMIT_S = 60.0
 """A job that takes longer hangs."""
 MARK = "MEGAPIPE_TEST_JOB"
 LAUNCHERS = re.compile(
-    r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|OMPI_|PMIX?_|TORCHELASTIC_|GROUP_|ROLE_)"
+    r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|OMPI_|PMIX?_|TORCHELASTIC_|GROUP_|ROLE_|TORCH_CPP_LOG)"
 )
+"""Variables of launchers, and the one that tests set for processes that fork."""
 
 
 def write_corpus(path: Path, words: int = 4000) -> Path:

@@ -15,6 +15,7 @@ import pytest
 
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.proof.validate import validate
+from tests.parity.launches import fork_script
 
 ROOT = Path(__file__).parents[2]
 SHARED = (
@@ -30,8 +31,8 @@ SHARED = (
 )
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 LONG = (
-    *("bubble", "data", "engine_overhead", "gpu_ladder", "memory", "peers", "post_validation"),
-    *("scale", "state_precision", "step", "tensor_parallel", "zero"),
+    *("bubble", "checkpoints", "data", "engine_overhead", "gpu_ladder", "memory", "peers"),
+    *("post_validation", "scale", "state_precision", "step", "tensor_parallel", "zero"),
 )
 """Those that time whole steps or commands, or beside a peer's, at any size."""
 COUNTING = ("memory", "scale", "zero")
@@ -81,8 +82,8 @@ def test_a_benchmark_prints_a_table_and_writes_its_results(path: Path, tmp_path:
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_an_unknown_option_is_refused(path: Path) -> None:
-    assert run(path, "--fast").returncode == 2
+def test_an_unknown_option_is_refused(path: Path, tmp_path: Path) -> None:
+    assert fork_script(tmp_path, f"benchmarks/{path.name}", "--fast").code == 2
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ FLOORS = (
     "cli",
     "keys",
     "config",
+    "checkpoint_config",
     "data_config",
     "lora_config",
     "batch_ramp",

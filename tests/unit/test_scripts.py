@@ -123,7 +123,7 @@ def take_log(tree):
 
 PIP_START = ["pip", "--disable-pip-version-check", "install", "-c", "constraints.txt"]
 INSTALL = [[*PIP_START, "torch"], [*PIP_START, "-e", ".[log,dev]"]]
-WORKERS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--durations=30"]
+WORKERS = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--durations=30"]
 PYTEST = ["pytest", "-m", "not slow and not gpu and not full", *WORKERS]
 FULL = [
     [

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megapipe.checkpoint.background import Background
-from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.folders import Committed, committed
 from megapipe.checkpoint.retention import outdated, remove
 from megapipe.checkpoint.writer import save
 from megapipe.data.sources import Sources
@@ -97,7 +97,7 @@ class Saving(Callback):
         self.folder.check(run.mesh)
         self.finish(run)
         began = time.monotonic()
-        meta = run.train_step.meta(
+        content = run.train_step.content(
             step,
             run_id=self._run_id,
             digests={
@@ -106,15 +106,11 @@ class Saving(Callback):
                 "tokenizer": self._corpus.tokenizer,
             },
             order=self._order,
-        )
-        pieces = run.train_step.pieces()
+        )._asdict()
         if wait or self._background is None:
-            path = save(self.checkpoints, step=step, pieces=pieces, meta=meta, group=run.mesh)
-            self._note(run, path)
+            self._note(run, save(self.checkpoints, group=run.mesh, **content))
         else:
-            self._background.begin(
-                self.checkpoints, step=step, pieces=pieces, meta=meta, is_ours=self.folder.own
-            )
+            self._background.begin(self.checkpoints, is_ours=self.folder.own, **content)
             self._began, self._waited = began, time.monotonic() - began
         self._unproven = step
         self.clock.restart()
@@ -146,8 +142,8 @@ class Saving(Callback):
         assert self.newest is not None, "there is a checkpoint that was to be followed"
         mesh = run.mesh
         self.folder.check(mesh)
-        found = [key.name for key in committed(self.checkpoints)] if mesh.rank == 0 else []
-        names: list[str] = json.loads(mesh.share(json.dumps(found)))
+        found = committed(self.checkpoints) if mesh.rank == 0 else []
+        keys = [Committed(*key) for key in json.loads(mesh.share(json.dumps(found)))]
 
         def is_sound(path: Path) -> bool:
             if path not in self._sound:
@@ -157,8 +153,14 @@ class Saving(Callback):
                     run.note(f"a damaged checkpoint, which does not count as kept: {problem}")
             return self._sound[path]
 
-        paths = [self.checkpoints / name for name in names]
-        old = outdated(paths, run.config.checkpoint.keep, self.newest, is_sound)
+        paths = [self.checkpoints / key.name for key in keys]
+        always = {
+            path
+            for path, key in zip(paths, keys, strict=True)
+            if is_due(run.config.checkpoint.keep_every, key.step)
+        }
+        unneeded = outdated(paths, run.config.checkpoint.keep, self.newest, is_sound)
+        old = [path for path in unneeded if path not in always]
         if old and mesh.rank == 0:
             for problem in remove(self.checkpoints, old).problems:
                 run.note(problem)

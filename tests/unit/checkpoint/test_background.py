@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -134,6 +135,16 @@ def test_a_folder_that_another_job_has_taken_gets_no_checkpoint(tmp_path: Path) 
     for result in run_world(2, saving(tmp_path, is_ours=is_ours)):
         assert isinstance(result, CheckpointError)
         assert str(result) == "checkpoint not saved: rank 0: the folder was taken over"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_without_room_is_left_as_it_is(tmp_path: Path) -> None:
+    for result in run_world(2, saving(tmp_path, nbytes=10**18)):
+        assert isinstance(result, CheckpointError)
+        words = (
+            r"checkpoint not saved: rank 0: .* has [\d.e+]+ GB free, 1e\+09 GB are to be written"
+        )
+        assert re.match(words, str(result))
     assert not list(tmp_path.iterdir())
 
 

@@ -25,6 +25,7 @@ from megapipe.train.callbacks.saving import Clock, Saving
 from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
+from megapipe.train.checkpoint_io import Content
 from megapipe.train.evaluation import Evaluation
 from megapipe.train.run_folder import RunFolder
 from tests.unit.train.standing_run import STEPS, reported, result, standing_run
@@ -325,8 +326,7 @@ def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path:
     run = standing_run(
         tmp_path,
         settings={"checkpoint": {"keep": 1}},
-        meta=lambda *_, **__: None,
-        pieces=lambda: iter(()),
+        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
     )
     saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
     looked, damaged = list[str](), set[str]()
@@ -351,3 +351,25 @@ def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path:
     told = [note for note in reported(run).notes if not note.startswith("saved")]
     assert told[0].startswith("a damaged checkpoint, which does not count as kept: ")
     assert told[1].startswith("cannot remove ")
+
+
+def test_checkpoints_of_every_so_many_steps_stay(tmp_path: Path) -> None:
+    folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
+
+    def save(root: Path, *, step: int, **given: Any) -> Path:
+        path = root / f"step-{step:08d}"
+        path.mkdir(parents=True)
+        return path
+
+    run = standing_run(
+        tmp_path,
+        settings={"checkpoint": {"keep": 1, "keep_every": 4}},
+        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
+    )
+    saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
+    patches = {"verified": lambda path, mesh: (path, ""), "save": save}
+    with mock.patch.multiple(callback_saving, **patches):
+        for step in range(1, 8):
+            saving.after_step(run, turn(step, save=True, results=[result(step)]))
+        saving.after_step(run, turn(8, results=[result(8)]))
+    assert {path.name[-1] for path in folder.checkpoints.iterdir()} == {"4", "7"}

@@ -1,0 +1,206 @@
+"""Saving and loading checkpoints: ``python benchmarks/checkpoints.py``.
+
+One process holds a GPT with AdamW's moments and master weights in fp32. It saves with
+``TrainStep.save``, checksums and fsync included, and loads with ``TrainStep.load``, which first
+verifies the whole checkpoint. Compared are, in turn and on the same disk: the same bytes written
+to one file by large writes and an fsync; that file read again; and torch's distributed checkpoint
+(DCP) of the same tensors, with files synced. Of all sides the fastest rounds are compared. What was
+just written is read from the page cache, by all of them.
+
+Then a run trains with ``checkpoint.background``, by the command of users: what training waits for
+its saves, as the run's log tells, is compared with the time of the steps between two saves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from common import Result, parser, report
+from fake_world import fake_world
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from megapipe.config import Config
+from megapipe.distributed.mesh import Grid
+from megapipe.layout.resolve import resolve
+from megapipe.train.step import TrainStep
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = 1 << 24
+EVERY = 10
+"""Steps between two saves of the run."""
+
+
+def training(hidden: int, layers: int) -> TrainStep:
+    config = Config.model_validate(
+        {
+            "model": {"layers": layers, "hidden": hidden, "heads": 8},
+            "train": {"sequence_length": 64, "microbatch": 1, "global_batch": 1},
+        }
+    )
+    config, layout = resolve(config, 1, 8192)
+    with fake_world(Grid(), 0) as mesh:
+        return TrainStep(config, layout, mesh)
+
+
+def timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+class Sides:
+    """What is timed, on one state; each side begins without the files of its round before."""
+
+    def __init__(self, step: TrainStep, folder: Path) -> None:
+        self.step, self.folder = step, folder
+        self.state = {
+            f"{kind}/{owned.spec.name}": values
+            for owned in step.optimizer.own_slices()
+            for kind, values in owned.values.items()
+        }
+        self.nbytes = sum(values.nbytes for values in self.state.values())
+
+    def fresh(self, name: str) -> Path:
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / name).mkdir(parents=True)
+        return self.folder / name
+
+    def write(self) -> float:
+        path = self.fresh("raw") / "file"
+
+        def work() -> None:
+            with path.open("xb", buffering=0) as file:
+                for values in self.state.values():
+                    data = values.view(torch.uint8).numpy().data
+                    for start in range(0, len(data), BLOCK):
+                        file.write(data[start : start + BLOCK])
+                os.fsync(file.fileno())
+
+        return timed(work)
+
+    def read(self) -> float:
+        buffer = memoryview(bytearray(BLOCK))
+
+        def work() -> None:
+            with (self.folder / "raw/file").open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+        return timed(work)
+
+    def save(self) -> float:
+        folder = self.fresh("ours")
+        return timed(lambda: self.step.save(folder, 1))
+
+    def load(self) -> float:
+        return timed(lambda: self.step.load(self.folder / "ours"))
+
+    def dcp_save(self) -> float:
+        folder = self.fresh("dcp")
+        writer = FileSystemWriter(folder, sync_files=True)
+        return timed(lambda: dcp_save(self.state, storage_writer=writer, no_dist=True))
+
+    def dcp_load(self) -> float:
+        reader = FileSystemReader(self.folder / "dcp")
+        return timed(lambda: dcp_load(self.state, storage_reader=reader, no_dist=True))
+
+
+def disk(folder: Path, step: TrainStep, rounds: int) -> list[Result]:
+    sides = Sides(step, folder)
+    works = {
+        "raw write": sides.write,
+        "save": sides.save,
+        "DCP save": sides.dcp_save,
+        "raw read": sides.read,
+        "load": sides.load,
+        "DCP load": sides.dcp_load,
+    }
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            seconds = work()
+            if number:  # the first round warms up
+                times[name].append(seconds)
+    best = {name: min(each) for name, each in times.items()}
+    table = Table(title=f"{sides.nbytes / 1e9:.2f} GB", title_justify="left")
+    for heading in ("", "best", "median", "GB/s"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, each in times.items():
+        rate = sides.nbytes / best[name] / 1e9
+        table.add_row(
+            name, f"{best[name]:.2f} s", f"{statistics.median(each):.2f} s", f"{rate:.2f}"
+        )
+    Console().print(table)
+
+    def ratio(claim: str, ours: str, theirs: str, target: float) -> Result:
+        return Result(claim, best[theirs] / best[ours], target, "x", theirs, at_least=True)
+
+    return [
+        ratio("save, by the speed of a plain write", "save", "raw write", 0.85),
+        ratio("save, by the speed of DCP's", "save", "DCP save", 1.2),
+        ratio("load, by the speed of a plain read", "load", "raw read", 0.5),
+        ratio("load, by the speed of DCP's", "load", "DCP load", 1.0),
+    ]
+
+
+def stall(folder: Path, *, quick: bool) -> Result:
+    """The share of its time for which a run waits for its saves."""
+    saves = 2 if quick else 5
+    settings = {
+        "run.folder": folder,
+        "train.steps": EVERY * saves + 1,
+        "train.sequence_length": 32 if quick else 512,
+        "train.global_batch": 8,
+        "model.layers": 2 if quick else 6,
+        "model.hidden": 32 if quick else 256,
+        "checkpoint.every": EVERY,
+        "checkpoint.background": "true",
+        "log.every": 1000,
+        "train.validation_samples": 8,
+    }
+    command = [sys.executable, "train.py", *(f"{key}={value}" for key, value in settings.items())]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    lines = (folder / "run/log.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    step = statistics.median(r["seconds"] for r in records if r["kind"] == "step")
+    texts = [record["text"] for record in records if record["kind"] == "note"]
+    waited = [
+        float(w[1]) for text in texts if (w := re.search(r"training waited ([\d.]+) s", text))
+    ]
+    assert len(waited) == saves, texts
+    share = 100 * statistics.median(waited) / step
+    return Result("wait for a save in the background", share, 3.0, "% of a step", "one step")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--folder", type=Path, metavar="DIR", help="where to write; default: runs")
+    given = options.parse_args(argv)
+    hidden, layers, rounds = (64, 2, 1) if given.quick else (1024, 6, 5)
+    place = given.folder or ROOT / "runs"
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place, prefix="benchmark-") as folder:
+        results = disk(Path(folder), training(hidden, layers), rounds)
+        results.append(stall(Path(folder), quick=given.quick))
+    report("Checkpoints", results, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Whether a job that has failed is started again, and how."""
+
+from __future__ import annotations
+
+import signal
+from typing import NamedTuple
+
+from megapipe.errors import TooManyRestarts
+from megapipe.launch.progress import Progress
+from megapipe.words import counted
+
+FAULTS = (1, 4)
+"""Exit codes of ranks that may go away by themselves: an unexpected exception, as of a device, and
+a peer that is lost. Mistakes of the user's do not; a signal that kills a rank has 128 + its number.
+"""
+LONGEST_S = 60.0
+"""The longest wait before a start."""
+
+
+class Again(NamedTuple):
+    """The next start of a job."""
+
+    number: int
+    """How many starts in a row have come no further, this one included."""
+    wait_s: float
+    before: int
+    """Of the checkpoint to begin with: the steps that it has fewer than; 0: the newest."""
+
+
+class Supervisor:
+    """Decides about one job, which may be started again `limit` times without coming further."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._best = -1
+        """The most steps that a start has done."""
+        self._last: Progress | None = None
+        self._number = 0
+        self._before = 0
+
+    def again(self, code: int, progress: Progress) -> Again | None:
+        """The start after one that has ended with an exit code and done so many steps; None if
+        there is to be none. Raises :class:`TooManyRestarts`.
+
+        A program that was no run, or never began to train, is not started again: nothing is known
+        of whether it can go on. Where two starts fail after the same step, the next begins with an
+        older checkpoint: theirs may be poisoned.
+        """
+        if self._limit == 0 or not _is_fault(code) or max(progress.first, self._best) < 0:
+            return None
+        if progress.step > self._best:
+            self._best, self._number, self._before = progress.step, 0, 0
+        elif progress.first >= 0 and self._last is not None and progress.step == self._last.step:
+            self._before = progress.first
+        self._number += 1
+        if self._number > self._limit:
+            raise TooManyRestarts(
+                f"{counted(self._limit, 'start')} in a row came no further than step {self._best}; "
+                f"the last ended with exit code {code}"
+            )
+        if progress.first >= 0:
+            self._last = progress
+        return Again(self._number, min(2.0 ** (self._number - 1), LONGEST_S), self._before)
+
+
+def _is_fault(code: int) -> bool:
+    by_users = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+    return code in FAULTS or (code > 128 and code not in by_users)
+
+
+def line(again: Again, limit: int, step: int) -> str:
+    """A line for the user on a start."""
+    older = f", from before step {again.before}" if again.before > 0 else ""
+    wait = f"in {again.wait_s:g} s" if again.wait_s else "now"
+    return f"starting again after step {step} ({again.number} of {limit}), {wait}{older}"

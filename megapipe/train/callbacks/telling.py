@@ -1,0 +1,21 @@
+"""Tells a launcher how far the run has come (:mod:`megapipe.launch.progress`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megapipe.launch.progress import Progress, write
+from megapipe.train.callbacks.callback import Callback, Run, Step
+
+
+class Telling(Callback):
+    """Writes the number of steps that are done into the launcher's file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def begin(self, run: Run) -> None:
+        write(self._file, Progress(run.first_step, run.first_step))
+
+    def after_step(self, run: Run, step: Step) -> None:
+        write(self._file, Progress(run.first_step, step.number))

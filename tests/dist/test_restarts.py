@@ -1,0 +1,123 @@
+"""A launcher that starts a run again: nothing is lost, and it knows when to stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.parity.jobs import ROOT, Job, Outcome, arguments, free_port, tiny
+from tests.parity.launches import run_forked
+from tests.parity.stopped_runs import assert_same_files
+
+pytestmark = pytest.mark.full
+
+SCRIPT = """
+import functools, os, signal, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from megapipe.train import job
+from megapipe.train.callbacks import Callback
+from megapipe.train.main import main
+class Fault(Callback):
+    def before_step(self, run, step):
+        mark = Path({folder!r}, f"fault-{{step.number}}")
+        if run.mesh.rank == 1 and mark.exists():
+            left = int(mark.read_text()) - 1
+            mark.write_text(str(left)) if left else mark.unlink()
+            {action}
+job.start = functools.partial(job.start, callbacks=[Fault()])
+sys.exit(main(sys.argv[1:]))
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+WANTED = {"parallel.pp": "2", "model.dropout": "0.1", "checkpoint.every": "2", "train.steps": "8"}
+
+
+def settings(folder: Path, **given: str) -> list[str]:
+    return arguments({**tiny(folder), **WANTED, "checkpoint.keep": "9", **given})
+
+
+def run(folder: Path, faults: dict[int, int], *options: str, action: str = KILL) -> Outcome:
+    """Two ranks; at each of these steps the second has a fault, so many times."""
+    script = folder / "faulty.py"
+    script.write_text(SCRIPT.format(root=str(ROOT), folder=str(folder), action=action))
+    for step, times in faults.items():
+        (folder / f"fault-{step}").write_text(str(times))
+    command = ["-m", "megapipe.launch", "--nproc", "2", *options, str(script), *settings(folder)]
+    with Job(folder, 120) as job:
+        job.start(command)
+        return job.end()
+
+
+def test_two_kills_and_an_exception_change_no_bit(tmp_path: Path) -> None:
+    outcome = run(tmp_path, {4: 1, 7: 1}, "--restarts", "1")
+    assert outcome.codes == [0], outcome.text
+    said = [text for text in outcome.text.splitlines() if "starting again" in text]
+    assert said == [
+        f"megapipe: starting again after step {step} (1 of 1), in 1 s" for step in (3, 6)
+    ]
+    assert outcome.text.count("resumed from") == 2
+    whole = run_forked(tmp_path, 2, *settings(tmp_path, **{"run.name": "whole"}))
+    assert set(whole.codes) == {0}, whole.text
+    for step in (2, 4, 6, 8):
+        folders = [tmp_path / "runs" / name / "checkpoints" for name in ("run", "whole")]
+        assert_same_files(*(folder / f"step-{step:08d}" for folder in folders))
+
+
+def test_a_step_that_fails_twice_is_reached_from_an_older_checkpoint(tmp_path: Path) -> None:
+    fault = "raise ValueError('no such thing')"
+    outcome = run(tmp_path, {6: 2}, "--restarts", "3", action=fault)
+    assert outcome.codes == [0], outcome.text
+    assert "(2 of 3), in 2 s, from before step 4" in outcome.text
+    assert "step-00000004: two starts from it failed alike" in outcome.text
+
+
+def test_too_many(tmp_path: Path) -> None:
+    outcome = run(tmp_path, {3: 9}, "--restarts", "2")
+    assert outcome.codes == [8], outcome.text
+    assert outcome.errors[-1] == (
+        "megapipe: error: 2 starts in a row came no further than step 2; the last ended with exit "
+        "code 137"
+    )
+
+
+@pytest.mark.slow
+def test_what_is_not_started_again(tmp_path: Path) -> None:
+    """A mistake, a rank that is killed before it trains, a program that is no run, a wish."""
+    launch = ["-m", "megapipe.launch", "--restarts", "3", "--nproc", "2"]
+    for program, code in (
+        (["train.py", *settings(tmp_path), "model.hiden=16"], 2),
+        (["-c", "import os; os.kill(os.getpid(), 9)"], 137),
+    ):
+        with Job(tmp_path) as job:
+            job.start([*launch, *program])
+            outcome = job.end()
+        assert outcome.codes == [code]
+        assert "again" not in outcome.text
+    endless = {"train.steps": "100000", "optimizer.schedule": "constant", "log.every": "100000"}
+    with Job(tmp_path) as job:
+        launcher = job.start([*launch, "train.py", *settings(tmp_path, **endless)])
+        job.await_text("loss")
+        launcher.send_signal(signal.SIGTERM)
+        job.end().assert_one_line(75, "stopped by a signal")
+
+
+@pytest.mark.slow
+def test_two_nodes_start_again_together(tmp_path: Path) -> None:
+    """Whichever of them has lost a rank."""
+    script = tmp_path / "faulty.py"
+    script.write_text(SCRIPT.format(root=str(ROOT), folder=str(tmp_path), action=KILL))
+    for step in (4, 7):
+        (tmp_path / f"fault-{step}").write_text("1")
+    nodes = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", "1", "--rdzv-id", "a"]
+    nodes += ["--rdzv-endpoint", f"localhost:{free_port()}", "--restarts", "1"]
+    with Job(tmp_path, 120) as job:
+        for number in range(2):
+            job.start([*nodes, str(script), *settings(tmp_path)])
+            if number == 0:
+                time.sleep(1.0)  # the first hosts the store
+        outcome = job.end()
+    assert outcome.codes == [0, 0], outcome.text
+    assert outcome.text.count("starting again") == 2, "one node speaks"

@@ -1,0 +1,78 @@
+"""When a job that has failed is started again, and from where."""
+
+from pathlib import Path
+
+import pytest
+
+from megapipe.errors import TooManyRestarts
+from megapipe.launch import progress
+from megapipe.launch.progress import Progress
+from megapipe.launch.supervisor import LONGEST_S, Again, Supervisor, line
+
+
+@pytest.mark.parametrize("code", [1, 4, 128 + 9, 128 + 11, 128 + 6])
+def test_faults_of_a_run_that_trains(code: int) -> None:
+    assert Supervisor(3).again(code, Progress(0, 7)) == Again(1, 1.0, 0)
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 5, 6, 7, 8, 75, 130, 128 + 15, 128 + 1])
+def test_what_would_fail_again_or_was_wished(code: int) -> None:
+    assert Supervisor(3).again(code, Progress(0, 7)) is None
+
+
+def test_a_program_that_never_trained_is_left_alone() -> None:
+    assert Supervisor(3).again(137, Progress()) is None
+    assert Supervisor(0).again(137, Progress(0, 7)) is None
+
+
+def test_a_start_that_fails_before_it_trains_counts() -> None:
+    """As where a node takes its time to come back."""
+    supervisor = Supervisor(3)
+    assert supervisor.again(137, Progress(0, 7)) == Again(1, 1.0, 0)
+    assert supervisor.again(4, Progress()) == Again(2, 2.0, 0)
+    assert supervisor.again(4, Progress()) == Again(3, 4.0, 0)
+    with pytest.raises(TooManyRestarts, match="3 starts in a row came no further than step 7; "):
+        supervisor.again(4, Progress())
+
+
+def test_who_comes_further_begins_to_count_anew() -> None:
+    supervisor = Supervisor(2)
+    for step in range(10, 100, 10):
+        assert supervisor.again(137, Progress(step - 10, step)) == Again(1, 1.0, 0)
+        assert supervisor.again(137, Progress(step, step)) == Again(2, 2.0, step)
+
+
+def test_two_faults_at_a_step_ask_for_an_older_checkpoint() -> None:
+    supervisor = Supervisor(9)
+    assert supervisor.again(1, Progress(6, 9)) == Again(1, 1.0, 0)
+    assert supervisor.again(1, Progress(6, 8)) == Again(2, 2.0, 0), "another step"
+    assert supervisor.again(1, Progress(6, 8)) == Again(3, 4.0, 6)
+    assert supervisor.again(4, Progress()) == Again(4, 8.0, 6), "still"
+    assert supervisor.again(1, Progress(3, 8)) == Again(5, 16.0, 3), "further back"
+    assert supervisor.again(1, Progress(0, 10)) == Again(1, 1.0, 0), "it was that"
+
+
+def test_waits_have_a_bound() -> None:
+    supervisor = Supervisor(20)
+    waits = [again.wait_s for _ in range(20) if (again := supervisor.again(1, Progress(0, 0)))]
+    assert waits[:7] == [1, 2, 4, 8, 16, 32, 60]
+    assert max(waits) == LONGEST_S
+
+
+def test_the_line() -> None:
+    assert line(Again(1, 1.0, 0), 3, 7) == "starting again after step 7 (1 of 3), in 1 s"
+    text = "starting again after step 7 (2 of 3), in 2 s, from before step 6"
+    assert line(Again(2, 2.0, 6), 3, 7) == text
+
+
+def test_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    path.touch()
+    assert progress.read(path) == Progress(-1, -1, -1)
+    for record in (Progress(before=0), Progress(3, 2**40), Progress(3, 4, 5)):
+        progress.write(path, record)
+        assert progress.read(path) == record
+    path.write_bytes(b"half of it")
+    assert progress.read(path) == Progress()
+    assert progress.told({}) is None
+    assert progress.told({progress.ENVIRONMENT: str(path)}) == path
