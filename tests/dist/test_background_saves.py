@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +135,7 @@ def test_killed_and_gone_on(tmp_path: Path) -> None:
     given = {**tiny(tmp_path), **wanted, "optimizer.schedule": "constant"}
     with Job(tmp_path) as job:
         job.launch(2, *arguments(given))
-        job.await_text("step-00000020")
-        for pid in job.pids().values():
-            os.kill(pid, signal.SIGKILL)
+        job.kill_ranks("step-00000020")
         job.end()
     outcome = run_forked(tmp_path, 2, *arguments(given), "train.stop_after=40")
     assert set(outcome.codes) == {0}, outcome.text

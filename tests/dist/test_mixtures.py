@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +83,7 @@ def test_each_sample_is_taken_once_over_a_kill_and_other_layouts_and_batches(
     first = settings(folder, **{"parallel.dp": "2", "checkpoint.every": "2", "train.steps": "400"})
     with Job(folder) as job:
         job.launch(2, *arguments(first))
-        job.await_text("step-00000004")
-        for pid in job.pids().values():
-            os.kill(pid, signal.SIGKILL)
+        job.kill_ranks("step-00000004")
         job.end()
     more = {"train.steps": "400", "parallel.pp": "2", "train.global_batch": "6"}
     outcome = run_forked(folder, 2, *arguments(settings(folder, **more)), "train.stop_after=30")

@@ -163,6 +163,12 @@ class Job:
         for rank, own in args.items():
             self.start(["train.py", *own], {**common, "RANK": str(rank)})
 
+    def kill_ranks(self, needle: str) -> None:
+        """Kill what a launcher of this job has started, by -9, when the output has `needle`."""
+        self.await_text(needle)
+        for pid in self.pids().values():
+            os.kill(pid, signal.SIGKILL)
+
     def await_text(self, needle: str) -> None:
         """Wait until the output has `needle`."""
         while needle not in self.text:

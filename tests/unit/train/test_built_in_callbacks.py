@@ -307,14 +307,16 @@ def test_checkpoints_are_due_by_steps_by_the_clock_and_at_the_end(tmp_path: Path
     assert saved == [(2, False), (4, True), (STEPS, True)]
 
 
+def made(root: Path, *, step: int, **given: Any) -> Path:
+    """In the place of a save: an empty folder."""
+    path = root / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    return path
+
+
 def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path: Path) -> None:
     """What is damaged does not count as kept, and what cannot be removed is told."""
     folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
-
-    def save(root: Path, *, step: int, **given: Any) -> Path:
-        path = root / f"step-{step:08d}"
-        path.mkdir(parents=True)
-        return path
 
     def verified(path: Path, mesh: Any) -> tuple[Any, str]:
         looked.append(path.name[-1])
@@ -330,7 +332,7 @@ def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path:
     )
     saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
     looked, damaged = list[str](), set[str]()
-    patches = {"verified": verified, "save": save}
+    patches = {"verified": verified, "save": made}
     with mock.patch.multiple(callback_saving, **patches):
         saving.after_step(run, turn(1, save=True, results=[result(1)]))
         saving.after_step(run, turn(2, save=True, results=[result(2)]))
@@ -356,18 +358,13 @@ def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path:
 def test_checkpoints_of_every_so_many_steps_stay(tmp_path: Path) -> None:
     folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
 
-    def save(root: Path, *, step: int, **given: Any) -> Path:
-        path = root / f"step-{step:08d}"
-        path.mkdir(parents=True)
-        return path
-
     run = standing_run(
         tmp_path,
         settings={"checkpoint": {"keep": 1, "keep_every": 4}},
         content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
     )
     saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
-    patches = {"verified": lambda path, mesh: (path, ""), "save": save}
+    patches = {"verified": lambda path, mesh: (path, ""), "save": made}
     with mock.patch.multiple(callback_saving, **patches):
         for step in range(1, 8):
             saving.after_step(run, turn(step, save=True, results=[result(step)]))
