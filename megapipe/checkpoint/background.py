@@ -32,6 +32,7 @@ from megapipe.checkpoint.writer import (
     together,
     write,
 )
+from megapipe.errors import CheckpointError
 
 LOOK_S = 0.02
 """Time between two looks of rank 0 at what the others have written."""
@@ -87,8 +88,15 @@ class Snapshot:
         return taken
 
     def _block(self, nbytes: int) -> Tensor:
-        """New memory for at least so many bytes, uint8."""
-        return torch.empty(max(_BLOCK, nbytes), dtype=torch.uint8, pin_memory=self._pinned)
+        """New memory for at least so many bytes, uint8. Raises CheckpointError."""
+        nbytes = max(_BLOCK, nbytes)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        except (RuntimeError, MemoryError):
+            raise CheckpointError(
+                f"the host has no {nbytes >> 20} MiB more for a copy of the state: set "
+                "checkpoint.background=false"
+            ) from None
 
 
 @dataclass
@@ -194,7 +202,8 @@ class Background:
         attempt.written.set()
         try:
             if attempt.fault:
-                self._counter.compare_set(f"{key}/fault", "", attempt.fault)
+                text = attempt.fault.encode(errors="replace").decode()
+                self._counter.compare_set(f"{key}/fault", "", text)
             self._counter.add(f"{key}/written", 1)
             if rank == 0:
                 self._commit(attempt, key)

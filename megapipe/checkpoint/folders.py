@@ -8,6 +8,8 @@ step-00000100.1            a later one of the same step: a committed folder is n
                            again nor replaced, so saving a step twice makes a second folder
 latest                     text file with the name of the last commit, for people and tools;
                            loading scans the folder instead and never reads it
+.failed-step-00000100      an empty file: starts from that checkpoint failed again and again, so
+                           another is taken as long as there is one
 .staging-...               being written, or being removed, or left behind by a killed process
 =========================  ====================================================================
 """
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 POINTER = "latest"
 STAGING_PREFIX = ".staging-"
+FAILED_PREFIX = ".failed-"
 _NAME = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,5}))?")
 
 

@@ -86,13 +86,15 @@ def launch(
             if agent.get_worker_group().group_rank == 0:
                 heartbeat.say(line(again, restarts, done.step))
             progress.write(file, progress.Progress(before=again.before))
-            time.sleep(again.wait_s)
+            with relay.waiting():
+                time.sleep(again.wait_s)
             attempt += 1
 
 
 @contextlib.contextmanager
 def _progress_file(restarts: int) -> Iterator[Path | None]:
     """Where the run tells how far it has come, if that is of use."""
+    progress.told(os.environ)  # that of a job in which this one is started is not for it
     if restarts == 0:
         yield None
         return
@@ -100,7 +102,10 @@ def _progress_file(restarts: int) -> Iterator[Path | None]:
         path = Path(folder, "progress")
         path.touch()
         os.environ[progress.ENVIRONMENT] = str(path)
-        yield path
+        try:
+            yield path
+        finally:
+            progress.told(os.environ)
 
 
 def _agent(
@@ -161,14 +166,16 @@ def _run(agent: LocalElasticAgent, relay: _Relay, rdzv_endpoint: str) -> int:
     ends.start()
     code = LaunchError.exit_code
     try:
-        code = _exit_code(agent.run(), relay, ends.killed)
+        try:
+            result = agent.run()
+        finally:
+            ends.over.set()
+        code = _exit_code(result, relay, ends.killed)
     except (RendezvousError, TimeoutError) as error:
         raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
     finally:
-        relay.pids = list
         with unless_within(CLOSE_S, lambda: os._exit(code)):
             group.spec.rdzv_handler.shutdown()
-        ends.over.set()
     return code
 
 
@@ -184,7 +191,7 @@ def _exit_code(result: RunResult, relay: _Relay, stopped: Container[int]) -> int
         if number == signal.SIGKILL and relay.killed_for is not None:
             return 128 + relay.killed_for
         if number in relay.handed_on and number in STOPPED:  # before it could hear it
-            say(_stopped(signal.Signals(number)))
+            say(_stopped(signal.Signals(number), "before the ranks had begun"))
             return Preempted.exit_code
         if number not in relay.handed_on:
             _say_killed(rank, signal.Signals(number))
@@ -201,6 +208,8 @@ class _Relay(Listener):
         """The second signal, where ranks were killed because they did not end by it."""
         self.pids: Callable[[], list[int]] = list
         """The ranks that there are."""
+        self._when = "before the ranks had begun"
+        """When it is that there are no ranks."""
         self._last: float | None = None
         """When SIGINT or SIGTERM last came, monotonic seconds."""
         super().__init__(HANDED_ON)
@@ -211,7 +220,7 @@ class _Relay(Listener):
         if not self.pids():
             if number not in STOPPED:
                 os._exit(128 + number)
-            say(_stopped(number))
+            say(_stopped(number, self._when))
             os._exit(Preempted.exit_code)
         if number not in (signal.SIGINT, signal.SIGTERM):
             return
@@ -221,6 +230,12 @@ class _Relay(Listener):
             killer.daemon = True
             killer.start()
         self._last = now
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Between two starts."""
+        self.pids, self._when = list, "while it was to be started again"
+        yield
 
     def _kill(self, number: int) -> None:
         self.killed_for = number
@@ -232,8 +247,8 @@ class _Relay(Listener):
                 os.kill(pid, number)
 
 
-def _stopped(number: signal.Signals) -> Preempted:
-    return Preempted(f"stopped by {number.name} before the ranks had begun")
+def _stopped(number: signal.Signals, when: str) -> Preempted:
+    return Preempted(f"stopped by {number.name} {when}")
 
 
 def _say_killed(rank: int, number: signal.Signals) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,10 @@ class Progress(NamedTuple):
 
 def read(path: Path) -> Progress:
     """The record that was written last; an empty one if there is none."""
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return Progress()
     return Progress(*_FORM.unpack(content)) if len(content) == _FORM.size else Progress()
 
 
@@ -45,7 +48,8 @@ def write(path: Path, progress: Progress) -> None:
         os.close(handle)
 
 
-def told(environ: Mapping[str, str]) -> Path | None:
-    """Where a launcher waits for the record, if one does."""
-    name = environ.get(ENVIRONMENT)
+def told(environ: MutableMapping[str, str]) -> Path | None:
+    """Where a launcher waits for the record, if one does; jobs that this process starts are not
+    told."""
+    name = environ.pop(ENVIRONMENT, None)
     return Path(name) if name else None

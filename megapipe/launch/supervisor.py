@@ -43,15 +43,15 @@ class Supervisor:
         there is to be none. Raises :class:`TooManyRestarts`.
 
         A program that was no run, or never began to train, is not started again: nothing is known
-        of whether it can go on. Where two starts fail after the same step, the next begins with an
-        older checkpoint: theirs may be poisoned.
+        of whether it can go on. Where two starts from one checkpoint fail after the same step, the
+        next begins with an older one: theirs may be poisoned.
         """
         if self._limit == 0 or not _is_fault(code) or max(progress.first, self._best) < 0:
             return None
         if progress.step > self._best:
             self._best, self._number, self._before = progress.step, 0, 0
-        elif progress.first >= 0 and self._last is not None and progress.step == self._last.step:
-            self._before = progress.first
+        elif progress.first >= 0:
+            self._before = progress.first if progress == self._last else 0
         self._number += 1
         if self._number > self._limit:
             raise TooManyRestarts(
@@ -59,7 +59,7 @@ class Supervisor:
                 f"the last ended with exit code {code}"
             )
         if progress.first >= 0:
-            self._last = progress
+            self._last = progress._replace(before=-1)
         return Again(self._number, min(2.0 ** (self._number - 1), LONGEST_S), self._before)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.folders import FAILED_PREFIX, committed
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.checkpoint_config import CheckpointConfig
@@ -42,6 +42,8 @@ class Source:
     """Of which nothing but the weights is taken; then there is no `checkpoint`."""
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints were passed over."""
+    failed: list[Path] = field(default_factory=list)
+    """Checkpoints from which starts have failed."""
 
 
 def choose(
@@ -51,8 +53,8 @@ def choose(
 
     Damaged ones are passed over; ``checkpoint.load`` must be intact. Where a launcher has started
     the run again, rank 0 is given `before`: if not 0, checkpoints of so many steps or more are
-    passed over too, if there is another. Raises :class:`CheckpointError` or :class:`ConfigError` on
-    every rank, as ``run.resume`` demands.
+    passed over from now on, as long as there is another. Raises :class:`CheckpointError` or
+    :class:`ConfigError` on every rank, as ``run.resume`` demands.
     """
     before = json.loads(mesh.share(json.dumps(before)))
     if config.run.resume == "never" and before is None:
@@ -62,14 +64,16 @@ def choose(
                 f"{checkpoints.parent} already has the checkpoint {path.name}, and run.resume is "
                 "never; choose another run.name"
             )
-    poisoned = _poisoned(checkpoints, before or 0, mesh)
-    found = _newest_intact(checkpoints, mesh, poisoned)
+    failed = _failed(checkpoints, before or 0, mesh)
+    found = _newest_intact(checkpoints, mesh, failed)
     if found.checkpoint is not None:
-        found.skipped.extend(f"{path}: two starts from it failed alike" for path in poisoned)
-    elif poisoned:
-        found = _newest_intact(checkpoints, mesh)
+        found.skipped.extend(
+            f"{path}: starts from it, or before it, have failed" for path in failed
+        )
+    elif failed:
+        found, failed = _newest_intact(checkpoints, mesh), []
     if found.checkpoint is not None:
-        return Source(found.checkpoint, is_own=True, skipped=found.skipped)
+        return Source(found.checkpoint, is_own=True, skipped=found.skipped, failed=failed)
     if found.damaged or config.run.resume == "must":
         reasons = f": {'; '.join(found.skipped)}" if found.skipped else ""
         raise CheckpointError(f"{checkpoints}: no checkpoint to resume from{reasons}")
@@ -227,11 +231,22 @@ def _newest_intact(folder: Path, mesh: ParallelMesh, but: Collection[Path] = ())
     return _Newest(None, skipped, bool(damaged))
 
 
-def _poisoned(folder: Path, before: int, mesh: ParallelMesh) -> list[Path]:
-    """Checkpoints of `before` steps or more, as rank 0 finds them; 0: none."""
-    found = committed(folder) if before and mesh.rank == 0 else []
-    names = json.loads(mesh.share(json.dumps([key.name for key in found if key.step >= before])))
-    return [folder / name for name in names]
+def _failed(folder: Path, before: int, mesh: ParallelMesh) -> list[Path]:
+    """Checkpoints that rank 0 finds marked, after it has marked those of `before` steps or more;
+    0: none."""
+    names, error = [], None
+    if mesh.rank == 0:
+        try:
+            for key in committed(folder):
+                mark = folder / f"{FAILED_PREFIX}{key.name}"
+                if before and key.step >= before:
+                    mark.touch()
+                if mark.exists():
+                    names.append(key.name)
+        except OSError as problem:
+            error = CheckpointError(f"cannot write to {folder}: {problem.strerror}")
+    all_or_none(mesh, error)
+    return [folder / name for name in json.loads(mesh.share(json.dumps(names)))]
 
 
 def _newest(

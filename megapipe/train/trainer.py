@@ -128,6 +128,7 @@ class Trainer:
             corpus=corpus,
             order=self.training.order,
             sound=[own.path] if own is not None else [],
+            failed=self.source.failed,
             background=(
                 Background(mesh, mesh.store, pinned=mesh.device.type == "cuda")
                 if config.checkpoint.background

@@ -24,8 +24,8 @@ class Saving(Callback):
     """Saves into the run folder, and deletes older checkpoints there (``checkpoint.keep``).
 
     `clock` says when a checkpoint is due by time: that of rank 0 decides. `sound` are checkpoints
-    of earlier starts that have been verified. With `background` training goes on during all saves
-    but the last.
+    of earlier starts that have been verified; those that have `failed` do not count as kept. With
+    `background` training goes on during all saves but the last.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Saving(Callback):
         corpus: Sources,
         order: str,
         sound: Iterable[Path] = (),
+        failed: Iterable[Path] = (),
         background: Background | None = None,
     ) -> None:
         self.folder = folder
@@ -47,7 +48,7 @@ class Saving(Callback):
         self._order = order
         self.newest: Path | None = None
         """The checkpoint that was saved last."""
-        self._sound = dict.fromkeys(sound, True)
+        self._sound = {**dict.fromkeys(sound, True), **dict.fromkeys(failed, False)}
         """Whether checkpoints are as they were written, of those that were looked at."""
         self._unproven: int | None = None
         """The step of the checkpoint that was saved last, if no finite step has followed it."""
@@ -75,10 +76,10 @@ class Saving(Callback):
             for result in step.results
         ):
             self._unproven = None
-            if self._step_under_way is None:
+            if self._step_under_way is None and not step.stop:
                 self._remove_old(run)
         if any(result.wishes.finish for result in step.results):
-            self.finish(run)
+            self.finish(run, leaves=step.stop)
         if step.save or step.stop:
             run.check_settled()
             self.save(run, step.number, wait=step.last or step.stop)
@@ -95,7 +96,7 @@ class Saving(Callback):
         """
         run.callbacks.before_save(run, step)
         self.folder.check(run.mesh)
-        self.finish(run)
+        self.finish(run, leaves=wait)
         began = time.monotonic()
         content = run.train_step.content(
             step,
@@ -115,9 +116,9 @@ class Saving(Callback):
         self._unproven = step
         self.clock.restart()
 
-    def finish(self, run: Run) -> None:
-        """Wait for the save in the background, if there is one. Raises :class:`CheckpointError` on
-        all ranks."""
+    def finish(self, run: Run, *, leaves: bool = False) -> None:
+        """Wait for the save in the background, if there is one, and remove old checkpoints, unless
+        the run `leaves` soon. Raises :class:`CheckpointError` on all ranks."""
         if self._background is None or self._background.step is None:
             return
         began = time.monotonic()
@@ -129,7 +130,7 @@ class Saving(Callback):
             path,
             f" in {now - self._began:.1f} s, of which training waited {self._waited:.3f} s",
         )
-        if self._unproven is None:
+        if self._unproven is None and not leaves:
             self._remove_old(run)
 
     def _note(self, run: Run, path: Path, more: str = "") -> None:

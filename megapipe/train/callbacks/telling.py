@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from megapipe.launch.progress import Progress, write
@@ -15,7 +16,11 @@ class Telling(Callback):
         self._file = file
 
     def begin(self, run: Run) -> None:
-        write(self._file, Progress(run.first_step, run.first_step))
+        self._tell(run, run.first_step)
 
     def after_step(self, run: Run, step: Step) -> None:
-        write(self._file, Progress(run.first_step, step.number))
+        self._tell(run, step.number)
+
+    def _tell(self, run: Run, step: int) -> None:
+        with contextlib.suppress(OSError):  # a run does not end for want of a file
+            write(self._file, Progress(run.first_step, step))

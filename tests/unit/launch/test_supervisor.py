@@ -39,7 +39,7 @@ def test_who_comes_further_begins_to_count_anew() -> None:
     supervisor = Supervisor(2)
     for step in range(10, 100, 10):
         assert supervisor.again(137, Progress(step - 10, step)) == Again(1, 1.0, 0)
-        assert supervisor.again(137, Progress(step, step)) == Again(2, 2.0, step)
+        assert supervisor.again(137, Progress(step, step)) == Again(2, 2.0, 0)
 
 
 def test_two_faults_at_a_step_ask_for_an_older_checkpoint() -> None:
@@ -48,7 +48,8 @@ def test_two_faults_at_a_step_ask_for_an_older_checkpoint() -> None:
     assert supervisor.again(1, Progress(6, 8)) == Again(2, 2.0, 0), "another step"
     assert supervisor.again(1, Progress(6, 8)) == Again(3, 4.0, 6)
     assert supervisor.again(4, Progress()) == Again(4, 8.0, 6), "still"
-    assert supervisor.again(1, Progress(3, 8)) == Again(5, 16.0, 3), "further back"
+    assert supervisor.again(1, Progress(3, 8)) == Again(5, 16.0, 0), "from another checkpoint"
+    assert supervisor.again(1, Progress(3, 8)) == Again(6, 32.0, 3), "further back"
     assert supervisor.again(1, Progress(0, 10)) == Again(1, 1.0, 0), "it was that"
 
 
@@ -74,5 +75,8 @@ def test_the_record(tmp_path: Path) -> None:
         assert progress.read(path) == record
     path.write_bytes(b"half of it")
     assert progress.read(path) == Progress()
+    assert progress.read(tmp_path / "gone") == Progress()
     assert progress.told({}) is None
-    assert progress.told({progress.ENVIRONMENT: str(path)}) == path
+    environ = {progress.ENVIRONMENT: str(path)}
+    assert progress.told(environ) == path
+    assert not environ, "jobs that the run starts are none of its launcher's"
