@@ -68,9 +68,9 @@ def test_two_kills_and_an_exception_change_no_bit(tmp_path: Path) -> None:
 
 def test_a_step_that_fails_twice_is_reached_from_an_older_checkpoint(tmp_path: Path) -> None:
     fault = "raise ValueError('no such thing')"
-    outcome = run(tmp_path, {6: 2}, "--restarts", "3", action=fault)
+    outcome = run(tmp_path, {6: 3}, "--restarts", "3", action=fault)
     assert outcome.codes == [0], outcome.text
-    assert "(2 of 3), in 2 s, from before step 4" in outcome.text
+    assert "(3 of 3), in 4 s, from before step 4" in outcome.text
     assert "step-00000004: starts from it, or before it, have failed" in outcome.text
     names = {path.name for path in (tmp_path / "runs/run/checkpoints").iterdir()}
     assert {".failed-step-00000004", "step-00000004", "step-00000004.1"} <= names
