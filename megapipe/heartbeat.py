@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from megapipe.processes import machine, start_of
+
 BEAT_S = 5.0
 """Seconds between two writes of the count."""
 STALE_S = 90.0
@@ -56,7 +58,7 @@ class Owner:
     @staticmethod
     def me() -> Owner:
         pid = os.getpid()
-        return Owner(socket.gethostname(), _machine(), pid, _start_of(pid) or 0.0, time.time())
+        return Owner(socket.gethostname(), machine(), pid, start_of(pid) or 0.0, time.time())
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}"
@@ -64,38 +66,15 @@ class Owner:
     @property
     def is_here(self) -> bool:
         """Whether it is of this machine, where its end is seen at once."""
-        return self.machine == _machine()
+        return self.machine == machine()
 
     @property
     def ended(self) -> bool:
         """Whether the process is known to have ended: it is of this machine and not there."""
         if not self.is_here:
             return False
-        began = _start_of(self.process)
+        began = start_of(self.process)
         return began is None or began != self.began
-
-
-def _machine() -> str:
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts)
-
-
-def _start_of(process: int) -> float | None:
-    """When a process of this machine began, 0 where that is not told; None if there is none."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        stat = Path(f"/proc/{process}/stat").read_text()
-        state, *fields = stat[stat.rindex(")") + 2 :].split()
-        return None if state == "Z" else float(fields[18])
-    return 0.0
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Numbers in sentences."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, noun: str) -> str:
@@ -31,3 +31,14 @@ def either(values: Sequence[int | str]) -> str:
     """The values in words: 1, 2 or 4."""
     *head, last = map(str, values)
     return f"{', '.join(head)} or {last}" if head else last
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """The numbers in words: 1-3, 7."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

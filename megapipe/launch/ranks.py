@@ -13,7 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+from megapipe.processes import is_stopped
 
 LOOK_S = 0.25
 LATE_S = 2.0
@@ -45,7 +46,7 @@ class Ends(threading.Thread):
                 code = next((c for pid in pids if (c := _exit_code(pid)) not in (None, 0)), None)
             if len(running) < len(pids):
                 for pid in running:
-                    if _is_stopped(pid):
+                    if is_stopped(pid):
                         self.killed.add(pid)
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
@@ -73,10 +74,3 @@ def _exit_code(pid: int) -> int | None:
     if found is None:
         return None
     return found.si_status + 128 * (found.si_code != os.CLD_EXITED)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process, as far as the system tells; not by a debugger."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megapipe.errors import DataError, LaunchError
 from megapipe.launch.listening import listen
 from megapipe.launch.place import LaunchInfo
+from megapipe.words import ranges
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -143,7 +144,7 @@ def _not_all(store: Store, info: LaunchInfo, timeout_s: float) -> LaunchError:
     absent = [rank for rank in range(info.world) if not store.check([f"compared {rank}"])]
     return LaunchError(
         f"{info.world - len(absent)} of {info.world} ranks arrived within {timeout_s:.0f} s "
-        f"(parallel.timeout_s), and not rank{'s' * (len(absent) > 1)} {_ranges(absent)}: look "
+        f"(parallel.timeout_s), and not rank{'s' * (len(absent) > 1)} {ranges(absent)}: look "
         "whether they were started, and how they ended"
     )
 
@@ -156,22 +157,11 @@ def _describe(differences: list[tuple[str, object, object, int]]) -> str:
     parts = []
     for key, (expected, found) in sorted(fields.items()):
         others = ", ".join(
-            f"{value} on rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}"
+            f"{value} on rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
             for value, ranks in sorted(found.items())
         )
         parts.append(f"{key} is {expected!r} on rank 0 but {others}")
     return "the ranks disagree: " + "; ".join(parts)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """1, 2, 3, 7 -> "1-3, 7"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
 T = TypeVar("T")
