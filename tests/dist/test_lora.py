@@ -46,6 +46,7 @@ TWO = [
     replace(PIPELINE, lora="some", activations="full", tied=False),
     replace(DATA, reduce_chunk_mib=1e-6),
     replace(DATA, zero=3, lora="some"),
+    replace(TENSOR, rule="muon"),
 ]
 FOUR = [
     replace(SPLIT, pp=2, m=3, schedule="zb_h1", activations="full, two together"),
@@ -53,7 +54,7 @@ FOUR = [
     replace(SPLIT, pp=2, m=4, schedule="interleaved_1f1b", chunks=2, activations="stage"),
     replace(SPLIT, pp=2, m=2, schedule="seq1f1b", slices=2, model="qwen"),
     replace(SPLIT, dp=2, zero=3, lora="heads together", dtype="bf16"),
-    replace(SPLIT, dp=2, zero=2, reduce_chunk_mib=1e-6, model="gemma"),
+    replace(SPLIT, dp=2, zero=2, reduce_chunk_mib=1e-6, model="gemma", rule="muon"),
     replace(PIPELINE, pp=4, m=4, schedule="chimera", lora="some", model="neox"),
     replace(DATA, pp=2, zero=3, chunks=2, m=4, schedule="interleaved_1f1b", rule="muon"),
 ]

@@ -61,10 +61,22 @@ def on_whole(
 ) -> list[Tensor]:
     """`function` of each whole matrix, of which every tp rank has a region; returns its regions.
 
-    The function keeps the shape [..., m, n] and the type.
+    The function keeps the shape [..., m, n] and the type. Matrices that every tp rank has whole, as
+    of adapters, need nobody else.
     """
-    if tp.size == 1:
-        return [function(region) for region in regions]
+    split = [i for i, spec in enumerate(specs) if tp.size > 1 and spec.split_dim is not None]
+    parts = [regions[i] for i in split]
+    done = dict(zip(split, _on_split(parts, [specs[i] for i in split], tp, function), strict=True))
+    return [done[i] if i in done else function(region) for i, region in enumerate(regions)]
+
+
+def _on_split(
+    regions: Sequence[Tensor],
+    specs: Sequence[LocalParameter],
+    tp: Axis,
+    function: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """The same for matrices that are split over tp."""
     if not regions:
         return []
     hands = deal([_work(spec.shape) for spec in specs], tp.size)
