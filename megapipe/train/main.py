@@ -37,9 +37,10 @@ def train(argv: Sequence[str]) -> int:
         return shutdown.end_early(error, info)
 
     with StopRequest() as stop:
-        stop.leave = leave
         try:
-            info = place.find_launch_info(os.environ)
+            with stop.steady:  # who speaks follows from the place
+                stop.leave = leave
+                info = place.find_launch_info(os.environ)
             # below here, as they take a second, in which a signal may come
             from megapipe import cli
             from megapipe.train import job
