@@ -356,18 +356,10 @@ exit $code
 
 SCONTROL = """#!/usr/bin/env bash
 if [[ $1 == show ]]; then
-  printf 'gpu07\\ngpu08\\n'
+  printf 'localhost\\ngpu08\\n'
 else
   echo "$@" >"$SCONTROL_LOG"
 fi
-"""
-
-# torchrun: dies of USR1 and TERM unless told to ignore them, and has one rank.
-TORCHRUN = """
-import os, subprocess, sys
-assert os.environ["PET_SIGNALS_TO_HANDLE"] == "SIGINT,SIGHUP,SIGQUIT"
-rank = subprocess.Popen([sys.executable, "rank.py"], start_new_session=True)
-sys.exit(1 if rank.wait() else 0)
 """
 
 RANK = """
@@ -375,6 +367,7 @@ import os, pathlib, signal, sys, time
 stopped = []
 signal.signal(signal.SIGUSR1, lambda *_: stopped.append(1))
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+time.sleep(1)  # as imports do, while the launcher learns of its ranks
 pathlib.Path("ready").touch()
 for _ in range({seconds} * 100):
     time.sleep(0.01)
@@ -388,14 +381,14 @@ sys.exit({code})
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """A submit folder with stand-ins for SLURM and for torchrun; a rank that runs for 30 s."""
+    """A submit folder with stand-ins for SLURM, and for train.py one that runs for 30 s."""
     folder = tmp_path / "project"
     (folder / ".venv/bin").mkdir(parents=True)
     write_program(
-        folder / ".venv/bin/python", f'#!/bin/sh\nexec {sys.executable} torchrun.py "$@"\n'
+        folder / ".venv/bin/python",
+        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n',
     )
-    (folder / "torchrun.py").write_text(TORCHRUN)
-    (folder / "rank.py").write_text(RANK.format(seconds=30, code=0))
+    (folder / "train.py").write_text(RANK.format(seconds=30, code=0))
     binaries = tmp_path / "bin"
     binaries.mkdir()
     write_program(binaries / "srun", SRUN)
@@ -406,9 +399,9 @@ def cluster(tmp_path, monkeypatch):
         "SCONTROL_LOG": str(folder / "scontrol.log"),
         "SLURM_SUBMIT_DIR": str(folder),
         "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NODELIST": "gpu[07-08]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_GPUS_ON_NODE": "1",
         "SLURM_CPUS_PER_TASK": "64",
     }.items():
         monkeypatch.setenv(name, value)
@@ -427,38 +420,49 @@ def wait_for(path):
         time.sleep(0.01)
 
 
-def test_sbatch_starts_one_torchrun_per_node(cluster):
-    (cluster / "rank.py").write_text(RANK.format(seconds=0, code=0))
+def test_sbatch_starts_a_launcher_per_node(cluster):
+    (cluster / "train.py").write_text(RANK.format(seconds=0, code=0))
     assert submit("configs/llama_8b.yaml", "data.source=a b").wait(timeout=60) == 0
     arguments = (cluster / "srun.log").read_text().split("\0")[:-1]
-    assert arguments[:5] == ["--cpus-per-task", "64", "--kill-on-bad-exit=1", "bash", "-c"]
-    assert arguments[6:] == [
-        *("node", ".venv/bin/python", "-m", "torch.distributed.run"),
-        *("--nnodes", "2", "--nproc-per-node", "8"),
-        *("--rdzv-id", "4711", "--rdzv-backend", "c10d", "--rdzv-endpoint", "gpu07:24711"),
+    assert arguments == [
+        *("--cpus-per-task", "64", "--kill-on-bad-exit=1"),
+        *(".venv/bin/python", "-m", "megapipe.launch"),
+        *("--nnodes", "1", "--nproc", "1", "--restarts", "3"),
+        *("--rdzv-id", "4711.0", "--rdzv-endpoint", "localhost:24711"),
         *("train.py", "configs/llama_8b.yaml", "data.source=a b"),
     ]
     assert not (cluster / "scontrol.log").exists()
 
 
-def test_sbatch_passes_a_failure_on_and_does_not_requeue(cluster):
-    (cluster / "rank.py").write_text(RANK.format(seconds=0, code=2))
-    assert submit("configs/llama_8b.yaml").wait(timeout=60) == 1
+@pytest.mark.full
+def test_sbatch_passes_a_mistake_on_and_does_not_requeue(cluster):
+    (cluster / "train.py").write_text(RANK.format(seconds=0, code=2))
+    assert submit("configs/llama_8b.yaml").wait(timeout=60) == 2
     assert not (cluster / "scontrol.log").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("before", [0, 3])
+def test_after_a_fault_the_job_is_requeued_some_times(cluster, monkeypatch, before):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(before))
+    (cluster / "train.py").write_text("import os; os.kill(os.getpid(), 9)")
+    assert submit("configs/llama_8b.yaml").wait(timeout=60) == 137
+    assert (cluster / "scontrol.log").exists() == (before < 3)
 
 
 def test_ahead_of_the_time_limit_the_ranks_save_and_the_job_is_requeued(cluster):
     job = submit("configs/llama_8b.yaml")
     wait_for(cluster / "ready")
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=60) == 1
+    assert job.wait(timeout=60) == 75
     assert (cluster / "saved").exists()
     assert (cluster / "scontrol.log").read_text() == "requeue 4711\n"
 
 
+@pytest.mark.full
 def test_a_job_that_reaches_its_end_after_the_signal_is_not_requeued(cluster):
     rank = RANK.format(seconds=30, code=0)
-    (cluster / "rank.py").write_text(rank.replace("sys.exit(75)", "sys.exit(0)"))
+    (cluster / "train.py").write_text(rank.replace("sys.exit(75)", "sys.exit(0)"))
     job = submit("configs/llama_8b.yaml")
     wait_for(cluster / "ready")
     job.send_signal(signal.SIGUSR1)
@@ -466,10 +470,11 @@ def test_a_job_that_reaches_its_end_after_the_signal_is_not_requeued(cluster):
     assert not (cluster / "scontrol.log").exists()
 
 
+@pytest.mark.full
 def test_a_preempted_job_saves_and_leaves_the_requeueing_to_slurm(cluster):
     job = submit("configs/llama_8b.yaml")
     wait_for(cluster / "ready")
     job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=60) == 1
+    assert job.wait(timeout=60) == 75
     assert (cluster / "saved").exists()
     assert not (cluster / "scontrol.log").exists()
