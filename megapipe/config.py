@@ -80,6 +80,10 @@ class ParallelConfig(Section):
     timeout_s: float = Field(600.0, ge=1, le=604_800)
     """Seconds after which a collective or a message that no peer answers is an error, at most a
     week; also for the meeting of the processes, and for the store in which they meet."""
+    watchdog: bool = True
+    """Whether a process of each node looks for ranks that hang. It names the one that the others
+    wait for, writes the stacks of all into the run folder, and ends the job, when a rank has waited
+    for `timeout_s`; the time-out itself is then two seconds longer."""
 
 
 class PipelineConfig(Section):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
+
+from megapipe.watch.journal import Line, unwatched
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class Axis:
     index: int
     ranks: tuple[int, ...]
     group: ProcessGroup | None
+    line: Line = field(default_factory=unwatched, compare=False, repr=False)
+    """Where this process notes that it waits for the others."""
 
     @classmethod
     def alone(cls, rank: int = 0) -> Axis:

@@ -65,7 +65,8 @@ def all_to_all(tensor: Tensor, sends: Sequence[int], receives: Sequence[int], ax
     staged = _staged(tensor, axis)
     sent = tensor.cpu() if staged else tensor
     received = sent.new_empty(sum(receives))
-    dist.all_to_all_single(received, sent, list(receives), list(sends), group=axis.group)
+    lengths = list(receives), list(sends)
+    _started(dist.all_to_all_single, axis, received, sent, *lengths)()
     return received.to(tensor.device) if staged else received
 
 
@@ -80,12 +81,12 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, in_order: bool = False) -> W
         return done
     if _staged(tensor, axis):
         host = tensor.cpu()
-        dist.all_reduce(host, group=axis.group)
+        _started(dist.all_reduce, axis, host)()
         tensor.copy_(host)
         return done
     if in_order and _by_messages(axis):
         return gloo.start_all_reduce(tensor, axis)
-    return _started(dist.all_reduce, tensor, group=axis.group)
+    return _started(dist.all_reduce, axis, tensor)
 
 
 def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
@@ -98,7 +99,7 @@ def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
     if _by_messages(axis):
         return gloo.start_reduce_scatter(whole, axis)
     piece = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
-    return piece, _started(_reduce_scatter, piece, whole, group=axis.group)
+    return piece, _started(_reduce_scatter, axis, piece, whole)
 
 
 def start_gathering(piece: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
@@ -123,7 +124,7 @@ def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Wait:
         return done
     if _by_messages(axis):
         return gloo.start_all_gather(whole, piece, axis)
-    return _started(_all_gather, whole, piece, group=axis.group)
+    return _started(_all_gather, axis, whole, piece)
 
 
 def start_all_to_all(tensor: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
@@ -132,29 +133,30 @@ def start_all_to_all(tensor: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
         return tensor, done
     if _staged(tensor, axis):
         received = torch.empty_like(sent := tensor.cpu())
-        dist.all_to_all_single(received, sent, group=axis.group)
+        _started(dist.all_to_all_single, axis, received, sent)()
         return received.to(tensor.device), done
     received = torch.empty_like(tensor)
-    return received, _started(dist.all_to_all_single, received, tensor, group=axis.group)
+    return received, _started(dist.all_to_all_single, axis, received, tensor)
 
 
 def done() -> None:
     """A wait for a collective that is complete already."""
 
 
-def _started(collective: Callable[..., Any], *tensors: Tensor, group: Any) -> Wait:
+def _started(collective: Callable[..., Any], axis: Axis, *arguments: Any) -> Wait:
     """Begin one of torch's collectives. Its tensors live until the wait: NCCL reads and writes them
     on a stream of its own, of which the allocator knows nothing."""
     if torch.compiler.is_compiling():
         # a graph has collectives without a handle, and its compiler says when to wait
-        collective(*tensors, group=group)
+        collective(*arguments, group=axis.group)
         return done
-    work = collective(*tensors, group=group, async_op=True)
+    number = axis.line.count()
+    work = collective(*arguments, group=axis.group, async_op=True)
 
     def wait() -> None:
-        nonlocal tensors
-        work.wait()
-        tensors = ()
+        nonlocal arguments
+        axis.line.wait(number, work.wait)
+        arguments = ()
 
     return wait
 

@@ -106,4 +106,6 @@ def _start_exchange(
     others = [(axis.index + i) % axis.size for i in range(1, axis.size)]
     works = [group.recv([received[other]], other, tag) for other in others]
     works += [group.send([sent[other]], other, tag) for other in others]
-    return _Exchange(works, [*sent, *received]).wait
+    number = axis.line.count()
+    exchange = _Exchange(works, [*sent, *received])
+    return lambda: axis.line.wait(number, exchange.wait)

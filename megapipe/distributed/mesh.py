@@ -41,6 +41,7 @@ from megapipe.distributed.environment import (
     set_environment,
 )
 from megapipe.errors import LaunchError
+from megapipe.watch.journal import Journal
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
@@ -151,10 +152,19 @@ class ParallelMesh:
     On a GPU environment variables that are not set get the values that a run gives them
     (:mod:`megapipe.distributed.environment`), which CUDA heeds if it was not in use before.
 
+    Where `journal` is given this process notes there what it does, and for whom it waits.
+
     Raises :class:`LaunchError` when the world does not match the grid.
     """
 
-    def __init__(self, grid: Grid, *, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        journal: Journal | None = None,
+    ) -> None:
         if dist.get_world_size() != grid.world:
             raise LaunchError(
                 f"world size {dist.get_world_size()} does not match the mesh "
@@ -170,6 +180,14 @@ class ParallelMesh:
         self.backend: str = dist.get_backend()
         self.timeout = datetime.timedelta(seconds=timeout_s)
         self._exchanges = 0
+        self.journal = Journal() if journal is None else journal
+        self.journal.is_at(
+            ", ".join(f"{name} {index}" for name, index in self.at._asdict().items())
+        )
+        self._first = self.journal.line("texts", range(self.world), heeds=[0])
+        """Where all wait for texts of rank 0."""
+        self._computed = self.journal.line("device", range(self.world))
+        """Where each waits for its device, which may wait for those of others."""
         peers = {axis: grid.peers(self.rank, axis) for axis in AXES}
 
         def axes_of(backend: str, names: Sequence[AxisName]) -> dict[AxisName, Axis]:
@@ -244,7 +262,8 @@ class ParallelMesh:
     def _axis(self, ranks: Sequence[int], group: dist.ProcessGroup) -> Axis:
         if len(ranks) == 1:
             return Axis.alone(self.rank)
-        return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group)
+        line = self.journal.line(group.group_name, ranks)
+        return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group, line)
 
     def ordered_sum(self, vector: torch.Tensor, *axes: AxisName, largest: int = 0) -> torch.Tensor:
         """Sum a 1-D `vector` in host memory over the axes, one after the other, each by
@@ -278,12 +297,20 @@ class ParallelMesh:
 
         return result
 
+    def computed(self, values: torch.Tensor) -> list[float]:
+        """Numbers of the device's, once it has computed them; all ranks call it."""
+        numbers: list[float] = self._computed.wait(self._computed.count(), values.tolist)
+        return numbers
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank."""
         value = torch.tensor([float(flag)])
         for axis in self._host.values():
             if axis.group is not None:
-                dist.all_reduce(value, op=dist.ReduceOp.MAX, group=axis.group)
+                number = axis.line.count()
+                largest = dist.ReduceOp.MAX
+                work = dist.all_reduce(value, op=largest, group=axis.group, async_op=True)
+                axis.line.wait(number, work.wait)
         return bool(value.item())
 
     def barrier(self) -> None:
@@ -299,11 +326,11 @@ class ParallelMesh:
         """Rank 0's text, on every rank."""
         if self.world == 1:
             return text
-        key = self._next_key()
+        key, number = self._next_key(), self._first.count()
         if self.rank == 0:
             self.store.set(key, text)
             return text
-        value: bytes = self.store.get(key)
+        value: bytes = self._first.wait(number, lambda: self.store.get(key))
         return value.decode()
 
     def gather(self, text: str, name: AxisName) -> list[str]:

@@ -138,6 +138,7 @@ class _Line:
     def __init__(self, ends: Axis, device: torch.device, wire: torch.device) -> None:
         assert ends.group is not None
         self.group: Any = ends.group
+        self.line = ends.line
         self.peer = 1 - ends.index
         self.ranks = ends.ranks
         self.device = device
@@ -153,6 +154,8 @@ class _Outgoing(_Line):
     def __init__(self, ends: Axis, device: torch.device, wire: torch.device) -> None:
         super().__init__(ends, device, wire)
         self.under_way: deque[tuple[Any, Tensor]] = deque()
+        self.sent = 0
+        """The number of the message that was sent last, as the line counts them."""
         self.unacknowledged = 0
         """Messages sent and not known from acknowledgements to be received."""
 
@@ -160,8 +163,12 @@ class _Outgoing(_Line):
         tensor = tensor.contiguous()
         if self.staged:
             tensor = tensor.to(self.wire)
-        self.under_way.append((self.group.send([tensor], self.peer, 0), tensor))
+        self._start(tensor)
         self.unacknowledged += 1
+
+    def _start(self, tensor: Tensor) -> None:
+        self.sent = self.line.count()
+        self.under_way.append((self.group.send([tensor], self.peer, 0), tensor))
 
     def acknowledge(self, messages: int) -> None:
         self.unacknowledged -= messages
@@ -170,8 +177,9 @@ class _Outgoing(_Line):
 
     def release(self) -> Tensor:
         """Let go of the oldest message, once it is complete."""
+        oldest = self.sent - len(self.under_way) + 1
         work, tensor = self.under_way.popleft()
-        work.wait()
+        self.line.wait(oldest, work.wait)
         return tensor
 
     def finish(self) -> None:
@@ -214,7 +222,7 @@ class _Incoming(_Line):
         assert self.posted is not None
         work, buffer = self.posted
         self.posted = None
-        work.wait()
+        self.line.wait(self.line.count(), work.wait)
         self.expected.popleft()
         return buffer.to(self.device) if self.staged else buffer
 
@@ -240,7 +248,7 @@ class _DebugOutgoing(_Outgoing):
     def send(self, message: Op, tensor: Tensor) -> None:
         header = _header(message, tensor.shape, tensor.dtype).to(self.wire)
         # the header is of the message: both are received before either is acknowledged
-        self.under_way.append((self.group.send([header], self.peer, 0), header))
+        self._start(header)
         super().send(message, tensor.clone())
 
     def release(self) -> Tensor:
@@ -267,14 +275,15 @@ class _DebugIncoming(_Incoming):
         assert self.posted is not None
         work, header = self.posted
         self.posted = None
-        work.wait()
+        self.line.wait(self.line.count(), work.wait)
         message, shape = self.expected.popleft()
         assert torch.equal(header.cpu(), _header(message, shape, self.dtype)), (
             f"rank {self.ranks[1 - self.peer]} expected {message} of shape {shape} from rank "
             f"{self.ranks[self.peer]}, got {header.tolist()}"
         )
         buffer = _spoil(torch.empty(shape, dtype=self.dtype, device=self.wire))
-        self.group.recv([buffer], self.peer, 0).wait()
+        work = self.group.recv([buffer], self.peer, 0)
+        self.line.wait(self.line.count(), work.wait)
         return buffer.to(self.device)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.nn import Parameter
 
 from megapipe.engine.channels import Channels, Message, MessageShape, message_of
+from megapipe.engine.names import name_of
 from megapipe.engine.receives import posts
 from megapipe.engine.recorder import Recorder
 from megapipe.engine.stage import Key, Stage
@@ -24,6 +25,7 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.schedule.data_parallel import last_gradients
 from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.program import Action, Do, Program
+from megapipe.watch.journal import Journal, text
 
 Call = Callable[[], None]
 
@@ -66,8 +68,8 @@ class Executor:
 
     `shape` gives the shape of each message. With `train` false the forward ops build no graph
     (validation). A `recorder` is told when each op starts and stops. `wrap` may put something
-    around every action's call. `synchroniser` is needed where the program synchronises
-    data-parallel replicas.
+    around every action's call. Each is noted in the `journal` as it begins. `synchroniser` is
+    needed where the program synchronises data-parallel replicas.
 
     Receives are posted `receive_ahead` operations before they are needed, by default as early as
     can be, from the second step on. In the first one kernels are loaded and memory is found: on a
@@ -86,10 +88,12 @@ class Executor:
         wrap: Callable[[Action, Call], Call] | None = None,
         synchroniser: Synchroniser | None = None,
         receive_ahead: int | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.program = program
         self.stages = stages
         self.channels = channels
+        self.journal = journal or Journal()
         self.train = train
         self.recorder = recorder
         self.synchroniser = synchroniser
@@ -105,6 +109,10 @@ class Executor:
         for place in last_gradients(program.actions).values():
             stage = program.actions[place].stage
             self._calls[place] = self._watched(self._calls[place], stage)
+        self._calls = [
+            self._noted(name_of(action), call)
+            for action, call in zip(program.actions, self._calls, strict=True)
+        ]
         if wrap is not None:
             self._calls = list(map(wrap, program.actions, self._calls))
         self._next = 0
@@ -220,6 +228,16 @@ class Executor:
             Kind.R: self._bind_recompute,
         }[action.kind](action)
         return call if self.recorder is None else self.recorder.timed(action, call)
+
+    def _noted(self, name: str, call: Call) -> Call:
+        """`call`, which the journal of this process tells of."""
+        does, noted = self.journal.does, text(name)
+
+        def run() -> None:
+            does(noted)
+            call()
+
+        return run
 
     def _watched(self, call: Call, stage: int) -> Call:
         """`call`, which tells the synchroniser of each weight gradient as it comes in."""

@@ -122,6 +122,7 @@ class Pipeline:
                 wrap=partial(named, device=self.mesh.device) if name else None,
                 synchroniser=synchroniser,
                 receive_ahead=self.receive_ahead,
+                journal=self.mesh.journal,
             )
             for program, channels, recorder in zip(
                 self._programs(schedule, proved=proved), self._channels, recorders, strict=True

@@ -10,6 +10,18 @@ BACKLOG = 4096
 """Connections that may wait to be taken, as many as the system allows."""
 
 
+def listen_towards(address: str, port: int) -> socket.socket:
+    """A socket that listens at any free port of the interface by which address:port is reached.
+
+    Raises OSError."""
+    with socket.socket(
+        socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][0], socket.SOCK_DGRAM
+    ) as probe:
+        probe.connect((address, port))  # sends nothing
+        own = probe.getsockname()[0]
+    return socket.create_server((own, 0), family=probe.family, backlog=BACKLOG)
+
+
 def listen(address: str, port: int) -> socket.socket | None:
     """A socket that listens at `address` and no other one of this host; port 0: any that is free.
 

@@ -127,6 +127,18 @@ class Shutdown:
             self.cleanup()
         os._exit(error.exit_code)
 
+    def hangs(self, verdict: str) -> None:
+        """End because the job hangs, as a monitor has found (:mod:`megapipe.watch`), in a thread of
+        its own; another that ends this process already goes on with that."""
+        if not self._ender.acquire(blocking=False):
+            return
+        error = LaunchError(verdict)
+        self.linger_s = GRACE_S  # those that can hear it do so at once
+        self.report(error)
+        with unless_within(GRACE_S, lambda: os._exit(error.exit_code)):
+            self.cleanup()
+        os._exit(error.exit_code)
+
     def _place(self) -> str:
         return f"the rendezvous store at {self.info.address}:{self.info.port}"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.cli import Command, flatten, show
@@ -13,6 +15,7 @@ from megapipe.distributed.environment import set_environment
 from megapipe.errors import MegapipeError
 from megapipe.launch import devices, rendezvous
 from megapipe.launch.affinity import bind_near
+from megapipe.launch.listening import listen_towards
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.shutdown import Shutdown
@@ -24,9 +27,15 @@ from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import package_hash
 from megapipe.plan.report import report as plan_report
+from megapipe.watch.journal import Journal
+from megapipe.watch.rank import Watch
 
 if TYPE_CHECKING:
     from megapipe.train.callbacks.callback import Callback
+
+
+WATCHED_S = 2.0
+"""How much later than a watchdog communication itself notices that a peer does not answer."""
 
 
 def start(
@@ -69,6 +78,7 @@ def start(
     # torch is loaded after the configuration is known to be right, unless code of the user's has
     import torch
 
+    from megapipe.distributed.flight import flight_record
     from megapipe.distributed.mesh import Grid, ParallelMesh
     from megapipe.observe.out_of_memory import is_out_of_memory, out_of_memory, remember_allocations
     from megapipe.train import slice_times
@@ -84,6 +94,7 @@ def start(
         store = rendezvous.open_store(info, timeout)
         ending = shutdown(info, store, timeout_s=timeout)
         stop.leave = ending.stop
+    watch, journal = None, Journal()
     try:
         tokenizer = rendezvous.first_on_host(
             store, "tokenizer", lambda: load_tokenizer(name), timeout
@@ -103,9 +114,21 @@ def start(
             bind_near(devices.pci_address(device))
         if config.log.memory_history:
             remember_allocations(device)
+        if info.world > 1 and config.parallel.watchdog:
+            several = info.local_world < info.world
+            watch = Watch(
+                store,
+                info.rank,
+                timeout,
+                Path(config.run.folder) / config.run.name / "hangs",
+                listen=partial(listen_towards, info.address, info.port) if several else None,
+                flight_record=flight_record,
+                end=ending.hangs,
+            )
+            journal, timeout = watch.journal, timeout + WATCHED_S
         rendezvous.start_process_group(store, info, backend, timeout)
         grid = Grid(layout.pipeline_processes, layout.dp, layout.cp, layout.tp)
-        mesh = ParallelMesh(grid, device=device, timeout_s=timeout)
+        mesh = ParallelMesh(grid, device=device, timeout_s=timeout, journal=journal)
         try:
             if command.time_slices:
                 found = slice_times.report(config, layout, mesh)
@@ -127,6 +150,8 @@ def start(
             if info.rank == 0:
                 show(f"{finished}\n")
         mesh.barrier()
+        if watch is not None:
+            watch.close()
         rendezvous.end_process_group()
         ending.leave()
         return 0

@@ -56,6 +56,7 @@ from megapipe.train.post_validation import PostValidation
 from megapipe.train.totals import LARGEST, SourceTotal, Totals, Wishes
 from megapipe.train.update import StepResult, Update
 from megapipe.train.warm_up import WarmUp
+from megapipe.watch.journal import text
 
 
 class Position(NamedTuple):
@@ -300,13 +301,16 @@ class TrainStep:
             self.mesh.barrier()
         if self.post_validation is not None:
             return self.post_validation.train(executors[0], step, rows, wishes)
+        self.mesh.journal.does(text("reading samples"))
         microbatches, counted = self.fetch(step, rows)
         self.optimizer.zero_grad()
         self.pipeline.run(executors, microbatches)
+        self.mesh.journal.does(text("adding up the totals"))
         self._upload_ahead(step + 1, rows)
         own = self.own_totals(counted, wishes).pack()
         whole = self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp", largest=LARGEST)
         totals = Totals.unpack(whole, self._sources)
+        self.mesh.journal.does(text("the update"))
         return self.update.apply(step, totals)
 
     def _warm_up(self, step: int, rows: Rows) -> None:
@@ -375,7 +379,7 @@ class TrainStep:
         squares = self.optimizer.finish_reduce(self.scaler.scale)
         loss, counted = self._own_loss(counted)
         some = [squares, loss, self.optimizer.states_finite(), *counted.summed_losses()]
-        values = torch.cat(some).tolist()  # the step's one wait for a GPU
+        values = self.mesh.computed(torch.cat(some))  # the step's one wait for a GPU
         end = len(values) - len(counted.by_source)
         by_source = tuple(map(SourceTotal, values[end:], counted.by_source))
         memory = memory_gib(self.mesh.device) or 0.0
@@ -470,7 +474,6 @@ class TrainStep:
         The last batch is filled up with rows that are masked here, whatever they hold. `stop` tells
         after each batch whether this rank was asked to stop; if one was, all give up.
         """
-
         return evaluation.evaluate(self, rows, samples, stop)
 
     def run_forward(self, rows: Rows, first: int, microbatches: int) -> tuple[float, int]:

@@ -203,6 +203,7 @@ class Trainer:
 
     def _turn(self, step: Step) -> None:
         """Train a step, and call the hooks before and after it."""
+        self.mesh.journal.trains(step.number)
         self.callbacks.before_step(self.context, step)
         step.results = self.train_step.train(
             step.number - 1,

@@ -14,6 +14,7 @@ from megapipe.observe.record import ValidationRecord
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.totals import Wishes
 from megapipe.user_code import FAILURES, in_one_line
+from megapipe.watch.journal import text
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Callbacks(Callback):
 
     def _each(self, run: Run, hook: str, call: Callable[[Callback], None]) -> None:
         for callback in self._all:
+            run.mesh.journal.does(text(f"{hook} of {type(callback).__name__}"))
             with self._blaming(run, hook, callback):
                 call(callback)
 

@@ -17,6 +17,7 @@ from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.train.callbacks import Callback, Run
 from megapipe.train.callbacks.several import Callbacks
 from megapipe.train.update import StepResult
+from megapipe.watch.journal import Journal
 
 STEPS = 10
 
@@ -28,6 +29,7 @@ class Mesh:
         self.rank, self.world = rank, 2
         self.device = torch.device("cpu")
         self.pp = self.dp = self.tp = Axis.alone(rank)
+        self.journal = Journal()
         self.barriers = 0
 
     def await_all(self, patience: datetime.timedelta) -> None:

@@ -1,0 +1,22 @@
+"""The flight record of torch: the last collectives and messages of this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+
+def flight_record() -> bytes | None:
+    """JSON of what was begun and what of it has completed; None where torch records nothing.
+
+    ``TORCH_FR_BUFFER_SIZE`` in the environment says of how many operations torch keeps it.
+    """
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump: Any = getattr(c10d, name, None)
+        if dump is not None:
+            record: bytes = dump()
+            if json.loads(record).get("entries"):
+                return record
+    return None

@@ -1,0 +1,6 @@
+"""The command of a monitor; a rank starts it."""
+
+from megapipe.watch.monitor import main
+
+if __name__ == "__main__":
+    main()

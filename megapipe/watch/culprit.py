@@ -1,0 +1,141 @@
+"""Which rank a hanging job waits for, by the journals of all ranks.
+
+A rank that waits for an exchange waits for those of its members that have not begun it. Following
+them leads to a rank that waits for nobody: it is stopped, it holds Python's lock, or it is busy
+with something that does not end. Or it leads to an exchange that all members have begun and one of
+them still waits for: then a message is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple, get_args
+
+from megapipe.watch.journal import State
+from megapipe.words import ranges
+
+BEATLESS_S = 3.0
+"""Seconds without a beat of a rank's heart, which beats four times a second, after which something
+holds Python's lock there."""
+
+
+class View(NamedTuple):
+    """The journal of a rank as a monitor sees it."""
+
+    state: State
+    still_s: float
+    """Seconds for which it has not changed, but for the heart..."""
+    beatless_s: float
+    """... and for which that has not beaten."""
+    stopped: bool
+    """A signal has stopped the process."""
+    host: str
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it hears nothing: it is stopped, or its heart does not beat."""
+        return self.stopped or self.beatless_s >= BEATLESS_S
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others."""
+        return self.state.line is not None and not self.frozen
+
+
+Why = Literal["stopped", "holds the lock", "busy", "sent nothing", "unclear", "unknown"]
+ORDER: tuple[Why, ...] = get_args(Why)
+"""Kinds of evidence, the surest first."""
+
+
+class Culprit(NamedTuple):
+    """The rank that others wait for, and how one can tell."""
+
+    rank: int
+    why: Why
+    seconds: float
+    """For how long."""
+    waiting: tuple[int, ...]
+    """The ranks that wait, for it or for others that do."""
+
+
+def find(views: Mapping[int, View], limit_s: float) -> Culprit | None:
+    """The culprit, where a rank has waited for `limit_s` seconds and is still there to tell; else
+    None. Of several the one with the surest evidence, and of these the one that stands still the
+    longest."""
+    late = [rank for rank, view in views.items() if view.waits and view.still_s >= limit_s]
+    if not late:
+        return None
+    waiting = sorted(rank for rank, view in views.items() if view.waits)
+    why, rank = min(
+        _followed(views, late),
+        key=lambda found: (ORDER.index(found[0]), -_seconds(views, found[1]), found[1]),
+    )
+    return Culprit(rank, why, _seconds(views, rank), tuple(r for r in waiting if r != rank))
+
+
+def _seconds(views: Mapping[int, View], rank: int) -> float:
+    return views[rank].still_s if rank in views else 0.0
+
+
+def _followed(views: Mapping[int, View], late: Iterable[int]) -> Iterator[tuple[Why, int]]:
+    """The evidence against each rank to which those that are late lead, and its number."""
+    seen: set[int] = set()
+    next_ones = list(late)
+    while next_ones:
+        rank = next_ones.pop()
+        if rank in seen:
+            continue
+        seen.add(rank)
+        view = views.get(rank)
+        if view is None:
+            yield "unknown", rank
+        elif view.stopped:
+            yield "stopped", rank
+        elif view.beatless_s >= BEATLESS_S:
+            yield "holds the lock", rank
+        elif not view.waits:
+            yield "busy", rank
+        else:
+            others = [member for member in view.state.heeds if member != rank]
+            behind = [member for member in others if _begun(views, member, view) is not True]
+            next_ones += behind or others  # what has begun may be stopped before it has sent
+            if not behind and len(others) == 1:
+                yield "sent nothing", others[0]
+            elif not behind:
+                yield "unclear", rank
+
+
+def _begun(views: Mapping[int, View], member: int, view: View) -> bool | None:
+    """Whether a member has begun the exchange that `view` waits for; None where nobody knows."""
+    other = views.get(member)
+    if other is None or view.state.line is None:
+        return None
+    return other.state.begun.get(view.state.line, 0) >= view.state.exchange
+
+
+def told(culprit: Culprit, views: Mapping[int, View], limit_s: float) -> str:
+    """One line on a culprit, for the user."""
+    view = views.get(culprit.rank)
+    waiting = culprit.waiting
+    who = f"rank{'s' * (len(waiting) > 1)} {ranges(waiting)} wait{'s' * (len(waiting) == 1)}"
+    if view is None:
+        return (
+            f"the job hangs: {who} for rank {culprit.rank}, of which nothing is known, for "
+            f"{limit_s:g} s (parallel.timeout_s)"
+        )
+    state = view.state
+    who_it_is = [part for part in (state.place, f"process {state.pid} on {view.host}") if part]
+    step = f"step {state.step}" if state.step else ""
+    does = ": ".join(part for part in (step, state.does) if part)
+    what = {
+        "stopped": "is stopped by a signal",
+        "holds the lock": "does not answer, as something holds Python's lock",
+        "busy": "comes no further",
+        "sent nothing": "waits as well, and what it has sent does not arrive",
+        "unclear": "waits for an exchange that all its members have begun",
+    }[culprit.why]
+    return (
+        f"the job hangs: rank {culprit.rank} ({'; '.join(who_it_is)}) {what}, for "
+        f"{culprit.seconds:.0f} s{f' at {does}' if does else ''}; {who} for it "
+        f"(parallel.timeout_s={limit_s:g})"
+    )

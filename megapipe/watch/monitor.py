@@ -1,0 +1,207 @@
+"""A process of a node that finds ranks which hang: ``python -m megapipe.watch``.
+
+It reads the journals of the node's ranks four times a second, and no rank can hold it up. Where one
+has waited for its peers for longer than the limit, it finds out for whom
+(:mod:`megapipe.watch.culprit`), has all ranks of the node write down their stacks, and gives the
+verdict to the ranks, which end by it; those that cannot are killed. Of several nodes one monitor
+decides, to which the others tell what they see (:mod:`megapipe.watch.nodes`).
+
+It ends when its ranks have ended. Signals that a terminal or a launcher sends to all are not for
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from megapipe.processes import is_stopped, start_of
+from megapipe.watch.culprit import View, find, told
+from megapipe.watch.journal import PREFIX, Reader
+from megapipe.watch.nodes import Hub, Spoke
+
+LOOK_S = 0.25
+"""Time between two looks."""
+SUSPENDED_S = 1.0
+"""The most that counts of it."""
+STACKS_S = 0.2
+"""How long ranks may take to write down their stacks."""
+END_S = 4.0
+"""How long ranks may take to end by a verdict; those that cannot hear it are killed when the others
+have ended, whose exit code is then that of the job."""
+VERDICT = "verdict"
+"""The file that has it, and the folder of the report."""
+STACKS = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Has a rank write down the stacks of its threads."""
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Settings(NamedTuple):
+    """The monitor's orders."""
+
+    folder: str
+    """Where the journals are."""
+    limit_s: float
+    """How long a rank may wait for others, seconds."""
+    reports: str
+    """The folder that gets a folder for each hang."""
+    starter: int
+    """The process that starts the monitor."""
+    listens: int = -1
+    """The socket where monitors of other nodes connect, -1 for none."""
+    hub: tuple[str, int] | None = None
+    """Where another monitor listens."""
+    token: str = ""
+    """A word that monitors of a job know."""
+
+
+class _Rank:
+    """A rank of this node, as the looks so far show it."""
+
+    def __init__(self, file: Path) -> None:
+        self.reader = Reader(file)
+        self.state = self.reader.read()
+        self.began = start_of(self.state.pid)
+        self.still_s = 0.0
+        self.beatless_s = 0.0
+        self._seen: tuple[int, bytes] = (-1, b"")
+
+    def look(self, seconds: float) -> None:
+        """Look again, so many seconds after the last time."""
+        beats, rest = self.reader.look()
+        self.beatless_s = self.beatless_s + seconds if beats == self._seen[0] else 0.0
+        self.still_s = self.still_s + seconds if rest == self._seen[1] else 0.0
+        if rest != self._seen[1]:
+            self.state = self.reader.read()
+        self._seen = beats, rest
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is leaving or gone: another process may have its number by now."""
+        return self.state.left or start_of(self.state.pid) != self.began
+
+    def view(self) -> View:
+        """Its state, and how it looks from outside."""
+        stopped = is_stopped(self.state.pid)
+        return View(self.state, self.still_s, self.beatless_s, stopped, socket.gethostname())
+
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+        if not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.state.pid, number)
+
+
+class Monitor:
+    """Looks after the ranks that have a journal in ``settings.folder``."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._folder = Path(settings.folder)
+        self._ranks: dict[int, _Rank] = {}
+        self._hub = Hub(settings.listens, settings.token) if settings.listens >= 0 else None
+        self._spoke = Spoke(settings.hub, settings.token) if settings.hub is not None else None
+
+    def run(self) -> None:
+        """Look until the ranks have ended."""
+        last = time.monotonic()
+        while self._is_needed():
+            time.sleep(LOOK_S)
+            now = time.monotonic()
+            # a monitor that was suspended itself has not seen the ranks stand still
+            self._look(min(now - last, SUSPENDED_S))
+            last = now
+            verdict = self._verdict()
+            if verdict is not None:
+                self._end(verdict)
+                break
+        if self._hub is not None:
+            self._hub.await_all()
+
+    def _is_needed(self) -> bool:
+        """Whether there are ranks, or there may be some soon."""
+        if self._ranks:
+            return not all(rank.ended for rank in self._ranks.values())
+        return os.getppid() == self._settings.starter
+
+    def _look(self, seconds: float) -> None:
+        for name in os.listdir(self._folder):
+            number = name.removeprefix(PREFIX)
+            if name.startswith(PREFIX) and number.isdigit() and int(number) not in self._ranks:
+                self._ranks[int(number)] = _Rank(self._folder / name)
+        for rank in self._ranks.values():
+            rank.look(seconds)
+
+    def _verdict(self) -> str | None:
+        """One line on a hang; None as long as there is none."""
+        limit = self._settings.limit_s
+        own = {number: rank.view() for number, rank in self._ranks.items() if not rank.ended}
+        if self._spoke is not None and self._spoke.is_heard:
+            return self._spoke.exchange(own)
+        views = {**own, **(self._hub.views() if self._hub is not None else {})}
+        culprit = find(views, limit)
+        if culprit is None:
+            return None
+        verdict = told(culprit, views, limit)
+        if self._hub is not None:
+            self._hub.tell(verdict)
+        return verdict
+
+    def _end(self, verdict: str) -> None:
+        """Have the ranks end, by a line that says why."""
+        report = self._report()
+        if report is not None:
+            verdict += f"; stacks of all threads are in {report}"
+        told_of = json.dumps([verdict, None if report is None else str(report)])
+        (self._folder / f".{VERDICT}").write_text(told_of)
+        (self._folder / f".{VERDICT}").rename(self._folder / VERDICT)
+        for rank in self._ranks.values():
+            rank.reader.tell()
+        until = time.monotonic() + END_S
+        while time.monotonic() < until and not all(
+            rank.ended or rank.view().frozen for rank in self._ranks.values()
+        ):
+            time.sleep(LOOK_S / 5)
+        for rank in self._ranks.values():
+            rank.send(signal.SIGKILL)
+
+    def _report(self) -> Path | None:
+        """Write down what all ranks of the node do; returns the folder, None if none can be made.
+
+        A rank that is stopped writes its stacks if it ever goes on.
+        """
+        for rank in self._ranks.values():
+            rank.send(STACKS)
+        time.sleep(STACKS_S)
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}"
+        report = Path(self._settings.reports) / name
+        try:
+            report.mkdir(parents=True)
+            for number, rank in sorted(self._ranks.items()):
+                stacks = self._folder / f"{PREFIX}{number}.stacks"
+                if stacks.exists():
+                    shutil.copyfile(stacks, report / f"{PREFIX}{number}.txt")
+                view = rank.view()._asdict() | {"state": rank.state._asdict()}
+                (report / f"{PREFIX}{number}.json").write_text(json.dumps(view, indent=1) + "\n")
+        except OSError:
+            return None
+        return report
+
+
+def main() -> None:
+    """Run a monitor by the settings that come as JSON."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    settings = Settings(**json.load(sys.stdin))
+    try:
+        Monitor(settings).run()
+    finally:
+        shutil.rmtree(settings.folder, ignore_errors=True)

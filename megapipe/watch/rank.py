@@ -1,0 +1,147 @@
+"""A rank's part in being watched: its journal, its heart, and the monitor, if it starts that."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from megapipe.processes import machine
+from megapipe.watch.journal import BEATS, LEFT, PREFIX, Journal
+from megapipe.watch.journal import VERDICT as TOLD
+from megapipe.watch.monitor import STACKS, VERDICT, Settings
+
+BEAT_S = 0.25
+"""Time between two beats of the heart."""
+
+
+class Store(Protocol):
+    """Keys and values that all ranks see."""
+
+    def add(self, key: str, amount: int) -> int: ...
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None: ...
+
+
+class Watch:
+    """This rank, as a monitor of its node watches it.
+
+    The first rank of a machine starts the monitor; the first of the job has it listen to those of
+    other machines, at the address that `listen` makes a socket for. A rank that has waited for
+    others for `limit_s` is a hang: `end` is then called in a thread with a line that says who is to
+    blame. Stacks of all ranks, and their `flight_record` if there is one, are written into a folder
+    of `reports`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        limit_s: float,
+        reports: Path,
+        *,
+        listen: Callable[[], socket.socket] | None,
+        flight_record: Callable[[], bytes | None],
+        end: Callable[[str], object],
+    ) -> None:
+        self.journal = Journal()
+        self._rank = rank
+        self._flight_record = flight_record
+        self._end = end
+        self._over = threading.Event()
+        self._folder, self._monitor = _join(store, limit_s, reports, listen)
+        self.journal.publish(self._folder, rank)
+        self._stacks: IO[Any] = open(self._folder / f"{PREFIX}{rank}.stacks", "w")  # noqa: SIM115
+        faulthandler.register(STACKS, self._stacks, all_threads=True)
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def close(self) -> None:
+        """Be watched no more: this rank leaves the job."""
+        self.journal.words[LEFT] = 1
+        self._over.set()
+
+    def _beat(self) -> None:
+        words = self.journal.words
+        while not self._over.wait(BEAT_S):
+            words[BEATS] += 1
+            if words[TOLD]:
+                verdict, report = json.loads((self._folder / VERDICT).read_text())
+                with contextlib.suppress(OSError):
+                    self._write_flight_record(report)
+                time.sleep(2 * BEAT_S)  # when one ends the others do, and these too have to write
+                self._end(verdict)
+                return
+
+    def _write_flight_record(self, report: str | None) -> None:
+        flight = self._flight_record() if report is not None else None
+        if report is not None and flight is not None:
+            (Path(report) / f"{PREFIX}{self._rank}.flight.json").write_bytes(flight)
+
+
+def _join(
+    store: Store, limit_s: float, reports: Path, listen: Callable[[], socket.socket] | None
+) -> tuple[Path, subprocess.Popen[bytes] | None]:
+    """The folder of this machine's journals, and their monitor, if it was started here."""
+    key = f"watch/{machine()}"
+    if store.add(key, 1) > 1:
+        store.wait([f"{key}/folder"], datetime.timedelta(seconds=limit_s))
+        folder = Path(store.get(f"{key}/folder").decode())
+        if folder.is_dir():  # else a container with files of its own
+            return folder, None
+    folder = Path(tempfile.mkdtemp(prefix="megapipe-watch-"))
+    settings = Settings(str(folder), limit_s, str(reports.absolute()), os.getpid())
+    listening = None
+    if listen is not None:
+        settings, listening = _with_others(store, settings, listen)
+    monitor = _start(settings, listening)
+    store.set(f"{key}/folder", str(folder))
+    return folder, monitor
+
+
+def _with_others(
+    store: Store, settings: Settings, listen: Callable[[], socket.socket]
+) -> tuple[Settings, socket.socket | None]:
+    """The settings with which the monitors of several machines find each other, and the socket at
+    which the first of them listens."""
+    if store.add("watch/hub", 1) == 1:
+        listening = listen()
+        token = secrets.token_hex(16)
+        store.set("watch/address", json.dumps([*listening.getsockname()[:2], token]))
+        return settings._replace(listens=listening.fileno(), token=token), listening
+    store.wait(["watch/address"], datetime.timedelta(seconds=settings.limit_s))
+    host, port, token = json.loads(store.get("watch/address"))
+    return settings._replace(hub=(host, port), token=token), None
+
+
+def _start(settings: Settings, listening: socket.socket | None) -> subprocess.Popen[bytes]:
+    """Start a monitor, and hand it the socket; its settings are nothing for lists of processes."""
+    package = Path(__file__).resolve().parents[2]
+    paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environ.pop("RANK", None)  # it is none
+    monitor = subprocess.Popen(
+        [sys.executable, "-m", "megapipe.watch"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=environ,
+        pass_fds=() if listening is None else [listening.fileno()],
+    )
+    assert monitor.stdin is not None
+    with monitor.stdin:
+        monitor.stdin.write(json.dumps(settings._asdict()).encode())
+    if listening is not None:
+        listening.close()
+    return monitor

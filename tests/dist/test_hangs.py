@@ -1,0 +1,57 @@
+"""A rank that hangs is named, the others end in time, and the job can begin again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.parity.hanging import TIMEOUT_S, Fault, run_hanging
+
+pytestmark = pytest.mark.full
+LEAVE_S = 5.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "evidence"),
+    [
+        (Fault(1, "stop", action=5), "is stopped by a signal"),
+        (Fault(0, "spin", action=7), "comes no further"),
+        (Fault(3, "lock", hook="before_save"), "something holds Python's lock"),
+        (Fault(1, "lose", action=3), "what it has sent does not arrive"),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_the_culprit(tmp_path: Path, fault: Fault, evidence: str) -> None:
+    hang = run_hanging(tmp_path, 4, fault, **{"parallel.pp": "2", "parallel.tp": "2"})
+    hang.outcome.assert_one_line(4, f"the job hangs: rank {fault.rank} (pp ", evidence)
+    assert hang.culprit == fault.rank
+    assert hang.seconds < TIMEOUT_S + LEAVE_S
+    (report,) = (tmp_path / "runs/run/hangs").iterdir()
+    assert f"{report}" in hang.outcome.errors[0]
+    told = {path.name for path in report.iterdir()}
+    assert {f"rank-{rank}.{kind}" for rank in range(4) for kind in ("txt", "json")} <= told
+    for other in {*range(4)} - {fault.rank}:
+        assert "hanging.py" in (report / f"rank-{other}.txt").read_text(), "the main thread's"
+        flight = json.loads((report / f"rank-{other}.flight.json").read_text())
+        assert any("gloo" in entry["profiling_name"] for entry in flight["entries"])
+
+
+def test_a_launcher_starts_the_job_again(tmp_path: Path) -> None:
+    fault = Fault(0, "stop", step=5, action=2)
+    ends = {"train.steps": "6", "optimizer.schedule": "cosine", "parallel.pp": "2"}
+    hang = run_hanging(tmp_path, 2, fault, "--restarts", "1", **ends)
+    assert hang.outcome.codes == [0], hang.outcome.text
+    assert hang.culprit == 0
+    assert "starting again after step 4 (1 of 1), in 1 s" in hang.outcome.text
+    assert "resumed from" in hang.outcome.text
+    assert (tmp_path / "runs/run/checkpoints/step-00000006").is_dir()
+
+
+def test_without_a_watchdog_communication_notices(tmp_path: Path) -> None:
+    fault = Fault(1, "stop", action=5)
+    hang = run_hanging(tmp_path, 2, fault, **{"parallel.pp": "2", "parallel.watchdog": "false"})
+    hang.outcome.assert_one_line(4, "rank 0 lost contact with a peer")
+    assert hang.seconds < TIMEOUT_S + LEAVE_S
+    assert not (tmp_path / "runs/run/hangs").exists()

@@ -1,0 +1,130 @@
+"""Jobs of which one rank hangs: at an action of its program, or in a hook of the loop."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.parity.jobs import ENDLESS, ROOT, Job, Outcome, arguments, tiny
+
+TIMEOUT_S = 4
+SCRIPT = """
+import ctypes, functools, itertools, json, os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from megapipe.engine import channels
+from megapipe.engine.executor import Executor
+from megapipe.train import job
+from megapipe.train.callbacks import Callback
+from megapipe.train.main import main
+from megapipe.watch.journal import STEP
+
+fault = json.loads({fault!r})
+mark = Path({mark!r})
+here = int(os.environ["RANK"]) == fault["rank"] and mark.exists()
+lost = []
+
+def hang():
+    global here
+    here = False
+    mark.unlink()
+    print("the fault is at", time.monotonic(), flush=True)
+    if fault["kind"] == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault["kind"] == "spin":
+        while True:
+            pass
+    elif fault["kind"] == "lock":
+        ctypes.PyDLL(None).sleep(1000)
+    else:
+        lost.append(True)
+
+class Sent:
+    def wait(self):
+        pass
+
+start = channels._Outgoing._start
+def start_or_lose(self, tensor):
+    if lost:
+        lost.clear()
+        self.sent = self.line.count()
+        self.under_way.append((Sent(), tensor))
+    else:
+        start(self, tensor)
+channels._Outgoing._start = start_or_lose
+
+run = Executor._run
+def run_or_hang(self, *parts):
+    calls = itertools.chain(*(self._parts[self._stepped][part] for part in parts))
+    for index, call in enumerate(calls):
+        due = self.train and self.journal.words[STEP] == fault["step"]
+        if here and due and not fault["hook"] and index == fault["action"] % len(self._calls):
+            hang()
+        call()
+Executor._run = run_or_hang
+
+class Hook(Callback):
+    def at(self, hook, step):
+        if here and hook == fault["hook"] and step == fault["step"]:
+            hang()
+    def before_step(self, run, step):
+        self.at("before_step", step.number)
+    def after_step(self, run, step):
+        self.at("after_step", step.number)
+    def after_validation(self, run, record):
+        self.at("after_validation", record.step)
+    def before_save(self, run, step):
+        self.at("before_save", step)
+
+job.start = functools.partial(job.start, callbacks=[Hook()])
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A rank hangs: it is stopped by a signal (stop), runs for ever (spin) or holds Python's lock
+    (lock), or the next message that it sends is lost (lose)."""
+
+    rank: int
+    kind: str
+    step: int = 3
+    action: int = 0
+    """Of its program, counted from 0, unless it is in a `hook`."""
+    hook: str = ""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What a job made of a fault."""
+
+    outcome: Outcome
+    culprit: int | None
+    """The rank that it names."""
+    seconds: float
+    """From the fault to the end of the job."""
+
+
+def run_hanging(folder: Path, world: int, fault: Fault, *options: str, **settings: str) -> Hang:
+    """A job that is launched with `options`, to its end; the fault comes once."""
+    mark = folder / "fault"
+    mark.touch()
+    script = folder / "hanging.py"
+    script.write_text(
+        SCRIPT.format(root=str(ROOT), mark=str(mark), fault=json.dumps(asdict(fault)))
+    )
+    given = {**tiny(folder), **ENDLESS, "parallel.timeout_s": str(TIMEOUT_S)}
+    given |= {"train.validate_every": "3", "checkpoint.every": "3", **settings}
+    launch = ["-m", "megapipe.launch", "--nproc", str(world), *options]
+    command = [*launch, str(script), *arguments(given)]
+    with Job(folder) as job:
+        job.start(command)
+        outcome = job.end()
+        ended = time.monotonic()
+    at = re.search(r"the fault is at ([\d.]+)", outcome.text)
+    assert at is not None, outcome.text
+    named = re.search(r"the job hangs: rank (\d+)", outcome.text)
+    return Hang(outcome, int(named[1]) if named else None, ended - float(at[1]))

@@ -1,0 +1,116 @@
+"""A monitor of processes that note what they do, and some of them hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megapipe.watch.monitor import Monitor, Settings
+from megapipe.watch.rank import _start
+from tests.parity.jobs import ROOT
+
+RANK = """
+import sys, time, signal, os, faulthandler
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from megapipe.watch.journal import BEATS, LEFT, VERDICT, Journal, text
+from megapipe.watch.monitor import STACKS
+folder, rank, waits = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "waits"
+mine = Journal()
+mine.publish(folder, rank)
+faulthandler.register(STACKS, open(folder / f"rank-{{rank}}.stacks", "w"))
+line = mine.line("a", [0, 1])
+mine.does(text("a task"))
+def live():
+    while not mine.words[VERDICT]:
+        mine.words[BEATS] += 1
+        time.sleep(0.05)
+line.wait(line.count(), live) if waits else live()
+mine.words[LEFT] = 1
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Rank 0 waits for rank 1, which is busy."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK.format(root=str(ROOT)))
+    folder = tmp_path / "watch"
+    folder.mkdir()
+    started = [
+        subprocess.Popen([sys.executable, str(script), str(folder), str(rank), does])
+        for rank, does in enumerate(("waits", "works"))
+    ]
+    until = time.monotonic() + 20.0
+    while not all((folder / f"rank-{rank}.lines").exists() for rank in range(2)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def settings(tmp_path: Path, limit_s: float, starter: int) -> Settings:
+    return Settings(str(tmp_path / "watch"), limit_s, str(tmp_path / "hangs"), starter)
+
+
+def watch(tmp_path: Path) -> tuple[str, Path]:
+    """Be the monitor; returns the verdict and the folder of the report."""
+    Monitor(settings(tmp_path, 0.5, os.getppid())).run()
+    verdict, report = json.loads((tmp_path / "watch" / "verdict").read_text())
+    return verdict, Path(report)
+
+
+def test_ranks_hear_the_verdict(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+    verdict, report = watch(tmp_path)
+    assert [process.wait(5) for process in ranks] == [0, 0], "by themselves"
+    assert "rank 1 (process " in verdict
+    assert "comes no further" in verdict
+    assert "rank 0 waits for it" in verdict
+    assert "rank.py" in (report / "rank-1.txt").read_text()
+    assert json.loads((report / "rank-0.json").read_text())["state"]["does"] == "a task"
+
+
+def test_a_stopped_rank_is_killed(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+    ranks[1].send_signal(signal.SIGSTOP)
+    verdict, _ = watch(tmp_path)
+    assert [process.wait(5) for process in ranks] == [0, -signal.SIGKILL]
+    assert "is stopped by a signal" in verdict
+
+
+def test_ranks_that_go_on_are_left_alone(
+    tmp_path: Path, ranks: list[subprocess.Popen[bytes]]
+) -> None:
+    """A monitor ends with its ranks, and takes its folder with it."""
+    monitor = _start(settings(tmp_path, 60.0, os.getpid()), None)
+    time.sleep(1.0)
+    assert monitor.poll() is None
+    monitor.send_signal(signal.SIGTERM)  # as a launcher sends to all
+    for process in ranks:
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+    assert monitor.wait(10) == 0
+    assert not (tmp_path / "watch").exists()
+
+
+def test_a_monitor_without_ranks_ends_with_who_has_started_it(tmp_path: Path) -> None:
+    (tmp_path / "watch").mkdir()
+    child = os.fork()
+    if child == 0:
+        _start(settings(tmp_path, 60.0, os.getpid()), None)
+        os._exit(0)
+    os.waitpid(child, 0)
+    until = time.monotonic() + 20.0
+    while (tmp_path / "watch").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -1,0 +1,80 @@
+"""Monitors of several nodes tell one what they see."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+from megapipe.watch import nodes
+from megapipe.watch.culprit import View
+from megapipe.watch.journal import State
+from megapipe.watch.nodes import Hub, Spoke
+
+VIEW = View(State(7, 9, 3, "F", "pp 0", {"a": 2}, "a", 2, (0, 1), False), 4.0, 0.1, False, "node1")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[Hub, tuple[str, int]]:
+    monkeypatch.setattr(nodes, "EVERY_S", 0.0)
+    listens = socket.create_server(("127.0.0.1", 0))
+    address = listens.getsockname()
+    return Hub(listens.detach(), "a word"), address
+
+
+def soon(condition: Callable[[], object]) -> bool:
+    until = time.monotonic() + 5.0
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def test_views_arrive_and_the_verdict_comes_back(hub: tuple[Hub, tuple[str, int]]) -> None:
+    here, address = hub
+    spokes = [Spoke(address, "a word") for _ in range(2)]
+    for number, spoke in enumerate(spokes):
+        assert spoke.exchange({number: VIEW}) is None
+    assert here.views().keys() == {0, 1}
+    seen = here.views()[1]
+    assert seen.state == VIEW.state._replace(heeds=[0, 1])  # type: ignore[arg-type]
+    assert 4.0 <= seen.still_s < 6.0
+    assert seen.host == "node1"
+    here.tell("it is rank 1")
+    assert [spoke.exchange({}) for spoke in spokes] == ["it is rank 1"] * 2
+    here.await_all()
+    assert soon(lambda: not here.views())
+
+
+def test_a_stranger_is_not_heard(hub: tuple[Hub, tuple[str, int]]) -> None:
+    here, address = hub
+    stranger = Spoke(address, "another word")
+    assert stranger.exchange({5: VIEW}) is None
+    assert not stranger.is_heard
+    assert not here.views()
+
+
+def test_a_monitor_that_is_gone_is_forgotten(hub: tuple[Hub, tuple[str, int]]) -> None:
+    here, address = hub
+    spoke = Spoke(address, "a word")
+    spoke.exchange({5: VIEW})
+    assert spoke._connection is not None
+    spoke._connection.close()
+    spoke._answers.close()
+    assert soon(lambda: not here.views())
+
+
+def test_what_nobody_tells_any_more_is_not_believed(
+    hub: tuple[Hub, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, address = hub
+    Spoke(address, "a word").exchange({5: VIEW})
+    monkeypatch.setattr(nodes, "SILENT_S", 0.0)
+    assert not here.views()
+
+
+def test_without_a_hub_each_decides_alone() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        assert not Spoke(free.getsockname(), "a word").is_heard
