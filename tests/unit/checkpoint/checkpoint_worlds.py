@@ -153,9 +153,10 @@ def is_sound(path: Path) -> bool:
     return True
 
 
-def sealed(body: str) -> bytes:
+def sealed(body: str | bytes) -> bytes:
     """A manifest file with this body and a digest that fits it."""
-    return f'{{"body":{body},"sha256":"{sha256(body.encode()).hexdigest()}"}}\n'.encode()
+    body = body.encode() if isinstance(body, str) else body
+    return b'{"body":' + body + b',"sha256":"' + sha256(body).hexdigest().encode() + b'"}\n'
 
 
 def edit_manifest(path: Path, edit: Callable[[dict], None]) -> None:
