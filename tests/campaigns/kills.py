@@ -95,12 +95,12 @@ class Kills(Campaign[Kill]):
     def figures(self, records: Sequence[Record]) -> list[Figure]:
         inside = sum(record["in a save"] for record in records)
         behind = sum(record["background"] for record in records)
+        least = 4 * len(records) // 10
         figures = [
-            Figure("kill -9, final weights, losses and samples bitwise those of a whole run",
+            Figure("kill -9: all checkpoints intact, one to load, the end bitwise a whole run's",
                    f"{len(records)}"),
             Figure("of these inside a phase of a save; with saves in the background",
-                   f"{inside}; {behind}", f">= {4 * len(records) // 10} inside",
-                   inside >= 4 * len(records) // 10),
+                   f"{inside}; {behind}", f">= {least} inside", inside >= least),
         ]  # fmt: skip
         for background, most in ((False, EVERY), (True, 2 * EVERY)):
             lost = [r["lost"] for r in records if r["background"] == background]
