@@ -14,8 +14,10 @@ they are unfinished, and the next start does them again.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -61,9 +63,10 @@ class SampleWriter:
         self._file = (start / f"rank-{rank:05}.jsonl").open("ab", buffering=0)
 
     def step(self, step: int, samples: Sequence[Taken]) -> None:
-        """Append the samples of a step, counted from 1."""
-        line = json.dumps({"step": step, "samples": samples}, separators=(",", ":"))
-        self._file.write(line.encode() + b"\n")
+        """Append the samples of a step, counted from 1. Raises OSError."""
+        line = json.dumps({"step": step, "samples": samples}, separators=(",", ":")).encode()
+        if self._file.write(line + b"\n") != len(line) + 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         self._file.close()

@@ -39,6 +39,7 @@ class SampleLog(Callback):
         all_or_none(run.mesh, error)
 
     def after_step(self, run: Run, step: Step) -> None:
+        """Raises :class:`ConfigError` if the file takes no line."""
         if self._writer is None:
             return
         taken = []
@@ -46,8 +47,11 @@ class SampleLog(Callback):
             origin = self._batches.origin(number)
             assert origin is not None, "training has no end"
             taken.append(Taken(number, *origin))
-        if taken:
-            self._writer.step(step.number, taken)
+        try:
+            if taken:
+                self._writer.step(step.number, taken)
+        except OSError as problem:
+            raise _cannot_write(run, problem) from None
 
     def close(self, run: Run) -> None:
         if self._writer is not None:

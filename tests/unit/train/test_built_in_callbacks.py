@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -15,12 +17,15 @@ from unittest import mock
 import pytest
 
 from megapipe.data.build import HeldOutBatches
+from megapipe.errors import ConfigError
+from megapipe.observe import samples
 from megapipe.observe.record import ValidationRecord
 from megapipe.observe.summary import read_summary
 from megapipe.train.callbacks import Callback, Run, Step, Wishes, schedule_auto, timelines
 from megapipe.train.callbacks import saving as callback_saving
 from megapipe.train.callbacks.profiling import Profiling
 from megapipe.train.callbacks.reports import Reports
+from megapipe.train.callbacks.sample_log import SampleLog
 from megapipe.train.callbacks.saving import Clock, Saving
 from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.timelines import Timelines
@@ -370,3 +375,27 @@ def test_checkpoints_of_every_so_many_steps_stay(tmp_path: Path) -> None:
             saving.after_step(run, turn(step, save=True, results=[result(step)]))
         saving.after_step(run, turn(8, results=[result(8)]))
     assert {path.name[-1] for path in folder.checkpoints.iterdir()} == {"4", "7"}
+
+
+@pytest.mark.parametrize("taken", [-1, 10])
+def test_samples_that_cannot_be_written_are_one_line(
+    taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, or takes but the first bytes of a line."""
+
+    class File:
+        def write(self, data: bytes) -> int:
+            if taken < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return taken
+
+    batches = SimpleNamespace(origin=lambda number: ("", number, number))
+    log = SampleLog(cast(Any, batches))
+    run = standing_run(tmp_path, samples_read=[1, 2])
+    log.begin(run)
+    log.after_step(run, turn(5))
+    assert samples.read_samples(tmp_path).steps[5][0].number == 1
+    monkeypatch.setattr(log._writer, "_file", File())
+    words = f"log.samples: cannot write to {tmp_path}: No space left on device"
+    with pytest.raises(ConfigError, match=words):
+        log.after_step(run, turn(6))
