@@ -1,0 +1,112 @@
+"""What ranks hold in memory, every copy of it, against global tensors that were read naively."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megapipe.layers.parameter import LocalParameter, spec_of
+from megapipe.train.step import TrainStep
+from tests.parity.naive_reader import BITS, Array, Global, in_type
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+SIGNED = {2: torch.int16, 4: torch.int32}
+"""Types of so many bytes through which bits leave torch."""
+
+
+class Held(NamedTuple):
+    """Values that a rank holds of a global tensor, flat: from position `start` on of the rank's
+    region, of these offsets and sizes, which may reach beyond the tensor."""
+
+    entry: str
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    bits: Array
+    what: str
+    """"own" (the rank writes it to checkpoints), "state" (it updates it), "weight" (it computes
+    with it)."""
+
+
+def held(step: TrainStep) -> list[Held]:
+    """All that this rank holds: what it owns, all masters and states, the weights of its stages."""
+    return [*_own(step), *_states(step), *_weights(step)]
+
+
+def _own(step: TrainStep) -> Iterator[Held]:
+    for own in step.optimizer.own_slices():
+        for kind, values in own.values.items():
+            yield _held(kind, own.spec, own.start, values, "own")
+
+
+def _states(step: TrainStep) -> Iterator[Held]:
+    """Those too that another rank writes to checkpoints."""
+    optimizer = step.optimizer
+    kinds = {"model": "model", **{name: f"optimizer.{name}" for name in optimizer.rule.states}}
+    for shard in optimizer.shards:
+        for entry in shard.bucket.entries:
+            a, b = max(entry.start, shard.start), min(entry.stop, shard.stop)
+            for name, kind in kinds.items() if a < b else ():
+                values = shard.store.read(name, a - shard.start, b - shard.start)
+                yield _held(kind, entry.spec, a - entry.start, values, "state")
+
+
+def _weights(step: TrainStep) -> Iterator[Held]:
+    for stage, module in step.modules.items():
+        step.optimizer.unshard(stage)
+        step.optimizer.await_weights(stage)
+        for parameter in module.parameters():
+            yield _held("model", spec_of(parameter), 0, parameter.detach(), "weight")
+        step.optimizer.reshard(stage)
+
+
+def _held(kind: str, spec: LocalParameter, start: int, values: Tensor, what: str) -> Held:
+    bits = values.reshape(-1).clone().view(SIGNED[values.dtype.itemsize]).numpy()
+    dtype = DTYPES[values.dtype]
+    bits = bits.view(BITS[dtype])
+    return Held(f"{kind}/{spec.name}", dtype, spec.offsets, spec.sizes, start, bits, what)
+
+
+def assert_held(ranks: Sequence[Sequence[Held]], tensors: Mapping[str, Global]) -> None:
+    """The ranks hold these tensors, bit for bit in the types in which they keep them.
+
+    Each element is owned once; each weight is somewhere; every copy of anything is equal; padding
+    beyond a tensor is zero.
+    """
+    owned = {name: np.zeros(tensor.bits.size, np.int64) for name, tensor in tensors.items()}
+    computed = {name: count.copy() for name, count in owned.items() if name.startswith("model/")}
+    for rank, parts in enumerate(ranks):
+        for part in parts:
+            assert part.entry in tensors, f"{part.entry} is held and was not saved"
+            at = _places(tensors[part.entry].bits.shape, part)
+            flat = in_type(tensors[part.entry], part.dtype).bits.reshape(-1)
+            expected = np.where(at >= 0, flat[at], 0)
+            if len(wrong := np.flatnonzero(part.bits != expected)):
+                first = wrong[0]
+                raise AssertionError(
+                    f"{part.what} {part.entry} on rank {rank}: {len(wrong)} of {len(at)} values "
+                    f"differ, the first at {at[first]}: {part.bits[first]:#x}, not "
+                    f"{expected[first]:#x}"
+                )
+            counts = {"own": owned, "weight": computed}.get(part.what)
+            if counts is not None:
+                np.add.at(counts[part.entry], at[at >= 0], 1)
+    for name, count in owned.items():
+        assert (count == 1).all(), f"{name}: elements are owned {sorted(set(count.tolist()))} times"
+    for name, count in computed.items():
+        assert (count > 0).all(), f"{name}: no stage has {np.flatnonzero(count == 0)[:9]}"
+
+
+def _places(shape: tuple[int, ...], part: Held) -> Array:
+    """For each held value its position in the whole flat tensor, -1 for padding."""
+    index, inside = np.zeros((), np.int64), np.ones((), bool)
+    for offset, size, extent in zip(part.offsets, part.sizes, shape, strict=True):
+        along = np.arange(offset, offset + size)
+        index = index[..., None] * extent + along
+        inside = inside[..., None] & (along < extent)
+    return np.where(inside, index, -1).reshape(-1)[part.start : part.start + len(part.bits)]
