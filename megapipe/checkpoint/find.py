@@ -39,11 +39,16 @@ def find_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
 def latest_run(runs: Path) -> Path | None:
     """The run in the folder `runs` whose newest checkpoint, by step, was written last, by the
-    time of its manifest; None if no run there has a checkpoint."""
+    time of its manifest; None if no run there has a checkpoint.
+
+    Checkpoints that have lost theirs do not count.
+    """
     found: list[tuple[float, Path]] = []
     for folder in sorted(runs.iterdir()) if runs.is_dir() else ():
-        names = committed(folder / OF_A_RUN) if (folder / OF_A_RUN).is_dir() else []
-        manifest = folder / OF_A_RUN / names[0].name / MANIFEST if names else None
-        if manifest is not None and manifest.is_file():
-            found.append((manifest.stat().st_mtime, folder))
+        root = folder / OF_A_RUN
+        names = committed(root) if root.is_dir() else []
+        manifests = (root / key.name / MANIFEST for key in names)
+        newest = next((manifest for manifest in manifests if manifest.is_file()), None)
+        if newest is not None:
+            found.append((newest.stat().st_mtime, folder))
     return max(found, default=(0.0, None))[1]

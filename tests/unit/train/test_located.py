@@ -44,6 +44,16 @@ def test_the_latest_is_of_the_run_that_saved_last_not_of_the_highest_step(tmp_pa
     assert located("latest", tmp_path) == ("checkpoints", tmp_path / "short/checkpoints")
 
 
+def test_the_latest_run_is_one_whose_newest_checkpoint_has_lost_its_manifest(
+    tmp_path: Path,
+) -> None:
+    """That one is passed over when the run's are opened, and told; the run is not."""
+    run = make_run(tmp_path / "run", 1, 2, 3, seconds=60)
+    make_run(tmp_path / "older", 9, seconds=50)
+    (run / "checkpoints/step-00000003" / MANIFEST).unlink()
+    assert located("latest", tmp_path) == ("checkpoints", run / "checkpoints")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
