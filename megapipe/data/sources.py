@@ -118,7 +118,10 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
             if progress:
                 _tell_left_out(given.source, examples, config.train.sequence_length)
             return examples
-        return prepare(given, tokenizer, progress=progress)
+        prepared = prepare(given, tokenizer, progress=progress)
+        if progress and (rows := prepared.meta.rows) is not None:
+            _tell(rows.line(given.source, given.text_field))
+        return prepared
 
     def named(split: Split, given: Mapping[str, str]) -> dict[str, Corpus]:
         return {
@@ -140,9 +143,13 @@ def _tell_left_out(source: str, examples: Examples, length: int) -> None:
     left = sum(left_out(part, length) for part in parts)
     if left:
         total = sum(len(part.sequences) for part in parts)
-        print(
-            f"megapipe: {source}: {left:,} of {total:,} examples are left out, as they are longer "
-            f"than train.sequence_length={length}",
-            file=sys.stderr,
-            flush=True,
+        _tell(
+            f"{source}: {left:,} of {total:,} examples are left out, as they are longer than "
+            f"train.sequence_length={length}"
         )
+
+
+def _tell(line: str | None) -> None:
+    """Print a line, if there is one, where the user sees it."""
+    if line is not None:
+        print(f"megapipe: {line}", file=sys.stderr, flush=True)

@@ -46,21 +46,26 @@ def run(given: argparse.Namespace) -> None:
         output = without_suffix(given.output)
         made = prepare_file(config, tokenizer, output)
         where, entropy = f"{output}.bin, {output}.idx", made.entropy
-        rows = {"all": made.sizes}
+        line = made.rows.line(config.source, config.text_field)
+        sides = {"all": made.sizes}
     else:
         if examples:
             prepared = prepare_examples(config, tokenizer).prepared
         else:
             prepared = prepare(config, tokenizer)
+        meta = prepared.meta
         where, entropy = str(prepared.folder), prepared.entropy
-        rows = {"train": prepared.meta.train}
-        if prepared.meta.validation is not None:
-            rows["validation"] = prepared.meta.validation
+        line = None if meta.rows is None else meta.rows.line(config.source, config.text_field)
+        sides = {"train": meta.train}
+        if meta.validation is not None:
+            sides["validation"] = meta.validation
     print(f"{where} ({time.perf_counter() - start:.1f} s)")
-    for name, sizes in rows.items():
+    for name, sizes in sides.items():
         print(f"{name:10}  {_line_of_examples(sizes) if examples else _line(sizes)}")
     if not examples:  # of all tokens, it says nothing of those that are labels
         print(f"{'entropy':10}  {entropy:.4f} nats per token (unigram)")
+    if line is not None:
+        print(line)
 
 
 def _config(given: argparse.Namespace) -> DataConfig:

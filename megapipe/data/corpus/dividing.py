@@ -7,7 +7,7 @@ them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import IO, Protocol, TypeVar
 from megapipe.data.corpus import files, json_rows, tables
 from megapipe.data.corpus.compressed import inner_suffix, is_compressed, opened
 from megapipe.data.corpus.cutting import Piece, cut, decoded
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.corpus.rows import Rows, TextRows
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
@@ -37,8 +38,9 @@ class Part(Protocol):
     def source_bytes(self) -> int:
         """Bytes of the corpus on disk that it stands for; 0 where they are not known."""
 
-    def pieces(self) -> Iterator[Piece]:
-        """Its documents. Raises DataError for what cannot be read."""
+    def pieces(self, count: RowCount) -> Iterator[Piece]:
+        """Its documents; rows without a text are added to `count`. Raises DataError for what cannot
+        be read."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class TextFiles:
     skip_other_encodings: bool = False
     """Leave out what is no UTF-8, as test data of the standard library is."""
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[Piece]:
         for path in self.paths:
             with opened(path) as file:
                 try:
@@ -79,9 +81,9 @@ class LineRange:
     def source_bytes(self) -> int:
         return self.stop - self.start
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[Piece]:
         origin = f"corpus file {self.path}"
-        reader = self.rows.reader(origin)
+        reader = self.rows.reader(origin, count)
         try:
             yield from _pieces(json_rows.of_lines(self._lines(), reader, 1), self.rows)
             if not self.start:
@@ -92,7 +94,8 @@ class LineRange:
             # once more, with the number of the line in the file, which is not known before
             with opened(self.path) as file:
                 first = json_rows.line_of(self.path, self._seek(file.content))
-            for _ in json_rows.of_lines(self._lines(), self.rows.reader(origin), first):
+            again = self.rows.reader(origin, RowCount())
+            for _ in json_rows.of_lines(self._lines(), again, first):
                 pass
             raise
 
@@ -124,8 +127,8 @@ class Lines:
     source_bytes: int
     rows: Rows
 
-    def pieces(self) -> Iterator[Piece]:
-        reader = self.rows.reader(f"corpus file {self.path}")
+    def pieces(self, count: RowCount) -> Iterator[Piece]:
+        reader = self.rows.reader(f"corpus file {self.path}", count)
         found = json_rows.of_lines(BytesIO(self.content), reader, self.first)
         yield from _pieces(found, self.rows)
         if self.first == 1:
@@ -141,7 +144,7 @@ class RowGroups:
     source_bytes: int
     rows: Rows
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[Piece]:
         return _pieces(tables.of_row_groups(self.path, self.groups, self.rows), self.rows)
 
 
@@ -152,8 +155,11 @@ class Texts:
     texts: tuple[str, ...]
     source_bytes: int
     rows: Rows
+    counted: RowCount
+    """Of the rows that were read for them."""
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[Piece]:
+        count.add(self.counted)
         return _pieces(self.texts, self.rows)
 
 
@@ -195,7 +201,7 @@ def parts(config: DataConfig, rows: Rows | None = None) -> Iterator[Part]:
 def pieces(config: DataConfig) -> Iterator[Piece]:
     """The whole corpus, read in this process. Raises as reading its parts does."""
     for part in parts(config):
-        yield from part.pieces()
+        yield from part.pieces(RowCount())
 
 
 def total_bytes(config: DataConfig) -> int | None:
@@ -262,8 +268,9 @@ def _of_packed_lines(path: Path, rows: Rows, _: int) -> Iterator[Lines]:
 
 def _of_json(path: Path, rows: Rows, _: int) -> Iterator[Texts]:
     with opened(path) as file:
-        texts = json_rows.of_values(file.content, rows.reader(f"corpus file {path}"))
-        yield from _of_stream(texts, rows, file.raw.tell)
+        count = RowCount()
+        texts = json_rows.of_values(file.content, rows.reader(f"corpus file {path}", count))
+        yield from _of_stream(texts, rows, file.raw.tell, count)
 
 
 def _of_parquet(path: Path, rows: Rows, size: int) -> Iterator[RowGroups]:
@@ -274,20 +281,32 @@ def _of_parquet(path: Path, rows: Rows, size: int) -> Iterator[RowGroups]:
 
 
 def _of_stream(
-    texts: Iterable[str], rows: Rows, bytes_read: Callable[[], int] = lambda: 0
+    texts: Iterable[str],
+    rows: Rows,
+    bytes_read: Callable[[], int] = lambda: 0,
+    count: RowCount | None = None,
 ) -> Iterator[Texts]:
-    """Parts of some characters; `bytes_read` tells how far the corpus was read."""
+    """Parts of some characters; `bytes_read` tells how far the corpus was read, and `count` has
+    the rows since the last part."""
+    count = RowCount() if count is None else count
     waiting: list[str] = []
     size = before = 0
+
+    def part() -> Texts:
+        nonlocal waiting, size, before
+        at = bytes_read()
+        made = Texts(tuple(waiting), at - before, rows, replace(count))
+        waiting, size, before = [], 0, at
+        count.rows = count.lacking = 0
+        return made
+
     for text in texts:
         waiting.append(text)
         size += len(text)
         if size >= PART:
-            at = bytes_read()
-            yield Texts(tuple(waiting), at - before, rows)
-            waiting, size, before = [], 0, at
-    if waiting:
-        yield Texts(tuple(waiting), bytes_read() - before, rows)
+            yield part()
+    if waiting or count.rows:
+        yield part()
 
 
 def _gathered(sized: Iterable[tuple[T, int]], size: int) -> Iterator[tuple[tuple[T, ...], int]]:

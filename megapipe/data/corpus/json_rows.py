@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megapipe.data.corpus.cutting import decoded
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.hub import one_line
 from megapipe.errors import DataError
 
@@ -39,11 +40,13 @@ class Field:
     Args:
         name: ``data.text_field``.
         origin: what the rows are of, for errors.
+        count: where they are counted.
     """
 
-    def __init__(self, name: str, origin: str) -> None:
+    def __init__(self, name: str, origin: str, count: RowCount) -> None:
         self.name = name
         self.origin = origin
+        self._count = count
         self._others: list[str] | None = None
         self._found = False
 
@@ -55,7 +58,9 @@ class Field:
         """
         if not isinstance(row, dict):
             raise no_object(self.origin, row, line)
+        self._count.rows += 1
         if self.name not in row:
+            self._count.lacking += 1
             self._others = self._others or list(row)
             return None
         self._found = True

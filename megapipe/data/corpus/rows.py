@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from megapipe.data.corpus.cutting import Piece, cut
 from megapipe.data.corpus.json_rows import Field, RowReader
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.errors import DataError
 
 
@@ -18,8 +19,8 @@ class Rows(Protocol):
     def takes_texts(self) -> bool:
         """Whether a file that has no rows is a document too."""
 
-    def reader(self, origin: str) -> RowReader:
-        """Takes documents out of the rows of a JSON file."""
+    def reader(self, origin: str, count: RowCount) -> RowReader:
+        """Takes documents out of the rows of a JSON file, and counts those that lack one."""
 
     def columns(self, origin: str, schema: Any) -> list[str]:
         """The columns of a table of that ``pyarrow.Schema`` that it needs. Raises DataError if they
@@ -40,8 +41,8 @@ class TextRows:
     """``data.text_field``."""
     takes_texts = True
 
-    def reader(self, origin: str) -> RowReader:
-        return Field(self.field, origin)
+    def reader(self, origin: str, count: RowCount) -> RowReader:
+        return Field(self.field, origin, count)
 
     def columns(self, origin: str, schema: Any) -> list[str]:
         if self.field not in schema.names:

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megapipe.data.corpus import Rows, identity
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.dataset import SPLITS, Split, Stream
 from megapipe.data.prepare.held_out import divide
 from megapipe.data.prepare.once import make_once
@@ -55,6 +56,8 @@ class Meta(Section):
     """Size in bytes of each file of tokens, indices and checksums."""
     tokens: dict[str, str] | None = None
     """SHA-256, in hex, of the checksums of each token file; None in older caches, without any."""
+    rows: RowCount | None = None
+    """Rows of JSON, and those of them without a text; None in older caches."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Prepared:
         """SHA-256, in hex, of what the corpus came out as: tokens, sizes, entropy and tokenizer. It
         stays the same where the files of a corpus are moved or copied."""
         older = {"tokens"} if self.meta.tokens is None else set()
-        what = self.meta.model_dump_json(exclude={"source", "tokenizer", *older})
+        what = self.meta.model_dump_json(exclude={"source", "tokenizer", "rows", *older})
         return hashlib.sha256(what.encode()).hexdigest()
 
 
@@ -162,6 +165,7 @@ def _build(parts: PartsFolder, folder: Path, digest: str, *, progress: bool) -> 
         validation=divided.validation,
         files={path.name: path.stat().st_size for path in sorted(files)},
         tokens=tokens,
+        rows=divided.rows,
     )
     with open(folder / "meta.json", "w") as file:
         file.write(meta.model_dump_json(indent=2) + "\n")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megapipe.data.corpus import Part, Piece
 from megapipe.data.corpus.cutting import LONGEST
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.tokenizer import Encoder
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
@@ -34,11 +35,15 @@ class Summary:
         text_bytes: bytes of each document as UTF-8 [d].
         ids: the tokens that occur, end marks included [u].
         counts: how often each of them does [u].
+        rows: rows of JSON that were read.
+        lacking: those of them without the field of their text.
     """
 
     text_bytes: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
+    rows: int
+    lacking: int
 
 
 def prefix_of(folder: Path, number: int) -> Path:
@@ -61,7 +66,8 @@ def finished(prefix: Path, part: Part) -> Summary | None:
 def read_summary(prefix: Path) -> Summary:
     """The summary that was stored beside a part. Raises OSError if it is gone."""
     with np.load(summary_file(prefix)) as stored:
-        return Summary(stored["text_bytes"], stored["ids"], stored["counts"])
+        arrays = stored["text_bytes"], stored["ids"], stored["counts"]
+        return Summary(*arrays, int(stored["rows"]), int(stored["lacking"]))
 
 
 def summary_file(prefix: Path) -> Path:
@@ -98,10 +104,10 @@ def _encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     text_bytes: list[int] = []
     length = nbytes = 0  # of the document that has begun
-    end = np.array([tokenizer.eod])
+    end, count = np.array([tokenizer.eod]), RowCount()
     vocab_size = tokenizer.vocab_size
     with TokenWriter(prefix, token_type(vocab_size), vocab_size) as writer:
-        for batch in batches(part.pieces()):
+        for batch in batches(part.pieces(count)):
             texts = [_sound(piece.text) for piece in batch]
             ids, lengths = [], []
             for piece, text, found in zip(batch, texts, tokenizer.encode_batch(texts), strict=True):
@@ -119,7 +125,8 @@ def _encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
             writer.close_documents(lengths)
             counts += np.bincount(together, minlength=vocab_size)
     (occurring,) = counts.nonzero()
-    return Summary(np.array(text_bytes, np.int64), occurring, counts[occurring])
+    sizes = np.array(text_bytes, np.int64)
+    return Summary(sizes, occurring, counts[occurring], count.rows, count.lacking)
 
 
 def _sound(text: str) -> str:

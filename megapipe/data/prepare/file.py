@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from megapipe.data.corpus import identity
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.parts_folder import PartsFolder
 from megapipe.data.prepare.sizes import Sizes, sizes_of
@@ -28,6 +29,8 @@ class Made(Section):
     """Its sizes."""
     entropy: float
     """Unigram entropy, in nats per token."""
+    rows: RowCount
+    """Rows of JSON, and those of them without a text."""
 
 
 def prepare_file(
@@ -55,7 +58,7 @@ def prepare_file(
         if _mark(config, tokenizer) != mark:
             raise parts.has_changed()
         sizes = sizes_of(new / "whole", whole.text_bytes)
-        made = Made(mark=mark, sizes=sizes, entropy=whole.entropy)
+        made = Made(mark=mark, sizes=sizes, entropy=whole.entropy, rows=whole.rows)
         (new / "made.json").write_text(made.model_dump_json())
 
     try:

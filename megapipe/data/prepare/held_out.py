@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.data.corpus import Piece, is_one_text, pieces
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.order import splitmix64
 from megapipe.data.prepare.encode import encode, read_summary, summary_file
 from megapipe.data.prepare.parts_folder import PartsFolder, unigram_entropy
@@ -23,11 +24,12 @@ from megapipe.errors import DataError
 
 
 class Divided(NamedTuple):
-    """Both sides, and the unigram entropy of their tokens in nats per token."""
+    """Both sides, the unigram entropy of their tokens in nats per token, and rows of JSON."""
 
     train: Sizes
     validation: Sizes | None
     entropy: float
+    rows: RowCount
 
 
 def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
@@ -43,10 +45,10 @@ def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
         OSError: a folder cannot be written.
     """
     if parts.rows is None and is_one_text(parts.config):
-        return _divide_document(parts, folder, progress=progress)
+        return _divide_document(parts, folder, RowCount(), progress=progress)
     whole = parts.fill(progress=progress)
     if whole.documents == 1 and parts.rows is None:
-        return _divide_document(parts, folder, progress=progress)
+        return _divide_document(parts, folder, whole.rows, progress=progress)
     prefixes = parts.prefixes(whole)
     fraction, vocab_size = parts.config.validation_fraction, parts.tokenizer.vocab_size
 
@@ -61,7 +63,8 @@ def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
             "data.validation, or data.validation_fraction=0"
         )
     if not fraction:
-        return Divided(write("train", None, whole.text_bytes), None, whole.entropy)
+        train = write("train", None, whole.text_bytes)
+        return Divided(train, None, whole.entropy, whole.rows)
     held_out = HeldOut(fraction, whole.documents)
     held_bytes = first = 0
     for prefix in prefixes:
@@ -73,6 +76,7 @@ def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
         write("train", lambda first, last: ~held_out(first, last), whole.text_bytes - held_bytes),
         write("validation", held_out, held_bytes),
         whole.entropy,
+        whole.rows,
     )
 
 
@@ -111,7 +115,7 @@ class _Share:
     shown: Meter
     source_bytes = 0
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[Piece]:
         at = 0
         for piece in pieces(self.config):
             inside = piece.text[max(self.start - at, 0) : max(self.stop - at, 0)]
@@ -121,7 +125,9 @@ class _Share:
                 yield Piece(inside, ends=at >= self.stop)
 
 
-def _divide_document(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
+def _divide_document(
+    parts: PartsFolder, folder: Path, rows: RowCount, *, progress: bool
+) -> Divided:
     config, tokenizer = parts.config, parts.tokenizer
     length = sum(len(piece.text) for piece in pieces(config))
     if not length:
@@ -142,4 +148,4 @@ def _divide_document(parts: PartsFolder, folder: Path, *, progress: bool) -> Div
 
         train = write("train", 0, cut)
         validation = write("validation", cut, length) if cut < length else None
-    return Divided(train, validation, unigram_entropy(counts))
+    return Divided(train, validation, unigram_entropy(counts), rows)

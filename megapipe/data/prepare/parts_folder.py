@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.data.corpus import Part, Rows, parts, total_bytes
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare.encode import Summary, prefix_of
 from megapipe.data.prepare.progress import meter
 from megapipe.data.prepare.workers import encode_all
@@ -26,6 +27,8 @@ class Whole(NamedTuple):
     """Of the documents, as UTF-8."""
     entropy: float
     """Unigram entropy, in nats per token."""
+    rows: RowCount
+    """Of rows of JSON."""
 
 
 class PartsFolder:
@@ -49,6 +52,7 @@ class PartsFolder:
         """
         counts = np.zeros(self.tokenizer.vocab_size, np.int64)
         documents = text_bytes = 0
+        rows = RowCount()
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             total = total_bytes(self.config)
@@ -60,6 +64,7 @@ class PartsFolder:
                     counts[summary.ids] += summary.counts
                     documents += len(summary.text_bytes)
                     text_bytes += its_bytes
+                    rows.add(RowCount(summary.rows, summary.lacking))
                     read = its_bytes if total is None else part.source_bytes
                     shown.advance(read, len(summary.text_bytes), at_once=was_there)
 
@@ -71,7 +76,7 @@ class PartsFolder:
         finally:
             with contextlib.suppress(OSError):  # there are parts in it
                 self.folder.rmdir()
-        return Whole(number, documents, text_bytes, unigram_entropy(counts))
+        return Whole(number, documents, text_bytes, unigram_entropy(counts), rows)
 
     def is_empty(self) -> DataError:
         return DataError(f"corpus {self.config.source!r} is empty: there is no text in it")

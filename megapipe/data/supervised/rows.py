@@ -8,6 +8,7 @@ from typing import Any
 
 from megapipe.data.corpus.cutting import Piece
 from megapipe.data.corpus.json_rows import kind_of, no_object
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.supervised.markup import END, counted, plain
 from megapipe.data.supervised.turns import ASSISTANT, Message, Template, TemplateError
 from megapipe.errors import DataError
@@ -32,7 +33,8 @@ class ExampleRows:
     reserved: tuple[str, ...]
     takes_texts = False
 
-    def reader(self, origin: str) -> ExampleReader:
+    def reader(self, origin: str, count: RowCount) -> ExampleReader:
+        """Each row has to be an example, so there is nothing to count."""
         return ExampleReader(self, origin)
 
     def columns(self, origin: str, schema: Any) -> list[str]:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from megapipe.data.corpus import cutting, dividing, json_rows, parts, total_bytes
 from megapipe.data.corpus.cutting import Piece, cut
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import TEXTS, drop_privileges
@@ -32,7 +33,7 @@ def by_part(given: DataConfig) -> list[list[str]]:
     found = []
     for part in parts(given):
         texts, text = [], ""
-        for piece in part.pieces():
+        for piece in part.pieces(RowCount()):
             text += piece.text
             if piece.ends:
                 texts.append(text)
@@ -256,7 +257,7 @@ def test_a_text_file_longer_than_a_piece(tmp_path: Path, monkeypatch: pytest.Mon
     text = "".join(TEXTS)
     (tmp_path / "x.txt").write_bytes(text.encode())
     (part,) = parts(config(tmp_path / "x.txt"))
-    found = list(part.pieces())
+    found = list(part.pieces(RowCount()))
     assert len(found) > 10
     assert "".join(piece.text for piece in found) == text
     (tmp_path / "x.txt").write_bytes(text.encode() + b"\xff" + b"more")
@@ -271,7 +272,7 @@ def test_rows_are_cut_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cutting, "LONGEST", 50)
     (tmp_path / "x.jsonl").write_bytes(lines_of(["a" * 120, "b"]))
     (part,) = parts(config(tmp_path))
-    assert list(part.pieces()) == [
+    assert list(part.pieces(RowCount())) == [
         Piece("a" * 50, False),
         Piece("a" * 50, False),
         Piece("a" * 20, True),
@@ -336,4 +337,4 @@ def test_a_file_that_goes_away(tmp_path: Path) -> None:
     (part,) = parts(config(path))
     os.unlink(path)
     with pytest.raises(DataError, match=r"x\.jsonl: No such file"):
-        list(part.pieces())
+        list(part.pieces(RowCount()))
