@@ -13,6 +13,7 @@ from megapipe.checkpoint_config import CheckpointConfig
 from megapipe.data_config import DataConfig
 from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.numbers_config import NumbersConfig
 from megapipe.section import Expected, Section
 from megapipe.update_rules import RULES
 from megapipe.user_code import is_user_code, names_or_code
@@ -459,6 +460,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
+    numbers: NumbersConfig = NumbersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 

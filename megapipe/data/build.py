@@ -34,6 +34,7 @@ from megapipe.data.supervised import ExampleDataset
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import DataConfig
 from megapipe.errors import CheckpointError, DataError
+from megapipe.left_out import LeftOut
 
 
 class Past(NamedTuple):
@@ -44,6 +45,8 @@ class Past(NamedTuple):
     order: str = ""
     """:attr:`~megapipe.data.batch.Batches.order` of the batches that dealt them; empty if there was
     nothing to keep."""
+    left_out: LeftOut = LeftOut()
+    """Numbers of samples that were passed over, or will be."""
 
 
 class HeldOutBatches(NamedTuple):
@@ -243,19 +246,26 @@ def _mixture(config: Config, training: Sequence[Source], past: Past) -> Mixture:
     if past.samples:
         recipe = _joined(recipe, past, names)
     mixture = Mixture(recipe, names)
-    mixture.check(_samples(config, past))
+    mixture.check(past.left_out.number(_samples(config, past)))
     return mixture
 
 
 def _joined(recipe: Recipe, past: Past, names: Sequence[str]) -> Recipe:
-    """A recipe that goes on where the checkpoint's ended, or that one, if both go on alike."""
+    """A recipe that goes on where the checkpoint's ended, or that one, if both go on alike.
+
+    Recipes of one run change at the numbers that samples would have if none had been left out: so
+    what is left out later changes none of them. A new recipe begins at the next number.
+    """
     try:
         stored = Recipe.of(past.order)
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError("the checkpoint does not say how its mixture was dealt") from error
     if stored.goes_on(past.samples, recipe):
         return stored
-    return recipe._replace(before=Mixture(stored, names).taken(past.samples))
+    start = past.left_out.number(past.samples)
+    weights = [(first + start - past.samples, some) for first, some in recipe.weights]
+    before = Mixture(stored, names).taken(start)
+    return recipe._replace(weights=weights, start=start, before=before)
 
 
 def _most(tokens: int | None, epochs: float | None, samples: int, length: int) -> int | None:

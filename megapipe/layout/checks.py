@@ -36,6 +36,7 @@ def check(config: Config, family: Family, dp: int) -> None:
     _check_device(config.log)
     _check_stop(config.train)
     _check_export(config)
+    _check_numbers(config)
 
 
 def _check_export(config: Config) -> None:
@@ -52,6 +53,23 @@ def _check_export(config: Config) -> None:
         row_of(model)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.export_every={every}: {error}") from None
+
+
+def _check_numbers(config: Config) -> None:
+    """Refuse to leave samples out of an order that is made for as many as a run takes."""
+    numbers = config.numbers
+    if config.data.samples != "megatron":
+        return
+    if numbers.skip_samples:
+        raise ConfigError(
+            f"numbers.skip_samples={numbers.skip_samples}: the order of data.samples=megatron has "
+            "no more samples than the run takes; expected []"
+        )
+    if numbers.non_finite == "rewind":
+        raise ConfigError(
+            "numbers.non_finite=rewind leaves samples out, and the order of data.samples=megatron "
+            "has no more than the run takes; expected stop or skip"
+        )
 
 
 def _check_support(config: Config, family: Family) -> None:

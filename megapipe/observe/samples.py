@@ -7,7 +7,9 @@ Each process that feeds a first stage writes a file, with one line for each step
     {"step": 121, "samples": [[1920, "web", 1604, 7], [1921, "code", 315, 80]]}
 
 that is the number of each sample in the run, its source ("" where there is but one), how many of
-that source came before, over all epochs, and its number there. ``python -m megapipe.observe.samples
+that source came before, over all epochs, and its number there. Samples that the run leaves out are
+in a line of their own, ``{"left_out": [[1936, "web", 1617, 4]]}``. A run that goes back to a
+checkpoint begins a folder as one that is started again. ``python -m megapipe.observe.samples
 RUN_FOLDER`` checks them. Where a run was killed, the last steps may lack the line of a process:
 they are unfinished, and the next start does them again.
 """
@@ -21,11 +23,12 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megapipe.errors import ConfigError, DataError, MegapipeError
+from megapipe.left_out import LeftOut
 from megapipe.words import counted
 
 FOLDER = "samples"
@@ -64,7 +67,14 @@ class SampleWriter:
 
     def step(self, step: int, samples: Sequence[Taken]) -> None:
         """Append the samples of a step, counted from 1. Raises OSError."""
-        line = json.dumps({"step": step, "samples": samples}, separators=(",", ":")).encode()
+        self._write({"step": step, "samples": samples})
+
+    def left_out(self, samples: Sequence[Taken]) -> None:
+        """Append samples that no step takes. Raises OSError."""
+        self._write({"left_out": samples})
+
+    def _write(self, record: Mapping[str, object]) -> None:
+        line = json.dumps(record, separators=(",", ":")).encode()
         if self._file.write(line + b"\n") != len(line) + 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -79,6 +89,8 @@ class Logged(NamedTuple):
     """The samples of each step that counts, in their order."""
     unfinished: list[int]
     """The last steps, of which a process has no line, as after a kill."""
+    left_out: dict[int, Taken]
+    """Samples that no step was to take, by their numbers."""
 
 
 def read_samples(run_folder: Path) -> Logged:
@@ -86,13 +98,18 @@ def read_samples(run_folder: Path) -> Logged:
     :class:`ConfigError` where there are none."""
     steps: dict[int, list[Taken]] = {}
     ends: list[int] = []
+    left_out: dict[int, Taken] = {}
     for _, after, folder in sorted(_starts(run_folder / FOLDER)):
         steps = {step: samples for step, samples in steps.items() if step <= after}
-        ends = []
+        ends, left_out = [], {}
         for path in sorted(folder.glob("rank-*.jsonl")):
             step = None
-            for step, samples in _lines(path):
-                steps.setdefault(step, []).extend(samples)
+            for key, samples in _lines(path):
+                if key is None:
+                    left_out |= {taken.number: taken for taken in samples}
+                else:
+                    step = key
+                    steps.setdefault(step, []).extend(samples)
             ends += [step] if step is not None else []  # later stages of the model are fed nothing
     if not steps:
         raise ConfigError(f"{run_folder}: no samples are logged: expected a run with log.samples")
@@ -101,6 +118,7 @@ def read_samples(run_folder: Path) -> Logged:
     return Logged(
         {step: sorted(steps[step]) for step in sorted(steps) if step <= whole},
         [step for step in sorted(steps) if step > whole],
+        left_out,
     )
 
 
@@ -109,9 +127,10 @@ def check(logged: Logged) -> list[str]:
 
     Where a run has begun its data anew, they count from there on. Raises :class:`DataError` where a
     step is missing, or a sample of the run or of a source is missing, taken twice or out of its
-    order.
+    order; those that were to be left out are no gap.
     """
-    steps = logged.steps
+    steps, left_out = logged.steps, logged.left_out
+    begin = next(number for number in itertools.count() if number not in left_out)
     numbers = list(steps)
     for before, step in itertools.pairwise(numbers):
         if step != before + 1:
@@ -119,11 +138,17 @@ def check(logged: Logged) -> list[str]:
     began, first, expected = numbers[0], 0, -1
     sources: dict[str, Counter[int]] = {}
     draws: dict[str, int] = {}
+    passed: list[int] = []
     for step, samples in steps.items():
-        if expected < 0 or (samples[0].number == 0 and expected > 0):
+        if expected < 0 or (samples[0].number == begin and expected > begin):
             began, first, expected = step, samples[0].number, samples[0].number
-            sources, draws = {}, {}
+            sources, draws, passed = {}, {}, []
         for taken in samples:
+            while expected in left_out:
+                gone = left_out[expected]
+                draws[gone.source] = gone.draw + 1
+                passed.append(expected)
+                expected += 1
             if taken.number != expected:
                 raise DataError(
                     f"samples: step {step} took sample {taken.number} where {expected} was next"
@@ -139,6 +164,10 @@ def check(logged: Logged) -> list[str]:
             sources.setdefault(taken.source, Counter())[taken.sample] += 1
     steps_taken, range_taken = f"{began} to {numbers[-1]}", f"{first} to {expected - 1}"
     lines = [f"steps {steps_taken} took samples {range_taken} of the run, each once and in order"]
+    if passed:
+        ranges = LeftOut.of((number, number + 1) for number in passed).ranges
+        words = ", ".join(f"{a} to {b - 1}" for a, b in ranges)
+        lines.append(f"left out: {counted(len(passed), 'sample')}, {words}")
     for name, found in sorted(sources.items()):
         low, high = min(found.values()), max(found.values())
         times = f"{low} times" if low == high else f"{low} to {high} times"
@@ -161,12 +190,16 @@ def _starts(folder: Path) -> Iterator[tuple[int, int, Path]]:
             yield int(match[1]), int(match[2]), path
 
 
-def _lines(path: Path) -> Iterator[tuple[int, list[Taken]]]:
-    """The steps of a file; a last line that was cut short by a kill does not count."""
+def _lines(path: Path) -> Iterator[tuple[int | None, list[Taken]]]:
+    """The steps of a file, and None with what is left out; a last line that was cut short by a kill
+    does not count."""
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             record = json.loads(line)
-            yield record["step"], [Taken(*taken) for taken in record["samples"]]
+            if "left_out" in record:
+                yield None, [Taken(*taken) for taken in record["left_out"]]
+            else:
+                yield record["step"], [Taken(*taken) for taken in record["samples"]]
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{path}:{number}: not a line of log.samples") from None
 

@@ -232,6 +232,8 @@ class Optimizer:
     def set_states(self, steps: int, fill: Callable[[str, LocalParameter, Tensor], None]) -> None:
         """Set the states after `steps`: `fill(name, spec, out)` writes one region."""
         self.count = steps
+        for shard in self.shards:
+            shard.store.finite = 0.0  # what is loaded has been looked at
         for name in self.rule.states:
             for shard, entry, values in self._entries(self.shards):
                 if entry.start < shard.stop and shard.start < entry.stop:

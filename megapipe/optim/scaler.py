@@ -42,19 +42,26 @@ class LossScaler:
         if finite:
             self._count_good_step()
             return True
+        problem = self.problem()
+        if problem is not None:
+            raise NumericError(problem)
+        self.scale = max(self.scale / 2, SMALLEST)
+        self.good_steps = 0
+        return False
+
+    def problem(self) -> str | None:
+        """Why no smaller scale is left for gradients that are not finite; None: there is one."""
         if not self.dynamic:
-            raise NumericError(
+            return (
                 f"gradients are not finite at the fixed loss scale {self.scale:g}: expected a "
                 "smaller optimizer.loss_scale, null for a dynamic one, or a lower optimizer.lr"
             )
         if self.scale <= SMALLEST:
-            raise NumericError(
+            return (
                 f"gradients are not finite at loss scale {self.scale:g}, the smallest: fp16 does "
                 "not hold them; lower optimizer.lr, or use model.dtype=bf16"
             )
-        self.scale = max(self.scale / 2, SMALLEST)
-        self.good_steps = 0
-        return False
+        return None
 
     def _count_good_step(self) -> None:
         if not self.dynamic:

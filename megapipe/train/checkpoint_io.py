@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from pydantic import JsonValue
@@ -19,8 +19,10 @@ from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
 from megapipe.checkpoint.writer import Meta, Piece
 from megapipe.cli import flatten
 from megapipe.config import Config
+from megapipe.errors import CheckpointError
 from megapipe.layers.parameter import LocalParameter
 from megapipe.layout.layout import Layout
+from megapipe.left_out import LeftOut
 from megapipe.optim.optimizer import Optimizer
 from megapipe.plan.memory import checkpoint_bytes
 
@@ -59,11 +61,14 @@ def content(
     run_id: str,
     step: int,
     samples: int,
+    left_out: LeftOut,
     order: str,
     loss_scale: Mapping[str, float],
+    judged: Mapping[str, JsonValue],
     digests: Mapping[str, str],
 ) -> Content:
-    """The state after `step` steps, which took `samples` samples in `order`."""
+    """The state after `step` steps, which took `samples` samples in `order`, but for those that are
+    `left_out`."""
     axes = ("pp", "dp", "cp", "tp", "chunks")
     meta = Meta(
         run_id=run_id,
@@ -71,15 +76,50 @@ def content(
         coordinates={
             "step": step,
             "samples": samples,
+            "left_out": [list[JsonValue](each) for each in left_out.ranges],
             "order": order,
             "updates": optimizer.count,
             "loss_scale": dict(loss_scale),
+            "judged": dict(judged),
             "threads": torch.get_num_threads(),
         },
         config=flatten(config),
         digests=dict(digests),
     )
     return Content(step, meta, pieces(optimizer), checkpoint_bytes(config, layout))
+
+
+class Coordinates(NamedTuple):
+    """Where a run is, by its checkpoint."""
+
+    updates: int
+    samples: int
+    """Taken so far."""
+    left_out: LeftOut
+    loss_scale: Mapping[str, float] | None
+    judged: JsonValue
+    """The state of :class:`~megapipe.train.judge.Judge`."""
+
+    def left_out_with(self, more: LeftOut) -> LeftOut:
+        """All that a run leaves out which goes on: `more` as far as it is not behind."""
+        return self.left_out.with_(more.since(self.left_out.number(self.samples)))
+
+
+def coordinates(checkpoint: Checkpoint) -> Coordinates:
+    """The coordinates of a checkpoint. Raises :class:`CheckpointError`."""
+    stored: Mapping[str, Any] = checkpoint.manifest.coordinates
+    updates: Any = stored.get("updates", checkpoint.step)
+    samples: Any = stored.get("samples")
+    for number, name in ((updates, "updates"), (samples, "samples")):
+        if type(number) is not int or number < 0:
+            raise CheckpointError(f"{checkpoint.path}: its number of {name} is {number}")
+    try:
+        left_out = LeftOut.stored(stored.get("left_out", []))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: its samples that are left out: {error}"
+        ) from None
+    return Coordinates(updates, samples, left_out, stored.get("loss_scale"), stored.get("judged"))
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:

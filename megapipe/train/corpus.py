@@ -16,7 +16,9 @@ from megapipe.data_config import DataConfig
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import DataError, MegapipeError
+from megapipe.left_out import LeftOut
 from megapipe.train.changes import Change
+from megapipe.train.checkpoint_io import coordinates
 
 T = TypeVar("T")
 
@@ -56,14 +58,16 @@ def on_all(mesh: ParallelMesh, local_rank: int, make: Callable[[], T]) -> T:
     return made[0]
 
 
-def past_of(checkpoint: Checkpoint | None, *, anew: bool) -> Past:
-    """How far a checkpoint is in the data; `anew`: they are begun again."""
+def past_of(checkpoint: Checkpoint | None, *, anew: bool, left_out: LeftOut) -> Past:
+    """How far a checkpoint is in the data, of which a run that begins leaves some out; `anew`: they
+    are begun again. Raises :class:`CheckpointError`."""
     if checkpoint is None:
-        return Past()
-    coordinates: Mapping[str, Any] = checkpoint.manifest.coordinates
-    if anew or type(coordinates.get("samples")) is not int:  # which is refused when it is loaded
-        return Past(checkpoint.step)
-    return Past(checkpoint.step, coordinates["samples"], str(coordinates.get("order", "")))
+        return Past(left_out=left_out)
+    if anew:
+        return Past(checkpoint.step, left_out=left_out)
+    found = coordinates(checkpoint)
+    order = str(checkpoint.manifest.coordinates.get("order", ""))
+    return Past(checkpoint.step, found.samples, order, found.left_out_with(left_out))
 
 
 def name_of(data: DataConfig) -> str:

@@ -21,6 +21,7 @@ from megapipe.distributed.mesh import AxisName, ParallelMesh
 from megapipe.engine.stage import Key
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
+from megapipe.left_out import LeftOut
 from megapipe.ops.documents import Documents, document_ids, positions_in
 from megapipe.ops.transfer import Uploads
 from megapipe.schedule.ir import Schedule
@@ -32,6 +33,7 @@ mixture uint8: 1 + the source of what counts in the loss; and documents [b, s] w
 packed."""
 
 
+NOTHING = LeftOut()
 Wholes = dict[int, Samples]
 """Whole micro-batches, by their numbers within the step."""
 
@@ -84,6 +86,9 @@ class _Place(NamedTuple):
     schedule: Schedule
     rows: Rows
     first: int
+    """Samples that come before."""
+    left_out: LeftOut
+    """Numbers that are no sample."""
 
 
 class _ReadPiece(NamedTuple):
@@ -142,14 +147,20 @@ class Feed:
         """Numbers of the samples that first stages of this process were given last."""
 
     def fetch(
-        self, schedule: Schedule, rows: Rows, step: int, first: int, factor: float = 1.0
+        self,
+        schedule: Schedule,
+        rows: Rows,
+        step: int,
+        first: int,
+        factor: float = 1.0,
+        left_out: LeftOut = NOTHING,
     ) -> tuple[dict[Key, MicroBatch], Counted]:
-        """The micro-batches of the samples from `first` on, and the unmasked tokens of the last
-        stages of this process.
+        """The micro-batches of the samples that come after `first` others, of all numbers but those
+        `left_out`, and the unmasked tokens of the last stages of this process.
 
         `factor` multiplies the loss besides the global token count (a loss scale).
         """
-        place = _Place(schedule, rows, first)
+        place = _Place(schedule, rows, first, left_out)
         if self._ahead is not None and self._ahead[0] == place:
             read, self._ahead = self._ahead[1], None
         else:
@@ -183,18 +194,22 @@ class Feed:
             )
         return result, Counted(tokens_here, tuple(by_source), losses)
 
-    def read_ahead(self, schedule: Schedule, rows: Rows, first: int) -> None:
+    def read_ahead(
+        self, schedule: Schedule, rows: Rows, first: int, left_out: LeftOut = NOTHING
+    ) -> None:
         """Begin to read, in a thread, what :meth:`fetch` will be asked for after this step."""
-        place = _Place(schedule, rows, first)
+        place = _Place(schedule, rows, first, left_out)
         reads = self._reading is not None and self._reading[0] == place
         if self._prefetch and not reads:
             self._reading = place, Reading(lambda: self._samples(place))
 
-    def upload_ahead(self, schedule: Schedule, rows: Rows, first: int) -> None:
+    def upload_ahead(
+        self, schedule: Schedule, rows: Rows, first: int, left_out: LeftOut = NOTHING
+    ) -> None:
         """Begin to copy it to a GPU, while that computes."""
         if self.mesh.device.type != "cuda":
             return
-        place = _Place(schedule, rows, first)
+        place = _Place(schedule, rows, first, left_out)
         try:
             samples = self._take(place)
         except Exception:  # it is raised where it belongs: when the samples are fetched
@@ -238,7 +253,7 @@ class Feed:
         for piece, is_first, is_last in self._pieces(place.schedule):
             needed = is_first or is_last or self.document_end is not None
             if needed and piece.whole not in found:
-                found[piece.whole] = Samples(*place.rows(self._numbers(place.first, piece.whole)))
+                found[piece.whole] = Samples(*place.rows(self._numbers(place, piece.whole)))
         return found
 
     def _start(self, place: _Place, samples: Wholes) -> _Read:
@@ -251,7 +266,7 @@ class Feed:
             if is_last:
                 own += self._count(samples[piece.whole].mask[piece.rows, piece.positions])
             if is_first and piece.positions.start == 0:
-                numbers += self._numbers(place.first, piece.whole)[piece.rows]
+                numbers += self._numbers(place, piece.whole)[piece.rows]
             at = len(copied) if is_first or is_last else None
             ids = self._document_ids(samples, piece)
             if at is not None:
@@ -283,8 +298,8 @@ class Feed:
         axes: tuple[AxisName, ...] = ("dp", "pp") if several else ("dp",)
         return int(self.mesh.ordered_sum(count, *axes).item())
 
-    def _numbers(self, first: int, whole: int) -> range:
+    def _numbers(self, place: _Place, whole: int) -> Sequence[int]:
         """The samples of a whole micro-batch."""
         b = self.config.train.microbatch
-        start = first + (whole * self.layout.dp + self.mesh.dp.index) * b
-        return range(start, start + b)
+        start = place.first + (whole * self.layout.dp + self.mesh.dp.index) * b
+        return place.left_out.numbers(start, b)

@@ -23,7 +23,7 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
     for reason in source.skipped:
         yield f"passed over a damaged checkpoint: {reason}"
     if source.checkpoint is not None:
-        samples = run.train_step.position.samples
+        samples = run.train_step.left_out.number(run.train_step.position.samples)
         at = f"step {run.first_step} of {run.config.train.steps}, sample {samples}"
         yield f"resumed from {source.checkpoint.path} at {at}"
         for change in changes.told:

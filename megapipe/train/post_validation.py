@@ -39,6 +39,8 @@ class _Taken(NamedTuple):
     """Waits for the totals of all pipeline ranks."""
     scaler: dict[str, float]
     """The loss scale's state before it."""
+    made: int
+    """The step of the update before it."""
 
 
 class PostValidation:
@@ -72,9 +74,8 @@ class PostValidation:
         """Step `step`; returns the result of the one before."""
         microbatches, tokens = self._fetch(step, rows)
         executor.run_prefix(microbatches)
-        result, held = self._validate()
+        result, held = self._validate(executor.abort)
         if not held:
-            executor.abort()
             microbatches, tokens = self._fetch(step, rows)
             executor.run_prefix(microbatches)
         self._update.optimizer.zero_grad()
@@ -85,8 +86,12 @@ class PostValidation:
 
     def settle(self) -> StepResult | None:
         """Validate the last step; returns its result, None if that was done before."""
-        result, _ = self._validate()
+        result, _ = self._validate(lambda: None)
         return result
+
+    def drop(self) -> None:
+        """Forget the step that is open, of which nothing is to stay."""
+        self._taken = None
 
     def _take(self, step: int, totals: Totals) -> None:
         """Update by what this pipeline rank and its replicas know.
@@ -96,26 +101,30 @@ class PostValidation:
         update = self._update
         vector = self._mesh.ordered_sum(totals.pack(), "tp", "cp", "dp", largest=LARGEST)
         totals_of_all = self._mesh.start_ordered_sum(vector, "pp", largest=LARGEST)
-        self._taken = _Taken(step, totals_of_all, update.scaler.state())
+        self._taken = _Taken(step, totals_of_all, update.scaler.state(), update.made)
         update.optimizer.keep()
         if update.is_plain(Totals.unpack(vector, self._sources)):
             update.apply_plainly(step)
         else:
             update.optimizer.publish_shared()
 
-    def _validate(self) -> tuple[StepResult | None, bool]:
-        """The result of the step that is open, and whether its update held."""
+    def _validate(self, abort: Callable[[], None]) -> tuple[StepResult | None, bool]:
+        """The result of the step that is open, and whether its update held; if not, what has begun
+        since is aborted."""
         if self._taken is None:
             return None, True
         update = self._update
-        (step, totals_of, before), self._taken = self._taken, None
+        (step, totals_of, before, made), self._taken = self._taken, None
         totals = Totals.unpack(totals_of(), self._sources)
         after = update.scaler.state()
         update.scaler.load(before)
         if update.is_plain(totals):
             result = update.result(step, totals)
             update.scaler.load(after)
+            update.judge.passed()
             return result, True
+        abort()
         self.undone += 1
         update.optimizer.undo()
+        update.made = made
         return update.apply(step, totals), False

@@ -65,13 +65,13 @@ def choose(
                 "never; choose another run.name"
             )
     failed = _failed(checkpoints, before or 0, mesh)
-    found = _newest_intact(checkpoints, mesh, failed)
+    found = newest_intact(checkpoints, mesh, failed)
     if found.checkpoint is not None:
         found.skipped.extend(
             f"{path}: starts from it, or before it, have failed" for path in failed
         )
     elif failed:
-        found, failed = _newest_intact(checkpoints, mesh), []
+        found, failed = newest_intact(checkpoints, mesh), []
     if found.checkpoint is not None:
         return Source(found.checkpoint, is_own=True, skipped=found.skipped, failed=failed)
     if found.damaged or config.run.resume == "must":
@@ -105,7 +105,7 @@ def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
         if checkpoint is None:
             raise CheckpointError(problem)
     else:
-        found = _newest_intact(path, mesh)
+        found = newest_intact(path, mesh)
         source.skipped += found.skipped
         if found.checkpoint is None:
             raise CheckpointError(f"{path}: no checkpoint is intact: {'; '.join(found.skipped)}")
@@ -207,7 +207,7 @@ def load_weights(weights: Weights, step: TrainStep, mesh: ParallelMesh) -> None:
     all_or_none(mesh, error)
 
 
-class _Newest(NamedTuple):
+class Newest(NamedTuple):
     """The newest checkpoint that is intact, and those that are not."""
 
     checkpoint: Checkpoint | None
@@ -217,7 +217,7 @@ class _Newest(NamedTuple):
     """Some of these could be opened, but have other bytes than were written."""
 
 
-def _newest_intact(folder: Path, mesh: ParallelMesh, but: Collection[Path] = ()) -> _Newest:
+def newest_intact(folder: Path, mesh: ParallelMesh, but: Collection[Path] = ()) -> Newest:
     """The newest checkpoint in `folder` that :func:`verified` finds nothing wrong with, of all
     `but` some."""
     skipped: list[str] = []
@@ -225,10 +225,10 @@ def _newest_intact(folder: Path, mesh: ParallelMesh, but: Collection[Path] = ())
     while (path := _newest(folder, {*but, *damaged}, skipped, mesh)) is not None:
         checkpoint, problem = verified(path, mesh)
         if checkpoint is not None:
-            return _Newest(checkpoint, skipped, bool(damaged))
+            return Newest(checkpoint, skipped, bool(damaged))
         skipped.append(problem)
         damaged.add(path)
-    return _Newest(None, skipped, bool(damaged))
+    return Newest(None, skipped, bool(damaged))
 
 
 def _failed(folder: Path, before: int, mesh: ParallelMesh) -> list[Path]:

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,17 +28,16 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.writer import save
 from megapipe.config import Config
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.engine.channels import MessageShape
 from megapipe.engine.executor import Executor
-from megapipe.engine.packed import PackedTensor
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Key, Stage
 from megapipe.engine.tuple_stage import TupleStage
-from megapipe.errors import CheckpointError, ScheduleError
+from megapipe.errors import ScheduleError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter, release_initial
 from megapipe.layout.layout import Layout
+from megapipe.left_out import LeftOut
 from megapipe.observe.memory import memory_gib
 from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import make_buckets
@@ -47,11 +46,13 @@ from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.scaler import LossScaler
 from megapipe.optim.state_store import StatePolicy
 from megapipe.schedule.generators import forward_only
-from megapipe.schedule.ir import Kind, Op, Schedule
+from megapipe.schedule.ir import Schedule
 from megapipe.train import checkpoint_io, evaluation, logits, resume
 from megapipe.train.evaluation import Evaluation
 from megapipe.train.feed import Counted, Feed, Rows
+from megapipe.train.judge import Judge
 from megapipe.train.kernels import agreed_kernels, make_sharding
+from megapipe.train.messages import Messages
 from megapipe.train.post_validation import PostValidation
 from megapipe.train.totals import LARGEST, SourceTotal, Totals, Wishes
 from megapipe.train.update import StepResult, Update
@@ -99,11 +100,12 @@ class TrainStep:
         self._check_schedule()
         self.kernels = kernels or agreed_kernels(config, layout, mesh, self.schedule)
         self.policy = ZeroPolicy.of(config.optimizer, layout.dp)
+        self._messages = Messages(layout, config.train)
         self.pipeline = Pipeline(
             mesh,
             self.placement,
             layout.replicas,
-            shape_of=self._message_shape,
+            shape_of=self._messages.of_schedule,
             dtype=TORCH_DTYPES[config.model.dtype],
             in_process=layout.in_process,
             scatter=layout.scatters,
@@ -131,7 +133,10 @@ class TrainStep:
         self._sources = sources
         self._feed = Feed(config, layout, mesh, self.pipeline.ranks, document_end, sources)
         self.scaler = LossScaler(config.optimizer, config.model.dtype)
-        self.update = Update(config.optimizer, self.optimizer, self.scaler, config.train.steps)
+        self.judge = Judge(config.numbers)
+        self.update = Update(
+            config.optimizer, self.optimizer, self.scaler, config.train.steps, self.judge
+        )
         self._executors = self._make_executors(self.schedule, train=True)
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
         self._warm: Schedule | None = None
@@ -139,6 +144,8 @@ class TrainStep:
         self._watched: dict[tuple[bool, bool], list[Executor]] = {}
         """Executors that (record, name)."""
         self.position = Position(0, 0)
+        self.left_out = LeftOut.of(config.numbers.skip_samples)
+        """Numbers of samples that no step takes."""
         self.settled = True
         """Whether all steps so far are validated, and their weights gathered."""
         self._seconds: dict[int, float] = {}
@@ -229,32 +236,6 @@ class TrainStep:
             speculate=train and self.config.optimizer.post_validation,
         )
 
-    def _message_shape(self, schedule: Schedule) -> MessageShape:
-        """The tensors of a message, by what produced it: the output of a stage, or the gradient of
-        its input, which is the output of the stage before."""
-        train, layout = self.config.train, self.layout
-        lengths = layout.slice_lengths if schedule.slices > 1 else (train.sequence_length,)
-
-        def shape(message: Op) -> Any:
-            rows = int(schedule.size_of(message.microbatch) * train.microbatch)
-            return self._shape_of(rows, lengths[message.slice])(message)
-
-        return shape
-
-    def _shape_of(self, rows: int, length: int) -> MessageShape:
-        """The same for so many sequences of `length` tokens."""
-
-        def shape(message: Op) -> Any:
-            before = message.stage - (message.kind != Kind.F)
-            tensors = self.layout.model.message(self.layout.stage_layers[before], rows, length)
-            if not self.layout.sends_tuples:
-                return tensors[0].shape
-            if message.kind != Kind.F:
-                tensors = tuple(each for each in tensors if each.has_grad)
-            return [PackedTensor(each.shape, getattr(torch, each.dtype)) for each in tensors]
-
-        return shape
-
     def train(
         self,
         step: int,
@@ -273,7 +254,8 @@ class TrainStep:
         (:meth:`settle`): with `settle`, or when a rank wishes to stop or to save. `wishes` is
         called once, after the backward passes, for what this rank wants. With `record`,
         :meth:`records` tells afterwards when each op ran; with `name` profilers see names of
-        actions. Raises :class:`NumericError` before an update with a gradient that is not finite.
+        actions. Raises :class:`~megapipe.train.judge.Unsound` where a loss or a gradient is not
+        finite and ``numbers.non_finite`` is not skip: before the update, or with it undone.
         """
         start = time.perf_counter()
         results = self._use_schedule_of(step)
@@ -321,8 +303,9 @@ class TrainStep:
         if self.mesh.device.type != "cuda" or not sends:
             return
         for schedule in (self.schedule, forward_only(self.placement, 1)):
-            microbatches, _ = self._feed.fetch(schedule, rows, step, self.samples(step))
-            WarmUp(self, schedule, self._message_shape(schedule)).run(microbatches)
+            first = self.samples(step)
+            microbatches, _ = self._feed.fetch(schedule, rows, step, first, 1.0, self.left_out)
+            WarmUp(self, schedule, self._messages.of_schedule(schedule)).run(microbatches)
 
     def settle(self) -> list[StepResult]:
         """Wait for the weights of the last step; if it is open, validate it and return its result.
@@ -354,15 +337,19 @@ class TrainStep:
         """Micro-batches of a step, and the unmasked tokens of the last stages here; begins to read
         those of the next step, if there will be one."""
         first, scale = self.samples(step), self.scaler.scale
-        found = self._feed.fetch(self.schedule, rows, step, first, scale)
+        found = self._feed.fetch(self.schedule, rows, step, first, scale, self.left_out)
         if step + 1 < self.config.train.last_step:
-            self._feed.read_ahead(self._schedule_of(step + 1), rows, self.samples(step + 1))
+            self._feed.read_ahead(*self._coming(step + 1, rows))
         return found
+
+    def _coming(self, step: int, rows: Rows) -> tuple[Schedule, Rows, int, LeftOut]:
+        """The schedule of a step and its place in the data."""
+        return self._schedule_of(step), rows, self.samples(step), self.left_out
 
     def _upload_ahead(self, step: int, rows: Rows) -> None:
         """While a GPU computes the step before, get the data of `step`, if there will be one."""
         if step < self.config.train.last_step:
-            self._feed.upload_ahead(self._schedule_of(step), rows, self.samples(step))
+            self._feed.upload_ahead(*self._coming(step, rows))
 
     @property
     def samples_read(self) -> list[int]:
@@ -370,7 +357,7 @@ class TrainStep:
         return self._feed.samples_read
 
     def samples(self, step: int) -> int:
-        """Samples that the steps before `step` take, and so the number of its first one."""
+        """Samples that the steps before `step` take; :attr:`left_out` has the numbers of others."""
         position = self.position
         return self._batches.after(position.samples, step - position.step)
 
@@ -423,8 +410,10 @@ class TrainStep:
             step=step,
             run_id=run_id or self.mesh.share(uuid.uuid4().hex),
             samples=self.samples(step),
+            left_out=self.left_out,
             order=order,
             loss_scale=self.scaler.state(),
+            judged=self.judge.state(),
             digests=digests or {},
         )
 
@@ -438,17 +427,19 @@ class TrainStep:
         resume.load(resume.find(Path(path), self.mesh), self.config, self, self.mesh)
 
     def take_over(self, checkpoint: Checkpoint) -> None:
-        """Take over a checkpoint's weights, optimizer states and coordinates."""
-        coordinates: Mapping[str, Any] = checkpoint.manifest.coordinates
-        updates = coordinates.get("updates", checkpoint.step)
-        if type(updates) is not int or updates < 0:
-            raise CheckpointError(f"{checkpoint.path}: its number of updates is {updates}")
-        samples = coordinates.get("samples")
-        if type(samples) is not int or samples < 0:
-            raise CheckpointError(f"{checkpoint.path}: its number of samples is {samples}")
-        self.position = Position(checkpoint.step, samples)
-        checkpoint_io.load(self.optimizer, checkpoint, updates)
-        self.scaler.load(coordinates.get("loss_scale", self.scaler.state()))
+        """Take over a checkpoint's weights, optimizer states and coordinates, whatever the state
+        is now; more samples may be left out already."""
+        self.optimizer.await_all_weights()
+        if self.post_validation is not None:
+            self.post_validation.drop()
+        self._seconds.clear()
+        self.settled = True
+        found = checkpoint_io.coordinates(checkpoint)
+        self.position = Position(checkpoint.step, found.samples)
+        self.left_out = found.left_out_with(self.left_out)
+        checkpoint_io.load(self.optimizer, checkpoint, found.updates)
+        self.scaler.load(found.loss_scale or self.scaler.state())
+        self.judge.load(found.judged)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Logits [b, s, V] of `tokens` [b, s], in fp32 (fp64 for fp64), of the weights after the
@@ -460,7 +451,9 @@ class TrainStep:
         """
         self._require_settled("logits")
         logits.check(self, tokens)
-        return logits.read(self, tokens, self._shape_of(*tokens.shape), self._feed.document_end)
+        return logits.read(
+            self, tokens, self._messages.of_size(*tokens.shape), self._feed.document_end
+        )
 
     def records(self) -> list[Record]:
         """The last recorded step of all pipeline ranks, on processes of the first; else empty."""

@@ -19,6 +19,7 @@ from megapipe.errors import Preempted
 from megapipe.launch import progress
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.layout import Layout
+from megapipe.left_out import LeftOut
 from megapipe.train import changes, run_folder
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.exporting import Exporting
@@ -34,9 +35,11 @@ from megapipe.train.callbacks.validation import Validation
 from megapipe.train.changes import Change, Changes
 from megapipe.train.corpus import change_of_corpus, on_all, past_of, prepare_on_all
 from megapipe.train.garbage import Garbage
+from megapipe.train.judge import Unsound
 from megapipe.train.kernels import agreed_kernels
 from megapipe.train.opening import opening
 from megapipe.train.resume import check_adapters, check_end, choose, load, load_weights
+from megapipe.train.rewinding import Rewinding
 from megapipe.train.step import Position, TrainStep
 from megapipe.train.totals import Wishes
 
@@ -94,7 +97,8 @@ class Trainer:
         corpus = prepare_on_all(config, tokenizer, mesh, local_rank=local_rank)
         changed = change_of_corpus(self.source.checkpoint, corpus, config.data)
         self.changes = self._changes(changed)
-        past = past_of(self.source.checkpoint, anew=self.changes.data_anew)
+        left_out = LeftOut.of(config.numbers.skip_samples)
+        past = past_of(self.source.checkpoint, anew=self.changes.data_anew, left_out=left_out)
         self.training, held_out = on_all(
             mesh, local_rank, lambda: build_batches(config, tokenizer, corpus, past)
         )
@@ -114,6 +118,7 @@ class Trainer:
             self.first_step = self.source.checkpoint.step
             if self.changes.data_anew:
                 self.train_step.position = Position(self.first_step, 0)
+                self.train_step.left_out = left_out
             skipped = self.first_step - self.train_step.optimizer.count
             if self.source.is_own:
                 self.run_id = self.source.checkpoint.manifest.run_id
@@ -135,6 +140,7 @@ class Trainer:
                 else None
             ),
         )
+        self.rewinding = Rewinding(self.saving, self.source.failed)
         first: list[Callback] = [
             Profiling(),
             Reports(skipped=skipped, entropy=corpus.entropy, training=self.training),
@@ -185,9 +191,17 @@ class Trainer:
             self.callbacks.begin(self.context)
             self.stop.phase = "training"
             steps, end = self.config.train.steps, self.config.train.last_step
-            for number in range(self.first_step + 1, end + 1):
+            number = self.first_step
+            while number < end:
+                number += 1
                 step = Step(number, last=number == end)
-                self._turn(step)
+                try:
+                    self._turn(step)
+                except Unsound as problem:
+                    if not problem.rewinds:
+                        raise
+                    number = self.rewinding.go_back(self.context, problem)
+                    continue
                 garbage.after(number)
                 if step.stop:
                     self.stop.phase = "leaving"

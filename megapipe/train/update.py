@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megapipe.config import OptimizerConfig
-from megapipe.errors import NumericError
 from megapipe.optim.lr import learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
+from megapipe.train.judge import Judge, Unsound
 from megapipe.train.totals import SourceTotal, Totals, Wishes
 
 
@@ -22,7 +22,7 @@ class StepResult:
     loss: float
     """Mean loss per unmasked token of the global batch, nats."""
     grad_norm: float
-    """Global gradient norm before clipping; not finite where the step was skipped."""
+    """Global gradient norm before clipping."""
     lr: float
     tokens: int
     """Unmasked tokens in the global batch."""
@@ -30,6 +30,8 @@ class StepResult:
     """Factor of the loss in the backward pass (fp16)."""
     wishes: Wishes = field(default_factory=Wishes, compare=False)
     """Requests of all ranks together, at the end of the step."""
+    skipped: str | None = None
+    """Why the step was made without an update; None: there was one."""
     by_source: tuple[SourceTotal, ...] = ()
     """Of a mixture: losses and tokens of each source."""
     memory_gib: float | None = field(default=None, compare=False)
@@ -42,49 +44,71 @@ class Update:
     """Makes the updates of a run of `steps`, whose gradients `optimizer` has reduced."""
 
     def __init__(
-        self, config: OptimizerConfig, optimizer: Optimizer, scaler: LossScaler, steps: int
+        self,
+        config: OptimizerConfig,
+        optimizer: Optimizer,
+        scaler: LossScaler,
+        steps: int,
+        judge: Judge,
     ) -> None:
         self.config = config
         self.optimizer = optimizer
         self.scaler = scaler
         self.steps = steps
+        self.judge = judge
+        self.made = 0
+        """The step of the last update."""
 
     def apply(self, step: int, totals: Totals) -> StepResult:
-        """Update by gradients with these totals of all ranks; fp16 may skip the update instead.
+        """Update by gradients with these totals of all ranks, or skip the update.
 
-        Raises :class:`NumericError`, before the update, where loss or gradients are not finite and
-        no smaller loss scale could mend that.
+        fp16 skips it where a smaller loss scale may mend the gradients, ``numbers.non_finite`` says
+        what comes of others. Raises :class:`~megapipe.train.judge.Unsound`, before the update,
+        where that is to stop or to rewind.
         """
         result = self.result(step, totals)
         if not math.isfinite(totals.states):
             raise self._states_not_finite()
-        overflow = self.scaler.scales and math.isfinite(totals.loss_sum)
-        if not totals.finite and not overflow:
-            raise NumericError(
-                f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm} "
-                f"({totals.not_finite()}): not finite; "
-                "lower optimizer.lr or resume from an earlier checkpoint"
-            )
-        if self.scaler.update(finite=totals.finite):
-            self.optimizer.update(result.lr, self.clipping(totals))
+        if self.overflows(totals):
+            self.scaler.update(finite=False)
+            why = f"gradients are not finite at loss scale {result.loss_scale:g}, which is halved"
+            return replace(result, skipped=why)
+        fault = self.fault(totals)
+        if fault is not None:
+            return replace(result, skipped=self.judge.act(step, fault))
+        self.scaler.update(finite=True)
+        self._update(step, self.clipping(totals))
+        self.judge.passed()
         return result
 
+    def _update(self, step: int, factor: float = 1.0) -> None:
+        self.made = step
+        self.optimizer.update(self.lr(step), factor)
+
+    def overflows(self, totals: Totals) -> bool:
+        """Whether gradients are not finite as fp16's may be, and a smaller loss scale is left."""
+        gradients = math.isfinite(totals.loss_sum) and not totals.finite
+        return self.scaler.scales and gradients and self.scaler.problem() is None
+
+    def fault(self, totals: Totals) -> str | None:
+        """Say what cannot be right in a step of these totals, unless it :meth:`overflows`."""
+        if self.scaler.scales and math.isfinite(totals.loss_sum) and not totals.finite:
+            return self.scaler.problem()
+        return self.judge.fault(totals)
+
     def check_states(self) -> None:
-        """Raise :class:`NumericError` on all ranks, which all call it, where the last update has
-        left weights or states that are not finite on one: nobody is to read or save them."""
+        """Raise :class:`~megapipe.train.judge.Unsound` on all ranks, which all call it, where the
+        last update has left weights or states that are not finite on one: nobody is to read or save
+        them."""
         if self.optimizer.mesh.any(not math.isfinite(self.optimizer.states_finite().item())):
             raise self._states_not_finite()
 
-    def _states_not_finite(self) -> NumericError:
-        return NumericError(
-            f"update {self.optimizer.count} has left weights or optimizer states that are not "
-            "finite, and is not saved; lower optimizer.lr or optimizer.clip, or resume from an "
-            "earlier checkpoint"
-        )
+    def _states_not_finite(self) -> Unsound:
+        return self.judge.states_fault(self.optimizer.count, self.made)
 
     def apply_plainly(self, step: int) -> None:
         """Update without clipping by gradients that are known to be finite."""
-        self.optimizer.update(self.lr(step))
+        self._update(step)
         self.scaler.update(finite=True)
 
     def is_plain(self, totals: Totals) -> bool:

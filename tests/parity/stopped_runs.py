@@ -65,6 +65,8 @@ class Play:
     preempt: int | None = None
     sign: signal.Signals = signal.SIGUSR1
     clocks: tuple[Callable[[], Clock], ...] = ()
+    callbacks: tuple[Callback, ...] = ()
+    """Called before the witness."""
 
 
 @dataclass
@@ -111,7 +113,7 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
             tokenizer,
             local_rank=world.rank,
             stop=stop,
-            callbacks=[witness],
+            callbacks=[*this.callbacks, witness],
         )
         if this.clocks:
             trainer.saving.clock = this.clocks[world.rank]()

@@ -38,6 +38,7 @@ FLOORS = (
     "checkpoint_config",
     "data_config",
     "lora_config",
+    "numbers_config",
     "batch_ramp",
     "engine",
     "model",
@@ -59,6 +60,7 @@ FLOORS = (
     "heartbeat",
     "processes",
     "words",
+    "left_out",
     "paths",
     "errors",
 )

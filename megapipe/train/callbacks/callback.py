@@ -9,6 +9,7 @@ On every rank the loop calls, in this order::
         after_step        with the results that are known by now
         after_validation  where the step is validated
         before_save       where its checkpoint is written
+        after_rewind      instead, where the run goes back to a checkpoint
     end                   after the last step; not where the run is stopped or fails
     close                 in any case
 
@@ -140,6 +141,10 @@ class Callback:
 
     def before_save(self, run: Run, step: int) -> None:
         """A checkpoint of the state after `step` steps comes next."""
+
+    def after_rewind(self, run: Run, step: int) -> None:
+        """The run has gone back to its checkpoint of `step` steps: the one that comes next is the
+        step after. The step that was under way, whose numbers were wrong, has had no after_step."""
 
     def end(self, run: Run) -> None:
         """The last step is done, validated and saved."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 import torch
@@ -21,7 +20,7 @@ SMOOTHING = 0.9
 class Reports(Callback):
     """Reports steps as their results become known.
 
-    `skipped` are the steps since step 0 that fp16 made without an update, `entropy` is that of the
+    `skipped` are the steps since step 0 that were made without an update, `entropy` is that of the
     corpus' unigrams in nats, if it is known, and `training` are the batches that steps
     take.
     """
@@ -46,16 +45,15 @@ class Reports(Callback):
     def after_step(self, run: Run, step: Step) -> None:
         for result in step.results:
             self._losses.append(result.loss)
-            skipped = not math.isfinite(result.grad_norm)
-            self._skipped += skipped
+            self._skipped += result.skipped is not None
             pace = self._smoothed(result.seconds)
             if run.observer is not None:
                 run.observer.step(self._record(run, result, pace))
-            if skipped:
-                run.note(
-                    f"step {result.step + 1} is skipped: gradients are not finite at loss scale "
-                    f"{result.loss_scale:g}, which is halved"
-                )
+            if result.skipped is not None:
+                run.note(f"step {result.step + 1} is skipped: {result.skipped}")
+
+    def after_rewind(self, run: Run, step: int) -> None:
+        self._skipped = step - run.train_step.optimizer.count
 
     def _smoothed(self, seconds: float) -> float:
         before = self._pace
@@ -70,7 +68,7 @@ class Reports(Callback):
         flops = tokens * run.layout.model.token_flops()
         tflops = flops / seconds / run.mesh.world / 1e12
         limit = _peak(run)
-        scales = run.train_step.scaler.scales
+        skips = run.train_step.scaler.scales or run.config.numbers.non_finite == "skip"
         return StepRecord(
             step=step,
             steps=train.steps,
@@ -85,16 +83,19 @@ class Reports(Callback):
             memory_gib=result.memory_gib,
             eta_seconds=pace * (train.last_step - step),
             samples=samples(step),
-            loss_scale=result.loss_scale if scales else None,
-            skipped=self._skipped if scales else None,
-            sources=self._sources(result, samples(step)),
+            loss_scale=result.loss_scale if run.train_step.scaler.scales else None,
+            skipped=self._skipped if skips else None,
+            sources=self._sources(run, result, samples(step)),
         )
 
-    def _sources(self, result: StepResult, samples: int) -> dict[str, SourceRecord] | None:
+    def _sources(
+        self, run: Run, result: StepResult, samples: int
+    ) -> dict[str, SourceRecord] | None:
         training = self._training
         if training is None or training.mixture is None:
             return None
-        parts = zip(training.names, result.by_source, training.taken(samples), strict=True)
+        taken = run.train_step.left_out.counts(training.taken, samples)
+        parts = zip(training.names, result.by_source, taken, strict=True)
         return {name: SourceRecord(sum_.loss, sum_.tokens, count) for name, sum_, count in parts}
 
     def after_validation(self, run: Run, record: ValidationRecord) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from megapipe.data.batch import Batches
@@ -23,10 +24,19 @@ class SampleLog(Callback):
 
     def begin(self, run: Run) -> None:
         """Raises :class:`ConfigError` on all ranks if a file cannot be made on one."""
+        self._open(run, run.first_step)
+
+    def after_rewind(self, run: Run, step: int) -> None:
+        """The same."""
+        self.close(run)
+        self._open(run, step)
+
+    def _open(self, run: Run, after: int) -> None:
+        """Begin files for what comes after step `after`, with what is left out of it."""
         start, error = "", None
         try:
             if run.mesh.rank == 0:
-                start = str(new_start(run.folder, run.first_step))
+                start = str(new_start(run.folder, after))
         except OSError as problem:
             error = _cannot_write(run, problem)
         all_or_none(run.mesh, error)
@@ -37,21 +47,28 @@ class SampleLog(Callback):
         except OSError as problem:
             error = _cannot_write(run, problem)
         all_or_none(run.mesh, error)
+        if run.mesh.rank == 0 and self._writer is not None:
+            for first, stop in run.train_step.left_out.ranges:
+                self._writer.left_out(self._taken(range(first, stop)))
 
     def after_step(self, run: Run, step: Step) -> None:
         """Raises :class:`ConfigError` if the file takes no line."""
         if self._writer is None:
             return
-        taken = []
-        for number in run.train_step.samples_read:
-            origin = self._batches.origin(number)
-            assert origin is not None, "training has no end"
-            taken.append(Taken(number, *origin))
+        taken = self._taken(run.train_step.samples_read)
         try:
             if taken:
                 self._writer.step(step.number, taken)
         except OSError as problem:
             raise _cannot_write(run, problem) from None
+
+    def _taken(self, numbers: Iterable[int]) -> list[Taken]:
+        taken = []
+        for number in numbers:
+            origin = self._batches.origin(number)
+            assert origin is not None, "training has no end"
+            taken.append(Taken(number, *origin))
+        return taken
 
     def close(self, run: Run) -> None:
         if self._writer is not None:

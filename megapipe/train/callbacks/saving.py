@@ -84,6 +84,10 @@ class Saving(Callback):
             run.check_settled()
             self.save(run, step.number, wait=step.last or step.stop)
 
+    def after_rewind(self, run: Run, step: int) -> None:
+        """The checkpoint is still to be followed by a step with finite numbers."""
+        self.clock.restart()
+
     @property
     def _step_under_way(self) -> int | None:
         return self._background.step if self._background is not None else None

@@ -66,6 +66,9 @@ class Callbacks(Callback):
     def before_save(self, run: Run, step: int) -> None:
         self._each(run, "before_save", lambda callback: callback.before_save(run, step))
 
+    def after_rewind(self, run: Run, step: int) -> None:
+        self._each(run, "after_rewind", lambda callback: callback.after_rewind(run, step))
+
     def end(self, run: Run) -> None:
         self._each(run, "end", lambda callback: callback.end(run))
 

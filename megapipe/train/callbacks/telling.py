@@ -21,6 +21,9 @@ class Telling(Callback):
     def after_step(self, run: Run, step: Step) -> None:
         self._tell(run, step.number)
 
+    def after_rewind(self, run: Run, step: int) -> None:
+        self._tell(run, step)
+
     def _tell(self, run: Run, step: int) -> None:
         with contextlib.suppress(OSError):  # a run does not end for want of a file
             write(self._file, Progress(run.first_step, step))

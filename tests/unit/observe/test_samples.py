@@ -116,3 +116,31 @@ def test_nothing_is_logged(tmp_path: Path) -> None:
     new_start(tmp_path, 0)
     with pytest.raises(ConfigError, match="no samples are logged"):
         read_samples(tmp_path)
+
+
+def test_what_is_left_out_is_no_gap(tmp_path: Path) -> None:
+    """A run that went back in step 3, and has begun a folder for what follows step 1."""
+    log(tmp_path, 0, {1: [0, 1], 2: [2, 3]})
+    start = log(tmp_path, 1, {2: [2, 3], 3: [6, 7]})
+    with pytest.raises(DataError, match="step 3 took sample 6 where 4 was next"):
+        check(read_samples(tmp_path))
+    writer = SampleWriter(start, 0)
+    writer.left_out([Taken(4, "", 4, 4)])
+    with pytest.raises(DataError, match="step 3 took sample 6 where 5 was next"):
+        check(read_samples(tmp_path))
+    writer.left_out([Taken(5, "", 5, 5), Taken(40, "", 40, 0)])
+    writer.close()
+    assert check(read_samples(tmp_path)) == [
+        "steps 1 to 3 took samples 0 to 7 of the run, each once and in order",
+        "left out: 2 samples, 4 to 5",
+        "source: 6 samples, 6 different ones, each once",
+    ]
+
+
+def test_a_sample_that_was_left_out_and_taken_is_told(tmp_path: Path) -> None:
+    start = log(tmp_path, 0, {1: [0, 1], 2: [2, 3]})
+    writer = SampleWriter(start, 0)
+    writer.left_out([Taken(2, "", 2, 2)])
+    writer.close()
+    with pytest.raises(DataError, match="step 2 took sample 2 where 3 was next"):
+        check(read_samples(tmp_path))

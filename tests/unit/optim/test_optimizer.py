@@ -17,10 +17,12 @@ from megapipe.layers.parameter import LocalParameter, Sharding
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
+from megapipe.numbers_config import NumbersConfig
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
 from megapipe.testing import World, run_world
+from megapipe.train.judge import Judge
 from megapipe.train.step import TrainStep
 from megapipe.train.totals import Totals
 from megapipe.train.update import Update
@@ -176,7 +178,8 @@ def reduced(optimizer: Optimizer) -> Tensor:
 def test_gradients_are_clipped_by_the_global_norm(clip: float | None, active: bool) -> None:
     optimizer, bucket = alone(clip=clip)
     given = bucket.grads[0].clone()
-    update = Update(optimizer.config, optimizer, LossScaler(optimizer.config, "bf16"), steps=1)
+    scaler, judge = LossScaler(optimizer.config, "bf16"), Judge(NumbersConfig())
+    update = Update(optimizer.config, optimizer, scaler, 1, judge)
     totals = Totals(tuple(reduced(optimizer).tolist()), 0.0, 1)
     assert totals.norm == pytest.approx(given.double().norm().item(), rel=1e-12)
     optimizer.update(1e-3, update.clipping(totals))

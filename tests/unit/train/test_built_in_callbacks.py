@@ -84,13 +84,12 @@ def test_the_peak_of_an_unknown_device_is_not_guessed(tmp_path: Path) -> None:
 
 def test_steps_without_an_update_are_counted_and_told(tmp_path: Path) -> None:
     run = standing_run(tmp_path, scaler=SimpleNamespace(scales=True))
-    wrong = result(6, grad_norm=math.inf, loss_scale=1024.0)
+    wrong = result(6, grad_norm=math.inf, loss_scale=1024.0, skipped="why")
     results = [result(5, loss_scale=512.0), wrong, replace(wrong, step=6)]
     Reports(skipped=2, entropy=3.0).after_step(run, turn(7, results=results))
     assert [record.skipped for record in reported(run).steps] == [2, 3, 4]
     assert [record.loss_scale for record in reported(run).steps] == [512.0, 1024.0, 1024.0]
-    words = "is skipped: gradients are not finite at loss scale 1024, which is halved"
-    assert reported(run).notes == [f"step 6 {words}", f"step 7 {words}"]
+    assert reported(run).notes == ["step 6 is skipped: why", "step 7 is skipped: why"]
 
 
 def test_the_summary_has_the_first_and_the_last_loss(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ HOOKS: dict[str, tuple[Any, ...]] = {
     "after_step": (Step(5, last=False),),
     "after_validation": (ValidationRecord(5, 10, 2.0, 1.0),),
     "before_save": (5,),
+    "after_rewind": (4,),
     "end": (),
     "close": (),
 }

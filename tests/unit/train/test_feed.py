@@ -20,6 +20,7 @@ from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Key
 from megapipe.errors import DataError
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.left_out import LeftOut
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, loop
@@ -245,6 +246,17 @@ def test_what_comes_next_is_read_in_another_thread() -> None:
     for first, (mb,) in ((40, between.values()), (4, result.values())):
         assert mb.tokens is not None
         assert mb.tokens.equal(Source()(range(first, first + ROWS))[0])
+
+
+def test_samples_that_are_left_out_are_passed_over_also_ahead() -> None:
+    source, schedule, feed = Source(), gpipe_on(loop(1), 1), new_feed()
+    left_out = LeftOut.of([(2, 5), (9, 10)])
+    feed.read_ahead(schedule, source, 4)
+    feed.read_ahead(schedule, source, 4, left_out)
+    ((_, mb),) = feed.fetch(schedule, source, 1, 4, left_out=left_out)[0].items()
+    assert feed.samples_read == [7, 8, 10, 11]
+    assert mb.tokens is not None
+    assert mb.tokens.equal(source([7, 8, 10, 11])[0])
 
 
 def test_an_error_ahead_is_raised_by_the_step_that_needs_the_data() -> None:

@@ -1,0 +1,48 @@
+"""The section `numbers` of the configuration: policies for numbers that cannot be right."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from megapipe.section import Expected, Section
+
+Action = Literal["stop", "skip", "rewind"]
+
+
+def _rising(pair: list[int]) -> list[int]:
+    if pair[0] >= pair[1]:
+        raise ValueError("a first number below the second")
+    return pair
+
+
+_Range = Annotated[
+    list[Annotated[int, Field(ge=0)]],
+    Field(min_length=2, max_length=2),
+    AfterValidator(_rising),
+]
+
+
+class NumbersConfig(Section):
+    """Policies for numbers that cannot be right (docs/reliability.md)."""
+
+    non_finite: Action = "stop"
+    """A loss or gradients that are not finite, which a smaller loss scale of fp16 does not mend.
+    stop: the run ends before the update, with exit code 6. skip: the step is made without an
+    update. rewind: the run goes back to its newest intact checkpoint, leaves the samples of the
+    step out, and goes on. Weights and optimizer states that an update has left not finite are
+    beyond skip: it stops."""
+    most_skipped: int = Field(10, ge=1)
+    """Steps in a row that skip makes without an update; one more ends the run."""
+    rewinds: int = Field(3, ge=1)
+    """Most times that a start of the run goes back to the same checkpoint; once more ends it."""
+    leave_out: int = Field(1, ge=1)
+    """Batches that a rewind leaves out: that of the step, and those before it, as far as the
+    checkpoint."""
+    skip_samples: Annotated[
+        list[_Range], Expected("pairs of sample numbers, as in [[640, 672]]; the second is not in")
+    ] = Field(default_factory=list)
+    """Samples that no step takes, by their numbers in the run: [[640, 672]] leaves out 640 to 671.
+    What a rewind has left out is told in this form: with it a new run takes the same steps. Of a
+    run that goes on, samples that are behind it stay as they were."""

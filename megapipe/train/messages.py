@@ -1,0 +1,47 @@
+"""The tensors that stages send each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megapipe.config import TrainConfig
+from megapipe.engine.channels import MessageShape
+from megapipe.engine.packed import PackedTensor
+from megapipe.layout.layout import Layout
+from megapipe.schedule.ir import Kind, Op, Schedule
+
+
+class Messages:
+    """Shapes of the messages of a layout."""
+
+    def __init__(self, layout: Layout, train: TrainConfig) -> None:
+        self._layout = layout
+        self._train = train
+
+    def of_schedule(self, schedule: Schedule) -> MessageShape:
+        """The tensors of a message, by what produced it: the output of a stage, or the gradient of
+        its input, which is the output of the stage before."""
+        train, layout = self._train, self._layout
+        lengths = layout.slice_lengths if schedule.slices > 1 else (train.sequence_length,)
+
+        def shape(message: Op) -> Any:
+            rows = int(schedule.size_of(message.microbatch) * train.microbatch)
+            return self.of_size(rows, lengths[message.slice])(message)
+
+        return shape
+
+    def of_size(self, rows: int, length: int) -> MessageShape:
+        """The same for so many sequences of `length` tokens."""
+
+        def shape(message: Op) -> Any:
+            before = message.stage - (message.kind != Kind.F)
+            tensors = self._layout.model.message(self._layout.stage_layers[before], rows, length)
+            if not self._layout.sends_tuples:
+                return tensors[0].shape
+            if message.kind != Kind.F:
+                tensors = tuple(each for each in tensors if each.has_grad)
+            return [PackedTensor(each.shape, getattr(torch, each.dtype)) for each in tensors]
+
+        return shape

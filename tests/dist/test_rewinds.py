@@ -1,0 +1,188 @@
+"""Runs with numbers that cannot be right: they stop, skip, or go back and leave samples out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapipe.checkpoint import Checkpoint
+from megapipe.observe.samples import check, read_samples
+from megapipe.train.judge import Unsound
+from tests.parity.poison import Poison
+from tests.parity.stopped_runs import DP, STEPS, TP, Play, assert_same_files, checkpoint, run
+
+pytestmark = pytest.mark.full
+
+REWIND = {"numbers.non_finite": "rewind", "checkpoint.every": "2", "log.samples": "true"}
+SKIP = {"numbers.non_finite": "skip"}
+BAD = (43, 44)
+"""A sample of step 6, which takes those from 40 to 47."""
+LEFT_OUT = {"numbers.skip_samples": "[[40,48]]"}
+
+
+def notes(folder: Path, name: str) -> list[str]:
+    lines = (folder / "runs" / name / "log.jsonl").read_text().splitlines()
+    return [record["text"] for record in map(json.loads, lines) if record["kind"] == "note"]
+
+
+def assert_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    """Every step, the weights and the states, to the bit."""
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine["error"] is theirs["error"] is None
+        assert mine["steps"] == theirs["steps"]
+        assert mine["validation"] == theirs["validation"]
+        for key in ("copies", "state"):
+            for (*name, x), (*same, y) in zip(mine[key], theirs[key], strict=True):
+                assert name == same
+                assert np.array_equal(x, y), name
+
+
+CASES: dict[str, tuple[Mapping[str, str], Poison]] = {
+    "a tensor-parallel rank": (TP, Poison("gradient", 3, *BAD)),
+    "a micro-batch": (DP, Poison("loss", 2, *BAD)),
+    "states": ({**DP, "optimizer.zero": "3"}, Poison("state", 1, *BAD, factor=math.inf)),
+    "post-validation": ({**DP, "optimizer.post_validation": "true"}, Poison("gradient", 0, *BAD)),
+    "fp16 and background": (
+        {**DP, "model.dtype": "fp16", "checkpoint.background": "true"},
+        Poison("loss", 3, *BAD),
+    ),
+}
+
+
+IN_CI = ("a tensor-parallel rank", "states")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in IN_CI else pytest.mark.slow) for case in CASES],
+)
+def test_a_run_that_goes_back_is_the_one_without_those_samples(case: str, tmp_path: Path) -> None:
+    """Bitwise, also where it is stopped after that and goes on."""
+    given, poison = CASES[case]
+    settings = {**given, **REWIND}
+    back, _, rest, anew = run(
+        tmp_path,
+        Play("back", settings, callbacks=(poison,)),
+        Play("parts", settings, stop_after=7, callbacks=(poison,)),
+        Play("parts", settings),
+        Play("anew", {**given, **REWIND, **LEFT_OUT}),
+    )
+    assert_alike(back, anew)
+    for name in ("back", "parts"):
+        (line,) = [note for note in notes(tmp_path, name) if "gone back" in note]
+        assert "to step 4, " in line
+        assert "samples 40 to 47 are left out" in line
+        assert line.endswith("numbers.skip_samples=[[40,48]]")
+        taken, left_out, *_ = check(read_samples(tmp_path / "runs" / name))
+        assert taken == "steps 1 to 8 took samples 0 to 71 of the run, each once and in order"
+        assert left_out == "left out: 8 samples, 40 to 47"
+    assert rest[0]["first_step"] == 6
+    for mine, theirs in zip(rest, anew, strict=True):
+        assert all(result == theirs["steps"][step] for step, result in mine["steps"].items())
+    for name in ("back", "parts"):
+        same = checkpoint(tmp_path, "anew", STEPS)
+        assert_same_files(checkpoint(tmp_path, name, STEPS), same)
+
+
+@pytest.mark.parametrize(
+    ("given", "poison"),
+    [
+        (TP, Poison("gradient", 2, *BAD)),
+        pytest.param({**DP, "model.dropout": "0"}, Poison("loss", 2, *BAD), marks=pytest.mark.slow),
+        (
+            {**DP, "model.dropout": "0", "optimizer.post_validation": "true"},
+            Poison("gradient", 1, *BAD),
+        ),
+    ],
+)
+def test_a_step_that_is_skipped_leaves_no_trace(
+    given: Mapping[str, str], poison: Poison, tmp_path: Path
+) -> None:
+    """But that it counts: weights are those of a run that lacks it, at a rate that is constant."""
+    settings = {**given, "optimizer.schedule": "constant"}
+    skipped, short = run(
+        tmp_path,
+        Play("skipped", {**settings, **SKIP}, callbacks=(poison,)),
+        Play("short", {**settings, **LEFT_OUT, "train.steps": str(STEPS - 1)}),
+    )
+    for rank in skipped:
+        assert rank["error"] is None
+        assert [n for n, step in rank["steps"].items() if step.skipped] == [6]
+    for key in ("copies", "state"):
+        for mine, theirs in zip(skipped, short, strict=True):
+            for (*_, x), (*_, y) in zip(mine[key], theirs[key], strict=True):
+                assert np.array_equal(x, y)
+    (line,) = [note for note in notes(tmp_path, "skipped") if "is skipped" in note]
+    assert line.startswith("step 6 is skipped: loss ")
+    assert "not finite" in line
+    saved = Checkpoint.open(checkpoint(tmp_path, "skipped", STEPS)).manifest.coordinates
+    assert (saved["updates"], saved["samples"]) == (STEPS - 1, 8 * STEPS)
+
+
+def test_what_cannot_be_mended_ends_a_run_on_all_ranks(tmp_path: Path) -> None:
+    always = Poison("gradient", 1, 40, 10**6)
+    states = Poison("state", 0, *BAD, factor=math.inf)
+    two = {"parallel.pp": "2"}
+    plays = (
+        Play("stop", two, callbacks=(always,)),
+        Play("skip", {**two, **SKIP, "numbers.most_skipped": "2"}, callbacks=(always,)),
+        Play("states", {**two, **SKIP}, callbacks=(states,)),
+        Play("none", {**two, **REWIND, "checkpoint.every": "0"}, callbacks=(always,)),
+        Play("often", {**two, **REWIND, "numbers.rewinds": "2"}, callbacks=(always,)),
+    )
+    for this, ranks in zip(plays, run(tmp_path, *plays, world=2), strict=True):
+        kinds, texts = zip(*(rank["error"] for rank in ranks), strict=True)
+        assert set(kinds) == {Unsound}
+        assert Unsound.exit_code == 6
+        (text,) = set(texts)
+        expected = {
+            "stop": "not finite; lower optimizer.lr or resume from an earlier checkpoint",
+            "skip": "step 8: loss",
+            "states": "update 6 has left weights or optimizer states that are not finite",
+            "none": "there is no checkpoint to go back to; lower optimizer.lr",
+            "often": "step-00000004 2 times, and numbers.rewinds=2; lower optimizer.lr",
+        }
+        assert expected[this.name] in text, text
+    skipped = [note for note in notes(tmp_path, "skip") if "is skipped" in note]
+    assert [note.split(":")[0] for note in skipped] == ["step 6 is skipped", "step 7 is skipped"]
+    assert sum("gone back" in note for note in notes(tmp_path, "often")) == 2
+
+
+def test_a_batch_that_grows_and_a_mixture_go_on_with_later_samples(tmp_path: Path) -> None:
+    """Batches are those of the steps, whatever is left out, and sources those of the numbers."""
+    (tmp_path / "more.txt").write_text("more and more " * 2000)
+    given = {
+        "parallel.pp": "2",
+        "train.batch_ramp": "[4, 4, 16]",
+        "data.source": "stdlib",
+        "data.mixture.a.source": str(tmp_path / "more.txt"),
+        "data.mixture.a.weight": "[[0, 1], [6, 3]]",
+        "data.mixture.b.source": str(tmp_path / "corpus.txt"),
+        "data.mixture.b.weight": "2",
+        **REWIND,
+    }
+    poison = Poison("loss", 1, 20, 21)
+    back, anew = run(
+        tmp_path,
+        Play("back", given, callbacks=(poison,)),
+        Play("anew", {**given, "numbers.skip_samples": "[[16, 24]]"}),
+        world=2,
+    )
+    assert_alike(back, anew)
+    (line,) = [note for note in notes(tmp_path, "back") if "gone back" in note]
+    assert "to step 4, " in line
+    assert "samples 16 to 23 are left out" in line
+    for name in ("back", "anew"):
+        log = (tmp_path / "runs" / name / "log.jsonl").read_text().splitlines()
+        last = [record for record in map(json.loads, log) if record["kind"] == "step"][-1]
+        assert last["samples"] == sum(each["samples"] for each in last["sources"].values()) == 48
+        _, left_out, *sources = check(read_samples(tmp_path / "runs" / name))
+        assert left_out == "left out: 8 samples, 16 to 23"
+        counts = {text.split(":")[0]: int(text.split()[1]) for text in sources}
+        assert counts == {key: each["samples"] for key, each in last["sources"].items()}
