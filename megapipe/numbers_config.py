@@ -33,6 +33,15 @@ class NumbersConfig(Section):
     update. rewind: the run goes back to its newest intact checkpoint, leaves the samples of the
     step out, and goes on. Weights and optimizer states that an update has left not finite are
     beyond skip: it stops."""
+    spike_factor: float | None = Field(None, gt=0)
+    """A finite loss or gradient norm is a spike if it is above the median of the last
+    `spike_window` by more than so many standard deviations, by their median absolute deviation, and
+    of a hundredth of the median at least. Default: nothing is."""
+    spike_window: int = Field(100, ge=4)
+    """Steps that a loss or a gradient norm is compared with. Until there are as many, and for those
+    that were skipped, nothing is."""
+    spike: Action = "rewind"
+    """What is done about a spike, as for `non_finite`."""
     most_skipped: int = Field(10, ge=1)
     """Steps in a row that skip makes without an update; one more ends the run."""
     rewinds: int = Field(3, ge=1)
@@ -46,3 +55,13 @@ class NumbersConfig(Section):
     """Samples that no step takes, by their numbers in the run: [[640, 672]] leaves out 640 to 671.
     What a rewind has left out is told in this form: with it a new run takes the same steps. Of a
     run that goes on, samples that are behind it stay as they were."""
+
+    @property
+    def actions(self) -> set[Action]:
+        """All that may be done about a step."""
+        return {self.non_finite} if self.spike_factor is None else {self.non_finite, self.spike}
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps may be made without an update."""
+        return "skip" in self.actions

@@ -65,10 +65,11 @@ def _check_numbers(config: Config) -> None:
             f"numbers.skip_samples={numbers.skip_samples}: the order of data.samples=megatron has "
             "no more samples than the run takes; expected []"
         )
-    if numbers.non_finite == "rewind":
+    if "rewind" in numbers.actions:
+        key = "non_finite" if numbers.non_finite == "rewind" else "spike"
         raise ConfigError(
-            "numbers.non_finite=rewind leaves samples out, and the order of data.samples=megatron "
-            "has no more than the run takes; expected stop or skip"
+            f"numbers.{key}=rewind leaves samples out, and the order of data.samples=megatron has "
+            "no more than the run takes; expected stop or skip"
         )
 
 

@@ -97,7 +97,7 @@ class Coordinates(NamedTuple):
     """Taken so far."""
     left_out: LeftOut
     loss_scale: Mapping[str, float] | None
-    judged: JsonValue
+    judged: Mapping[str, JsonValue]
     """The state of :class:`~megapipe.train.judge.Judge`."""
 
     def left_out_with(self, more: LeftOut) -> LeftOut:
@@ -119,7 +119,9 @@ def coordinates(checkpoint: Checkpoint) -> Coordinates:
         raise CheckpointError(
             f"{checkpoint.path}: its samples that are left out: {error}"
         ) from None
-    return Coordinates(updates, samples, left_out, stored.get("loss_scale"), stored.get("judged"))
+    return Coordinates(
+        updates, samples, left_out, stored.get("loss_scale"), stored.get("judged", {})
+    )
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:

@@ -5,12 +5,31 @@ All ranks judge by the same totals, so they judge alike.
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
 from megapipe.errors import NumericError
-from megapipe.numbers_config import NumbersConfig
+from megapipe.numbers_config import Action, NumbersConfig
 from megapipe.train.totals import Totals
 from megapipe.words import counted
 
 ADVICE = "lower optimizer.lr or resume from an earlier checkpoint"
+NORMAL = 1.4826
+"""Standard deviation of a normal distribution by its median absolute deviation."""
+LEAST = 0.01
+"""Least deviation, as a share of the median: losses of a flat stretch differ by less."""
+
+
+class Fault(NamedTuple):
+    """The reason why the numbers of a step cannot be right, and what is to be done."""
+
+    text: str
+    action: Action
 
 
 class Unsound(NumericError):
@@ -26,6 +45,40 @@ class Unsound(NumericError):
         self.rewinds = rewinds
 
 
+class Spikes:
+    """Tells which values stand out from the last `length` ones of a series.
+
+    A spike is above their median by more than `factor` standard deviations, which are estimated
+    from the median absolute deviation: neither is moved by a few wild values. None is told of
+    before there are `length` values, and a spike is to be left out of the series.
+    """
+
+    def __init__(self, name: str, length: int, factor: float) -> None:
+        self._name = name
+        self._length = length
+        self._factor = factor
+        self.values: deque[float] = deque(maxlen=length)
+
+    def fault(self, value: float) -> str | None:
+        """Say that `value`, which is finite, is a spike; None: it is none."""
+        if len(self.values) < self._length:
+            return None
+        median = statistics.median(self.values)
+        spread = statistics.median(abs(value - median) for value in self.values)
+        deviation = max(NORMAL * spread, LEAST * abs(median))
+        if value - median <= self._factor * deviation:
+            return None
+        return (
+            f"{self._name} {value:.6g} is a spike: the last {self._length} have a median of "
+            f"{median:.6g} and a deviation of {deviation:.3g}"
+        )
+
+    def load(self, values: Iterable[float]) -> None:
+        """Go on from the last of these values."""
+        self.values.clear()
+        self.values.extend(values)
+
+
 class Judge:
     """Judges the steps of a run, one after the other."""
 
@@ -33,28 +86,40 @@ class Judge:
         self._config = config
         self._skipped = 0
         """Steps in a row that were made without an update, by the policy."""
+        factor, length = config.spike_factor, config.spike_window
+        names = () if factor is None else ("loss", "gradient norm")
+        self._spikes = [Spikes(name, length, factor or math.inf) for name in names]
 
-    def fault(self, totals: Totals) -> str | None:
+    def fault(self, totals: Totals) -> Fault | None:
         """Say what is wrong with a step of these totals; None: nothing."""
         if not totals.finite:
-            return (
+            return self.not_finite(
                 f"loss {totals.loss}, gradient norm {totals.norm} ({totals.not_finite()}): "
                 "not finite"
             )
+        for spikes, value in zip(self._spikes, (totals.loss, totals.norm), strict=False):
+            text = spikes.fault(value)
+            if text is not None:
+                return Fault(text, self._config.spike)
         return None
 
-    def passed(self) -> None:
-        """Note a step that was made with an update."""
-        self._skipped = 0
+    def not_finite(self, text: str) -> Fault:
+        """The fault of values that are not finite."""
+        return Fault(text, self._config.non_finite)
 
-    def act(self, step: int, fault: str) -> str:
+    def passed(self, totals: Totals) -> None:
+        """Note the totals of a step that was made with an update."""
+        self._skipped = 0
+        for spikes, value in zip(self._spikes, (totals.loss, totals.norm), strict=False):
+            spikes.values.append(value)
+
+    def act(self, step: int, fault: Fault) -> str:
         """Act on a step, counted from 0, that has a fault: returns why it is to be made without an
         update, or raises :class:`Unsound`."""
-        action = self._config.non_finite
-        told = f"step {step + 1}: {fault}"
-        if action == "stop":
+        told = f"step {step + 1}: {fault.text}"
+        if fault.action == "stop":
             raise Unsound(f"{told}; {ADVICE}", step, rewinds=False)
-        if action == "rewind":
+        if fault.action == "rewind":
             raise Unsound(told, step, rewinds=True)
         self._skipped += 1
         if self._skipped > self._config.most_skipped:
@@ -65,26 +130,30 @@ class Judge:
                 step,
                 rewinds=False,
             )
-        return fault
+        return fault.text
 
     def states_fault(self, updates: int, step: int) -> Unsound:
         """The error where update number `updates`, that of `step`, has left values that are not
         finite; skip cannot mend that."""
-        told = f"update {updates} has left weights or optimizer states that are not finite"
-        if self._config.non_finite == "rewind":
-            return Unsound(f"{told}, and is not saved", step, rewinds=True)
-        return Unsound(
-            f"{told}, and is not saved; lower optimizer.lr or optimizer.clip, or resume from an "
-            "earlier checkpoint",
-            step,
-            rewinds=False,
+        told = (
+            f"update {updates} has left weights or optimizer states that are not finite, and is "
+            "not saved"
         )
+        if self._config.non_finite == "rewind":
+            return Unsound(told, step, rewinds=True)
+        advice = "lower optimizer.lr or optimizer.clip, or resume from an earlier checkpoint"
+        return Unsound(f"{told}; {advice}", step, rewinds=False)
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, JsonValue]:
         """Its state for a checkpoint, as JSON takes it."""
-        return {"skipped": self._skipped}
+        return {"skipped": self._skipped, "series": [[*each.values] for each in self._spikes]}
 
-    def load(self, state: object) -> None:
-        """Go on from a :meth:`state`; from anything else as from the start."""
-        skipped = state.get("skipped") if isinstance(state, dict) else None
-        self._skipped = skipped if type(skipped) is int else 0
+    def load(self, state: Mapping[str, JsonValue]) -> None:
+        """Go on from a :meth:`state`, as far as it has what is needed now."""
+        skipped, series = state.get("skipped"), state.get("series")
+        self._skipped = skipped if isinstance(skipped, int) else 0
+        stored = series if isinstance(series, list) else []
+        for number, spikes in enumerate(self._spikes):
+            values = stored[number] if number < len(stored) else []
+            found = values if isinstance(values, list) else []
+            spikes.load(value for value in found if isinstance(value, float))

@@ -118,10 +118,10 @@ class PostValidation:
         totals = Totals.unpack(totals_of(), self._sources)
         after = update.scaler.state()
         update.scaler.load(before)
-        if update.is_plain(totals):
+        if update.is_plain(totals) and update.fault(totals) is None:
             result = update.result(step, totals)
             update.scaler.load(after)
-            update.judge.passed()
+            update.judge.passed(totals)
             return result, True
         abort()
         self.undone += 1

@@ -9,7 +9,7 @@ from megapipe.config import OptimizerConfig
 from megapipe.optim.lr import learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
-from megapipe.train.judge import Judge, Unsound
+from megapipe.train.judge import Fault, Judge, Unsound
 from megapipe.train.totals import SourceTotal, Totals, Wishes
 
 
@@ -78,7 +78,7 @@ class Update:
             return replace(result, skipped=self.judge.act(step, fault))
         self.scaler.update(finite=True)
         self._update(step, self.clipping(totals))
-        self.judge.passed()
+        self.judge.passed(totals)
         return result
 
     def _update(self, step: int, factor: float = 1.0) -> None:
@@ -87,14 +87,15 @@ class Update:
 
     def overflows(self, totals: Totals) -> bool:
         """Whether gradients are not finite as fp16's may be, and a smaller loss scale is left."""
-        gradients = math.isfinite(totals.loss_sum) and not totals.finite
-        return self.scaler.scales and gradients and self.scaler.problem() is None
+        return self._exceeds_fp16(totals) and self.scaler.problem() is None
 
-    def fault(self, totals: Totals) -> str | None:
+    def _exceeds_fp16(self, totals: Totals) -> bool:
+        return self.scaler.scales and math.isfinite(totals.loss_sum) and not totals.finite
+
+    def fault(self, totals: Totals) -> Fault | None:
         """Say what cannot be right in a step of these totals, unless it :meth:`overflows`."""
-        if self.scaler.scales and math.isfinite(totals.loss_sum) and not totals.finite:
-            return self.scaler.problem()
-        return self.judge.fault(totals)
+        problem = self.scaler.problem() if self._exceeds_fp16(totals) else None
+        return self.judge.fault(totals) if problem is None else self.judge.not_finite(problem)
 
     def check_states(self) -> None:
         """Raise :class:`~megapipe.train.judge.Unsound` on all ranks, which all call it, where the

@@ -20,6 +20,7 @@ from tests.parity.stopped_runs import DP, STEPS, TP, Play, assert_same_files, ch
 pytestmark = pytest.mark.full
 
 REWIND = {"numbers.non_finite": "rewind", "checkpoint.every": "2", "log.samples": "true"}
+SPIKES = {"numbers.spike_factor": "40", "numbers.spike_window": "4"}
 SKIP = {"numbers.non_finite": "skip"}
 BAD = (43, 44)
 """A sample of step 6, which takes those from 40 to 47."""
@@ -52,10 +53,15 @@ CASES: dict[str, tuple[Mapping[str, str], Poison]] = {
         {**DP, "model.dtype": "fp16", "checkpoint.background": "true"},
         Poison("loss", 3, *BAD),
     ),
+    "a spike of the loss": ({**DP, **SPIKES}, Poison("loss", 3, *BAD, factor=1e4)),
+    "a spike of the norm": (
+        {**TP, **SPIKES, "optimizer.post_validation": "true", "optimizer.clip": "null"},
+        Poison("gradient", 1, *BAD, factor=1e9),
+    ),
 }
 
 
-IN_CI = ("a tensor-parallel rank", "states")
+IN_CI = ("states", "a spike of the norm")
 
 
 @pytest.mark.parametrize(
@@ -86,8 +92,11 @@ def test_a_run_that_goes_back_is_the_one_without_those_samples(case: str, tmp_pa
     for mine, theirs in zip(rest, anew, strict=True):
         assert all(result == theirs["steps"][step] for step, result in mine["steps"].items())
     for name in ("back", "parts"):
-        same = checkpoint(tmp_path, "anew", STEPS)
-        assert_same_files(checkpoint(tmp_path, name, STEPS), same)
+        mine, same = (checkpoint(tmp_path, each, STEPS) for each in (name, "anew"))
+        assert_same_files(mine, same)
+        assert (
+            Checkpoint.open(mine).manifest.coordinates == Checkpoint.open(same).manifest.coordinates
+        )
 
 
 @pytest.mark.parametrize(

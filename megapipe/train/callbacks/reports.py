@@ -68,7 +68,7 @@ class Reports(Callback):
         flops = tokens * run.layout.model.token_flops()
         tflops = flops / seconds / run.mesh.world / 1e12
         limit = _peak(run)
-        skips = run.train_step.scaler.scales or run.config.numbers.non_finite == "skip"
+        skips = run.train_step.scaler.scales or run.config.numbers.skips
         return StepRecord(
             step=step,
             steps=train.steps,

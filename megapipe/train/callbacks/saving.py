@@ -71,6 +71,7 @@ class Saving(Callback):
     def after_step(self, run: Run, step: Step) -> None:
         if self._unproven is not None and any(
             result.step >= self._unproven
+            and result.skipped is None
             and math.isfinite(result.loss)
             and math.isfinite(result.grad_norm)
             for result in step.results
