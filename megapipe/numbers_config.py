@@ -41,7 +41,7 @@ class NumbersConfig(Section):
     """Steps that a loss or a gradient norm is compared with. Until there are as many, and for those
     that were skipped, nothing is."""
     spike: Action = "rewind"
-    """What is done about a spike, as for `non_finite`."""
+    """Stop, skip or rewind at a spike, as for `non_finite`."""
     most_skipped: int = Field(10, ge=1)
     """Steps in a row that skip makes without an update; one more ends the run."""
     rewinds: int = Field(3, ge=1)
@@ -55,6 +55,12 @@ class NumbersConfig(Section):
     """Samples that no step takes, by their numbers in the run: [[640, 672]] leaves out 640 to 671.
     What a rewind has left out is told in this form: with it a new run takes the same steps. Of a
     run that goes on, samples that are behind it stay as they were."""
+
+    check_copies_every: int = Field(0, ge=0)
+    """Steps between comparisons of what several ranks hold: weights of replicas, of holders of a
+    stage or a tied embedding, and of tensor-parallel ranks, and optimizer states where they are not
+    sharded. Where copies differ, the run ends with exit code 9 before the step is validated or
+    saved. Every checkpoint is preceded by one as well. 0: none."""
 
     @property
     def actions(self) -> set[Action]:

@@ -302,6 +302,13 @@ class ParallelMesh:
         numbers: list[float] = self._computed.wait(self._computed.count(), values.tolist)
         return numbers
 
+    def gather_numbers(self, own: torch.Tensor) -> torch.Tensor:
+        """The numbers of all ranks: [n] int64 in host memory, as many on each -> [world, n]."""
+        whole = own.unsqueeze(0)
+        for name in reversed(AXES):
+            whole = all_gather(whole, self._host[name])
+        return whole
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank."""
         value = torch.tensor([float(flag)])

@@ -9,10 +9,10 @@ from megapipe.errors import TooManyRestarts
 from megapipe.launch.progress import Progress
 from megapipe.words import counted
 
-FAULTS = (1, 4)
-"""Exit codes of ranks that may go away by themselves: an unexpected exception, as of a device, and
-a peer that is lost. Mistakes of the user's do not; a signal that kills a rank has 128 + its number.
-"""
+FAULTS = (1, 4, 9)
+"""Exit codes of faults that may go away by themselves: an unexpected exception, as of a device, a
+peer that is lost, and copies of a value that differ. Mistakes of the user's do not; a signal that
+kills a rank has 128 + its number."""
 LONGEST_S = 60.0
 """The longest wait before a start."""
 

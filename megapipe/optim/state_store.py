@@ -113,8 +113,9 @@ class Store:
         """0 where the last update left finite masters and states, else NaN; fp64 []."""
         self.kept: list[Tensor] = []
         """Master and states as of the last :meth:`keep`."""
-        self._own_master = weights.dtype != self._main and self.policy.master == "fp32"
-        master = self._array(MASTER, self._main, given=None if self._own_master else weights)
+        self.own_master: bool = weights.dtype != self._main and self.policy.master == "fp32"
+        """Whether masters are of another type than the weights, which are set from them."""
+        master = self._array(MASTER, self._main, given=None if self.own_master else weights)
         narrow = self.policy.state_dtype == "bf16"
         dtype = torch.bfloat16 if narrow else self._main
         self._arrays = [master, *(self._array(name, dtype) for name in names)]
@@ -122,7 +123,7 @@ class Store:
         self._window = self._window_length()
         away = any(array.away for array in self._arrays)
         self._copies = Copies(weights.device if away else torch.device("cpu"))
-        if self._own_master:
+        if self.own_master:
             for a, b in self._ranges(0, weights.numel()):
                 self.write(MASTER, a, b, weights[a:b])
 
@@ -189,7 +190,7 @@ class Store:
     def _set_weights(self, start: int, stop: int, master: Tensor, states: Sequence[Tensor]) -> None:
         """Set the weights from an updated window's master, and look whether all is finite."""
         values = [master, *states]
-        if self._own_master:
+        if self.own_master:
             weights = self.weights[start:stop].copy_(master)
             if weights.dtype == torch.float16:  # which holds less than its master
                 values.append(weights)
@@ -227,7 +228,7 @@ class Store:
         self._settle(array)
         array.values[start:stop].copy_(values)
         array.release(start, stop)
-        if name == MASTER and self._own_master:
+        if name == MASTER and self.own_master:
             self.weights[start:stop].copy_(values)
 
     def keep(self) -> None:
@@ -242,7 +243,7 @@ class Store:
         """Put all values back, bitwise, to what :meth:`keep` saw."""
         for copy, array in zip(self.kept, self._arrays, strict=True):
             array.values.copy_(copy)
-        if self._own_master:
+        if self.own_master:
             self.weights.copy_(self.kept[0])
         self.finite = 0.0
 

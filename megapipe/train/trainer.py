@@ -22,6 +22,7 @@ from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
 from megapipe.train import changes, run_folder
 from megapipe.train.callbacks.callback import Callback, Run, Step
+from megapipe.train.callbacks.copy_check import CopyCheck
 from megapipe.train.callbacks.exporting import Exporting
 from megapipe.train.callbacks.profiling import Profiling
 from megapipe.train.callbacks.reports import Reports
@@ -153,6 +154,8 @@ class Trainer:
         if config.pipeline.schedule == "auto":
             first.append(ScheduleAuto(resumed=self.source.is_own))
         last: list[Callback] = [Validation(held_out), self.saving]
+        if config.numbers.check_copies_every:
+            last.insert(0, CopyCheck())
         if config.checkpoint.export_every:
             last.append(Exporting(self.saving))
         self.callbacks = Callbacks(first, callbacks, last)
@@ -224,7 +227,7 @@ class Trainer:
             self.training.rows,
             record=step.record,
             name=step.profile,
-            settle=step.validate or step.save or step.profile,
+            settle=step.settle or step.validate or step.save or step.profile,
             wishes=self._wishes,
         )
         step.stop = any(result.wishes.stop for result in step.results)

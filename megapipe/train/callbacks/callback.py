@@ -78,8 +78,8 @@ class Run:
 class Step:
     """A turn of the loop.
 
-    ``record``, ``profile``, ``validate`` and ``save`` are requests: ``before_step`` may set them to
-    True, alike on all ranks; later is too late.
+    ``record``, ``profile``, ``settle``, ``validate`` and ``save`` are requests: ``before_step`` may
+    set them to True, alike on all ranks; later is too late.
     """
 
     number: int
@@ -90,6 +90,8 @@ class Step:
     """``run.train_step.records()`` tells in ``after_step`` when each operation ran."""
     profile: bool = False
     """Operations have names for profilers, and nothing of the step runs on after it."""
+    settle: bool = False
+    """Its result is known and its weights are gathered when it ends, as for each that follows."""
     validate: bool = False
     save: bool = False
     """Also where a rank wished it."""

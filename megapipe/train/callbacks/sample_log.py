@@ -44,12 +44,12 @@ class SampleLog(Callback):
         try:
             if run.mesh.tp.index == 0:
                 self._writer = SampleWriter(Path(start), run.mesh.rank)
+            if run.mesh.rank == 0 and self._writer is not None:
+                for first, stop in run.train_step.left_out.ranges:
+                    self._writer.left_out(self._taken(range(first, stop)))
         except OSError as problem:
             error = _cannot_write(run, problem)
         all_or_none(run.mesh, error)
-        if run.mesh.rank == 0 and self._writer is not None:
-            for first, stop in run.train_step.left_out.ranges:
-                self._writer.left_out(self._taken(range(first, stop)))
 
     def after_step(self, run: Run, step: Step) -> None:
         """Raises :class:`ConfigError` if the file takes no line."""

@@ -10,7 +10,7 @@ from megapipe.launch.progress import Progress
 from megapipe.launch.supervisor import LONGEST_S, Again, Supervisor, line
 
 
-@pytest.mark.parametrize("code", [1, 4, 128 + 9, 128 + 11, 128 + 6])
+@pytest.mark.parametrize("code", [1, 4, 9, 128 + 9, 128 + 11, 128 + 6])
 def test_faults_of_a_run_that_trains(code: int) -> None:
     assert Supervisor(3).again(code, Progress(0, 7)) == Again(1, 1.0, 0)
 

@@ -1,0 +1,160 @@
+"""Values that several ranks hold, which are equal to the bit as long as no device is at fault.
+
+Weights are gathered by all replicas and by all holders of a stage or a tied embedding; every
+tensor-parallel rank has all of a norm's weights and of some biases, with their states; without ZeRO
+each replica has all states. A bit that flips in one of these copies is no error to anything that
+computes with it, so all of them are looked at now and then: each rank tells all others a checksum
+of each of its copies.
+
+Two ranks hold the same values if these have the same name: the parameter, what of it, the region
+and the range. So no layout has to be known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.optim.buffers import Entry
+from megapipe.optim.checksum import Checksum
+from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.shard import Shard
+from megapipe.optim.state_store import MASTER
+from megapipe.words import counted
+
+WEIGHTS = "weights"
+_NOTHING = 0
+"""A key of no values, which fills up short lists."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Values of one parameter on a rank: its `weights`, as it computes with them, or the range
+    [start, stop) of a state or a master."""
+
+    shard: Shard
+    entry: Entry
+    kind: str
+    start: int
+    stop: int
+
+    @property
+    def key(self) -> int:
+        """A number that stands for their name, the same on all ranks; not 0."""
+        spec = self.entry.spec
+        text = f"{self.kind} {spec.name} {spec.offsets} {spec.sizes} {self.start} {self.stop}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
+
+    def read(self) -> Tensor:
+        """The values, flat [n]: a view of what is kept."""
+        a, b = self.entry.start + self.start, self.entry.start + self.stop
+        shard = self.shard
+        if self.kind != WEIGHTS:
+            return shard.store.read(self.kind, a - shard.start, b - shard.start)
+        if shard.bucket.sharded_weights:
+            return shard.weights[shard.local(a, b)]
+        return shard.bucket.weights[a:b]
+
+    def told(self, stages: int) -> str:
+        """The values in words."""
+        kind = "master weights" if self.kind == MASTER else self.kind
+        index = self.shard.bucket.index
+        where = "the tied embedding" if index == stages else f"stage {index}"
+        return f"{kind} of {self.entry.spec.name} ({where})"
+
+
+def held(optimizer: Optimizer) -> Iterator[Held]:
+    """All values that a rank holds between steps, when the weights are gathered."""
+    for shard in (*optimizer.shards, *optimizer.frozen):
+        states = () if shard.bucket.frozen else optimizer.rule.states
+        masters = (MASTER,) if shard.store.own_master else ()
+        for entry in shard.bucket.entries:
+            a, b = max(entry.start, shard.start), min(entry.stop, shard.stop)
+            own = (a - entry.start, b - entry.start)
+            if not shard.bucket.sharded_weights:
+                yield Held(shard, entry, WEIGHTS, 0, entry.stop - entry.start)
+            elif a < b:
+                yield Held(shard, entry, WEIGHTS, *own)
+            if a < b:
+                yield from (Held(shard, entry, kind, *own) for kind in (*masters, *states))
+
+
+class _Place(NamedTuple):
+    """Where in the table of checksums a copy stands."""
+
+    rank: int
+    column: int
+
+
+class Copies:
+    """Compares what several ranks hold of the state of `optimizer`. Made by all ranks together."""
+
+    def __init__(self, optimizer: Optimizer, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._stages = optimizer.stages
+        self._checksum = Checksum(mesh.device)
+        everything = list(held(optimizer))
+        keys = _filled([each.key for each in everything], mesh)
+        names = mesh.gather_numbers(keys).tolist()
+        holders = Counter(key for row in names for key in row if key != _NOTHING)
+        places: dict[int, list[_Place]] = {}
+        for rank, row in enumerate(names):
+            shared = (key for key in row if holders[key] > 1)
+            for column, key in enumerate(shared):
+                places.setdefault(key, []).append(_Place(rank, column))
+        self.held = [each for each in everything if each.key in places]
+        """Values that another rank holds too."""
+        self._places = [places[each.key] for each in self.held]
+        flat = [place for each in self._places for place in each]
+        self._ranks = torch.tensor([place.rank for place in flat], dtype=torch.int64)
+        self._columns = torch.tensor([place.column for place in flat], dtype=torch.int64)
+        self._own = torch.tensor(
+            [number for number, each in enumerate(self._places) for _ in each], dtype=torch.int64
+        )
+
+    def difference(self) -> str | None:
+        """Say which copies differ, and on which ranks, the same on all ranks; None: none do.
+
+        To be called by all ranks, when the weights of the last update are gathered.
+        """
+        sums = [self._checksum(each.read()).cpu() for each in self.held]
+        own = torch.stack(sums).tolist() if sums else []
+        table = self._mesh.gather_numbers(_filled(own, self._mesh))
+        found = table[self._ranks, self._columns]
+        wrong = found != torch.tensor(own, dtype=torch.int64)[self._own]
+        differing = self._own[wrong].unique().tolist()
+        return self._mesh.agree(self._told(differing, table) if differing else None)
+
+    def _told(self, differing: Sequence[int], table: Tensor) -> str:
+        first, *more = differing
+        sums = {place.rank: int(table[place]) for place in self._places[first]}
+        others = f", and {counted(len(more), 'more value')}" if more else ""
+        return f"{self.held[first].told(self._stages)}{others}: {_minority(sums)}"
+
+
+def _filled(numbers: Sequence[int], mesh: ParallelMesh) -> Tensor:
+    """The numbers of a rank, int64, in a list as long as the longest of all ranks."""
+    longest = int(mesh.gather_numbers(torch.tensor([len(numbers)])).max())
+    filled = torch.full((longest,), _NOTHING, dtype=torch.int64)
+    filled[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+    return filled
+
+
+def _minority(sums: dict[int, int]) -> str:
+    """Say which ranks have another sum than most, or that none is in a minority."""
+    ranked = Counter(sums.values()).most_common()
+    (usual, most), (_, second) = ranked[:2]
+    if most == second:
+        ranks = ", ".join(map(str, sorted(sums)))
+        return f"ranks {ranks} do not agree, and none is in a minority"
+    wrong = [rank for rank, value in sorted(sums.items()) if value != usual]
+    word = "rank" if len(wrong) == 1 else "ranks"
+    verb = "differs" if len(wrong) == 1 else "differ"
+    return f"{word} {', '.join(map(str, wrong))} {verb} from {counted(most, 'other')}"

@@ -1,0 +1,170 @@
+"""A bit that flips in a copy of what several ranks hold is noticed, in every layout."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.distributed.mesh import Grid
+from megapipe.errors import DeviceFault
+from megapipe.optim.copies import Copies
+from megapipe.testing import World, run_world
+from megapipe.train.callbacks import Callback, Run, Step
+from megapipe.train.step import TrainStep
+from tests.parity.cases import END
+from tests.parity.ranks import Case, Rows, configure
+from tests.parity.stopped_runs import DP, Play, checkpoint, run
+
+pytestmark = pytest.mark.full
+
+CASES = {
+    "dp2 pp2 zero 0": Case(dp=2, pp=2, zero=0, dtype="fp32"),
+    "dp2 tp2": Case(dp=2, tp=2, zero=1, dtype="bf16", sequence_parallel=True),
+    "dp4 zero 2": Case(dp=4, zero=2, dtype="bf16"),
+    "dp2 tp2 zero 3": Case(dp=2, tp=2, zero=3, chunks=2, schedule="breadth_first", dtype="fp32"),
+    "dp4 hybrid": Case(dp=4, zero=3, shard_size=2, dtype="fp32"),
+    "tp2 pp2 tied": Case(tp=2, pp=2, dtype="fp64", sequence_parallel=True, model="llama"),
+    "dp2 pp2 chimera": Case(dp=2, pp=2, m=2, schedule="chimera", dtype="fp32"),
+    "tp2 pp2 chimera zero 0": Case(tp=2, pp=2, m=2, schedule="chimera", zero=0, dtype="fp32"),
+    "dp2 tp2 stochastic": Case(dp=2, tp=2, zero=0, dtype="bf16", master="none", state_dtype="bf16"),
+    "tp2 dp2 muon": Case(tp=2, dp=2, rule="muon", dtype="fp32"),
+    "dp2 pp2 in host memory": Case(dp=2, pp=2, zero=0, dtype="bf16", offload="host"),
+    "dp2 tp2 post-validation": Case(dp=2, tp=2, post_validation=True, dtype="fp32"),
+    "dp2 tp2 adapters": Case(dp=2, tp=2, lora="all", dtype="fp32"),
+}
+
+
+def flip(values: Tensor, place: int, bit: int) -> None:
+    raw = values.view(torch.uint8)
+    raw[place * values.element_size() + bit // 8] ^= 1 << bit % 8
+
+
+def flipped(world: World, case: Case) -> dict[str, Any]:
+    """The differences that are told: before any flip, and after each one, which is taken back."""
+    config, layout = configure(case)
+    mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
+    step, rows = TrainStep(config, layout, mesh, document_end=END), Rows(case)
+    for number in range(case.steps):
+        step.train(number, rows)
+    step.settle()
+    copies = Copies(step.optimizer, mesh)
+    seen: dict[str, Any] = {
+        "kinds": {each.kind for each in copies.held},
+        "whole": copies.difference(),
+        "own": {},
+        "told": [],
+    }
+    for turn in range(3 * world.size):
+        draw = random.Random(f"{case.name} {turn}")
+        mine = mesh.rank == turn % world.size and bool(copies.held)
+        if mine:
+            chosen = draw.choice(copies.held)
+            values = chosen.read()
+            place, bit = draw.randrange(len(values)), draw.randrange(8 * values.element_size())
+            seen["own"][turn] = chosen.told(step.optimizer.stages)
+            flip(values, place, bit)
+        seen["told"].append(copies.difference())
+        if mine:
+            flip(values, place, bit)
+    seen["restored"] = copies.difference()
+    return seen
+
+
+def all_flipped(world: World, names: list[str]) -> list[dict[str, Any]]:
+    return [flipped(world, CASES[name]) for name in names]
+
+
+STATES = {"exp_avg", "exp_avg_sq"}
+KINDS = {
+    "dp2 pp2 zero 0": {"weights", *STATES},
+    "dp2 tp2": {"weights", "model", *STATES},
+    "dp4 zero 2": {"weights"},
+    "tp2 pp2 chimera zero 0": {"weights", *STATES},
+    "dp2 tp2 stochastic": {"weights", *STATES},
+    "dp2 pp2 in host memory": {"weights", "model", *STATES},
+}
+
+
+def test_a_flipped_bit_is_noticed_and_its_rank_is_named(tmp_path: Path) -> None:
+    """On each rank, at random places of random copies; and nothing is told where none flipped."""
+    names = list(CASES)
+    ranks = run_world(4, all_flipped, names)
+    alone = agreed = 0
+    for name, *of_ranks in zip(names, *ranks, strict=True):
+        for seen in of_ranks:
+            assert seen["whole"] is seen["restored"] is None, name
+            assert seen["told"] == of_ranks[0]["told"]
+        kinds = set().union(*(seen["kinds"] for seen in of_ranks))
+        assert kinds == KINDS.get(name, kinds)
+        for turn, text in enumerate(of_ranks[0]["told"]):
+            rank = turn % len(of_ranks)
+            if not of_ranks[rank]["kinds"]:
+                assert text is None, "it has its slices alone"
+                continue
+            what, _, who = text.partition(": ")
+            assert what == of_ranks[rank]["own"][turn]
+            if who.startswith(f"rank {rank} differs from "):
+                alone += 1
+            else:
+                assert str(rank) in who.removeprefix("ranks ").split(" do ")[0].split(", ")
+                assert who.endswith(" do not agree, and none is in a minority")
+                agreed += 1
+    assert alone > 10
+    assert agreed > 10
+
+
+@dataclass
+class Flip(Callback):
+    """Flips a bit on a rank after a step."""
+
+    step: int
+    rank: int
+    kind: str
+
+    def after_step(self, run: Run, step: Step) -> None:
+        if step.number != self.step or run.mesh.rank != self.rank:
+            return
+        run.train_step.settle()
+        for shard in run.train_step.optimizer.shards:
+            flip(
+                shard.weights if self.kind == "weights" else shard.store.read(self.kind, 0, 8), 3, 9
+            )
+
+
+def test_a_run_ends_before_it_saves_what_differs(tmp_path: Path) -> None:
+    """With an exit code after which a launcher starts it again, from the checkpoint before."""
+    given = {
+        **DP,
+        "optimizer.zero": "0",
+        "checkpoint.every": "2",
+        "checkpoint.background": "true",
+        "numbers.check_copies_every": "3",
+    }
+    state = Flip(5, 2, "exp_avg")
+    weights = Flip(3, 0, "weights")
+    flipped, early, again, fine = run(
+        tmp_path,
+        Play("flipped", given, callbacks=(state,)),
+        Play("early", given, callbacks=(weights,)),
+        Play("flipped", given),
+        Play("fine", given),
+    )
+    for ranks, number in ((flipped, 6), (early, 3)):
+        kinds, texts = zip(*(rank["error"] for rank in ranks), strict=True)
+        assert set(kinds) == {DeviceFault}
+        (text,) = set(texts)
+        assert text.startswith(f"step {number}: ")
+        assert "do not agree, and none is in a minority" in text
+        assert text.endswith("without that device if this happens again")
+    assert not checkpoint(tmp_path, "early", 4).exists()
+    assert not checkpoint(tmp_path, "flipped", 6).with_suffix(".1").exists()
+    assert again[0]["first_step"] == 4
+    for mine, theirs in zip(again, fine, strict=True):
+        assert mine["error"] is None
+        assert all(result == theirs["steps"][step] for step, result in mine["steps"].items())
