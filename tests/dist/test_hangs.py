@@ -55,3 +55,14 @@ def test_without_a_watchdog_communication_notices(tmp_path: Path) -> None:
     hang.outcome.assert_one_line(4, "rank 0 lost contact with a peer")
     assert hang.seconds < TIMEOUT_S + LEAVE_S
     assert not (tmp_path / "runs/run/hangs").exists()
+
+
+def test_a_rank_of_another_node(tmp_path: Path) -> None:
+    """Monitors of both nodes tell one of them what they see."""
+    fault = Fault(3, "stop", action=5)
+    hang = run_hanging(tmp_path, 2, fault, nodes=2, **{"parallel.pp": "2", "parallel.tp": "2"})
+    hang.outcome.assert_one_line(4, "rank 3 (pp 1, ", "is stopped by a signal", "ranks 0-2 wait")
+    assert hang.seconds < TIMEOUT_S + LEAVE_S
+    assert len(list((tmp_path / "runs/run/hangs").iterdir())) in (1, 2), (
+        "of each node, by the second"
+    )

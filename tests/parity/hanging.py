@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.parity.jobs import ENDLESS, ROOT, Job, Outcome, arguments, tiny
+from tests.parity.jobs import ENDLESS, ROOT, Job, Outcome, arguments, free_port, tiny
 
 TIMEOUT_S = 4
 SCRIPT = """
@@ -22,6 +22,9 @@ from megapipe.train.callbacks import Callback
 from megapipe.train.main import main
 from megapipe.watch.journal import STEP
 
+if "TEST_NODE" in os.environ:
+    from megapipe.watch import rank
+    rank.machine = lambda: os.environ["TEST_NODE"]
 fault = json.loads({fault!r})
 mark = Path({mark!r})
 here = int(os.environ["RANK"]) == fault["rank"] and mark.exists()
@@ -108,8 +111,11 @@ class Hang:
     """From the fault to the end of the job."""
 
 
-def run_hanging(folder: Path, world: int, fault: Fault, *options: str, **settings: str) -> Hang:
-    """A job that is launched with `options`, to its end; the fault comes once."""
+def run_hanging(
+    folder: Path, world: int, fault: Fault, *options: str, nodes: int = 1, **settings: str
+) -> Hang:
+    """A job that is launched with `options`, on as many `nodes` of `world` ranks, to its end; the
+    fault comes once."""
     mark = folder / "fault"
     mark.touch()
     script = folder / "hanging.py"
@@ -120,8 +126,14 @@ def run_hanging(folder: Path, world: int, fault: Fault, *options: str, **setting
     given |= {"train.validate_every": "3", "checkpoint.every": "3", **settings}
     launch = ["-m", "megapipe.launch", "--nproc", str(world), *options]
     command = [*launch, str(script), *arguments(given)]
+    several = ["--nnodes", str(nodes), "--rdzv-id", "a"]
+    several += ["--rdzv-endpoint", f"localhost:{free_port()}"]
     with Job(folder) as job:
-        job.start(command)
+        for node in range(nodes):
+            at = [*command[:2], *several, *command[2:]] if nodes > 1 else command
+            job.start(at, {"TEST_NODE": f"node{node}"})
+            if node == 0:
+                time.sleep(min(1.0, nodes - 1.0))  # the first hosts the store
         outcome = job.end()
         ended = time.monotonic()
     at = re.search(r"the fault is at ([\d.]+)", outcome.text)
