@@ -28,6 +28,7 @@ from tests.campaigns.damage import Damages
 from tests.campaigns.disk import Disks
 from tests.campaigns.fuzz import Fuzz
 from tests.campaigns.goodput import Goodput
+from tests.campaigns.hangs import Hangs
 from tests.campaigns.kills import Kills
 from tests.campaigns.not_finite import NotFinite
 from tests.campaigns.preemptions import Preemptions
@@ -36,7 +37,7 @@ from tests.campaigns.resumes import Resumes
 
 CAMPAIGNS: dict[str, type[Campaign[Any]]] = {
     kind.name: kind
-    for kind in (Kills, Damages, Preemptions, Disks, NotFinite, Resumes, Fuzz, Goodput)
+    for kind in (Kills, Hangs, Damages, Preemptions, Disks, NotFinite, Resumes, Fuzz, Goodput)
 }
 QUIET_S = 5.0
 """Time between two lines of progress, where trials take less."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.parity.jobs import ENDLESS, ROOT, Job, Outcome, arguments, free_port, tiny
 
-TIMEOUT_S = 4
+TIMEOUT_S = 6
 SCRIPT = """
 import ctypes, functools, itertools, json, os, signal, sys, time
 from pathlib import Path
