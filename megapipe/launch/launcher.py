@@ -34,7 +34,7 @@ from megapipe.launch import progress
 from megapipe.launch.deadline import unless_within
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.ranks import Ends
-from megapipe.launch.signals import AGAIN_S, Listener
+from megapipe.launch.signals import AGAIN_S, NOTICES, STOP_SIGNALS, Listener
 from megapipe.launch.speaking import say
 from megapipe.launch.supervisor import Supervisor, line
 
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-STOPPED = (signal.SIGTERM, signal.SIGUSR1)
+STOPPED = (signal.SIGTERM, *NOTICES)
 """Those after which a job is to be started again."""
 MONITOR_S = 0.1
 """Time between two looks at the ranks."""
@@ -212,7 +211,7 @@ class _Relay(Listener):
         """When it is that there are no ranks."""
         self._last: float | None = None
         """When SIGINT or SIGTERM last came, monotonic seconds."""
-        super().__init__(HANDED_ON)
+        super().__init__(STOP_SIGNALS)
 
     def arrived(self, number: signal.Signals) -> None:
         self.handed_on.add(number)
@@ -222,7 +221,7 @@ class _Relay(Listener):
                 os._exit(128 + number)
             say(_stopped(number, self._when))
             os._exit(Preempted.exit_code)
-        if number not in (signal.SIGINT, signal.SIGTERM):
+        if number in NOTICES:
             return
         now = time.monotonic()
         if self._last is not None and now - self._last >= AGAIN_S:

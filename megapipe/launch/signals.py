@@ -6,6 +6,8 @@ signal     meaning
 SIGINT     Ctrl-C. While there is nothing to save yet: end. Then: save and stop
 SIGTERM    a scheduler or launcher: save and stop; end where there is nothing to save
 SIGUSR1    a scheduler that gives notice: as SIGTERM; as often as it likes
+SIGHUP     a terminal that closes: as SIGUSR1, for shell and system may both send it.
+           Where it is ignored from the beginning, as under nohup, it stays so
 =========  ============================================================================
 
 A launcher that is gone counts as SIGTERM, as nobody would end its processes any more.
@@ -31,7 +33,9 @@ AGAIN_S = 1.0
 sent to all processes."""
 LOOK_S = 1.0
 """Time between two looks at the process that started this one."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+NOTICES = (signal.SIGHUP, signal.SIGUSR1)
+"""Those that may come again without a meaning of their own."""
 Self = TypeVar("Self", bound="Listener")
 
 
@@ -46,12 +50,12 @@ class Listener:
     """
 
     def __init__(self, numbers: Sequence[signal.Signals]) -> None:
-        self._numbers = numbers
+        self._numbers = [number for number in numbers if not _is_kept_from(number)]
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before: dict[int, Any] = {
-            number: signal.signal(number, self.handle) for number in numbers
+            number: signal.signal(number, self.handle) for number in self._numbers
         }
         threading.Thread(target=self._read, args=(reader,), daemon=True).start()
 
@@ -88,7 +92,7 @@ class Listener:
 class StopRequest(Listener):
     """Becomes true when a stop signal arrives; read at step boundaries, never acted on inside one.
 
-    Before there is anything to save SIGTERM and SIGUSR1 end the job through `leave`.
+    Before there is anything to save all but SIGINT end the job through `leave`.
     """
 
     def __init__(self) -> None:
@@ -122,7 +126,7 @@ class StopRequest(Listener):
 
     def arrived(self, number: signal.Signals) -> None:
         self._ask(number)
-        if number == signal.SIGUSR1 or (number == signal.SIGTERM and self.phase == "leaving"):
+        if number in NOTICES or (number == signal.SIGTERM and self.phase == "leaving"):
             return  # a launcher ends what is left of a job; all is saved, reports may be on the way
         now, first = time.monotonic(), self._last is None
         if self._last is not None and now - self._last < AGAIN_S:
@@ -152,3 +156,9 @@ class StopRequest(Listener):
             code = leave(Preempted(f"stopped by {number.name} before the first step"))
         finally:
             os._exit(code)
+
+
+def _is_kept_from(number: signal.Signals) -> bool:
+    """Whether the user wants a process not to hear a signal. (Of other signals that says nothing:
+    shells let what runs in the background ignore SIGINT, job scripts what is meant for ranks.)"""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

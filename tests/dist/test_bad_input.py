@@ -253,7 +253,7 @@ def test_a_killed_rank_ends_its_peers(tmp_path: Path, killed: int) -> None:
     given = arguments({**tiny(tmp_path), **ENDLESS, "parallel.pp": "2"})
     with Job(tmp_path) as job:
         job.ranks(2, {0: given, 1: given})
-        job.await_text("loss")
+        job.await_text("| loss")
         job.processes.pop(killed).kill()
         job.end().assert_one_line(4, f"rank {1 - killed} lost")
 
@@ -262,7 +262,7 @@ def test_a_killed_rank_ends_its_peers_under_torchrun(tmp_path: Path) -> None:
     given = arguments({**tiny(tmp_path), **ENDLESS, "parallel.tp": "2"})
     with Job(tmp_path) as job:
         job.torchrun(2, *given)
-        job.await_text("loss")
+        job.await_text("| loss")
         os.kill(job.pids()[1], signal.SIGKILL)
         job.end().assert_one_line(-9, "rank 0 lost contact")
 

@@ -101,7 +101,7 @@ def test_what_is_not_started_again(tmp_path: Path) -> None:
     endless = {"train.steps": "100000", "optimizer.schedule": "constant", "log.every": "100000"}
     with Job(tmp_path) as job:
         launcher = job.start([*launch, "train.py", *settings(tmp_path, **endless)])
-        job.await_text("loss")
+        job.await_text("| loss")
         launcher.send_signal(signal.SIGTERM)
         job.end().assert_one_line(75, "stopped by a signal")
 

@@ -240,7 +240,7 @@ def test_a_signalled_job_exits_with_75_and_says_so_once(tmp_path: Path) -> None:
     given = arguments({**tiny(tmp_path), **endless, "parallel.pp": "2"})
     with Job(tmp_path) as job:
         job.ranks(2, {0: given, 1: given})
-        job.await_text("loss")
+        job.await_text("| loss")
         job.processes[1].send_signal(signal.SIGTERM)
         job.end().assert_one_line(75, "stopped by a signal; saved step")
 

@@ -37,7 +37,7 @@ def test_the_peers_of_a_rank_that_is_stopped_with_the_store(tmp_path: Path) -> N
     given = endless(tmp_path)
     with Job(tmp_path) as job:
         job.ranks(2, {0: given, 1: given})
-        job.await_text("loss")
+        job.await_text("| loss")
         job.processes[0].send_signal(signal.SIGSTOP)
         assert assert_ended(job, time.monotonic(), 1) == [4]
         (line,) = [line for line in job.text.splitlines() if "megapipe: error:" in line]
@@ -51,7 +51,7 @@ def test_a_stopped_rank_under_our_launcher(tmp_path: Path) -> None:
     """torchrun's agent would give it half a minute to end."""
     with Job(tmp_path) as job:
         job.launch(2, *endless(tmp_path))
-        job.await_text("loss")
+        job.await_text("| loss")
         os.kill(job.pids()[0], signal.SIGSTOP)
         began = time.monotonic()
         assert assert_ended(job, began, 0) == [4]
@@ -68,7 +68,7 @@ def test_the_nodes_of_a_launcher_that_is_stopped_with_the_store(tmp_path: Path) 
             job.start([*nodes, "--rdzv-endpoint", endpoint, "train.py", *endless(tmp_path)])
             if number == 0:
                 time.sleep(1.0)  # the first hosts the store
-        job.await_text("loss")
+        job.await_text("| loss")
         job.processes[0].send_signal(signal.SIGSTOP)
         assert assert_ended(job, time.monotonic(), 1) == [4]
         deadline = time.monotonic() + shutdown.GRACE_S

@@ -132,8 +132,13 @@ class Job:
             process = subprocess.Popen(
                 [sys.executable, *command],
                 env={**clean, **given, **(environ or {})},
-                stdin=subprocess.DEVNULL,
-                **{"cwd": ROOT, "stdout": out, "stderr": out, **options},
+                **{
+                    "cwd": ROOT,
+                    "stdin": subprocess.DEVNULL,
+                    "stdout": out,
+                    "stderr": out,
+                    **options,
+                },
             )
         self.processes.append(process)
         return process
@@ -169,12 +174,18 @@ class Job:
         for pid in self.pids().values():
             os.kill(pid, signal.SIGKILL)
 
-    def await_text(self, needle: str) -> None:
-        """Wait until the output has `needle`."""
-        while needle not in self.text:
+    def await_text(self, needle: str, after: int = 0) -> None:
+        """Wait until the output has `needle`, beyond so many characters."""
+        while needle not in self.text[after:]:
             assert time.monotonic() < self.began + self.limit_s, self.text
             assert any(p.poll() is None for p in self.processes), self.text
             time.sleep(0.05)
+
+    def await_handlers(self) -> None:
+        """Wait until all processes heed signals, which is before they import what is slow."""
+        while not all(heeds_signals(process.pid) for process in self.processes):
+            assert time.monotonic() < self.began + self.limit_s, self.text
+            time.sleep(0.01)
 
     def end(self) -> Outcome:
         """Wait for all processes, of which none may be left behind."""
@@ -208,6 +219,13 @@ class Job:
             with contextlib.suppress(OSError):
                 if f"{MARK}={self.mark}".encode() in environ.read_bytes():
                     yield int(environ.parent.name)
+
+
+def heeds_signals(pid: int) -> bool:
+    """Whether the process has a handler for SIGUSR1, as it has from the start of a run on."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(status.split("SigCgt:")[1].split()[0], 16)
+    return bool(caught >> (signal.SIGUSR1 - 1) & 1)
 
 
 def run_torchrun(folder: Path, world: int, *args: str) -> Outcome:
