@@ -184,7 +184,9 @@ def answer(
     right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_tokens": []}
     ties = dict.fromkeys(right, 0)
     for question in asked:
-        own = [next(found) for _ in question.choices]
+        scored = [next(found) for _ in question.choices]
+        # choices that are equal tie, however the batches that they were in have rounded
+        own = [scored[question.choices.index(choice)] for choice in question.choices]
         for name, values in _values(question, own).items():
             right[name].append(int(np.argmax(values)) == question.answer)
             ties[name] += int((values == values.max()).sum() > 1)

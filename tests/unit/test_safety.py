@@ -18,6 +18,7 @@ from megapipe.data.remote import fetched
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
+from megapipe.left_out import LeftOut
 from megapipe.train import run_folder
 from megapipe.train.changes import Changes
 from megapipe.train.main import train
@@ -104,6 +105,7 @@ def lines(folder: Path, *, own: bool = True, device: str = "cpu", **given: Any) 
             optimizer=SimpleNamespace(policy=policy),
             kernels=SimpleNamespace(banner=lambda: "", warnings=list),
             position=SimpleNamespace(samples=0),
+            left_out=LeftOut(),
         ),
     )
     source: Any = Source(checkpoint, is_own=own)  # type: ignore[arg-type]

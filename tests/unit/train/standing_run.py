@@ -13,6 +13,7 @@ from megapipe.config import Config
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.mesh import Axis
 from megapipe.layout.resolve import resolve
+from megapipe.left_out import LeftOut
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.train.callbacks import Callback, Run
 from megapipe.train.callbacks.several import Callbacks
@@ -83,6 +84,7 @@ def standing_run(
         "settled": True,
         "samples": lambda step: 8 * step,
         "scaler": SimpleNamespace(scales=False),
+        "left_out": LeftOut(),
     }
     run: Any = Run
     made: Run = run(
