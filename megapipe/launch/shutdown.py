@@ -119,7 +119,7 @@ class Shutdown:
         has a deadline of its own."""
         if not self._ender.acquire(blocking=False):
             return
-        seconds = f"{self.timeout_s:g} s (parallel.timeout_s)"
+        seconds = f"{self.timeout_s:g} s (by parallel.timeout_s)"
         error = LaunchError(f"rank {self.info.rank} lost {self._place()}: no answer for {seconds}")
         self._leaving.set()
         self._say_alone(error)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 WATCHED_S = 2.0
-"""How much later than a watchdog communication itself notices that a peer does not answer."""
+"""How much later than a watchdog communication and the store notice that nobody answers."""
 
 
 def start(
@@ -92,7 +92,8 @@ def start(
     allow_connections(sum(size - 1 for size in sizes) + info.world * info.hosts)
     with stop.steady if info.hosts else nullcontext():  # one thread alone can open the store
         store = rendezvous.open_store(info, timeout)
-        ending = shutdown(info, store, timeout_s=timeout)
+        watched = info.world > 1 and config.parallel.watchdog
+        ending = shutdown(info, store, timeout_s=timeout + WATCHED_S * watched)
         stop.leave = ending.stop
     watch, journal = None, Journal()
     try:
@@ -114,7 +115,7 @@ def start(
             bind_near(devices.pci_address(device))
         if config.log.memory_history:
             remember_allocations(device)
-        if info.world > 1 and config.parallel.watchdog:
+        if watched:
             several = info.local_world < info.world
             watch = Watch(
                 store,

@@ -86,7 +86,8 @@ class _Rank:
     @property
     def ended(self) -> bool:
         """Whether it is leaving or gone: another process may have its number by now."""
-        return self.state.left or start_of(self.state.pid) != self.began
+        began = start_of(self.state.pid)
+        return self.state.left or began is None or began != self.began
 
     def view(self) -> View:
         """Its state, and how it looks from outside."""

@@ -128,9 +128,11 @@ class Flip(Callback):
     kind: str
 
     def after_step(self, run: Run, step: Step) -> None:
-        if step.number != self.step or run.mesh.rank != self.rank:
+        if step.number != self.step:
             return
-        run.train_step.settle()
+        run.train_step.settle()  # by all ranks
+        if run.mesh.rank != self.rank:
+            return
         for shard in run.train_step.optimizer.shards:
             flip(
                 shard.weights if self.kind == "weights" else shard.store.read(self.kind, 0, 8), 3, 9

@@ -93,5 +93,5 @@ def test_a_gradient_that_overflows_skips_the_step() -> None:
 
 
 def test_a_fixed_scale_that_overflows_is_an_error() -> None:
-    with pytest.raises(WorldError, match=r"NumericError.*not finite"):
+    with pytest.raises(WorldError, match=r"Unsound.*not finite"):
         run_world(1, trained, CASE, {"loss_scale": LARGEST})

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.parity.hanging import TIMEOUT_S, Fault, run_hanging
+from tests.parity.jobs import ENDLESS, Job, arguments, tiny
 
 pytestmark = pytest.mark.full
-LEAVE_S = 5.0
+LEAVE_S = 15.0
+"""Seconds after the time-out within which a launcher has ended, on a machine that is busy."""
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,20 @@ def test_a_rank_of_another_node(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs/run/hangs").iterdir())) in (1, 2), (
         "of each node, by the second"
     )
+
+
+def test_a_stopped_rank_that_has_the_store(tmp_path: Path) -> None:
+    """Ranks that no launcher has started; the one that is left cannot ask who is to speak."""
+    wanted = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
+    given = arguments({**tiny(tmp_path), **ENDLESS, **wanted})
+    with Job(tmp_path) as job:
+        job.ranks(2, {0: given, 1: given})
+        job.await_text("| loss")
+        job.processes[0].send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert job.processes[1].wait(20) == 4
+        assert job.processes[0].wait(20) == -signal.SIGKILL
+        assert time.monotonic() - began < TIMEOUT_S + LEAVE_S
+        outcome = job.end()
+    assert len(outcome.errors) == 1, outcome.text
+    assert "rank 0" in outcome.errors[0] or "rank 1 lost the rendezvous store" in outcome.errors[0]

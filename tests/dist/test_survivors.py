@@ -19,7 +19,9 @@ LEAVE_S = 5.0
 
 
 def endless(folder: Path) -> list[str]:
+    """Settings of a job that nobody watches (those that are: test_hangs.py)."""
     wanted = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
+    wanted["parallel.watchdog"] = "false"
     return arguments({**tiny(folder), **ENDLESS, **wanted})
 
 
