@@ -21,6 +21,7 @@ from megapipe.launch import rendezvous, shutdown
 from megapipe.launch.place import LaunchInfo, find_launch_info, first_host
 from megapipe.launch.rendezvous import RendezvousError
 from megapipe.launch.shutdown import Shutdown
+from megapipe.words import ranges
 from tests.parity import threads
 from tests.parity.jobs import free_port
 
@@ -183,7 +184,7 @@ def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
     [([5], "5"), ([2, 1], "1-2"), ([1, 2, 3, 7], "1-3, 7"), ([1, 3, 5], "1, 3, 5")],
 )
 def test_ranges(numbers: list[int], text: str) -> None:
-    assert rendezvous._ranges(numbers) == text
+    assert ranges(numbers) == text
 
 
 def test_differences_on_one_line() -> None:
