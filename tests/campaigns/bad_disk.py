@@ -26,13 +26,16 @@ LASTING = ("ENOSPC", "EROFS")
 """Faults after which all operations fail; the disk of another has one bad place."""
 FREES = ("unlink", "rmdir")
 """Operations that succeed on a full disk."""
+ALL = -1
+"""In the place of a rank: no operation fails, all are counted."""
 
 
 class BadDisk(Fault):
     """Lets operation `at` of the save after a step, counted from 0, fail with `error`, the name of
     an errno or FULL.
 
-    A run that has a next save writes there the names of all operations to `operations-RANK`.
+    With the rank ALL none fails, and each rank writes the names of its operations to
+    `operations-RANK` at its next save.
     """
 
     def __init__(self, folder: Path, rank: int, step: int, at: int, error: str) -> None:
@@ -47,7 +50,7 @@ class BadDisk(Fault):
         """The save comes later: :meth:`before_save`."""
 
     def before_save(self, run: Run, step: int) -> None:
-        if run.mesh.rank != self.rank:
+        if self.rank not in (ALL, run.mesh.rank):
             return
         if step == self.step and self.armed:
             self._checkpoints = run.folder / "checkpoints"
@@ -57,7 +60,7 @@ class BadDisk(Fault):
         elif self._made:
             for name, real in self._real.items():
                 setattr(os, name, real)
-            (self.folder / f"operations-{self.rank}").write_text(json.dumps(self._made))
+            (self.folder / f"operations-{run.mesh.rank}").write_text(json.dumps(self._made))
 
     def _open(self, path: Path, mode: str, **given: Any) -> Any:
         if mode != "xb":
@@ -77,7 +80,7 @@ class BadDisk(Fault):
         if not path.startswith(str(self._checkpoints)):
             return
         self._made.append(name)
-        if next(self._numbers) == self._at:
+        if next(self._numbers) == self._at and self.rank != ALL:
             self.struck()
             self._fails.set()
             if self._error == FULL:

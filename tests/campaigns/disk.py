@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.campaigns import runs
-from tests.campaigns.bad_disk import FULL
+from tests.campaigns.bad_disk import ALL, FULL
 from tests.campaigns.campaign import Campaign, Figure, Record
 from tests.campaigns.runs import BEHIND, STEPS, Layout, Wholes
 from tests.parity.jobs import Outcome
@@ -28,8 +28,6 @@ GIVEN = {"checkpoint.every": "4", "checkpoint.keep": "9"}
 STEP = 8
 """Of the save that fails; there is one before, and one after."""
 FAULTS = ("ENOSPC", "EIO", "EROFS", FULL)
-NONE = -1
-"""No operation fails."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,7 @@ class Disks(Campaign[Failure]):
     def _places(self) -> list[tuple[str, int, int, str]]:
         """Each operation of each rank in a save of each layout."""
         for layout in LAYOUTS if not self._operations else ():
-            self._operations[layout] = [
-                self._count(layout, rank) for rank in range(LAYOUTS[layout].ranks)
-            ]
+            self._operations[layout] = self._count(layout)
         return [
             (layout, rank, at, name)
             for layout, ranks in self._operations.items()
@@ -76,12 +72,13 @@ class Disks(Campaign[Failure]):
             for at, name in enumerate(names)
         ]
 
-    def _count(self, layout: str, rank: int) -> list[str]:
-        folder = self.folder / f"count-{layout}-{rank}"
+    def _count(self, layout: str) -> list[list[str]]:
+        folder = self.folder / f"count-{layout}"
         folder.mkdir(parents=True)
-        outcome = self._start(folder, Failure(layout, rank, NONE, "", "EIO"), new=True)
+        outcome = self._start(folder, Failure(layout, ALL, 0, "", ""), new=True)
         assert set(outcome.codes) == {0}, outcome.text
-        return json.loads((folder / f"operations-{rank}").read_text())
+        paths = [folder / f"operations-{rank}" for rank in range(LAYOUTS[layout].ranks)]
+        return [json.loads(path.read_text()) for path in paths]
 
     def draw(self, number: int, rng: random.Random) -> Failure:
         places, faults = self._places(), self._faults
