@@ -17,7 +17,7 @@ from collections.abc import Callable
 from megapipe.processes import is_stopped
 
 LOOK_S = 0.25
-LATE_S = 2.0
+LATE_S = 1.0
 """How long after the last rank has failed and ended its agent may take to notice."""
 
 

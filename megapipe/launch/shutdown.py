@@ -41,7 +41,7 @@ GRACE_S = 3.0
 """How long after a peer's failure a process may take to end by itself."""
 LINGER_S = 4.0
 """How long the host of the store waits for the others to leave: longer than their grace."""
-ANSWER_S = 3.0
+ANSWER_S = 2.0
 """How long the store may take to answer at the end of a job."""
 PATIENCE_S = 10.0
 """How long processes wait for each other that have not met yet: torch takes its time to load."""
