@@ -101,7 +101,8 @@ class Copies:
         self._stages = optimizer.stages
         self._checksum = Checksum(mesh.device)
         everything = list(held(optimizer))
-        keys = _filled([each.key for each in everything], mesh)
+        longest = int(mesh.gather_numbers(torch.tensor([len(everything)])).max())
+        keys = _filled([each.key for each in everything], longest)
         names = mesh.gather_numbers(keys).tolist()
         holders = Counter(key for row in names for key in row if key != _NOTHING)
         places: dict[int, list[_Place]] = {}
@@ -109,6 +110,8 @@ class Copies:
             shared = (key for key in row if holders[key] > 1)
             for column, key in enumerate(shared):
                 places.setdefault(key, []).append(_Place(rank, column))
+        self._length = max((p.column + 1 for each in places.values() for p in each), default=0)
+        """Copies of the rank that has most."""
         self.held = [each for each in everything if each.key in places]
         """Values that another rank holds too."""
         self._places = [places[each.key] for each in self.held]
@@ -126,35 +129,36 @@ class Copies:
         """
         sums = [self._checksum(each.read()).cpu() for each in self.held]
         own = torch.stack(sums).tolist() if sums else []
-        table = self._mesh.gather_numbers(_filled(own, self._mesh))
+        table = self._mesh.gather_numbers(_filled(own, self._length))
         found = table[self._ranks, self._columns]
         wrong = found != torch.tensor(own, dtype=torch.int64)[self._own]
         differing = self._own[wrong].unique().tolist()
         return self._mesh.agree(self._told(differing, table) if differing else None)
 
     def _told(self, differing: Sequence[int], table: Tensor) -> str:
-        first, *more = differing
-        sums = {place.rank: int(table[place]) for place in self._places[first]}
-        others = f", and {counted(len(more), 'more value')}" if more else ""
-        return f"{self.held[first].told(self._stages)}{others}: {_minority(sums)}"
+        """Of the values that differ the first one, if possible of those where a minority does."""
+        found = []
+        for number in differing:
+            sums = {place.rank: int(table[place]) for place in self._places[number]}
+            found.append((number, *_minority(sums)))
+        number, who, _ = next((each for each in found if each[2]), found[0])
+        more = f", and {counted(len(found) - 1, 'more value')}" if len(found) > 1 else ""
+        return f"{self.held[number].told(self._stages)}{more}: {who}"
 
 
-def _filled(numbers: Sequence[int], mesh: ParallelMesh) -> Tensor:
-    """The numbers of a rank, int64, in a list as long as the longest of all ranks."""
-    longest = int(mesh.gather_numbers(torch.tensor([len(numbers)])).max())
-    filled = torch.full((longest,), _NOTHING, dtype=torch.int64)
+def _filled(numbers: Sequence[int], length: int) -> Tensor:
+    """The numbers in a list of that length, int64."""
+    filled = torch.full((length,), _NOTHING, dtype=torch.int64)
     filled[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     return filled
 
 
-def _minority(sums: dict[int, int]) -> str:
-    """Say which ranks have another sum than most, or that none is in a minority."""
-    ranked = Counter(sums.values()).most_common()
-    (usual, most), (_, second) = ranked[:2]
+def _minority(sums: dict[int, int]) -> tuple[str, bool]:
+    """Say which ranks have another sum than most, or that no sum has most; and whether one has."""
+    (usual, most), (_, second) = Counter(sums.values()).most_common(2)
     if most == second:
         ranks = ", ".join(map(str, sorted(sums)))
-        return f"ranks {ranks} do not agree, and none is in a minority"
-    wrong = [rank for rank, value in sorted(sums.items()) if value != usual]
-    word = "rank" if len(wrong) == 1 else "ranks"
-    verb = "differs" if len(wrong) == 1 else "differ"
-    return f"{word} {', '.join(map(str, wrong))} {verb} from {counted(most, 'other')}"
+        return f"ranks {ranks} do not agree, and none is in a minority", False
+    wrong = [str(rank) for rank, value in sorted(sums.items()) if value != usual]
+    word, verb = ("rank", "differs") if len(wrong) == 1 else ("ranks", "differ")
+    return f"{word} {', '.join(wrong)} {verb} from {counted(most, 'other')}", True
