@@ -287,7 +287,8 @@ def optimizer_part(world: World, size: Size, rounds: int, messages: bool) -> Sid
     def step(i: int) -> None:
         train.optimizer.reduce(0)
         own = train.own_totals(Counted(1), Wishes).pack()
-        train.update.apply(i, Totals.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp")))
+        totals = Totals.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp"))
+        train.update.apply(i, totals, lambda: totals)
         train.optimizer.await_all_weights()
 
     for i in range(CHECKED_STEPS):

@@ -53,6 +53,10 @@ class RunConfig(Section):
     """Whether a run may continue with another corpus, seed, sequence length, document mask or
     model (as far as the tensors fit). Other changes, such as the learning rate, are listed."""
 
+    def exact_on(self, device: str) -> bool:
+        """Whether equal runs are bitwise equal on devices of this type."""
+        return device == "cpu" or self.deterministic
+
 
 class ParallelConfig(Section):
     """The process mesh: pp x dp x cp x tp, tp innermost."""

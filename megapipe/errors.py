@@ -15,7 +15,7 @@ code  meaning
 6     numerics: loss or gradient is not finite
 7     memory of a device or of the host is used up
 8     a launcher has started a job again as often as it may, and it came no further
-9     a device is at fault: copies of a value differ
+9     a device is at fault: copies of a value differ, or a step comes out otherwise each time
 75    stopped by a signal or a callback, and all that there was is saved; run again to go on
 130   interrupted from the keyboard with nothing to save, or a second time (128 + n: by signal n)
 ====  ====================================================================
@@ -69,7 +69,7 @@ class OutOfMemory(MegapipeError):
 
 
 class DeviceFault(MegapipeError):
-    """A device has computed or kept a value wrongly: copies that are to be equal differ."""
+    """A device has computed or kept a value wrongly: what is to be equal differs."""
 
     exit_code = 9
 

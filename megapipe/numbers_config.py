@@ -56,6 +56,15 @@ class NumbersConfig(Section):
     What a rewind has left out is told in this form: with it a new run takes the same steps. Of a
     run that goes on, samples that are behind it stay as they were."""
 
+    rerun: bool = True
+    """Compute a step that is not finite, or has a spike, a second time before anything is done
+    about it, from the same weights, samples and seeds. The same result again is persistent, and the
+    above applies; if the second result is sound, the first was a transient fault of a device: that
+    is told, and the second is used."""
+    rerun_every: int = Field(0, ge=0)
+    """Steps between steps that are computed twice though nothing is wrong with them, and compared
+    to the bit; where they differ a third time, and what came twice is used. On CUDA it takes
+    `run.deterministic`. 0: none."""
     check_copies_every: int = Field(0, ge=0)
     """Steps between comparisons of what several ranks hold: weights of replicas, of holders of a
     stage or a tied embedding, and of tensor-parallel ranks, and optimizer states where they are not

@@ -49,7 +49,7 @@ HARMLESS = (
     *("optimizer.zero", "optimizer.shard_size", "optimizer.prefetch", "optimizer.post_validation"),
     *("optimizer.offload", "optimizer.offload_folder", "optimizer.window_mib"),
     *("train.microbatch", "train.validate_every", "train.validation_samples", "train.stop_after"),
-    *("numbers.check_copies_every", "model.init_std"),
+    *("numbers.rerun", "numbers.rerun_every", "numbers.check_copies_every", "model.init_std"),
 )
 """Harmless keys, and sections whose keys are harmless unless they are refused."""
 ORDER = (

@@ -55,7 +55,7 @@ def banner(run: Run) -> str:
     *_, final = sizes = config.train.batches.sizes
     tokens = final * config.train.sequence_length
     rising = f", from a batch of {sizes[0]} on" if len(sizes) > 1 else ""
-    exact = mesh.device.type == "cpu" or config.run.deterministic
+    exact = config.run.exact_on(mesh.device.type)
     grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
     model, rank = layout.model, config.lora.rank
     trained = "" if rank is None else f", {model.count(trained=True):,} of rank {rank} trained"

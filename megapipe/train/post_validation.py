@@ -41,6 +41,8 @@ class _Taken(NamedTuple):
     """The loss scale's state before it."""
     made: int
     """The step of the update before it."""
+    executor: Executor
+    rows: Rows
 
 
 class PostValidation:
@@ -72,17 +74,42 @@ class PostValidation:
 
     def train(self, executor: Executor, step: int, rows: Rows, wishes: Asked) -> StepResult | None:
         """Step `step`; returns the result of the one before."""
-        microbatches, tokens = self._fetch(step, rows)
-        executor.run_prefix(microbatches)
+        tokens = self._begin(executor, step, rows)
         result, held = self._validate(executor.abort)
         if not held:
-            microbatches, tokens = self._fetch(step, rows)
-            executor.run_prefix(microbatches)
+            tokens = self._begin(executor, step, rows)
+        self._complete(executor)
+        self._upload_ahead(step + 1, rows)
+        vector = self._vector(tokens, wishes)
+        totals = self._mesh.start_ordered_sum(vector, "pp", largest=LARGEST)
+        update = self._update
+        self._taken = _Taken(step, totals, update.scaler.state(), update.made, executor, rows)
+        self._take(step, Totals.unpack(vector, self._sources))
+        return result
+
+    def _begin(self, executor: Executor, step: int, rows: Rows) -> Counted:
+        """Run the prefix of a step; its tokens."""
+        microbatches, tokens = self._fetch(step, rows)
+        executor.run_prefix(microbatches)
+        return tokens
+
+    def _complete(self, executor: Executor) -> None:
+        """Run what follows the prefix, once nothing needs the gradients of the step before."""
         self._update.optimizer.zero_grad()
         executor.resume()
-        self._upload_ahead(step + 1, rows)
-        self._take(step, self._own_totals(tokens, wishes))
-        return result
+
+    def _vector(self, tokens: Counted, wishes: Asked) -> Tensor:
+        """Packed totals of this pipeline rank and its replicas."""
+        own = self._own_totals(tokens, wishes).pack()
+        return self._mesh.ordered_sum(own, "tp", "cp", "dp", largest=LARGEST)
+
+    def _again(self, taken: _Taken) -> Totals:
+        """Compute a step anew, whose update is undone; the totals of all ranks."""
+        tokens = self._begin(taken.executor, taken.step, taken.rows)
+        self._complete(taken.executor)
+        vector = self._vector(tokens, Wishes)
+        whole = self._mesh.ordered_sum(vector, "pp", largest=LARGEST)
+        return Totals.unpack(whole, self._sources)
 
     def settle(self) -> StepResult | None:
         """Validate the last step; returns its result, None if that was done before."""
@@ -94,16 +121,13 @@ class PostValidation:
         self._taken = None
 
     def _take(self, step: int, totals: Totals) -> None:
-        """Update by what this pipeline rank and its replicas know.
+        """Update by what this pipeline rank and its replicas know, which is `totals`.
 
         A partial norm is a lower bound: if it already exceeds the clip, so does the global norm.
         """
         update = self._update
-        vector = self._mesh.ordered_sum(totals.pack(), "tp", "cp", "dp", largest=LARGEST)
-        totals_of_all = self._mesh.start_ordered_sum(vector, "pp", largest=LARGEST)
-        self._taken = _Taken(step, totals_of_all, update.scaler.state(), update.made)
         update.optimizer.keep()
-        if update.is_plain(Totals.unpack(vector, self._sources)):
+        if update.is_plain(totals):
             update.apply_plainly(step)
         else:
             update.optimizer.publish_shared()
@@ -114,11 +138,12 @@ class PostValidation:
         if self._taken is None:
             return None, True
         update = self._update
-        (step, totals_of, before, made), self._taken = self._taken, None
-        totals = Totals.unpack(totals_of(), self._sources)
+        taken, self._taken = self._taken, None
+        step, totals = taken.step, Totals.unpack(taken.totals(), self._sources)
         after = update.scaler.state()
-        update.scaler.load(before)
-        if update.is_plain(totals) and update.fault(totals) is None:
+        update.scaler.load(taken.scaler)
+        doubted = update.fault(totals) is not None or update.rerun.due(step)
+        if update.is_plain(totals) and not doubted:
             result = update.result(step, totals)
             update.scaler.load(after)
             update.judge.passed(totals)
@@ -126,5 +151,5 @@ class PostValidation:
         abort()
         self.undone += 1
         update.optimizer.undo()
-        update.made = made
-        return update.apply(step, totals), False
+        update.made = taken.made
+        return update.apply(step, totals, lambda: self._again(taken)), False

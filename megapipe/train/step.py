@@ -50,7 +50,6 @@ from megapipe.schedule.ir import Schedule
 from megapipe.train import checkpoint_io, evaluation, logits, resume
 from megapipe.train.evaluation import Evaluation
 from megapipe.train.feed import Counted, Feed, Rows
-from megapipe.train.judge import Judge
 from megapipe.train.kernels import agreed_kernels, make_sharding
 from megapipe.train.messages import Messages
 from megapipe.train.post_validation import PostValidation
@@ -133,9 +132,13 @@ class TrainStep:
         self._sources = sources
         self._feed = Feed(config, layout, mesh, self.pipeline.ranks, document_end, sources)
         self.scaler = LossScaler(config.optimizer, config.model.dtype)
-        self.judge = Judge(config.numbers)
         self.update = Update(
-            config.optimizer, self.optimizer, self.scaler, config.train.steps, self.judge
+            config.optimizer,
+            self.optimizer,
+            self.scaler,
+            config.train.steps,
+            config.numbers,
+            exact=config.run.exact_on(mesh.device.type),
         )
         self._executors = self._make_executors(self.schedule, train=True)
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
@@ -283,6 +286,16 @@ class TrainStep:
             self.mesh.barrier()
         if self.post_validation is not None:
             return self.post_validation.train(executors[0], step, rows, wishes)
+        totals = self._compute(executors, step, rows, wishes)
+        self.mesh.journal.does(text("the update"))
+        return self.update.apply(
+            step, totals, lambda: self._compute(self._executors, step, rows, Wishes)
+        )
+
+    def _compute(
+        self, executors: list[Executor], step: int, rows: Rows, wishes: Callable[[], Wishes]
+    ) -> Totals:
+        """Reduced gradients of a step; its totals of all ranks."""
         self.mesh.journal.does(text("reading samples"))
         microbatches, counted = self.fetch(step, rows)
         self.optimizer.zero_grad()
@@ -291,9 +304,7 @@ class TrainStep:
         self._upload_ahead(step + 1, rows)
         own = self.own_totals(counted, wishes).pack()
         whole = self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp", largest=LARGEST)
-        totals = Totals.unpack(whole, self._sources)
-        self.mesh.journal.does(text("the update"))
-        return self.update.apply(step, totals)
+        return Totals.unpack(whole, self._sources)
 
     def _warm_up(self, step: int, rows: Rows) -> None:
         """Before the first step of a schedule: on GPUs that exchange messages, run its operations
@@ -413,7 +424,7 @@ class TrainStep:
             left_out=self.left_out,
             order=order,
             loss_scale=self.scaler.state(),
-            judged=self.judge.state(),
+            judged=self.update.judge.state(),
             digests=digests or {},
         )
 
@@ -427,8 +438,7 @@ class TrainStep:
         resume.load(resume.find(Path(path), self.mesh), self.config, self, self.mesh)
 
     def take_over(self, checkpoint: Checkpoint) -> None:
-        """Take over a checkpoint's weights, optimizer states and coordinates, whatever the state
-        is now; more samples may be left out already."""
+        """Take over a checkpoint's weights, states and coordinates, in the place of all that is."""
         self.optimizer.await_all_weights()
         if self.post_validation is not None:
             self.post_validation.drop()
@@ -439,7 +449,7 @@ class TrainStep:
         self.left_out = found.left_out_with(self.left_out)
         checkpoint_io.load(self.optimizer, checkpoint, found.updates)
         self.scaler.load(found.loss_scale or self.scaler.state())
-        self.judge.load(found.judged)
+        self.update.judge.load(found.judged)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Logits [b, s, V] of `tokens` [b, s], in fp32 (fp64 for fp64), of the weights after the

@@ -94,6 +94,12 @@ class Totals:
     def finite(self) -> bool:
         return math.isfinite(self.loss_sum) and math.isfinite(self.norm)
 
+    def equals(self, other: Totals) -> bool:
+        """Whether loss and squared norms are the same to the bit; NaN equals NaN."""
+        own = (self.loss_sum, *self.squares)
+        pairs = zip(own, (other.loss_sum, *other.squares), strict=True)
+        return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+
     def not_finite(self) -> str:
         """Where in the model the gradients are not finite."""
         *stages, tied = (math.isfinite(square) for square in self.squares)

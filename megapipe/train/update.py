@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, field, replace
 
 from megapipe.config import OptimizerConfig
+from megapipe.numbers_config import NumbersConfig
 from megapipe.optim.lr import learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
 from megapipe.train.judge import Fault, Judge, Unsound
+from megapipe.train.rerun import Again, Rerun
 from megapipe.train.totals import SourceTotal, Totals, Wishes
 
 
@@ -32,6 +34,8 @@ class StepResult:
     """Requests of all ranks together, at the end of the step."""
     skipped: str | None = None
     """Why the step was made without an update; None: there was one."""
+    note: str | None = field(default=None, compare=False)
+    """A line for the user on how the step was computed."""
     by_source: tuple[SourceTotal, ...] = ()
     """Of a mixture: losses and tokens of each source."""
     memory_gib: float | None = field(default=None, compare=False)
@@ -41,7 +45,11 @@ class StepResult:
 
 
 class Update:
-    """Makes the updates of a run of `steps`, whose gradients `optimizer` has reduced."""
+    """Makes the updates of a run of `steps`, whose gradients `optimizer` has reduced.
+
+    `numbers` says what becomes of numbers that cannot be right. `exact`: equal computations give
+    equal bits here.
+    """
 
     def __init__(
         self,
@@ -49,33 +57,38 @@ class Update:
         optimizer: Optimizer,
         scaler: LossScaler,
         steps: int,
-        judge: Judge,
+        numbers: NumbersConfig,
+        *,
+        exact: bool,
     ) -> None:
         self.config = config
         self.optimizer = optimizer
         self.scaler = scaler
         self.steps = steps
-        self.judge = judge
+        self.judge = Judge(numbers)
+        self.rerun = Rerun(numbers, exact=exact, fault=self.fault)
         self.made = 0
         """The step of the last update."""
 
-    def apply(self, step: int, totals: Totals) -> StepResult:
+    def apply(self, step: int, totals: Totals, again: Again) -> StepResult:
         """Update by gradients with these totals of all ranks, or skip the update.
+
+        Where they cannot be right, `again` is called first, which computes others in their place.
 
         fp16 skips it where a smaller loss scale may mend the gradients, ``numbers.non_finite`` says
         what comes of others. Raises :class:`~megapipe.train.judge.Unsound`, before the update,
         where that is to stop or to rewind.
         """
-        result = self.result(step, totals)
         if not math.isfinite(totals.states):
             raise self._states_not_finite()
-        if self.overflows(totals):
+        totals, fault, note = self.rerun.outcome(step, totals, again)
+        result = replace(self.result(step, totals), note=note)
+        if fault is not None:
+            return replace(result, skipped=self.judge.act(step, fault))
+        if not totals.finite:
             self.scaler.update(finite=False)
             why = f"gradients are not finite at loss scale {result.loss_scale:g}, which is halved"
             return replace(result, skipped=why)
-        fault = self.fault(totals)
-        if fault is not None:
-            return replace(result, skipped=self.judge.act(step, fault))
         self.scaler.update(finite=True)
         self._update(step, self.clipping(totals))
         self.judge.passed(totals)
@@ -85,17 +98,13 @@ class Update:
         self.made = step
         self.optimizer.update(self.lr(step), factor)
 
-    def overflows(self, totals: Totals) -> bool:
-        """Whether gradients are not finite as fp16's may be, and a smaller loss scale is left."""
-        return self._exceeds_fp16(totals) and self.scaler.problem() is None
-
-    def _exceeds_fp16(self, totals: Totals) -> bool:
-        return self.scaler.scales and math.isfinite(totals.loss_sum) and not totals.finite
-
     def fault(self, totals: Totals) -> Fault | None:
-        """Say what cannot be right in a step of these totals, unless it :meth:`overflows`."""
-        problem = self.scaler.problem() if self._exceeds_fp16(totals) else None
-        return self.judge.fault(totals) if problem is None else self.judge.not_finite(problem)
+        """Say what cannot be right in a step of these totals; None: nothing, or fp16's gradients
+        are not finite, and a smaller loss scale may mend that."""
+        if self.scaler.scales and math.isfinite(totals.loss_sum) and not totals.finite:
+            problem = self.scaler.problem()
+            return None if problem is None else self.judge.not_finite(problem)
+        return self.judge.fault(totals)
 
     def check_states(self) -> None:
         """Raise :class:`~megapipe.train.judge.Unsound` on all ranks, which all call it, where the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ CASES: dict[str, tuple[Mapping[str, str], Poison]] = {
     ),
     "a spike of the loss": ({**DP, **SPIKES}, Poison("loss", 3, *BAD, factor=1e4)),
     "a spike of the norm": (
-        {**TP, **SPIKES, "optimizer.post_validation": "true", "optimizer.clip": "null"},
+        {**DP, **SPIKES, "optimizer.post_validation": "true", "optimizer.clip": "null"},
         Poison("gradient", 1, *BAD, factor=1e9),
     ),
 }
@@ -151,7 +152,8 @@ def test_what_cannot_be_mended_ends_a_run_on_all_ranks(tmp_path: Path) -> None:
         assert Unsound.exit_code == 6
         (text,) = set(texts)
         expected = {
-            "stop": "not finite; lower optimizer.lr or resume from an earlier checkpoint",
+            "stop": "not finite; computed again with the same result: persistent, of data and "
+            "weights; lower optimizer.lr or resume from an earlier checkpoint",
             "skip": "step 8: loss",
             "states": "update 6 has left weights or optimizer states that are not finite",
             "none": "there is no checkpoint to go back to; lower optimizer.lr",
@@ -195,3 +197,50 @@ def test_a_batch_that_grows_and_a_mixture_go_on_with_later_samples(tmp_path: Pat
         assert left_out == "left out: 8 samples, 16 to 23"
         counts = {text.split(":")[0]: int(text.split()[1]) for text in sources}
         assert counts == {key: each["samples"] for key, each in last["sources"].items()}
+
+
+FP16 = {"model.dtype": "fp16", "optimizer.loss_scale_window": "3"}
+AGAIN: dict[str, tuple[Mapping[str, str], Poison]] = {
+    "zero 3": (
+        {**DP, "optimizer.zero": "3", "pipeline.schedule": "zb_h1"},
+        Poison("gradient", 1, *BAD, times=1),
+    ),
+    "post-validation": (
+        {**DP, "optimizer.post_validation": "true", "pipeline.schedule": "zb_h1"},
+        Poison("gradient", 2, *BAD, times=1),
+    ),
+    "fp16": ({**DP, **FP16}, Poison("loss", 3, *BAD, times=1)),
+    "recomputed": (
+        {**TP, "model.dropout": "0.1", "activations.policy": "full"},
+        Poison("loss", 2, *BAD, times=1),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case != "post-validation")) for case in AGAIN],
+)
+def test_a_fault_of_a_device_is_told_and_leaves_no_trace(case: str, tmp_path: Path) -> None:
+    """Once NaN, which is computed again by itself; once another number, where each step is."""
+    given, nan = AGAIN[case]
+    finite = replace(nan, factor=1.5)
+    clean, once, twice, thrice = run(
+        tmp_path,
+        Play("clean", given),
+        Play("once", given, callbacks=(nan,)),
+        Play("twice", {**given, "numbers.rerun_every": "1"}),
+        Play("thrice", {**given, "numbers.rerun_every": "3"}, callbacks=(finite,)),
+    )
+    for ranks in (once, twice, thrice):
+        assert_alike(ranks, clean)
+    told = {
+        name: [note for note in notes(tmp_path, name) if "transient" in note]
+        for name in ("clean", "once", "twice", "thrice")
+    }
+    assert told["clean"] == told["twice"] == []
+    (line,) = told["once"]
+    assert line.startswith("step 6: loss ")
+    assert line.endswith("a transient fault of a device, and the second result is used")
+    (line,) = told["thrice"]
+    assert line.startswith("step 6: computed three times (loss ")

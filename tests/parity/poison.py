@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ class Poison(Callback):
     """Multiplies a number on `rank` by `factor` in every step that takes samples of [first, stop).
 
     loss: that of a micro-batch; gradient: one value of each shard; state: one of the optimizer's,
-    before the step.
+    before the step. A step that is computed several times has it in the first `times`.
     """
 
     what: What
@@ -26,41 +27,62 @@ class Poison(Callback):
     first: int
     stop: int
     factor: float = math.nan
+    times: int = 10**6
 
     def begin(self, run: Run) -> None:
-        self._acts = False
+        self._computed: Counter[int] = Counter()
+        """How often each step was, of those that are hit."""
+        self._step = -1
+        """The one that is being computed, if it is hit."""
         step = run.train_step
+        self._watch(run, step._feed, step.optimizer)
         for shard in step.optimizer.shards:
             self._spoil_gradients(shard)
         own_loss = step._own_loss
 
         def spoiled(counted: Any) -> tuple[Tensor, Any]:
-            if self._acts and self.what == "loss" and step.last is not None:
+            if self._spoils("loss") and step.last is not None:
                 step.last.loss_sums[min(step.last.loss_sums)] *= self.factor
             return own_loss(counted)
 
         step._own_loss = spoiled  # type: ignore[method-assign]
+
+    def _watch(self, run: Run, feed: Any, optimizer: Any) -> None:
+        """Have this know which step is computed: data are fetched, then gradients begin at 0."""
+        fetch, begin = feed.fetch, optimizer.zero_grad
+
+        def fetched(schedule: Any, rows: Any, step: int, first: int, *more: Any) -> Any:
+            trains = bool(more)  # a validation has neither scale nor samples that are left out
+            self._step = step if trains and self._hits(run, step) else -1
+            return fetch(schedule, rows, step, first, *more)
+
+        def begun() -> None:
+            self._computed[self._step] += 1
+            begin()
+
+        feed.fetch, optimizer.zero_grad = fetched, begun
+
+    def _hits(self, run: Run, step: int) -> bool:
+        train = run.train_step
+        taken = range(train.samples(step), train.samples(step + 1))
+        numbers = map(train.left_out.number, taken)
+        return run.mesh.rank == self.rank and any(self.first <= n < self.stop for n in numbers)
+
+    def _spoils(self, what: What) -> bool:
+        return self._step >= 0 and what == self.what and self._computed[self._step] <= self.times
 
     def _spoil_gradients(self, shard: Any) -> None:
         finish = shard.finish_reduce
 
         def spoiled() -> None:
             finish()
-            if self._acts and self.what == "gradient":
+            if self._spoils("gradient"):
                 shard.grad[0] *= self.factor
 
         shard.finish_reduce = spoiled
 
     def before_step(self, run: Run, step: Step) -> None:
-        train = run.train_step
-        taken = range(train.samples(step.number - 1), train.samples(step.number))
-        numbers = map(train.left_out.number, taken)
-        here = run.mesh.rank == self.rank
-        self._acts = here and any(self.first <= number < self.stop for number in numbers)
-        if self._acts and self.what == "state":
-            for shard in train.optimizer.shards:
-                name = train.optimizer.rule.states[-1]
-                shard.store.read(name, 0, 1).mul_(0).add_(self.factor)
-
-    def after_step(self, run: Run, step: Step) -> None:
-        self._acts = False
+        if self.what == "state" and self._hits(run, step.number - 1):
+            optimizer = run.train_step.optimizer
+            for shard in optimizer.shards:
+                shard.store.read(optimizer.rule.states[-1], 0, 1).fill_(self.factor)

@@ -49,6 +49,8 @@ class Reports(Callback):
             pace = self._smoothed(result.seconds)
             if run.observer is not None:
                 run.observer.step(self._record(run, result, pace))
+            if result.note is not None:
+                run.note(result.note)
             if result.skipped is not None:
                 run.note(f"step {result.step + 1} is skipped: {result.skipped}")
 
