@@ -23,19 +23,15 @@ class Checksum:
     def __init__(self, device: torch.device) -> None:
         places = torch.arange(_BLOCK.get(device.type, 1 << 15), device=device)
         self._factors = (2 * places + 1) * _MIX
+        self._next = 2 * places[-1:].add(1) * _MIX
+        """The difference between the factors of a block and of the next, [1]."""
 
     def __call__(self, values: Tensor) -> Tensor:
-        """The sum of contiguous flat `values` [n] of any type, int64 []; the host does not wait."""
-        factors = self._factors.to(values.device)
-        total = torch.zeros((), dtype=torch.int64, device=values.device)
-        words = values.view(_WORDS[values.element_size()])
-        for number, block in enumerate(words.split(len(factors))):
+        """The sum of contiguous flat `values` [n] of any type, int64 [1], not waited for."""
+        factors, following = (each.to(values.device) for each in (self._factors, self._next))
+        total, more = torch.zeros_like(following), torch.zeros_like(following)
+        for block in values.view(_WORDS[values.element_size()]).split(len(factors)):
             wide = block.long()
-            further = 2 * number * len(factors) * _MIX % 2**64
-            total += (wide * factors[: len(wide)]).sum() + wide.sum() * _signed(further)
+            total += (wide * factors[: len(wide)]).sum() + wide.sum() * more
+            more += following
         return total
-
-
-def _signed(word: int) -> int:
-    """A word of 64 bits as the signed number that has these bits."""
-    return word - 2**64 if word >= 2**63 else word

@@ -128,7 +128,7 @@ class Copies:
         To be called by all ranks, when the weights of the last update are gathered.
         """
         sums = [self._checksum(each.read()).cpu() for each in self.held]
-        own = torch.stack(sums).tolist() if sums else []
+        own = torch.cat(sums).tolist() if sums else []
         table = self._mesh.gather_numbers(_filled(own, self._length))
         found = table[self._ranks, self._columns]
         wrong = found != torch.tensor(own, dtype=torch.int64)[self._own]

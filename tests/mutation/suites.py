@@ -89,6 +89,8 @@ SUITES: dict[str, Groups] = {
         PARITY,
     ),
     "optim/departure.py": ((f"{DIST}reduce_chunks.py",), FAULTLESS),
+    "optim/checksum.py": ((f"{OPTIM}checksum.py",),),
+    "optim/copies.py": ((f"{DIST}copies.py",),),
     "optim/reduction.py": ((f"{OPTIM}reduction.py",), (f"{DIST}zero_step.py",), PARITY),
 }
 """By file below megapipe/. A mutant goes through the groups until one of them fails."""

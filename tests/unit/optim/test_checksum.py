@@ -12,8 +12,8 @@ from megapipe.optim.checksum import Checksum
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CPU = torch.device("cpu")
-LENGTH = (1 << 15) + 100
-"""More than a block."""
+LENGTH = 3 * (1 << 15) + 100
+"""More than three blocks."""
 
 
 def drawn(dtype: torch.dtype, length: int = LENGTH) -> Tensor:
