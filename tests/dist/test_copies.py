@@ -67,7 +67,10 @@ def flipped(world: World, case: Case) -> dict[str, Any]:
             chosen = draw.choice(copies.held)
             values = chosen.read()
             place, bit = draw.randrange(len(values)), draw.randrange(8 * values.element_size())
-            seen["own"][turn] = chosen.told(step.optimizer.stages)
+            kind = {"model": "master weights"}.get(chosen.kind, chosen.kind)
+            spec, stage = chosen.entry.spec, chosen.shard.bucket.index
+            where = "the tied embedding" if spec.tied else f"stage {stage}"
+            seen["own"][turn] = f"{kind} of {spec.name} ({where})"
             flip(values, place, bit)
         seen["told"].append(copies.difference())
         if mine:
@@ -85,6 +88,8 @@ KINDS = {
     "dp2 pp2 zero 0": {"weights", *STATES},
     "dp2 tp2": {"weights", "model", *STATES},
     "dp4 zero 2": {"weights"},
+    "dp2 tp2 zero 3": {"weights", *STATES},
+    "dp4 hybrid": {"weights", *STATES},
     "tp2 pp2 chimera zero 0": {"weights", *STATES},
     "dp2 tp2 stochastic": {"weights", *STATES},
     "dp2 pp2 in host memory": {"weights", "model", *STATES},
