@@ -41,7 +41,7 @@ from megapipe.distributed.environment import (
     set_environment,
 )
 from megapipe.errors import LaunchError
-from megapipe.watch.journal import Journal
+from megapipe.watch.journal import Journal, text
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
@@ -299,6 +299,7 @@ class ParallelMesh:
 
     def computed(self, values: torch.Tensor) -> list[float]:
         """Numbers of the device's, once it has computed them; all ranks call it."""
+        self.journal.does(text("adding up the totals"))
         numbers: list[float] = self._computed.wait(self._computed.count(), values.tolist)
         return numbers
 

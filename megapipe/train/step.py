@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -286,11 +287,8 @@ class TrainStep:
             self.mesh.barrier()
         if self.post_validation is not None:
             return self.post_validation.train(executors[0], step, rows, wishes)
-        totals = self._compute(executors, step, rows, wishes)
-        self.mesh.journal.does(text("the update"))
-        return self.update.apply(
-            step, totals, lambda: self._compute(self._executors, step, rows, Wishes)
-        )
+        again = partial(self._compute, self._executors, step, rows, Wishes)
+        return self.update.apply(step, self._compute(executors, step, rows, wishes), again)
 
     def _compute(
         self, executors: list[Executor], step: int, rows: Rows, wishes: Callable[[], Wishes]
@@ -300,7 +298,6 @@ class TrainStep:
         microbatches, counted = self.fetch(step, rows)
         self.optimizer.zero_grad()
         self.pipeline.run(executors, microbatches)
-        self.mesh.journal.does(text("adding up the totals"))
         self._upload_ahead(step + 1, rows)
         own = self.own_totals(counted, wishes).pack()
         whole = self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp", largest=LARGEST)
