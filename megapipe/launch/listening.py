@@ -10,18 +10,6 @@ BACKLOG = 4096
 """Connections that may wait to be taken, as many as the system allows."""
 
 
-def listen_towards(address: str, port: int) -> socket.socket:
-    """A socket that listens at any free port of the interface by which address:port is reached.
-
-    Raises OSError."""
-    with socket.socket(
-        socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][0], socket.SOCK_DGRAM
-    ) as probe:
-        probe.connect((address, port))  # sends nothing
-        own = probe.getsockname()[0]
-    return socket.create_server((own, 0), family=probe.family, backlog=BACKLOG)
-
-
 def listen(address: str, port: int) -> socket.socket | None:
     """A socket that listens at `address` and no other one of this host; port 0: any that is free.
 
@@ -46,3 +34,22 @@ def listen(address: str, port: int) -> socket.socket | None:
             raise
         return None
     return made
+
+
+def listen_beside(address: str, port: int) -> tuple[socket.socket, str]:
+    """A socket at any free port of this host, and the name of the host for those who reach
+    address:port.
+
+    It is at `address` if that is here, else at the interface by which address:port is reached; at
+    all of them where this host, but no other one, knows `address` as itself. Raises OSError.
+    """
+    here = listen(address, 0)
+    if here is not None:
+        return here, address
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
+        own = probe.getsockname()[0]
+    if ipaddress.ip_address(own).is_loopback:
+        return socket.create_server(("", 0), family=family, backlog=BACKLOG), address
+    return socket.create_server((own, 0), family=family, backlog=BACKLOG), own

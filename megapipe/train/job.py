@@ -15,7 +15,7 @@ from megapipe.distributed.environment import set_environment
 from megapipe.errors import MegapipeError
 from megapipe.launch import devices, rendezvous
 from megapipe.launch.affinity import bind_near
-from megapipe.launch.listening import listen_towards
+from megapipe.launch.listening import listen_beside
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.shutdown import Shutdown
@@ -122,7 +122,7 @@ def start(
                 info.rank,
                 timeout,
                 Path(config.run.folder) / config.run.name / "hangs",
-                listen=partial(listen_towards, info.address, info.port) if several else None,
+                listen=partial(listen_beside, info.address, info.port) if several else None,
                 flight_record=flight_record,
                 end=ending.hangs,
             )

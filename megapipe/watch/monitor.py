@@ -185,7 +185,7 @@ class Monitor:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}"
         report = Path(self._settings.reports) / name
         try:
-            report.mkdir(parents=True)
+            report.mkdir(parents=True, exist_ok=True)  # of another node that has its name
             for number, rank in sorted(self._ranks.items()):
                 stacks = self._folder / f"{PREFIX}{number}.stacks"
                 if stacks.exists():

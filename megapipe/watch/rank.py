@@ -27,6 +27,10 @@ BEAT_S = 0.25
 """Time between two beats of the heart."""
 
 
+Listen = Callable[[], tuple[socket.socket, str]]
+"""Makes a socket that listens, and tells the name by which other machines reach its host."""
+
+
 class Store(Protocol):
     """Keys and values that all ranks see."""
 
@@ -40,7 +44,7 @@ class Watch:
     """This rank, as a monitor of its node watches it.
 
     The first rank of a machine starts the monitor; the first of the job has it listen to those of
-    other machines, at the address that `listen` makes a socket for. A rank that has waited for
+    other machines, at what `listen` makes. A rank that has waited for
     others for `limit_s` is a hang: `end` is then called in a thread with a line that says who is to
     blame. Stacks of all ranks, and their `flight_record` if there is one, are written into a folder
     of `reports`.
@@ -53,7 +57,7 @@ class Watch:
         limit_s: float,
         reports: Path,
         *,
-        listen: Callable[[], socket.socket] | None,
+        listen: Listen | None,
         flight_record: Callable[[], bytes | None],
         end: Callable[[str], object],
     ) -> None:
@@ -63,9 +67,9 @@ class Watch:
         self._end = end
         self._over = threading.Event()
         self._folder, self._monitor = _join(store, limit_s, reports, listen)
-        self.journal.publish(self._folder, rank)
         self._stacks: IO[Any] = open(self._folder / f"{PREFIX}{rank}.stacks", "w")  # noqa: SIM115
         faulthandler.register(STACKS, self._stacks, all_threads=True)
+        self.journal.publish(self._folder, rank)  # from here on the monitor sends that signal
         threading.Thread(target=self._beat, daemon=True).start()
 
     def close(self) -> None:
@@ -79,7 +83,7 @@ class Watch:
             words[BEATS] += 1
             if words[TOLD]:
                 verdict, report = json.loads((self._folder / VERDICT).read_text())
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, RuntimeError, ValueError):  # the verdict is more
                     self._write_flight_record(report)
                 time.sleep(2 * BEAT_S)  # when one ends the others do, and these too have to write
                 self._end(verdict)
@@ -92,7 +96,7 @@ class Watch:
 
 
 def _join(
-    store: Store, limit_s: float, reports: Path, listen: Callable[[], socket.socket] | None
+    store: Store, limit_s: float, reports: Path, listen: Listen | None
 ) -> tuple[Path, subprocess.Popen[bytes] | None]:
     """The folder of this machine's journals, and their monitor, if it was started here."""
     key = f"watch/{machine()}"
@@ -112,14 +116,14 @@ def _join(
 
 
 def _with_others(
-    store: Store, settings: Settings, listen: Callable[[], socket.socket]
+    store: Store, settings: Settings, listen: Listen
 ) -> tuple[Settings, socket.socket | None]:
     """The settings with which the monitors of several machines find each other, and the socket at
     which the first of them listens."""
     if store.add("watch/hub", 1) == 1:
-        listening = listen()
+        listening, host = listen()
         token = secrets.token_hex(16)
-        store.set("watch/address", json.dumps([*listening.getsockname()[:2], token]))
+        store.set("watch/address", json.dumps([host, listening.getsockname()[1], token]))
         return settings._replace(listens=listening.fileno(), token=token), listening
     store.wait(["watch/address"], datetime.timedelta(seconds=settings.limit_s))
     host, port, token = json.loads(store.get("watch/address"))

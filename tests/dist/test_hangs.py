@@ -13,8 +13,8 @@ from tests.parity.hanging import TIMEOUT_S, Fault, run_hanging
 from tests.parity.jobs import ENDLESS, Job, arguments, tiny
 
 pytestmark = pytest.mark.full
-LEAVE_S = 15.0
-"""Seconds after the time-out within which a launcher has ended, on a machine that is busy."""
+LEAVE_S = 5.0
+"""Seconds after the time-out within which all have ended, launchers included."""
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,8 @@ def test_a_rank_of_another_node(tmp_path: Path) -> None:
     hang = run_hanging(tmp_path, 2, fault, nodes=2, **{"parallel.pp": "2", "parallel.tp": "2"})
     hang.outcome.assert_one_line(4, "rank 3 (pp 1, ", "is stopped by a signal", "ranks 0-2 wait")
     assert hang.seconds < TIMEOUT_S + LEAVE_S
-    assert len(list((tmp_path / "runs/run/hangs").iterdir())) in (1, 2), (
-        "of each node, by the second"
-    )
+    told = {path.name for path in (tmp_path / "runs/run/hangs").glob("*/*.json")}
+    assert {f"rank-{rank}.json" for rank in range(4)} <= told, "of both nodes"
 
 
 def test_a_stopped_rank_that_has_the_store(tmp_path: Path) -> None:
@@ -85,5 +84,7 @@ def test_a_stopped_rank_that_has_the_store(tmp_path: Path) -> None:
         assert job.processes[0].wait(20) == -signal.SIGKILL
         assert time.monotonic() - began < TIMEOUT_S + LEAVE_S
         outcome = job.end()
-    assert len(outcome.errors) == 1, outcome.text
-    assert "rank 0" in outcome.errors[0] or "rank 1 lost the rendezvous store" in outcome.errors[0]
+    (line,) = outcome.errors
+    assert "the job hangs: rank 0 (pp 0, " in line
+    assert "is stopped by a signal" in line
+    assert line.endswith("does not answer"), "the store"

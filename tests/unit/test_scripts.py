@@ -460,6 +460,17 @@ def test_ahead_of_the_time_limit_the_ranks_save_and_the_job_is_requeued(cluster)
 
 
 @pytest.mark.full
+def test_a_fault_while_it_saves_ahead_of_the_time_limit_is_requeued(cluster):
+    rank = RANK.format(seconds=30, code=0)
+    (cluster / "train.py").write_text(rank.replace("sys.exit(75)", "sys.exit(4)"))
+    job = submit("configs/llama_8b.yaml")
+    wait_for(cluster / "ready")
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=60) == 4
+    assert (cluster / "scontrol.log").read_text() == "requeue 4711\n"
+
+
+@pytest.mark.full
 def test_a_job_that_reaches_its_end_after_the_signal_is_not_requeued(cluster):
     rank = RANK.format(seconds=30, code=0)
     (cluster / "train.py").write_text(rank.replace("sys.exit(75)", "sys.exit(0)"))

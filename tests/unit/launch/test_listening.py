@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.launch.listening import listen
+from megapipe.launch.listening import listen, listen_beside
 from megapipe.launch.rendezvous import LaunchInfo, RendezvousError, open_store
 
 
@@ -53,3 +53,32 @@ def test_a_port_that_is_taken() -> None:
         with pytest.raises(OSError, match="in use") as info:
             listen("127.0.0.1", first.getsockname()[1])
         assert info.value.errno == errno.EADDRINUSE
+
+
+def test_a_socket_beside_the_store_is_where_the_store_is() -> None:
+    made, host = listen_beside("127.0.0.1", 29500)
+    with made:
+        assert host == "127.0.0.1"
+        assert addresses(made.getsockname()[1]) == {"0100007F"}
+
+
+def test_beside_a_store_of_another_host_it_is_at_the_way_there() -> None:
+    try:
+        made, host = listen_beside("192.0.2.1", 29500)
+    except OSError:
+        pytest.skip("this host has no way to other networks")
+    with made:
+        assert made.getsockname()[0] == host
+        assert addresses(made.getsockname()[1]) != {"00000000"}
+
+
+def test_a_name_that_only_this_host_takes_for_itself_is_told_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Debian has it in /etc/hosts; the others have another address for the name."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    made, host = listen_beside("node7", 29500)
+    with made:
+        assert host == "node7"
+        assert addresses(made.getsockname()[1]) == {"00000000"}
