@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megapipe.testing import PRELOAD
 from tests.parity.jobs import LAUNCHERS, LIMIT_S, ROOT, Outcome, free_port
 
@@ -151,6 +153,7 @@ def _run(
         os.close(opened)
     os.environ.clear()
     os.environ.update(environ)
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # the server has read its own
     os.chdir(folder)
     path = str(ROOT / script)
     sys.argv = [path, *argv]
