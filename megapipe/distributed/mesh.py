@@ -262,7 +262,7 @@ class ParallelMesh:
     def _axis(self, ranks: Sequence[int], group: dist.ProcessGroup) -> Axis:
         if len(ranks) == 1:
             return Axis.alone(self.rank)
-        line = self.journal.line(group.group_name, ranks)
+        line = self.journal.line(dist.distributed_c10d._world.pg_names[group], ranks)
         return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group, line)
 
     def ordered_sum(self, vector: torch.Tensor, *axes: AxisName, largest: int = 0) -> torch.Tensor:

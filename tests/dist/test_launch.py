@@ -394,7 +394,7 @@ def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: str) -> Non
         "a word": "",
         "gone": "megapipe: error: rank 1 lost the rendezvous store\n",
         "mute": f"megapipe: error: rank 1 lost the rendezvous store at 127.0.0.1:{port}: no answer "
-        "for 1 s (parallel.timeout_s)\n",
+        "for 1 s (by parallel.timeout_s)\n",
     }
     assert file.read_text() == f"{lost[loss]}cleaned up\n"
 
