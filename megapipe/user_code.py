@@ -137,7 +137,11 @@ def in_one_line(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, SyntaxError):  # whose text has the place
         return text
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    hook = getattr(sys.exit, "__code__", None)  # a library has replaced it, as wandb does
+    while hook is not None and frames[-1].filename == hook.co_filename:
+        frames.pop()
+    frame = frames[-1]
     return f"{text} ({Path(frame.filename).name}, line {frame.lineno})"
 
 

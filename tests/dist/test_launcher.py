@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,19 @@ def test_nodes_meet_and_hand_on_their_code(code: int, tmp_path: Path) -> None:
     assert said <= {"0 0 4", "1 1 4", "2 0 4", "3 1 4"}
     assert len(said) == 4 or code, "the first to fail may end others before they speak"
     assert outcome.codes == [code, code]
+
+
+def test_the_node_of_the_store_may_end_first(tmp_path: Path) -> None:
+    nodes = ["--nnodes", "2", "--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    text = "time.sleep(float(os.environ['TEST_LEAVES'])); print('left'); sys.exit(6)"
+    with Job(tmp_path) as job:
+        for leaves in ("0.5", "2"):
+            command = ["-m", "megapipe.launch", *nodes, *program(text)]
+            job.start(command, {"TEST_LEAVES": leaves})
+            time.sleep(1)  # the first has the store
+        outcome = job.end()
+    assert outcome.text == "left\n" * 2
+    assert outcome.codes == [6, 6]
 
 
 def test_nodes_that_do_not_meet(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,18 @@ def test_it_is_told_in_one_line(
     assert place in str(told.value)
     with pytest.raises(ConfigError, match="SystemExit"):
         UserCode(f"{name}:make", what="schedule", error=ConfigError).call({}, ())
+
+
+def test_a_library_that_replaces_exit_is_not_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As wandb does once it is initialised."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "its_hook.py").write_text("def exit(code=0):\n    raise SystemExit(code)\n")
+    (tmp_path / "ends.py").write_text("import sys\ndef make(**_):\n    sys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    hook = importlib.import_module("its_hook")
+
+    monkeypatch.setattr(sys, "exit", hook.exit)
+    with pytest.raises(ConfigError, match=r"SystemExit: 0 \(ends.py, line 3\)"):
+        UserCode("ends:make", what="schedule", error=ConfigError).call({}, ())
