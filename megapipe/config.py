@@ -14,6 +14,7 @@ from megapipe.data_config import DataConfig
 from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.numbers_config import NumbersConfig
+from megapipe.parallel_config import ParallelConfig
 from megapipe.section import Expected, Section
 from megapipe.update_rules import RULES
 from megapipe.user_code import is_user_code, names_or_code
@@ -56,39 +57,6 @@ class RunConfig(Section):
     def exact_on(self, device: str) -> bool:
         """Whether equal runs are bitwise equal on devices of this type."""
         return device == "cpu" or self.deterministic
-
-
-class ParallelConfig(Section):
-    """The process mesh: pp x dp x cp x tp, tp innermost."""
-
-    dp: int | None = Field(None, ge=1)
-    """Data-parallel replicas; default: what the number of processes leaves."""
-    tp: int = Field(1, ge=1)
-    """Tensor-parallel ranks: heads, MLP and vocabulary are split over them."""
-    pp: int = Field(1, ge=1)
-    """Pipeline ranks."""
-    cp: Literal[1] = 1
-    """Context-parallel ranks (only 1 so far)."""
-    sequence_parallel: bool = False
-    """Keep activations between the tensor-parallel regions split by sequence over tp."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Communication library; auto: nccl when every process has a GPU of its own, by the GPUs'
-    identities, else gloo."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: cuda if there is one."""
-    per_node: int = Field(8, ge=1)
-    """Processes per node, for what the plan makes of link speeds."""
-    node_gb_s: float = Field(300.0, gt=0)
-    """GB/s that a process sends to others of its node; as over NVLink."""
-    network_gb_s: float = Field(25.0, gt=0)
-    """GB/s that a process sends to other nodes; as over a port of 200 Gbit/s."""
-    timeout_s: float = Field(600.0, ge=1, le=604_800)
-    """Seconds after which a collective or a message that no peer answers is an error, at most a
-    week; also for the meeting of the processes, and for the store in which they meet."""
-    watchdog: bool = True
-    """Whether a process of each node looks for ranks that hang. It names the one that the others
-    wait for, writes the stacks of all into the run folder, and ends the job, when a rank has waited
-    for `timeout_s`; the time-out itself is then two seconds longer."""
 
 
 class PipelineConfig(Section):

@@ -10,6 +10,9 @@ they need to save, while torchrun kills them after half a minute; a second signa
 On several nodes, run on each of them with the same ``--rdzv-id``::
 
     python -m megapipe.launch --nnodes 4 --nproc 8 --rdzv-endpoint node0:29400 --rdzv-id 7 train.py
+
+With ``--nnodes 2:4`` a job goes on with the nodes that are left when some are lost, and takes in
+those that come (:mod:`megapipe.launch.meeting`).
 """
 
 from __future__ import annotations
@@ -23,15 +26,14 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from megapipe import heartbeat
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch import progress
-from megapipe.launch.deadline import unless_within
+from megapipe.launch.endpoints import Endpoint, Nodes
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.ranks import Ends
 from megapipe.launch.signals import AGAIN_S, NOTICES, STOP_SIGNALS, Listener
@@ -42,29 +44,34 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+    from megapipe.launch.meeting import Meeting
+
 STOPPED = (signal.SIGTERM, *NOTICES)
 """Those after which a job is to be started again."""
 MONITOR_S = 0.1
 """Time between two looks at the ranks."""
-STANDALONE = "localhost:0"
 RDZV_TIMEOUT_S = 60
+LAST_CALL_S = 30
+ELASTIC_RESTARTS = 3
+T = TypeVar("T")
+NEWCOMERS_S = 1.0
+"""Time between two looks for nodes that have come."""
 KILL_S = 1.0
 """How long ranks may take to end at a second Ctrl-C: one may be stuck in C++ or stopped."""
-CLOSE_S = 2.0
-"""How long it may take to leave the other nodes: their store may be out of reach."""
 
 
 def launch(
     command: Sequence[str],
     *,
     nproc: int | None = None,
-    nnodes: int = 1,
-    rdzv_endpoint: str = STANDALONE,
-    rdzv_id: str | None = None,
-    rdzv_timeout_s: int = RDZV_TIMEOUT_S,
+    nodes: Nodes = Nodes(),  # noqa: B008, it cannot be changed
+    endpoints: Sequence[Endpoint] = (),
+    rdzv_id: str = "",
+    rdzv_timeout_s: float = RDZV_TIMEOUT_S,
+    last_call_s: float = LAST_CALL_S,
     restarts: int = 0,
 ) -> int:
-    """Run ``python *command`` in `nproc` processes on this node, one of `nnodes` that do the same.
+    """Run ``python *command`` in `nproc` processes on this node, one of `nodes` that do the same.
 
     By default there is a process per GPU, or one. Where a fault ends a run that has begun to train,
     all nodes start it again, `restarts` times without coming further. Returns the exit code: that
@@ -72,22 +79,24 @@ def launch(
     :class:`LaunchError` if the nodes do not meet, :class:`TooManyRestarts`. To be called in the
     main thread.
     """
-    supervisor, attempt = Supervisor(restarts), 0
+    supervisor = Supervisor(restarts, elastic=nodes.elastic)
     with _Relay() as relay, _progress_file(restarts) as file:  # before torch is loaded, for seconds
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
+        nproc = nproc or _gpus()
+        meeting = _meeting(nproc, nodes, endpoints, rdzv_id, rdzv_timeout_s, last_call_s)
         while True:
-            own_id = f"{rdzv_id or uuid.uuid4().hex}/{attempt}"  # no key of the start before
-            agent = _agent(command, nproc, nnodes, rdzv_endpoint, own_id, rdzv_timeout_s)
-            code = _run(agent, relay, rdzv_endpoint)
+            with _newcomers(meeting, file):
+                code = _run(_agent(command, nproc, meeting), relay, meeting)
             done = progress.read(file) if file is not None else progress.Progress()
             again = supervisor.again(code, done) if not relay.handed_on else None
             if again is None or file is None:
                 return code
-            if agent.get_worker_group().group_rank == 0:
+            if meeting.place == 0:
                 heartbeat.say(line(again, restarts, done.step))
-            progress.write(file, progress.Progress(before=again.before))
+            progress.write(file, progress.Progress())
+            progress.write_request(file, progress.Request(again.before))
             with relay.waiting():
                 time.sleep(again.wait_s)
-            attempt += 1
 
 
 @contextlib.contextmanager
@@ -107,47 +116,54 @@ def _progress_file(restarts: int) -> Iterator[Path | None]:
             progress.told(os.environ)
 
 
-def _agent(
-    command: Sequence[str],
-    nproc: int | None,
-    nnodes: int,
-    rdzv_endpoint: str,
+def _meeting(
+    nproc: int,
+    nodes: Nodes,
+    endpoints: Sequence[Endpoint],
     rdzv_id: str,
-    rdzv_timeout_s: int,
-) -> LocalElasticAgent:
-    """torchrun's agent, in contact with the store of all nodes."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
-    nproc = nproc or _gpus()
-    allow_connections(2 * nnodes * nproc)  # of the store, and ranks inherit the limit
+    rdzv_timeout_s: float,
+    last_call_s: float,
+) -> Meeting:
+    """This launcher's part in the meetings of all nodes; loads torch."""
+    allow_connections(2 * nodes.most * nproc)  # of the store, and ranks inherit the limit
     if nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    from megapipe.launch.meeting import Meeting
+
+    logging.disable(logging.CRITICAL)  # the agent's account of each signal and failure
+    return Meeting(endpoints, rdzv_id, nodes, reach_s=rdzv_timeout_s, last_call_s=last_call_s)
+
+
+@contextlib.contextmanager
+def _newcomers(meeting: Meeting, file: Path | None) -> Iterator[None]:
+    """Ask the run to stop when nodes have come that can take part: the first of its nodes does."""
+    over = threading.Event()
+
+    def look() -> None:
+        while file is not None and not over.wait(NEWCOMERS_S):
+            if meeting.place == 0 and meeting.newcomers():
+                asked = progress.read_request(file)
+                progress.write_request(file, asked._replace(regroup=1))
+                return
+
+    if meeting.nodes.elastic:
+        threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _agent(command: Sequence[str], nproc: int, meeting: Meeting) -> LocalElasticAgent:
+    """torchrun's agent, for one start of the job."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    logging.disable(logging.CRITICAL)  # the agent's account of each signal and failure
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=rdzv_endpoint,
-        run_id=rdzv_id,
-        min_nodes=nnodes,
-        max_nodes=nnodes,
-        read_timeout=rdzv_timeout_s,
-    )
-    try:
-        rendezvous = get_rendezvous_handler(parameters)
-    except (RendezvousError, ValueError) as error:
-        raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
-    # nobody joins a run; and where the node of the store has ended first, the ranks still end by
-    # themselves, with a word and a code, which the agent would cut short if it asked the store
-    rendezvous.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
     spec = WorkerSpec(
         role="megapipe",
         local_world_size=nproc,
-        rdzv_handler=rendezvous,
+        rdzv_handler=meeting,
         entrypoint=sys.executable,
         args=("-u", *command),
         max_restarts=0,
@@ -158,27 +174,22 @@ def _agent(
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
 
 
-def _run(agent: LocalElasticAgent, relay: _Relay, rdzv_endpoint: str) -> int:
+def _run(agent: LocalElasticAgent, relay: _Relay, meeting: Meeting) -> int:
     """Start the ranks and wait for their end; returns the exit code."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     group = agent.get_worker_group()
     relay.pids = lambda: [worker.id for worker in group.workers if worker.id]
     ends = Ends(relay.pids, os._exit)
     ends.start()
-    code = LaunchError.exit_code
     try:
-        try:
-            result = agent.run()
-        finally:
-            ends.over.set()
-        code = _exit_code(result, relay, ends.killed)
-    except (RendezvousError, TimeoutError) as error:
-        raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
+        result = agent.run()
+    except (RendezvousError, DistError, TimeoutError) as error:
+        raise LaunchError(f"the nodes do not meet at {meeting.where}: {error}") from None
     finally:
-        with unless_within(CLOSE_S, lambda: os._exit(code)):
-            group.spec.rdzv_handler.shutdown()
-    return code
+        ends.over.set()
+    return _exit_code(result, relay, ends.killed)
 
 
 def _exit_code(result: RunResult, relay: _Relay, stopped: Container[int]) -> int:
@@ -271,35 +282,61 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--nproc", "--nproc-per-node", type=int, metavar="N",
         help="processes on this node; default: its number of GPUs, or 1",
     )  # fmt: skip
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes (default 1)")
     parser.add_argument(
-        "--rdzv-endpoint", default=STANDALONE, metavar="HOST:PORT",
-        help="where the nodes meet, on one of them; needed with several",
+        "--nnodes", type=_value(Nodes.read, "N or MIN:MAX"), default=Nodes(), metavar="N",
+        help="nodes (default 1); MIN:MAX: start and go on with as many as there are of them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rdzv-endpoint", type=_value(Endpoint.read, "HOST:PORT"), default=[],
+        metavar="HOST:PORT[,HOST:PORT]", dest="endpoints",
+        help="where the nodes meet, on one of them; needed with several. With endpoints on several "
+        "of them, the first that can be had: the job survives the loss of the others",
     )  # fmt: skip
     parser.add_argument(
         "--rdzv-id", metavar="ID", help="name of the job on all nodes; needed with several"
     )
     parser.add_argument(
-        "--restarts", type=int, default=0, metavar="N",
+        "--restarts", type=int, metavar="N",
         help="start a run again that a fault has ended, from its newest checkpoint: so many times "
-        "without coming further (default 0); after two faults at the same step from an older one",
+        f"without coming further (default 0; {ELASTIC_RESTARTS} with --nnodes MIN:MAX); after two "
+        "faults at the same step from an older one",
     )  # fmt: skip
     options, command = _split(argv)
     parser.add_argument(
         "--rdzv-timeout", type=int, default=RDZV_TIMEOUT_S, metavar="SECONDS",
         help=f"how long to look for the node at --rdzv-endpoint (default {RDZV_TIMEOUT_S})",
     )  # fmt: skip
+    parser.add_argument(
+        "--rdzv-last-call", type=int, default=LAST_CALL_S, metavar="SECONDS",
+        help="how long to wait for more nodes when MIN have come and another one has not "
+        f"(default {LAST_CALL_S})",
+    )  # fmt: skip
     arguments = parser.parse_args(options)
     if not command:
         parser.error("no program: expected train.py or another")
-    numbers = (arguments.nnodes, arguments.rdzv_timeout, arguments.nproc)
+    nodes = arguments.nnodes
+    numbers = (arguments.rdzv_timeout, arguments.rdzv_last_call, arguments.nproc)
     if any(number is not None and number < 1 for number in numbers):
-        parser.error("--nproc, --nnodes and --rdzv-timeout: expected a number >= 1")
-    if arguments.restarts < 0:
-        parser.error("--restarts: expected a number >= 0")
-    if arguments.nnodes > 1 and (arguments.rdzv_endpoint == STANDALONE or not arguments.rdzv_id):
+        parser.error("--nproc, --rdzv-timeout and --rdzv-last-call: expected a number >= 1")
+    if arguments.restarts is None:
+        arguments.restarts = ELASTIC_RESTARTS if nodes.elastic else 0
+    if arguments.restarts < nodes.elastic:
+        parser.error(f"--restarts: expected a number >= {int(nodes.elastic)}")
+    if nodes.most > 1 and not (arguments.endpoints and arguments.rdzv_id):
         parser.error("several nodes need --rdzv-endpoint HOST:PORT and --rdzv-id ID to meet")
     return arguments, command
+
+
+def _value(read: Callable[[str], T], form: str) -> Callable[[str], T]:
+    """The value of an option of this form."""
+
+    def value(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {form}, not {text!r}") from None
+
+    return value
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -325,10 +362,11 @@ def main(argv: Sequence[str]) -> int:
         return launch(
             command,
             nproc=arguments.nproc,
-            nnodes=arguments.nnodes,
-            rdzv_endpoint=arguments.rdzv_endpoint,
-            rdzv_id=arguments.rdzv_id,
+            nodes=arguments.nnodes,
+            endpoints=arguments.endpoints,
+            rdzv_id=arguments.rdzv_id or "",
             rdzv_timeout_s=arguments.rdzv_timeout,
+            last_call_s=arguments.rdzv_last_call,
             restarts=arguments.restarts,
         )
     except MegapipeError as error:

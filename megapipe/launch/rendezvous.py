@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -18,13 +17,12 @@ from typing import TYPE_CHECKING, TypeVar
 from megapipe.errors import DataError, LaunchError
 from megapipe.launch.listening import listen
 from megapipe.launch.place import LaunchInfo
+from megapipe.launch.stores import Mute, open_tcp_store
 from megapipe.words import ranges
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-ANSWER_S = 10.0
-"""How long the store may take to answer once its port takes connections."""
 VALUES = "values"
 
 
@@ -52,44 +50,23 @@ def open_store(info: LaunchInfo, timeout_s: float) -> Store:
 
 
 def _tcp_store(info: LaunchInfo, timeout_s: float) -> Store:
-    """The store at address:port, hosted here or elsewhere.
-
-    torch's client waits for ever for the answer of a port that something else listens on, so it
-    waits in a thread that may be left behind.
-    """
-    from torch.distributed import TCPStore
-
-    def connect() -> None:
-        try:
-            made.append(
-                TCPStore(
-                    info.address,
-                    info.port,
-                    info.world,
-                    is_master=info.hosts,
-                    timeout=datetime.timedelta(seconds=timeout_s),
-                    wait_for_workers=False,
-                    master_listen_fd=None if listening is None else listening.detach(),
-                )
-            )
-        except (RuntimeError, ValueError) as error:
-            failed.append(error)
-
-    made: list[Store] = []
-    failed: list[Exception] = []
+    """The store at address:port, hosted here or elsewhere."""
     listening = None
     if info.hosts:
         listening = listen(info.address, info.port)
     else:
         _await_port(info, timeout_s)
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(ANSWER_S)
-    if failed:
-        raise failed[0]
-    if not made:
-        raise TimeoutError("what listens there is no rendezvous store; set MASTER_PORT to another")
-    return made[0]
+    try:
+        return open_tcp_store(
+            info.address,
+            info.port,
+            timeout_s,
+            world=info.world,
+            hosts=info.hosts,
+            listening=listening,
+        )
+    except Mute as error:
+        raise Mute(f"{error}; set MASTER_PORT to another") from None
 
 
 def _await_port(info: LaunchInfo, timeout_s: float) -> None:

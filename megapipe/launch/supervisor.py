@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-from megapipe.errors import TooManyRestarts
+from megapipe.errors import Preempted, TooManyRestarts
 from megapipe.launch.progress import Progress
 from megapipe.words import counted
 
@@ -21,17 +21,21 @@ class Again(NamedTuple):
     """The next start of a job."""
 
     number: int
-    """How many starts in a row have come no further, this one included."""
+    """How many starts in a row have come no further, this one included; 0: the last one was
+    stopped so that other nodes take part."""
     wait_s: float
     before: int
     """Of the checkpoint to begin with: the steps that it has fewer than; 0: the newest."""
 
 
 class Supervisor:
-    """Decides about one job, which may be started again `limit` times without coming further."""
+    """Decides about one job, which may be started again `limit` times without coming further.
 
-    def __init__(self, limit: int) -> None:
+    One that is `elastic` goes on with the nodes that there are where a node was asked to stop."""
+
+    def __init__(self, limit: int, *, elastic: bool = False) -> None:
         self._limit = limit
+        self._elastic = elastic
         self._best = -1
         """The most steps that a start has done."""
         self._last: Progress | None = None
@@ -46,7 +50,11 @@ class Supervisor:
         of whether it can go on. Where two starts from one checkpoint fail after the same step, the
         next begins with an older one: theirs may be poisoned.
         """
-        if self._limit == 0 or not _is_fault(code) or max(progress.first, self._best) < 0:
+        if self._limit == 0 or max(progress.first, self._best) < 0:
+            return None
+        if self._elastic and code == Preempted.exit_code and not progress.ends:
+            return Again(0, 0.0, self._before)
+        if not _is_fault(code):
             return None
         if progress.step > self._best:
             self._best, self._number, self._before = progress.step, 0, 0
@@ -59,7 +67,7 @@ class Supervisor:
                 f"the last ended with exit code {code}"
             )
         if progress.first >= 0:
-            self._last = progress._replace(before=-1)
+            self._last = progress
         return Again(self._number, min(2.0 ** (self._number - 1), LONGEST_S), self._before)
 
 
@@ -70,6 +78,8 @@ def _is_fault(code: int) -> bool:
 
 def line(again: Again, limit: int, step: int) -> str:
     """A line for the user on a start."""
+    if again.number == 0:
+        return f"starting again after step {step}, with the nodes that there are"
     older = f", from before step {again.before}" if again.before > 0 else ""
     wait = f"in {again.wait_s:g} s" if again.wait_s else "now"
     return f"starting again after step {step} ({again.number} of {limit}), {wait}{older}"

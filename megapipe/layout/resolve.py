@@ -7,7 +7,7 @@ before any process group exists. It imports no torch.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megapipe.config import Config, ParallelConfig, PipelineConfig
+from megapipe.config import Config, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
 from megapipe.layout.checks import check, check_compile, check_slices
@@ -17,9 +17,11 @@ from megapipe.layout.devices import device_kind
 from megapipe.layout.family import family_of, resolved_lora, resolved_model
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.links import scatters, sends_tuples
+from megapipe.layout.others import for_processes, replica_size
 from megapipe.layout.replicas import replica_policy
 from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
+from megapipe.parallel_config import ParallelConfig
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators.lists import split_backwards
 from megapipe.schedule.ir import Schedule
@@ -74,6 +76,7 @@ def _resolve(
 ) -> tuple[Config, Layout]:
     if vocab_size is None and given.data.tokenizer == "byte":
         vocab_size = BYTE_VOCABULARY
+    given = for_processes(given, world)
     model = resolved_model(given, vocab_size)
     parallel, processes = _resolved_mesh(given, world)
     dp = parallel.dp or 1
@@ -160,10 +163,9 @@ def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, i
         raise ConfigError("parallel.backend=nccl needs parallel.device=cuda, not cpu")
     if config.pipeline.channels == "in_process":
         factors = f"cp {parallel.cp} x tp {parallel.tp} (the pipeline runs in each process)"
-        inner = parallel.cp * parallel.tp
     else:
         factors = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp}"
-        inner = parallel.pp * parallel.cp * parallel.tp
+    inner = replica_size(config)
     if world is None:
         dp = parallel.dp or 1
     elif parallel.dp is None:

@@ -86,8 +86,8 @@ class Trainer:
         callbacks: Sequence[Callback],
     ) -> None:
         config, mesh = self.config, self.mesh
-        self._told = progress.told(os.environ)
-        before = progress.read(self._told).before if self._told is not None else -1
+        told = progress.told(os.environ)
+        before = progress.read_request(told).before if told is not None else -1
         self.source = choose(
             config, self.folder.checkpoints, mesh, before=before if before >= 0 else None
         )
@@ -149,8 +149,9 @@ class Trainer:
         ]
         if config.log.samples:
             first.append(SampleLog(self.training))
-        if self._told is not None and local_rank == 0:
-            first.append(Telling(self._told))
+        self._telling = Telling(told) if told is not None and local_rank == 0 else None
+        if self._telling is not None:
+            first.append(self._telling)
         if config.pipeline.schedule == "auto":
             first.append(ScheduleAuto(resumed=self.source.is_own))
         last: list[Callback] = [Validation(held_out), self.saving]
@@ -209,6 +210,8 @@ class Trainer:
                 if step.stop:
                     self.stop.phase = "leaving"
                     who = self.callbacks.stopper(self.context)
+                    if self._telling is not None:
+                        self._telling.stopped(self.context, number, who)
                     raise Preempted(f"stopped by {who}; saved step {number} of {steps}")
             if end < steps:
                 self.context.note(

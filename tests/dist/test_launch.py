@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from megapipe.errors import ConfigError, DataError, LaunchError
-from megapipe.launch import rendezvous, shutdown
+from megapipe.launch import rendezvous, shutdown, stores
 from megapipe.launch.place import LaunchInfo, find_launch_info, first_host
 from megapipe.launch.rendezvous import RendezvousError
 from megapipe.launch.shutdown import Shutdown
@@ -257,7 +257,7 @@ def test_a_rank_that_is_late(port: int) -> None:
 
 def test_a_port_that_something_else_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own client would wait for an answer for ever."""
-    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.5)
+    monkeypatch.setattr(stores, "ANSWER_S", 0.5)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -39,6 +39,7 @@ FLOORS = (
     "data_config",
     "lora_config",
     "numbers_config",
+    "parallel_config",
     "batch_ramp",
     "engine",
     "model",

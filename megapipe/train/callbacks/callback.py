@@ -38,6 +38,9 @@ from megapipe.train.step import TrainStep
 from megapipe.train.totals import Wishes
 from megapipe.train.update import StepResult
 
+A_SIGNAL = "a signal"
+"""Stops a run that no callback stops."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -119,6 +122,11 @@ class Callback:
     See :mod:`megapipe.train.callbacks.callback` for when and where each hook is called, what may
     communicate, and what becomes of errors.
     """
+
+    @property
+    def who(self) -> str:
+        """How it is named in the line of a run that it stops."""
+        return f"callback {type(self).__name__}"
 
     def begin(self, run: Run) -> None:
         """All is set up or loaded; the first step comes next."""

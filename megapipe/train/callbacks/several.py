@@ -11,7 +11,7 @@ import torch
 from megapipe.errors import CallbackError, ConfigError, MegapipeError
 from megapipe.launch.shutdown import is_communication
 from megapipe.observe.record import ValidationRecord
-from megapipe.train.callbacks.callback import Callback, Run, Step
+from megapipe.train.callbacks.callback import A_SIGNAL, Callback, Run, Step
 from megapipe.train.totals import Wishes
 from megapipe.user_code import FAILURES, in_one_line
 from megapipe.watch.journal import text
@@ -46,7 +46,7 @@ class Callbacks(Callback):
             nonlocal stop, save, finish
             wished = callback.wishes(run)
             if wished.stop and self._stopper is None:
-                self._stopper = f"callback {type(callback).__name__}"
+                self._stopper = callback.who
             stop, save = stop or wished.stop, save or wished.save
             finish = finish or wished.finish
 
@@ -55,7 +55,7 @@ class Callbacks(Callback):
 
     def stopper(self, run: Run) -> str:
         """Who has asked to stop the run, the same text on all ranks; all of them call it."""
-        return (run.mesh.agree(self._stopper) if self._user else None) or "a signal"
+        return run.mesh.agree(self._stopper) or A_SIGNAL
 
     def after_step(self, run: Run, step: Step) -> None:
         self._each(run, "after_step", lambda callback: callback.after_step(run, step))

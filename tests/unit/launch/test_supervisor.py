@@ -6,7 +6,7 @@ import pytest
 
 from megapipe.errors import TooManyRestarts
 from megapipe.launch import progress
-from megapipe.launch.progress import Progress
+from megapipe.launch.progress import Progress, Request
 from megapipe.launch.supervisor import LONGEST_S, Again, Supervisor, line
 
 
@@ -23,6 +23,16 @@ def test_what_would_fail_again_or_was_wished(code: int) -> None:
 def test_a_program_that_never_trained_is_left_alone() -> None:
     assert Supervisor(3).again(137, Progress()) is None
     assert Supervisor(0).again(137, Progress(0, 7)) is None
+
+
+def test_an_elastic_job_goes_on_without_a_node_that_was_stopped() -> None:
+    supervisor = Supervisor(2, elastic=True)
+    for step in (7, 7, 7, 7):
+        assert supervisor.again(75, Progress(0, step)) == Again(0, 0.0, 0), "that is no fault"
+    assert supervisor.again(75, Progress(0, 8, ends=1)) is None, "a callback has ended it"
+    assert supervisor.again(75, Progress()) is None
+    assert supervisor.again(137, Progress(0, 8)) == Again(1, 1.0, 0)
+    assert Supervisor(2).again(75, Progress(0, 8)) is None, "it has as many nodes as ever"
 
 
 def test_a_start_that_fails_before_it_trains_counts() -> None:
@@ -64,18 +74,27 @@ def test_the_line() -> None:
     assert line(Again(1, 1.0, 0), 3, 7) == "starting again after step 7 (1 of 3), in 1 s"
     text = "starting again after step 7 (2 of 3), in 2 s, from before step 6"
     assert line(Again(2, 2.0, 6), 3, 7) == text
+    text = "starting again after step 7, with the nodes that there are"
+    assert line(Again(0, 0.0, 0), 3, 7) == text
 
 
 def test_the_record(tmp_path: Path) -> None:
     path = tmp_path / "progress"
     path.touch()
-    assert progress.read(path) == Progress(-1, -1, -1)
-    for record in (Progress(before=0), Progress(3, 2**40), Progress(3, 4, 5)):
+    assert progress.read(path) == Progress(-1, -1, 0)
+    assert progress.read_request(path) == Request(-1, 0)
+    records = (Progress(), Progress(3, 2**40), Progress(3, 4, 1))
+    requests = (Request(), Request(6), Request(0, 1))
+    for record in records:
         progress.write(path, record)
-        assert progress.read(path) == record
+        for request in requests:
+            progress.write_request(path, request)
+            assert progress.read(path) == record
+            assert progress.read_request(path) == request
     path.write_bytes(b"half of it")
-    assert progress.read(path) == Progress()
-    assert progress.read(tmp_path / "gone") == Progress()
+    for gone in (path, tmp_path / "gone"):
+        assert progress.read(gone) == Progress()
+        assert progress.read_request(gone) == Request()
     assert progress.told({}) is None
     environ = {progress.ENVIRONMENT: str(path)}
     assert progress.told(environ) == path

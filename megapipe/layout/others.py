@@ -1,0 +1,55 @@
+"""Which of a configuration's layouts a job has, by the number of its processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megapipe.config import Config
+from megapipe.errors import LaunchError
+
+
+def for_processes(config: Config, world: int | None) -> Config:
+    """The configuration with the first of ``parallel.layouts`` that `world` processes can have,
+    where they cannot have what it says otherwise; None: any number can be had.
+
+    Raises :class:`LaunchError` if none of several layouts is possible.
+    """
+    others = config.parallel.layouts
+    if world is None or not others or _is_possible(config, world):
+        return config
+    for other in others.values():
+        made = _changed(config, other.model_dump(exclude_none=True))
+        if _is_possible(made, world):
+            return made
+    raise LaunchError(
+        f"world size {world}: neither parallel.dp, tp and pp nor one of parallel.layouts "
+        f"({', '.join(others)}) fits it with train.global_batch={config.train.global_batch}"
+    )
+
+
+def replica_size(config: Config) -> int:
+    """Processes of a data-parallel replica."""
+    parallel = config.parallel
+    pipeline = 1 if config.pipeline.channels == "in_process" else parallel.pp
+    return pipeline * parallel.cp * parallel.tp
+
+
+def _is_possible(config: Config, world: int) -> bool:
+    dp, rest = divmod(world, replica_size(config))
+    if rest or dp == 0 or config.parallel.dp not in (None, dp):
+        return False
+    return config.train.global_batch % (config.train.microbatch * dp) == 0
+
+
+def _changed(config: Config, values: dict[str, Any]) -> Config:
+    def section(name: str, *keys: str) -> Any:
+        own = {key: values[key] for key in keys if key in values}
+        return getattr(config, name).model_copy(update=own)
+
+    return config.model_copy(
+        update={
+            "parallel": section("parallel", "dp", "tp", "pp"),
+            "pipeline": section("pipeline", "chunks", "schedule"),
+            "train": section("train", "microbatch"),
+        }
+    )

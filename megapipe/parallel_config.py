@@ -1,0 +1,67 @@
+"""The section `parallel` of the configuration: the mesh of processes, and how they communicate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megapipe.section import Expected, Section
+
+
+class OtherLayout(Section):
+    """A layout for another number of processes; what it leaves open is as without it."""
+
+    dp: int | None = Field(None, ge=1)
+    """As `parallel.dp`."""
+    tp: int | None = Field(None, ge=1)
+    """As `parallel.tp`."""
+    pp: int | None = Field(None, ge=1)
+    """As `parallel.pp`."""
+    chunks: int | None = Field(None, ge=1)
+    """As `pipeline.chunks`."""
+    schedule: str | None = None
+    """As `pipeline.schedule`."""
+    microbatch: int | None = Field(None, ge=1)
+    """As `train.microbatch`."""
+
+
+class ParallelConfig(Section):
+    """The process mesh: pp x dp x cp x tp, tp innermost."""
+
+    dp: int | None = Field(None, ge=1)
+    """Data-parallel replicas; default: what the number of processes leaves."""
+    tp: int = Field(1, ge=1)
+    """Tensor-parallel ranks: heads, MLP and vocabulary are split over them."""
+    pp: int = Field(1, ge=1)
+    """Pipeline ranks."""
+    cp: Literal[1] = 1
+    """Context-parallel ranks (only 1 so far)."""
+    layouts: Annotated[
+        dict[str, OtherLayout],
+        Expected("layouts by names of your own, as in parallel.layouts.half.pp=2"),
+    ] = Field(default_factory=dict)
+    """Layouts for other numbers of processes: parallel.layouts.NAME.pp, and of each `dp`, `tp`,
+    `chunks`, `schedule`, `microbatch`. Where there are not as many processes as the keys above
+    want, as when nodes are lost, the first of these that fits is taken, with the same
+    `train.global_batch`."""
+    sequence_parallel: bool = False
+    """Keep activations between the tensor-parallel regions split by sequence over tp."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Communication library; auto: nccl when every process has a GPU of its own, by the GPUs'
+    identities, else gloo."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: cuda if there is one."""
+    per_node: int = Field(8, ge=1)
+    """Processes per node, for what the plan makes of link speeds."""
+    node_gb_s: float = Field(300.0, gt=0)
+    """GB/s that a process sends to others of its node; as over NVLink."""
+    network_gb_s: float = Field(25.0, gt=0)
+    """GB/s that a process sends to other nodes; as over a port of 200 Gbit/s."""
+    timeout_s: float = Field(600.0, ge=1, le=604_800)
+    """Seconds after which a collective or a message that no peer answers is an error, at most a
+    week; also for the meeting of the processes, and for the store in which they meet."""
+    watchdog: bool = True
+    """Whether a process of each node looks for ranks that hang. It names the one that the others
+    wait for, writes the stacks of all into the run folder, and ends the job, when a rank has waited
+    for `timeout_s`; the time-out itself is then two seconds longer."""

@@ -1,0 +1,166 @@
+"""Jobs that go on with other numbers of nodes: launchers on one machine stand for the nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.launch.endpoints import Endpoint
+from megapipe.observe.samples import check, read_samples
+from tests.parity.jobs import ROOT, Job, Outcome, arguments, free_port, tiny
+from tests.parity.launches import run_forked
+from tests.parity.naive_reader import read_global
+
+pytestmark = pytest.mark.full
+
+SCRIPT = """
+import functools, sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from megapipe.train import job
+from megapipe.train.callbacks import Callback
+from megapipe.train.main import main
+class Slow(Callback):
+    def before_step(self, run, step):
+        if not Path({folder!r}, "go on").exists():
+            time.sleep(0.5)
+job.start = functools.partial(job.start, callbacks=[Slow()])
+sys.exit(main(sys.argv[1:]))
+"""
+STEPS = 100
+
+
+class Nodes:
+    """Launchers of one job; `given` are settings of the run."""
+
+    def __init__(self, job: Job, nodes: str, endpoints: Sequence[Endpoint], **given: str) -> None:
+        self.job = job
+        self.folder = job.folder
+        script = self.folder / "slow.py"
+        script.write_text(SCRIPT.format(root=str(ROOT), folder=str(self.folder)))
+        wanted = {"train.steps": str(STEPS), "checkpoint.every": "10", "log.samples": "true"}
+        wanted |= {"model.dtype": "fp64", "checkpoint.keep": "99", "train.global_batch": "6"}
+        self.settings = arguments({**tiny(self.folder), **wanted, **given})
+        where = ",".join(map(str, endpoints))
+        launch = ["-m", "megapipe.launch", "--nproc", "1", "--nnodes", nodes, "--rdzv-id", "a"]
+        launch += ["--rdzv-endpoint", where, "--rdzv-last-call", "6"]
+        self.command = [*launch, str(script), *self.settings]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """A launcher more; the first one's store is there when this returns."""
+        process = self.job.start(self.command)
+        if len(self.job.processes) == 1:
+            self.job.await_handlers()
+            time.sleep(1.0)
+        return process
+
+    def lose(self, node: subprocess.Popen[bytes]) -> int:
+        """Kill a node, its launcher and its rank; returns how much was said by then."""
+        own = [pid for pid in self.job.alive() if parent(pid) == node.pid]
+        for pid in (node.pid, *own):
+            os.kill(pid, signal.SIGKILL)
+        node.wait()
+        return len(self.job.text)
+
+    def go_on(self) -> None:
+        """Let steps take no more time than they need."""
+        (self.folder / "go on").touch()
+
+
+def parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
+def meshes(outcome: Outcome) -> list[str]:
+    """The layout of each start, as its banner says."""
+    return re.findall(r"\| (pp \d+ x dp \d+) x cp 1", outcome.text)
+
+
+def assert_as_if_whole(folder: Path, settings: Sequence[str]) -> None:
+    """The run has taken each sample once, and ended with the weights of one that never stopped."""
+    logged = read_samples(folder / "runs/run")
+    assert check(logged) == []
+    whole = run_forked(folder, 1, *settings, "run.name=whole", "parallel.pp=1")
+    assert set(whole.codes) == {0}, whole.text
+    taken = read_samples(folder / "runs/whole").steps
+    assert {k: {*v} for k, v in logged.steps.items()} == {k: {*v} for k, v in taken.items()}
+    name = f"checkpoints/step-{STEPS:08d}"
+    ours, theirs = (read_global(folder / "runs" / run / name) for run in ("run", "whole"))
+    assert ours.keys() == theirs.keys()
+    for key, expected in theirs.items():
+        if expected.dtype == "fp64":
+            values = [tensor.bits.view(np.float64) for tensor in (ours[key], expected)]
+            np.testing.assert_allclose(*values, rtol=1e-9, atol=1e-12, err_msg=key)
+        else:
+            np.testing.assert_array_equal(ours[key].bits, expected.bits, err_msg=key)
+
+
+def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
+    with Job(tmp_path, 150) as job:
+        nodes = Nodes(job, "1:2", [Endpoint("localhost", free_port())])
+        nodes.start()
+        lost = nodes.start()
+        job.await_text("step   3")
+        at = nodes.lose(lost)
+        job.await_text("starting again", at)
+        job.await_text("resumed from", at)
+        nodes.start()
+        job.await_text("nodes that there are")
+        nodes.go_on()
+        outcome = job.end()
+    assert outcome.codes == [0, -signal.SIGKILL, 0], outcome.text
+    assert meshes(outcome) == ["pp 1 x dp 2", "pp 1 x dp 1", "pp 1 x dp 2"]
+    assert "1 node of 1:2 train already" in outcome.text
+    assert "stopped by the launcher, as nodes have come; saved step" in outcome.text
+    assert_as_if_whole(tmp_path, nodes.settings)
+
+
+def test_the_loss_of_the_node_where_all_meet(tmp_path: Path) -> None:
+    """It hosts the stores, and has rank 0. The layout is another then."""
+    given = {"parallel.pp": "2", "parallel.layouts.one.pp": "1"}
+    with Job(tmp_path, 120) as job:
+        nodes = Nodes(job, "1:2", [Endpoint("localhost", free_port())], **given)
+        first = nodes.start()
+        nodes.start()
+        job.await_text("step   3")
+        nodes.lose(first)
+        nodes.go_on()
+        outcome = job.end()
+    assert outcome.codes == [-signal.SIGKILL, 0], outcome.text
+    assert meshes(outcome) == ["pp 2 x dp 1", "pp 1 x dp 1"]
+    assert_as_if_whole(tmp_path, nodes.settings)
+
+
+def test_a_node_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
+    """The others go on, and no step is lost."""
+    with Job(tmp_path, 120) as job:
+        nodes = Nodes(job, "1:3", [Endpoint("localhost", free_port())])
+        started = [nodes.start() for _ in range(3)]
+        job.await_text("| loss")
+        started[1].send_signal(signal.SIGTERM)
+        job.await_text("nodes that there are")
+        nodes.go_on()
+        outcome = job.end()
+    assert outcome.codes == [0, 75, 0], outcome.text
+    assert meshes(outcome) == ["pp 1 x dp 3", "pp 1 x dp 2"]
+    assert_as_if_whole(tmp_path, nodes.settings)
+
+
+def test_a_job_of_a_fixed_number_of_nodes_ends(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        nodes = Nodes(job, "2", [Endpoint("localhost", free_port())])
+        started = [nodes.start() for _ in range(2)]
+        job.await_text("| loss")
+        started[1].send_signal(signal.SIGTERM)
+        job.end().assert_one_line(75, "stopped by a signal; saved step")

@@ -1,0 +1,116 @@
+"""Nodes in network namespaces of their own, with a link between them that goes down."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.parity.jobs import ENDLESS, ROOT, Job, arguments, tiny
+
+pytestmark = pytest.mark.full
+CLONE_NEWNET = 0x40000000
+TIMEOUT_S = 6
+LEAVE_S = 5.0
+"""How long after ``parallel.timeout_s`` all have ended, launchers included."""
+NAMES = [f"megapipe{os.getpid()}{side}" for side in "ab"]
+ADDRESSES = ["10.213.7.1", "10.213.7.2"]
+SCRIPT = """
+import os, sys
+sys.path.insert(0, {root!r})
+from megapipe.watch import rank
+from megapipe.train.main import main
+rank.machine = lambda: os.environ["TEST_NODE"]
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """The names of two namespaces, each with a loopback and an end of the link."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    try:
+        for name in NAMES:
+            ip("netns", "add", name)
+        ends = ("type", "veth", "peer", "name", "wire", "netns", NAMES[1])
+        ip("link", "add", "wire", "netns", NAMES[0], *ends)
+        for name, address in zip(NAMES, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "wire")
+            for device in ("lo", "wire"):
+                ip("-n", name, "link", "set", device, "up")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made: {error.stderr.decode().strip()}")
+    else:
+        yield NAMES
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def enter(host: str) -> None:
+    """Move this process into the namespace."""
+    handle = os.open(f"/var/run/netns/{host}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(handle)
+
+
+def launch(job: Job, host: str, nodes: str, *given: str) -> subprocess.Popen[bytes]:
+    """A launcher of one rank on a host."""
+    script = job.folder / "train.py"
+    script.write_text(SCRIPT.format(root=str(ROOT)))
+    where = ",".join(f"{address}:29400" for address in ADDRESSES)
+    command = ["-m", "megapipe.launch", "--nproc", "1", "--nnodes", nodes, "--rdzv-id", "a"]
+    command += ["--rdzv-endpoint", where, "--rdzv-last-call", "3", str(script), *given]
+    environ = {"GLOO_SOCKET_IFNAME": "wire", "TEST_NODE": host}
+    return job.start(command, environ, preexec_fn=functools.partial(enter, host))
+
+
+@pytest.mark.parametrize("watchdog", ["true", "false"])
+def test_a_link_that_goes_down(watchdog: str, hosts: list[str], tmp_path: Path) -> None:
+    """Neither host can tell the other anything: both speak, and all end in time."""
+    wanted = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
+    given = {**tiny(tmp_path), **ENDLESS, **wanted, "parallel.watchdog": watchdog}
+    with Job(tmp_path) as job:
+        for host in hosts:
+            launch(job, host, "2", *arguments(given))
+        job.await_text("| loss")
+        ip("-n", hosts[0], "link", "set", "wire", "down")
+        began = time.monotonic()
+        outcome = job.end()
+        assert time.monotonic() - began < TIMEOUT_S + LEAVE_S
+    assert outcome.codes == [4, 4], outcome.text
+    assert 1 <= len(outcome.errors) <= 2, outcome.text
+    assert "Traceback" not in outcome.text
+
+
+def test_a_host_that_is_gone(hosts: list[str], tmp_path: Path) -> None:
+    """The one where all meet; the other goes on by itself."""
+    wanted = {"parallel.timeout_s": str(TIMEOUT_S), "checkpoint.every": "5", "train.steps": "400"}
+    with Job(tmp_path, 120) as job:
+        first, second = (
+            launch(job, host, "1:2", *arguments({**tiny(tmp_path), **wanted})) for host in hosts
+        )
+        job.await_text("step   3")
+        ip("-n", hosts[0], "link", "set", "wire", "down")
+        for pid in job.alive():
+            if os.readlink(f"/proc/{pid}/ns/net") == os.readlink(f"/proc/{first.pid}/ns/net"):
+                os.kill(pid, signal.SIGKILL)
+        assert second.wait(90) == 0, job.text
+        outcome = job.end()
+    assert re.findall(r"\| (pp 1 x dp \d)", outcome.text) == ["pp 1 x dp 2", "pp 1 x dp 1"]
+    assert "starting again after step" in outcome.text

@@ -1,0 +1,30 @@
+"""What the launcher's options for nodes may say."""
+
+import pytest
+
+from megapipe.launch.endpoints import Endpoint, Nodes
+
+
+def test_endpoints() -> None:
+    assert Endpoint.read("node0:29400") == [Endpoint("node0", 29400)]
+    assert Endpoint.read("a:1, [::1]:65535") == [Endpoint("a", 1), Endpoint("::1", 65535)]
+
+
+@pytest.mark.parametrize("text", ["", "node0", "node0:", ":1", "a:0", "a:65536", "a:b", "a:1,"])
+def test_what_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="is no HOST:PORT"):
+        Endpoint.read(text)
+
+
+def test_numbers_of_nodes() -> None:
+    assert Nodes.read("4") == Nodes(4, 4)
+    assert Nodes.read("2:4") == Nodes(2, 4)
+    assert Nodes.read("2:4").elastic
+    assert not Nodes.read("3:3").elastic
+    assert [str(Nodes.read(text)) for text in ("4", "2:4", "3:3")] == ["4", "2:4", "3"]
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "0:2", "3:2", "2:", "1:2:3", "many"])
+def test_what_is_no_number_of_nodes(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011, int's own
+        Nodes.read(text)

@@ -1,0 +1,212 @@
+"""Launchers in threads of one process, which meet in real stores."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+
+from megapipe.launch import meeting as module
+from megapipe.launch.endpoints import Endpoint, Nodes
+from megapipe.launch.meeting import Meeting
+from tests.parity.jobs import free_port
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("LOOK_S", 0.02), ("FRESH_S", 0.4), ("DEAD_S", 0.6), ("TURN_S", 0.5)):
+        monkeypatch.setattr(module, name, seconds)
+
+
+@pytest.fixture
+def endpoint() -> list[Endpoint]:
+    return [Endpoint("localhost", free_port())]
+
+
+def node(
+    endpoints: Sequence[Endpoint], nodes: Nodes, *, last_call_s: float = 0.3, reach_s: float = 10
+) -> Meeting:
+    return Meeting(endpoints, "job", nodes, reach_s=reach_s, last_call_s=last_call_s)
+
+
+class Coming(threading.Thread):
+    """Takes part in the next round."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(daemon=True)
+        self.meeting = meeting
+        self.info: RendezvousInfo | None = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.info = self.meeting.next_rendezvous()
+        except Exception as error:
+            self.error = error
+
+
+def all_come(*meetings: Meeting) -> list[RendezvousInfo]:
+    """What all of these are told, who come at once."""
+    return told(*[Coming(meeting) for meeting in meetings])
+
+
+def told(*coming: Coming) -> list[RendezvousInfo]:
+    infos = []
+    for thread in coming:
+        thread.join(20)
+        assert thread.info is not None, thread.error
+        infos.append(thread.info)
+    return infos
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def assert_one_start(infos: list[RendezvousInfo]) -> None:
+    """They have different places and share a store."""
+    assert sorted(info.rank for info in infos) == [*range(len(infos))]
+    assert {info.world_size for info in infos} == {len(infos)}
+    infos[0].store.set("of this start", "1")
+    assert all(info.store.check(["of this start"]) for info in infos)
+    places = [info.bootstrap_store_info for info in infos]
+    assert len({(place.master_addr, place.master_port) for place in places if place}) == 1
+
+
+def test_one_node_needs_no_meeting() -> None:
+    (info,) = all_come(node([], Nodes()))
+    assert (info.rank, info.world_size) == (0, 1)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_all_nodes_come(count: int, endpoint: list[Endpoint]) -> None:
+    assert_one_start(all_come(*(node(endpoint, Nodes(count, count)) for _ in range(count))))
+
+
+def test_starts_share_no_store_and_keep_the_order(endpoint: list[Endpoint]) -> None:
+    meetings = [node(endpoint, Nodes(3, 3)) for _ in range(3)]
+    first = all_come(*meetings)
+    first[0].store.set("stale", "1")
+    second = all_come(*reversed(meetings))
+    assert_one_start(second)
+    assert not second[0].store.check(["stale"])
+    assert [info.rank for info in reversed(second)] == [info.rank for info in first]
+
+
+def test_another_job_at_the_same_store(endpoint: list[Endpoint]) -> None:
+    """As of a job that is started anew while launchers of the last one are still ending."""
+    old = [node(endpoint, Nodes(2, 2)) for _ in range(2)]
+    all_come(*old)
+    new = [Meeting(endpoint, "new", Nodes(2, 2), reach_s=10, last_call_s=1) for _ in range(2)]
+    assert_one_start(all_come(*new))
+
+
+def test_fewer_than_the_most(endpoint: list[Endpoint]) -> None:
+    began = time.monotonic()
+    meetings = [node(endpoint, Nodes(2, 4), last_call_s=1) for _ in range(3)]
+    assert_one_start(all_come(*meetings))
+    assert time.monotonic() - began >= 1, "it waits for the fourth"
+    assert all(meeting.members == 3 for meeting in meetings)
+
+
+def test_a_node_that_comes_late(
+    endpoint: list[Endpoint], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = [node(endpoint, Nodes(1, 2)), node(endpoint, Nodes(1, 2))]
+    all_come(first[0])
+    assert first[0].newcomers() == 0
+    late = Coming(first[1])
+    until(lambda: first[0].newcomers() == 1)
+    assert late.is_alive()
+    assert "1 node of 1:2 train already" in capsys.readouterr().err
+    (info,) = all_come(first[0])
+    assert_one_start([info, *told(late)])
+    assert info.rank == 0, "who was there stays first"
+    assert first[0].newcomers() == 0
+
+
+def test_a_late_node_that_goes_again(
+    endpoint: list[Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, other = node(endpoint, Nodes(1, 2)), node(endpoint, Nodes(1, 2))
+    all_come(here)
+    Coming(other)
+    until(lambda: here.newcomers() == 1)
+    other._pulses.give = lambda here, ticket: None  # type: ignore[method-assign]
+    until(lambda: here.newcomers() == 0)
+    (info,) = all_come(here)
+    assert info.world_size == 1
+
+
+def test_a_full_job_takes_nobody_in(endpoint: list[Endpoint]) -> None:
+    here = node(endpoint, Nodes(1, 1 + 1))
+    other = node(endpoint, Nodes(1, 2))
+    all_come(here, other)
+    Coming(node(endpoint, Nodes(1, 2)))
+    time.sleep(0.5)
+    assert here.newcomers() == 0
+
+
+def test_a_node_that_dies_while_others_wait(endpoint: list[Endpoint]) -> None:
+    """It had the lowest ticket, and would have closed the round."""
+    dying = node(endpoint, Nodes(2, 2))
+    dying._pulses.give = lambda here, ticket: None  # type: ignore[method-assign]
+    dying._store = dying._enter()
+    assert dying._ask(lambda store: store.compare_set("round", "", "1")) == b"1"
+    assert dying._ask(lambda store: store.add("1/arrived", 1)) == 1
+    assert_one_start(all_come(*(node(endpoint, Nodes(2, 2)) for _ in range(2))))
+
+
+def test_nobody_is_there() -> None:
+    nowhere = node([Endpoint("192.0.2.1", 29400)], Nodes(2, 2), reach_s=0.5)
+    with pytest.raises(RendezvousConnectionError, match=r"nobody answers there for 0\.5 s"):
+        nowhere.next_rendezvous()
+
+
+def test_too_few_come(endpoint: list[Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOIN_S", 0.5)
+    with pytest.raises(RendezvousTimeoutError, match=r"fewer than 2 nodes came within 0\.5 s"):
+        node(endpoint, Nodes(2, 2)).next_rendezvous()
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
+    """Endpoints of which a node has the one that its thread is named after."""
+
+    def is_here(host: str) -> bool:
+        return threading.current_thread().name == host
+
+    monkeypatch.setattr(module, "_is_here", is_here)
+    return [Endpoint("127.0.0.1", free_port()), Endpoint("127.0.0.2", free_port())]
+
+
+def test_the_loss_of_the_node_that_hosts_the_meeting(two_hosts: list[Endpoint]) -> None:
+    def coming(meeting: Meeting, host: str) -> Coming:
+        thread = Coming.__new__(Coming)
+        threading.Thread.__init__(thread, daemon=True, name=host)
+        thread.meeting, thread.info, thread.error = meeting, None, None
+        thread.start()
+        return thread
+
+    first, second = (node(two_hosts, Nodes(1, 2)) for _ in range(2))
+    assert_one_start(told(coming(second, "127.0.0.2"), coming(first, "127.0.0.1")))
+    assert first._at == second._at == two_hosts[0], "the second leaves it to the first"
+    first._store = None  # its launcher has ended
+    (info,) = told(coming(second, "127.0.0.2"))
+    assert (info.world_size, second._at) == (1, two_hosts[1])
+    again = node(two_hosts, Nodes(1, 2))
+    late = coming(again, "127.0.0.1")
+    until(lambda: second.newcomers() == 1)
+    assert_one_start(told(late, coming(second, "127.0.0.2")))
+    assert again._at == two_hosts[1], "a node that comes back finds the others"

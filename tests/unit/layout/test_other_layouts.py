@@ -1,0 +1,64 @@
+"""The layout that a number of processes has."""
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.errors import ConfigError, LaunchError
+from megapipe.layout.resolve import resolve
+
+GIVEN = (
+    *("parallel.pp=4", "parallel.tp=2", "pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2"),
+    *("train.global_batch=16", "train.microbatch=1", "model.layers=8"),
+    *("parallel.layouts.half.pp=2", "parallel.layouts.half.microbatch=2"),
+    *("parallel.layouts.one.pp=1", "parallel.layouts.one.chunks=1"),
+    *("parallel.layouts.one.schedule=gpipe", "parallel.layouts.one.tp=1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("world", "pp", "tp", "dp", "microbatch", "schedule"),
+    [
+        (8, 4, 2, 1, 1, "interleaved_1f1b"),
+        (16, 4, 2, 2, 1, "interleaved_1f1b"),
+        (4, 2, 2, 1, 2, "interleaved_1f1b"),
+        (2, 1, 1, 2, 1, "gpipe"),
+        (1, 1, 1, 1, 1, "gpipe"),
+    ],
+)
+def test_the_first_that_fits(
+    world: int, pp: int, tp: int, dp: int, microbatch: int, schedule: str
+) -> None:
+    config, layout = resolve(parse(GIVEN).config, world, 257)
+    assert (layout.pp, layout.tp, layout.dp) == (pp, tp, dp)
+    assert config.train.microbatch == microbatch
+    assert config.pipeline.schedule == schedule
+    assert config.train.global_batch == 16
+    assert resolve(config, world, 257)[1] == layout, "also of what was resolved"
+
+
+def test_the_batch_has_to_divide() -> None:
+    """12 processes are 3 replicas of pp 2 x tp 2, and 12 of one process."""
+    with pytest.raises(LaunchError, match=r"world size 12: neither .* \(half, one\) fits it with"):
+        resolve(parse(GIVEN).config, 12, 257)
+
+
+def test_a_given_dp_counts() -> None:
+    config = parse([*GIVEN, "parallel.dp=1", "parallel.layouts.half.dp=1"]).config
+    assert resolve(config, 8, 257)[1].dp == 1
+    assert resolve(config, 4, 257)[1].pp == 2
+    with pytest.raises(LaunchError, match="world size 16"):
+        resolve(config, 16, 257)
+
+
+def test_without_others_the_error_says_more() -> None:
+    with pytest.raises(LaunchError, match=r"world size 4 does not divide into pp 4 x cp 1 x tp 2"):
+        resolve(parse(GIVEN[:7]).config, 4, 257)
+    with pytest.raises(ConfigError, match=r"train.global_batch=16 is not divisible"):
+        resolve(parse(GIVEN[:7]).config, 24, 257)
+
+
+def test_a_layout_that_does_not_go_is_refused() -> None:
+    config = parse([*GIVEN, "parallel.layouts.half.chunks=7"]).config
+    assert resolve(config, 8, 257)[1].pp == 4
+    with pytest.raises(ConfigError, match="14 stages"):
+        resolve(config, 4, 257)
