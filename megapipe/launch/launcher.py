@@ -30,7 +30,6 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megapipe import heartbeat
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch import progress
 from megapipe.launch.endpoints import Endpoint, Nodes
@@ -91,8 +90,7 @@ def launch(
             again = supervisor.again(code, done) if not relay.handed_on else None
             if again is None or file is None:
                 return code
-            if meeting.place == 0:
-                heartbeat.say(line(again, restarts, done.step))
+            meeting.tell(line(again, restarts, done.step))
             progress.write(file, progress.Progress())
             progress.write_request(file, progress.Request(again.before))
             with relay.waiting():

@@ -84,6 +84,7 @@ class Meeting(RendezvousHandler):
         self.place: int | None = None
         """This node's among them: its number in the order of the nodes."""
         self._pulses = _Pulses(self._ask)
+        self._news = ""
 
     @property
     def where(self) -> str:
@@ -126,7 +127,19 @@ class Meeting(RendezvousHandler):
                 self._store, self._round = None, 0
             else:
                 if info is not None:
+                    self._say(self._news)
+                    self._news = ""
                     return info
+
+    def tell(self, news: str) -> None:
+        """A line for the user from the first node: from that of the next round if that of the last
+        one is gone."""
+        self._news = "" if self.place == 0 else news
+        self._say(news)
+
+    def _say(self, news: str) -> None:
+        if news and self.place == 0:
+            heartbeat.say(news)
 
     def newcomers(self) -> int:
         """How many nodes wait for the next round, of which some could be taken in now.

@@ -191,7 +191,9 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
     return [Endpoint("127.0.0.1", free_port()), Endpoint("127.0.0.2", free_port())]
 
 
-def test_the_loss_of_the_node_that_hosts_the_meeting(two_hosts: list[Endpoint]) -> None:
+def test_the_loss_of_the_node_that_hosts_the_meeting(
+    two_hosts: list[Endpoint], capsys: pytest.CaptureFixture[str]
+) -> None:
     def coming(meeting: Meeting, host: str) -> Coming:
         thread = Coming.__new__(Coming)
         threading.Thread.__init__(thread, daemon=True, name=host)
@@ -203,7 +205,10 @@ def test_the_loss_of_the_node_that_hosts_the_meeting(two_hosts: list[Endpoint]) 
     assert_one_start(told(coming(second, "127.0.0.2"), coming(first, "127.0.0.1")))
     assert first._at == second._at == two_hosts[0], "the second leaves it to the first"
     first._store = None  # its launcher has ended
+    second.tell("news")
+    assert "news" not in capsys.readouterr().err, "the first node says it"
     (info,) = told(coming(second, "127.0.0.2"))
+    assert capsys.readouterr().err == "megapipe: news\n", "that is gone"
     assert (info.world_size, second._at) == (1, two_hosts[1])
     again = node(two_hosts, Nodes(1, 2))
     late = coming(again, "127.0.0.1")
