@@ -1,7 +1,8 @@
 """Train a model: ``python -m megapipe.launch --nproc 8 train.py configs/quickstart.yaml``.
 
 ``python train.py --help`` lists every key, ``--help optimizer`` those of a section; ``--dry-run``
-prints the plan instead of training, ``--time-slices`` times slices of sequences for it.
+prints the plan instead of training, ``--time-slices`` times slices of sequences for it;
+``--traceback`` shows where an error arose.
 """
 
 import sys

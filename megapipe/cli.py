@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megapipe import presets, strict_yaml
+from megapipe.command_line import TRACEBACK
 from megapipe.config import Config
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.keys import (
@@ -33,7 +34,12 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import documentation
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
 
-USAGE = "train.py [CONFIG] [section.key=value ...] [--dry-run | --time-slices] [--help [SECTION]]"
+USAGE = (
+    "train.py [CONFIG] [section.key=value ...] [--dry-run | --time-slices] [--traceback] "
+    "[--help [SECTION]]"
+)
+OPTIONS = ("--dry-run", "--time-slices", TRACEBACK)
+"""Those without a value; ``--help`` may have one."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class Command:
     config: Config = field(default_factory=Config)
     dry_run: bool = False
     time_slices: bool = False
+    traceback: bool = False
+    """An error is to be shown with where it arose."""
     help: str | None = None
     """The keys to explain: a section, a key, or all of them (""); None: nothing."""
     where: str = "defaults"
@@ -77,7 +85,7 @@ def parse(argv: Sequence[str]) -> Command:
     overrides: list[_Given] = []
     for argument in argv:
         key, equals, text = argument.partition("=")
-        if argument in ("--dry-run", "--time-slices"):
+        if argument in OPTIONS:
             continue
         if argument.startswith("-"):
             bare = argument.lstrip("-")
@@ -105,6 +113,7 @@ def parse(argv: Sequence[str]) -> Command:
         config=_config([*given, *overrides]),
         dry_run="--dry-run" in argv,
         time_slices="--time-slices" in argv,
+        traceback=TRACEBACK in argv,
         where=where or "defaults",
     )
 
@@ -175,7 +184,7 @@ def help_text(topic: str = "") -> str:
         return "\n".join(_key_lines(topic)) + "\n"
     if topic in SECTIONS:
         return "\n".join(_section_lines(topic)) + "\n"
-    lines = [f"usage: {USAGE}", ""]
+    lines = [*_wrapped(f"usage: {USAGE}", ""), ""]
     lines += _wrapped(
         "CONFIG is a file in YAML, or the name of one that comes with megapipe: "
         f"{', '.join(presets.names())}. Values come from the file, then from the command line; the "
@@ -183,6 +192,7 @@ def help_text(topic: str = "") -> str:
         "",
     )
     lines += _wrapped(f"--help SECTION shows one of {', '.join(SECTIONS)}.", "")
+    lines += _wrapped("--traceback shows where in the code an error arose.", "")
     for name in SECTIONS:
         lines += ["", *_section_lines(name)]
     lines += ["", "exit codes:", "    0  done", "    1  a bug: an unexpected exception"]
@@ -276,7 +286,8 @@ def _no_file(path: Path) -> str:
     folder = path.parent
     others = sorted(str(other) for other in folder.glob("*.yaml")) if folder.is_dir() else []
     near = get_close_matches(str(path), [*others, *presets.names()], n=1)
-    return f"{name}: no such file" + (f"; did you mean {near[0]}?" if near else "")
+    known = f"expected a configuration in YAML, or one of {', '.join(presets.names())}"
+    return f"{name}: no such file; " + (f"did you mean {near[0]}?" if near else known)
 
 
 def _config(given: Iterable[_Given]) -> Config:

@@ -10,6 +10,9 @@ from typing import Any, NoReturn, Protocol
 
 from megapipe.errors import ConfigError, MegapipeError
 
+TRACEBACK = "--traceback"
+"""The option by which an error is shown with where it arose."""
+
 Commands = argparse._SubParsersAction  # the only name that argparse has for it
 
 

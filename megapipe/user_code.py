@@ -91,6 +91,15 @@ class UserCode:
         """Raise an error if its signature requires an argument that is none of `able`."""
         self._arguments(dict.fromkeys(able), able)
 
+    def check_positional(self, names: Sequence[str]) -> None:
+        """Raise an error if it cannot be called with these arguments in this order."""
+        try:
+            inspect.signature(self.function).bind(*names)
+        except TypeError as error:
+            raise self.problem(f"it is called with ({', '.join(names)}): {error}") from None
+        except ValueError:  # a signature that cannot be read
+            return
+
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of its signature, by name."""
         try:

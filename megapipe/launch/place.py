@@ -7,6 +7,7 @@ many there are, is refused: each would else train the whole model alone.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,12 +89,7 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
     rank, world, local_rank, local_world = (_number(given, name) for name in names)
     if not rank < world:
         raise LaunchError(f"rank {rank} does not exist in a world of {world}")
-    address = environ.get("MASTER_ADDR") or "127.0.0.1"
-    if names is _SLURM and not environ.get("MASTER_ADDR"):
-        address = first_host(
-            environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        )
-    elif names in (_OPEN_MPI, _HYDRA) and local_world < world and "MASTER_ADDR" not in environ:
+    if names in (_OPEN_MPI, _HYDRA) and local_world < world and "MASTER_ADDR" not in environ:
         raise LaunchError(
             f"{local_world} of {world} processes are on this host, and none of mpirun's variables "
             "names that of rank 0: expected MASTER_ADDR to be set to it"
@@ -103,11 +99,45 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
         world,
         local_rank,
         local_world,
-        address,
+        _address(environ, names),
         _port(environ),
         launched=True,
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names is _TORCHRUN,
     )
+
+
+def likely_place(environ: Mapping[str, str]) -> LaunchInfo:
+    """This process' place, as far as variables tell that :func:`find_launch_info` refuses: who is
+    to say so follows from it. Its port is 0 where the processes have no place to meet."""
+    known = (_TORCHRUN, _OPEN_MPI, _HYDRA, _SLURM)
+    names = next((each for each in known if each.rank in environ), _TORCHRUN)
+
+    def whole(name: str) -> int | None:
+        text = environ.get(name, "")
+        return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+    rank = next((n for n in map(whole, (names.rank, *_OTHERS)) if n is not None), None)
+    if rank is None:
+        return LaunchInfo(port=0)
+    address = _address(environ, names)
+    local_rank = whole(names.local_rank)
+    if local_rank is None:
+        local_rank = rank if address in ("127.0.0.1", "localhost") else 0
+    port = 0
+    with contextlib.suppress(LaunchError):
+        if "MASTER_PORT" in environ or "SLURM_JOB_ID" in environ:
+            port = _port(environ)
+    world = max(whole(names.world) or 0, rank + 1, 2)
+    return LaunchInfo(rank, world, local_rank, address=address, port=port, launched=True)
+
+
+def _address(environ: Mapping[str, str], names: _Names) -> str:
+    """Where rank 0 is."""
+    address = environ.get("MASTER_ADDR")
+    if not address and names is _SLURM:
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        return first_host(nodes)
+    return address or "127.0.0.1"
 
 
 def _launcher(environ: Mapping[str, str]) -> _Names | None:
@@ -155,10 +185,12 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    job = environ.get("SLURM_JOB_ID", "9500")
-    if not job.isdigit():
-        raise LaunchError(f"environment variable SLURM_JOB_ID={job!r}: expected a number")
-    port = environ.get("MASTER_PORT") or str(20000 + int(job) % 10000)
+    port = environ.get("MASTER_PORT")
+    if not port:
+        job = environ.get("SLURM_JOB_ID", "9500")
+        if not job.isdigit():
+            raise LaunchError(f"environment variable SLURM_JOB_ID={job!r}: expected a number")
+        port = str(20000 + int(job) % 10000)
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise LaunchError(f"environment variable MASTER_PORT={port!r}: expected a port number")
     return int(port)

@@ -53,9 +53,11 @@ def _tcp_store(info: LaunchInfo, timeout_s: float) -> Store:
     """The store at address:port, hosted here or elsewhere."""
     listening = None
     if info.hosts:
+        _until_there(lambda: socket.getaddrinfo(info.address, info.port), timeout_s)
         listening = listen(info.address, info.port)
     else:
-        _await_port(info, timeout_s)
+        place = (info.address, info.port)
+        _until_there(lambda: socket.create_connection(place, timeout=timeout_s).close(), timeout_s)
     try:
         return open_tcp_store(
             info.address,
@@ -69,16 +71,19 @@ def _tcp_store(info: LaunchInfo, timeout_s: float) -> Store:
         raise Mute(f"{error}; set MASTER_PORT to another") from None
 
 
-def _await_port(info: LaunchInfo, timeout_s: float) -> None:
-    """Wait until something listens at address:port; raises OSError."""
+def _until_there(look: Callable[[], object], timeout_s: float) -> None:
+    """Call `look` until it raises no OSError: a host may get its name, and a port its listener,
+    while others wait for it. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection((info.address, info.port), timeout=timeout_s).close()
+            look()
         except OSError as error:
             if time.monotonic() > deadline:
-                reason = error.strerror or error
-                raise TimeoutError(f"{reason} for {timeout_s:.0f} s (parallel.timeout_s)") from None
+                reason = f"{error.strerror or error} for {timeout_s:.0f} s (parallel.timeout_s)"
+                if isinstance(error, socket.gaierror):
+                    reason += "; set MASTER_ADDR to the host of rank 0"
+                raise TimeoutError(reason) from None
             time.sleep(0.2)
         else:
             return

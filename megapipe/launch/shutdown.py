@@ -53,7 +53,7 @@ class Shutdown:
 
     A thread watches for failures of others from the start, and asks the store for a sign of life
     within `timeout_s`; if there is a failure and this process does not end by itself, the thread
-    calls `cleanup` (settable) and ends the process.
+    calls `cleanup` (settable) and ends the process. With `trace` it shows where an error arose.
     """
 
     def __init__(
@@ -63,8 +63,10 @@ class Shutdown:
         *,
         timeout_s: float = 600.0,
         linger_s: float = LINGER_S,
+        trace: bool = False,
     ) -> None:
         self.info = info
+        self.trace = trace
         self.timeout_s = timeout_s
         self.linger_s = linger_s
         self.cleanup: Callable[[], None] = lambda: None
@@ -145,7 +147,7 @@ class Shutdown:
     def _say_alone(self, error: MegapipeError) -> None:
         """Say it if this process is one that speaks where the store cannot be asked."""
         if not self._said and is_speaker(self.info):
-            say(error)
+            say(error, trace=self.trace)
         self._said = True
 
     def _deadline(self, error: MegapipeError) -> contextlib.AbstractContextManager[None]:
@@ -169,7 +171,7 @@ class Shutdown:
         with self._deadline(error):
             first = self._claim(error.exit_code)
         if first and not self._said:
-            say(error)
+            say(error, trace=self.trace)
         self.leave(error.exit_code)
         return error.exit_code
 
@@ -253,14 +255,19 @@ class Shutdown:
         return self._known
 
 
-def end_early(error: MegapipeError, info: LaunchInfo) -> int:
+def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) -> int:
     """End on an error from before the processes have met. Returns the exit code.
 
     As a rule all processes have the same error, so rank 0 prints it at once, and another process
-    prints its own only when it has heard that rank 0 is well.
+    prints its own only when it has heard that rank 0 is well. Where they have no place to meet the
+    first of each node prints it. `trace`: with where it arose.
     """
+    if info.port == 0:
+        if info.local_rank == 0:
+            say(error, trace=trace)
+        return error.exit_code
     if info.rank == 0:
-        say(error)
+        say(error, trace=trace)
         if info.world == 1 or info.ended_by_launcher:
             return error.exit_code
     elif info.ended_by_launcher and isinstance(error, Preempted):
@@ -271,12 +278,12 @@ def end_early(error: MegapipeError, info: LaunchInfo) -> int:
             if info.rank > 0:
                 with unless_within(PATIENCE_S + ANSWER_S, lambda: os._exit(error.exit_code)):
                     _hear_from_first(store)
-            early = Shutdown(info, store, linger_s=PATIENCE_S)
+            early = Shutdown(info, store, linger_s=PATIENCE_S, trace=trace)
             return early.report(error, said=info.rank == 0)
         except RendezvousError:
             pass
     if info.rank > 0 and speaks_alone(info):
-        say(error)
+        say(error, trace=trace)
     return error.exit_code
 
 

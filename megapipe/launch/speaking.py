@@ -7,6 +7,7 @@ import errno
 import socket
 import sys
 import time
+import traceback
 
 from megapipe.errors import MegapipeError
 from megapipe.launch.place import LaunchInfo
@@ -38,18 +39,23 @@ def is_speaker(info: LaunchInfo) -> bool:
 
 
 def _is_taken(info: LaunchInfo) -> bool:
-    """Whether a program on this host listens where the store should be."""
+    """Whether a program on this host listens where the store should be, or would."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((info.address, info.port))
+        except socket.gaierror:  # nor does rank 0 know the address, if it is on this host
+            return info.local_rank > 0
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False
 
 
-def say(error: MegapipeError) -> None:
-    """Print an error as one line."""
-    text = " ".join(str(error).split())
+def say(error: MegapipeError, *, trace: bool = False) -> None:
+    """Print an error as one line; with `trace`, below where it arose, and whatever led to it."""
+    lines = [f"megapipe: error: {' '.join(str(error).split())}"]
+    if trace:
+        error.__suppress_context__ = False
+        lines.insert(0, "".join(traceback.format_exception(error)).rstrip())
     with contextlib.suppress(OSError, ValueError):
-        print(f"megapipe: error: {text}", file=sys.stderr, flush=True)
+        print(*lines, sep="\n", file=sys.stderr, flush=True)

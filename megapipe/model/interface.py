@@ -412,6 +412,7 @@ def load_loss(given: Conditions) -> Loss | None:
     if given.loss is None:
         return None
     code = UserCode(given.loss, what="train.loss=", error=ConfigError)
+    code.check_positional(("logits", "labels", "mask"))
 
     def loss(output: Any, labels: Tensor, mask: Tensor) -> Tensor:
         try:

@@ -174,7 +174,7 @@ def check_weights(path: Path, stored: Mapping[str, JsonValue], config: Config) -
             for c in wrong
         )
         raise CheckpointError(
-            f"{path} is of another model: {'; '.join(right)}; "
+            f"checkpoint.load: {path} is of another model: {'; '.join(right)}; "
             f"megapipe convert inspect {path} --config prints what fits"
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.cli import Command, flatten, show
+from megapipe.config import Config
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.environment import set_environment
 from megapipe.errors import MegapipeError
@@ -93,7 +94,9 @@ def start(
     with stop.steady if info.hosts else nullcontext():  # one thread alone can open the store
         store = rendezvous.open_store(info, timeout)
         watched = info.world > 1 and config.parallel.watchdog
-        ending = shutdown(info, store, timeout_s=timeout + WATCHED_S * watched)
+        ending = shutdown(
+            info, store, timeout_s=timeout + WATCHED_S * watched, trace=command.traceback
+        )
         stop.leave = ending.stop
     watch, journal = None, Journal()
     try:
@@ -103,8 +106,7 @@ def start(
         config, layout = resolve(
             config, world, tokenizer.vocab_size, where=command.where, before=layout
         )
-        values = {**flatten(config), "megapipe's files": package_hash(), "torch": torch_version()}
-        rendezvous.compare_ranks(store, info, values, timeout)
+        rendezvous.compare_ranks(store, info, compared(config), timeout)
         device, backend = devices.choose(config.parallel, info, store)
         kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
         config, layout = resolve(
@@ -166,7 +168,8 @@ def start(
         ending.cleanup()  # after the peers know: an upload may take its time
 
 
-def torch_version() -> str:
+def compared(config: Config) -> dict[str, object]:
+    """What all ranks have to have alike: every key of a resolved configuration, and the code."""
     import torch
 
-    return torch.__version__
+    return {**flatten(config), "megapipe's files": package_hash(), "torch": torch.__version__}

@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from megapipe.command_line import keep_others_out, take_any_character
+from megapipe.command_line import TRACEBACK, keep_others_out, take_any_character
 from megapipe.errors import MegapipeError, Preempted
 from megapipe.launch import place, shutdown
 from megapipe.launch.signals import StopRequest
@@ -25,22 +25,27 @@ def train(argv: Sequence[str]) -> int:
     """Do as `argv` asks; returns the exit code."""
     keep_others_out()
     info = place.LaunchInfo()
+    trace = TRACEBACK in argv
     ender = threading.RLock()
 
     def end(error: MegapipeError) -> int:
         ender.acquire()  # for good: where another thread ends the process this one waits here
-        return shutdown.end_early(error, info)
+        return shutdown.end_early(error, info, trace=trace)
 
     def leave(error: Preempted) -> int:
         if not ender.acquire(blocking=False):  # it ends already, and has only to wait for others
             return error.exit_code
-        return shutdown.end_early(error, info)
+        return shutdown.end_early(error, info, trace=trace)
 
     with StopRequest() as stop:
         try:
             with stop.steady:  # who speaks follows from the place
                 stop.leave = leave
-                info = place.find_launch_info(os.environ)
+                try:
+                    info = place.find_launch_info(os.environ)
+                except MegapipeError:
+                    info = place.likely_place(os.environ)
+                    raise
             # below here, as they take a second, in which a signal may come
             from megapipe import cli
             from megapipe.train import job

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megapipe.checkpoint.folders import FAILED_PREFIX, committed
 from megapipe.checkpoint.manifest import MANIFEST
-from megapipe.checkpoint.reader import Checkpoint, find_newest
+from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
 from megapipe.checkpoint_config import CheckpointConfig
 from megapipe.config import Config
 from megapipe.convert.folder import HuggingFaceFolder, read_model
@@ -75,8 +75,12 @@ def choose(
     if found.checkpoint is not None:
         return Source(found.checkpoint, is_own=True, skipped=found.skipped, failed=failed)
     if found.damaged or config.run.resume == "must":
+        where = "" if found.damaged else "run.resume=must: "
         reasons = f": {'; '.join(found.skipped)}" if found.skipped else ""
-        raise CheckpointError(f"{checkpoints}: no checkpoint to resume from{reasons}")
+        raise CheckpointError(
+            f"{where}{checkpoints}: no checkpoint to resume from{reasons}; "
+            + ("to begin anew choose another run.name" if reasons else "expected one, or auto")
+        )
     source = Source(skipped=found.skipped)
     if config.checkpoint.load is not None:
         try:
@@ -252,18 +256,17 @@ def _failed(folder: Path, before: int, mesh: ParallelMesh) -> list[Path]:
 def _newest(
     checkpoints: Path, skip: set[Path], skipped: list[str], mesh: ParallelMesh
 ) -> Path | None:
-    """The newest checkpoint that rank 0 finds; its `skipped` gets why it passed over others."""
-    text, error = "", None
+    """The newest checkpoint that rank 0 finds; `skipped` gets why it passed over others."""
+    found, error = Found(None, []), None
     if mesh.rank == 0:
         try:
             found = find_newest(checkpoints, skip=skip)
-            skipped += found.skipped if not skip else []
-            text = str(found.path or "")
         except MegapipeError as problem:
             error = problem
     all_or_none(mesh, error)
-    text = mesh.share(text)
-    return Path(text) if text else None
+    name, reasons = json.loads(mesh.share(json.dumps([str(found.path or ""), found.skipped])))
+    skipped += reasons if not skip else []
+    return Path(name) if name else None
 
 
 def verified(path: Path, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import socket
@@ -120,13 +121,17 @@ def _take(folder: RunFolder) -> None:
 
 def _refuse_what_is_in_the_way(folder: Path) -> None:
     """Raise :class:`ConfigError` for a link in the folder, by which writes would leave it, and for
-    a folder where a file of the run should be."""
-    for entry in os.scandir(folder):
+    a folder where a file of the run should be, or the other way round."""
+    checkpoints = RunFolder(folder).checkpoints
+    inside = os.scandir(checkpoints) if checkpoints.is_dir() else ()
+    for entry in itertools.chain(os.scandir(folder), inside):
         if entry.is_symlink():
             raise ConfigError(
                 f"run.folder: {entry.path} is a symbolic link, which a run does not write through: "
                 "remove it, or have run.folder lie where it leads"
             )
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise ConfigError(f"run.folder: {checkpoints} is a file: expected a folder or nothing")
     for path in (folder / name for name in FILES):
         if path.is_dir():
             raise ConfigError(f"run.folder: {path} is a folder: expected a file or nothing")

@@ -1,5 +1,5 @@
-"""Bad input of the commands for data and models, and of the keys that go with them: one line, a
-documented exit code, nothing left behind, by processes of their own.
+"""Bad input of the commands for data and models: one line, a documented exit code, nothing left
+behind, by processes of their own.
 
 Each case runs as ``python SCRIPT ...`` does but for the start of the interpreter, which a server of
 forks has done once for all (``tests/parity/launches.py``). About one case a command is run by an
@@ -37,23 +37,23 @@ def folder(made: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.name)
 def test_one_line_and_a_code(bad: Bad, folder: Path) -> None:
     bad.prepare(folder)
-    given = bad.arguments(folder)
+    given = bad.arguments()
     before = names_in(folder)
-    fork_script(folder, bad.script, *given, ranks=bad.ranks).assert_one_line(bad.code, *bad.words)
+    fork_script(folder, bad.script, *given).assert_one_line(bad.code, *bad.words)
     assert names_in(folder) == before
 
 
 @pytest.mark.parametrize("bad", [bad for bad in CASES if bad.alone], ids=lambda bad: bad.name)
 def test_by_an_interpreter_of_its_own(bad: Bad, folder: Path) -> None:
     bad.prepare(folder)
-    run_script(folder, bad.script, *bad.arguments(folder)).assert_one_line(bad.code, *bad.words)
+    run_script(folder, bad.script, *bad.arguments()).assert_one_line(bad.code, *bad.words)
 
 
 def test_there_is_a_case_of_each_command() -> None:
-    assert len({bad.name for bad in CASES}) == len(CASES) >= 40
-    assert len([bad for bad in CASES if bad.alone]) >= 12
+    assert len({bad.name for bad in CASES}) == len(CASES) >= 80
+    assert len([bad for bad in CASES if bad.alone]) >= 11
 
 
 def names_in(folder: Path) -> set[str]:
-    """What is there, but for the caches and runs that a run may begin."""
-    return {path.name for path in folder.iterdir()} - {"c", "cache", "runs"}
+    """What is there, but for a cache."""
+    return {path.name for path in folder.iterdir()} - {"c"}

@@ -1,19 +1,25 @@
-"""Bad input, launched for real: one line per job, a documented exit code, no process left."""
+"""Bad input, launched for real: one line per job, a documented exit code, no process left.
+
+The table is in ``tests/parity/bad_input``; its cases are started as two ranks or more, each a
+process of its own, but for the start of the interpreter (``tests/parity/launches.py``).
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from megapipe.keys import SECTIONS
+from tests.parity.bad_folder import make_folder
+from tests.parity.bad_input.case import Bad
+from tests.parity.bad_input.table import TABLE, named
 from tests.parity.jobs import (
     ENDLESS,
     ROOT,
@@ -29,168 +35,102 @@ from tests.parity.launches import run_forked
 
 pytestmark = pytest.mark.full
 
-Prepare = Callable[[Path], dict[str, str]]
+ENDS_S = 15.0
+"""Within which every rank ends."""
+CROWDED = 4
+"""Processes for each core, beyond which a job may wait longer than that for its turn."""
+LAUNCHED = named("a key of the model with a typing mistake", "kernels.attention is not installed",
+                 "no such file for a corpus", "load of nothing", "no such tokenizer",
+                 "numbers that are not finite")  # fmt: skip
+"""Cases for launchers: from before the processes meet, before the corpus and after it."""
 
 
-@dataclass(frozen=True)
-class Bad:
-    """What is wrong: settings, perhaps with files that `prepare` makes, and what is reported."""
-
-    name: str
-    code: int
-    words: tuple[str, ...]
-    prepare: Prepare
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad") / "made"
+    make_folder(folder)
+    return folder
 
 
-def settings(**wrong: str) -> Prepare:
-    """Settings with ``section__key`` set wrongly."""
-    return lambda folder: {key.replace("__", "."): value for key, value in wrong.items()}
+def folder_of(bad: Bad, made: Path, parent: Path) -> Path:
+    """A folder of its own in which the case is prepared."""
+    folder = Path(shutil.copytree(made, parent / "here", symlinks=True))
+    bad.prepare(folder)
+    return folder
 
 
-def source(name: str, content: bytes | None) -> Prepare:
-    """A corpus file with this content; None: there is none."""
-
-    def prepare(folder: Path) -> dict[str, str]:
-        path = folder / name
-        if content is not None:
-            path.write_bytes(content)
-        return {"data.source": str(path)}
-
-    return prepare
-
-
-def no_example(folder: Path) -> dict[str, str]:
-    """Rows of which the second has no completion."""
-    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "c"}\n')
-    return {"data.source": str(folder / "rows.jsonl"), "data.samples": "supervised"}
-
-
-def pipe(folder: Path) -> dict[str, str]:
-    os.mkfifo(folder / "pipe.txt")
-    return {"data.source": str(folder / "pipe.txt")}
-
-
-def forbidden(folder: Path) -> dict[str, str]:
-    path = folder / "forbidden.txt"
-    path.write_text("text")
-    path.chmod(0)
-    return {"data.source": str(path)}
-
-
-def occupied_folder(key: str) -> Prepare:
-    """A file where a folder should be made."""
-
-    def prepare(folder: Path) -> dict[str, str]:
-        (folder / "file").write_text("")
-        return {key: str(folder / "file" / "inside")}
-
-    return prepare
-
-
-def foreign_token(folder: Path) -> dict[str, str]:
-    """A cached token file with one id beyond the vocabulary, in the middle."""
-    from megapipe.data.prepare import prepare
-    from megapipe.data.tokenizer import load_tokenizer
-    from megapipe.data.tokens.checksums import write_checksums
-    from megapipe.data_config import DataConfig
-
-    given = tiny(folder)
-    config = DataConfig(source=given["data.source"], cache=given["data.cache"])
-    made = prepare(config, load_tokenizer("byte"), progress=False)
-    tokens = np.memmap(made.folder / "train.bin", dtype="<u2", mode="r+")
-    tokens[len(tokens) // 2] = 300
-    tokens.flush()
-    write_checksums(made.folder / "train")
-    return {"train.steps": "1000", "optimizer.schedule": "constant", "log.every": "1000"}
-
-
-EARLY = [
-    Bad("key", 2, ("model.hiden", "model.hidden"), settings(model__hiden="16")),
-    Bad("type", 2, ("model.hidden=wide", "expected"), settings(model__hidden="wide")),
-    Bad("layout", 2, ("model.heads=3", "hidden"), settings(model__heads="3")),
-    Bad(
-        "schedule",
-        2,
-        ("pipeline.schedule=no/own.csv", "No such file"),
-        settings(pipeline__schedule="no/own.csv"),
-    ),
-    Bad("world size", 4, ("world size",), settings(parallel__pp="3")),
-    Bad("tokenizer", 3, ("tokenizer",), settings(data__tokenizer="./no/such/folder")),
-]
-BEFORE_DATA = [
-    Bad("run folder", 2, ("run.folder",), occupied_folder("run.folder")),
-    Bad(
-        "kernel",
-        2,
-        ("kernels.attention=flash_attn", "expected auto"),
-        settings(kernels__attention="flash_attn"),
-    ),
-    Bad("checkpoint", 5, ("checkpoint.load", "gone"), settings(checkpoint__load="./gone")),
-]
-LATE = [
-    Bad("missing corpus", 3, ("no such file", "gone.txt"), source("gone.txt", None)),
-    Bad("empty corpus", 3, ("empty",), source("empty.txt", b"")),
-    Bad("corpus is a pipe", 3, ("pipe.txt", "regular file"), pipe),
-    Bad("corpus is junk", 3, ("junk.parquet", "cannot be read"), source("junk.parquet", b"PAR1x")),
-    Bad("corpus is not UTF-8", 3, ("latin.txt", "offset 3"), source("latin.txt", b"caf\xe9 noir")),
-    Bad("cache", 3, ("data.cache",), occupied_folder("data.cache")),
-    Bad("no example", 3, ("rows.jsonl: line 2 has neither 'messages'", "prompt"), no_example),
-    Bad(
-        "no mark",
-        3,
-        ("tokenizer 'byte' has no token '<p>' (data.fim_tokens)",),
-        settings(data__fim_rate="0.5", data__fim_tokens="[<p>, <s>, <m>]"),
-    ),
-    Bad("token id", 3, ("token id 300", "0 to 256", "train.bin"), foreign_token),
-    Bad("numbers", 6, ("not finite",), settings(optimizer__lr="1e38", optimizer__clip="null")),
-]
-if os.geteuid() != 0:  # permissions do not bind root
-    LATE.append(Bad("unreadable corpus", 3, ("forbidden.txt", "Permission"), forbidden))
-
-
-ALL = [*EARLY, *BEFORE_DATA, *LATE]
-
-
-def overridden(folder: Path, bad: Bad) -> list[str]:
-    return arguments({**tiny(folder), **bad.prepare(folder)})
-
-
-@pytest.mark.parametrize("bad", [EARLY[0], LATE[0]], ids=lambda bad: bad.name)
-def test_under_torchrun(bad: Bad, tmp_path: Path) -> None:
-    run_torchrun(tmp_path, 2, *overridden(tmp_path, bad)).assert_one_line(bad.code, *bad.words)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        pytest.param(
-            bad, marks=[] if bad in (EARLY[0], BEFORE_DATA[0], LATE[0]) else pytest.mark.slow
-        )
-        for bad in ALL
-    ],
-    ids=lambda bad: bad.name,
-)
-def test_under_our_launcher(bad: Bad, tmp_path: Path) -> None:
-    """Which adds nothing to the line and hands on the exit code."""
-    outcome = run_launched(tmp_path, 2, *overridden(tmp_path, bad))
-    assert_reported(bad, outcome, tmp_path)
-
-
-@pytest.mark.parametrize("bad", ALL, ids=lambda bad: bad.name)
-def test_by_two_ranks(bad: Bad, tmp_path: Path) -> None:
-    assert_reported(bad, run_forked(tmp_path, 2, *overridden(tmp_path, bad)), tmp_path)
+def run(bad: Bad, folder: Path, ranks: int) -> Outcome:
+    return run_forked(
+        folder,
+        ranks,
+        *bad.arguments(folder),
+        environ=bad.environ,
+        places=bad.places,
+        privileged=bad.privileged,
+    )
 
 
 def assert_reported(bad: Bad, outcome: Outcome, folder: Path) -> None:
     outcome.assert_one_line(bad.code, *bad.words)
-    if bad not in LATE:
+    assert "Traceback" not in outcome.text
+    assert not (folder / "canary").exists(), "what was read has run a command"
+    if not bad.late:
         assert len(outcome.text.splitlines()) == 1, outcome.text
         assert not (folder / "cache").exists(), "a corpus was prepared for nothing"
 
 
-@pytest.mark.parametrize("bad", [*EARLY, LATE[0]], ids=lambda bad: bad.name)
-def test_as_one_process(bad: Bad, tmp_path: Path) -> None:
-    run_forked(tmp_path, 1, *overridden(tmp_path, bad)).assert_one_line(bad.code, *bad.words)
+def test_the_table_is_long_and_wide() -> None:
+    assert len({bad.name for bad in TABLE}) == len(TABLE) >= 120
+    assert all(bad.ranks >= 2 for bad in TABLE)
+    told = " ".join(word for bad in TABLE for word in bad.words)
+    assert [name for name in SECTIONS if f"{name}." not in told] == []
+    assert {bad.code for bad in TABLE} == {2, 3, 4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.name)
+def test_by_two_ranks_or_more(bad: Bad, made: Path, tmp_path: Path) -> None:
+    folder = folder_of(bad, made, tmp_path)
+    outcome = run(bad, folder, bad.ranks)
+    assert_reported(bad, outcome, folder)
+    assert outcome.seconds < ENDS_S or os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize("bad", LAUNCHED[0:3:2], ids=lambda bad: bad.name)
+def test_under_torchrun(bad: Bad, made: Path, tmp_path: Path) -> None:
+    folder = folder_of(bad, made, tmp_path)
+    given = ["run.folder=" + str(folder / "runs"), "data.cache=" + str(folder / "cache")]
+    outcome = run_torchrun(tmp_path, 2, *bad.arguments(folder), *given)
+    outcome.assert_one_line(bad.code, *bad.words)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [pytest.param(b, marks=[] if i < 3 else pytest.mark.slow) for i, b in enumerate(LAUNCHED)],
+    ids=lambda bad: bad.name,
+)
+def test_under_our_launcher(bad: Bad, made: Path, tmp_path: Path) -> None:
+    """Which adds nothing to the line and hands on the exit code."""
+    folder = folder_of(bad, made, tmp_path)
+    given = [f"run.folder={folder / 'runs'}", f"data.cache={folder / 'cache'}"]
+    assert_reported(bad, run_launched(tmp_path, 2, *bad.arguments(folder), *given), folder)
+
+
+@pytest.mark.parametrize("bad", LAUNCHED[:3], ids=lambda bad: bad.name)
+def test_as_one_process(bad: Bad, made: Path, tmp_path: Path) -> None:
+    folder = folder_of(bad, made, tmp_path)
+    run(bad, folder, 1).assert_one_line(bad.code, *bad.words)
+
+
+def test_an_error_with_its_traceback(tmp_path: Path) -> None:
+    """Where it arose, also in code of the user's; the line is the last one, and there is one."""
+    (tmp_path / "own.py").write_text("def f(ranks, microbatches):\n    raise ValueError('no')\n")
+    given = [*arguments(tiny(tmp_path)), "pipeline.schedule=own:f"]
+    for wrong, place in ((["--traceback"], "own.py"), (["--traceback", "log.every=0"], "cli.py")):
+        outcome = run_forked(tmp_path, 2, *given, *wrong)
+        assert (outcome.codes, len(outcome.errors)) == ([2, 2], 1)
+        assert outcome.text.count("Traceback (most recent call last)") >= 1
+        assert place in outcome.text
+        assert outcome.text.splitlines()[-1] == outcome.errors[0]
 
 
 def test_a_compiler_that_fails_is_told_before_data_is_prepared(

@@ -1,4 +1,4 @@
-"""What a user may get wrong with data, models and their commands, and what is to be said of it."""
+"""What a user may get wrong with the commands for data and models, and what is to be said of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.parity.bad_folder import (
+    LONG,
     cut_off,
     gone,
     in_config,
@@ -19,16 +20,12 @@ from tests.parity.bad_folder import (
     twice,
     with_manifest,
 )
-from tests.parity.jobs import arguments, tiny
 
-TRAIN, DATA, CONVERT, GENERATE = (
-    "train.py",
+DATA, CONVERT, GENERATE = (
     "scripts/prepare_data.py",
     "scripts/convert.py",
     "scripts/generate.py",
 )
-LONG = "n" * 300
-"""A name that no file system takes."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +42,12 @@ class Bad:
     code: int
     words: tuple[str, ...]
     prepare: Callable[[Path], object] = lambda folder: None
-    ranks: int = 1
     alone: bool = False
 
-    def arguments(self, folder: Path) -> list[str]:
-        given = self.argv.split() if isinstance(self.argv, str) else list(self.argv)
-        if self.script != TRAIN:
-            return given
-        usual = {key: value for key, value in tiny(folder).items() if str(folder) not in value}
-        usual |= {"data.source": "texts.txt", "parallel.dp": str(self.ranks)}
-        return [*arguments(usual), *given]
+    def arguments(self) -> list[str]:
+        return self.argv.split() if isinstance(self.argv, str) else list(self.argv)
 
 
-MIXTURE = "data.source=stdlib data.mixture.a.source=t data.mixture.b.source=texts.txt"
-OF_T = ("data.source=t", "data.samples=megatron")
 OUTPUT = "--source texts.txt --output out"
 READ, WRITE = "hf-to-megapipe hf new", "megapipe-to-hf run new"
 
@@ -215,90 +204,8 @@ OF_MODELS = [
         ("--prompts empty: Is a directory",)),
     Bad("prompts of nothing", GENERATE, "run --prompts empty.txt", 3, ("it is empty",)),
 ]  # fmt: skip
-OF_RUNS = [
-    Bad("a NUL", TRAIN, ('data.source="a\\0b"',), 2,
-        ("data.source", "expected text without a NUL"), alone=True),
-    Bad("a long name", TRAIN, f"data.source={LONG}", 3,
-        ("corpus 'nnn", "File name too long"), ranks=2),
-    Bad("a long configuration", TRAIN, f"{LONG}.yaml", 2, (": ", "nnn")),
-    Bad("a prefix without its index", TRAIN, "data.source=t", 3, ("token file", "t.idx: No such"),
-        gone("t.idx"), ranks=2),
-    Bad("ids beyond the model", TRAIN, "data.source=big", 3,
-        ("token id 69", "0 to 256", "big.bin"), ranks=2),
-    Bad("more ids than the model", TRAIN,
-        "data.tokenizer=./bpe/tokenizer.json model.vocab_size=257", 2,
-        ("model.vocab_size=257", "320")),
-    Bad("a tokenizer without its end", TRAIN, "data.tokenizer=./endless/tokenizer.json", 3,
-        ("no end-of-document token",), ranks=2),
-    Bad("a split of nothing", TRAIN, "data.source=t data.split=0,0,0", 2,
-        ("data.split=0,0,0", "expected one above 0"), alone=True),
-    Bad("a split that leaves nothing", TRAIN, "data.source=t data.split=0,1", 3,
-        ("data.split=0,1 leaves nothing of the 40 sequences",), ranks=2),
-    Bad("a split in words", TRAIN, "data.source=t data.split=most", 2,
-        ("data.split=most: expected",)),
-    Bad("a split of texts", TRAIN, "data.split=9,1", 2, ("data.split=9,1 is for token files",)),
-    Bad("zero weights", TRAIN, f"{MIXTURE} data.mixture.a.weight=0 data.mixture.b.weight=0", 2,
-        ("data.mixture.a.weight=0: expected a number > 0",)),
-    Bad("weights that end", TRAIN,
-        (*MIXTURE.split(), "data.mixture.a.weight=[[0,1],[2,0]]", "data.mixture.b.weight=[[0,0]]"),
-        2, ("data.mixture: from step 2 on all weights are 0",)),
-    Bad("a negative weight", TRAIN, f"{MIXTURE} data.mixture.a.weight=-1", 2,
-        ("weight=-1: expected",)),
-    Bad("an infinite weight", TRAIN, f"{MIXTURE} data.mixture.a.weight=.inf", 2,
-        ("not a finite",)),
-    Bad("a weight missing", TRAIN, f"{MIXTURE} data.mixture.a.weight=1", 2, ("missing for b",)),
-    Bad("weights too large", TRAIN,
-        "data.source=stdlib data.mixture.a.source=t data.mixture.b.source=t data.samples=megatron "
-        "data.mixture.a.weight=1e308 data.mixture.b.weight=1e308",
-        2, ("of a finite sum",), ranks=2),
-    Bad("a mixture that is used up", TRAIN,
-        f"{MIXTURE} data.mixture.a.epochs=0.05 data.mixture.b.tokens=20 train.steps=90",
-        3, ("tokens and epochs of a, b are used up after", "fewer train.steps"), ranks=2),
-    Bad("too little for a sample", TRAIN,
-        "data.source=t train.sequence_length=2000", 3,
-        ("t.bin has", "one sample needs 2001"), ranks=2),
-    Bad("megatron of texts", TRAIN,
-        "data.samples=megatron data.document_mask=true data.source=empty.txt", 3,
-        ("'empty.txt' is empty",)),
-    Bad("fim without tokens", TRAIN, "data.fim_rate=0.5", 2, ("needs data.fim_tokens",)),
-    Bad("fim tokens that are none", TRAIN,
-        ("data.fim_rate=0.5", "data.fim_tokens=[<p>, <s>, <m>]"), 3, ("has no token '<p>'",),
-        ranks=2),
-    Bad("a template that is gone", TRAIN,
-        "data.samples=supervised data.chat_template=gone.jinja data.source=rows.jsonl", 3,
-        ("data.chat_template=gone.jinja: No such file",), ranks=2),
-    Bad("a source of no name", TRAIN, ("data.source=''",), 3, ("corpus '': expected a file",)),
-    Bad("a URL that fsspec lacks", TRAIN, "data.source=nothing://x/y", 3, ("nothing://x/y",),
-        ranks=2),
-    Bad("load of nothing", TRAIN, "checkpoint.load=./gone", 5,
-        ("checkpoint.load: ./gone: no such",), ranks=2),
-    Bad("load of a file", TRAIN, "checkpoint.load=texts.txt", 5, ("no such folder",)),
-    Bad("load of a long name", TRAIN, f"checkpoint.load={LONG}", 5, ("no such folder",), ranks=2),
-    Bad("load of an empty folder", TRAIN, "checkpoint.load=empty", 5,
-        ("empty is neither a checkpoint", "config.json"), ranks=2),
-    Bad("load of the latest of none", TRAIN, "checkpoint.load=latest", 5, ("no run in",), ranks=2),
-    Bad("load of an unknown family", TRAIN, "checkpoint.load=hf", 2,
-        ("checkpoint.load: ", "'opt'"), in_config(model_type="opt"), ranks=2),
-    Bad("load with a missing shard", TRAIN, "checkpoint.load=hf", 5, ("shard model-00002",),
-        gone("hf/model-00002-of-00002.safetensors"), ranks=2),
-    Bad("load of another model", TRAIN, "checkpoint.load=hf", 5,
-        ("hf is of another model", "model.norm is layernorm, there rmsnorm", "--config"), ranks=2),
-    Bad("load of a damaged run", TRAIN, "checkpoint.load=run checkpoint.load_only=weights", 5,
-        ("checkpoint.load: ", "no checkpoint is intact"),
-        cut_off("run/checkpoints/*/*.safetensors", 3), ranks=2),
-    Bad("load of some of it", TRAIN, "checkpoint.load=run checkpoint.load_only=most", 2,
-        ("checkpoint.load_only=most: expected one of all, weights",)),
-    Bad("export of a model that no class has", TRAIN,
-        "checkpoint.export_every=2 model.positions=alibi model.norm=rmsnorm", 2,
-        ("checkpoint.export_every=2: model.norm = rmsnorm cannot be expressed",)),
-    Bad("export now and then", TRAIN, "checkpoint.export_every=-1", 2,
-        ("checkpoint.export_every=-1: expected a whole number >= 0",)),
-    Bad("a key twice in a file", TRAIN, "twice.yaml", 2,
-        ("twice.yaml:3: data.source is given twice",),
-        text("twice.yaml", "data:\n  source: a\n  source: b\n")),
-]  # fmt: skip
 
 
 def every() -> Iterator[Bad]:
     """All of them; their names differ."""
-    yield from (*OF_DATA, *OF_MODELS, *OF_RUNS)
+    yield from (*OF_DATA, *OF_MODELS)

@@ -20,6 +20,8 @@ from tests.parity.reference import init_random
 from tests.unit.data.data_cases import train_bpe
 from tests.unit.model.transformers_models import model_of
 
+LONG = "n" * 300
+"""A name that no file system takes."""
 MODEL = model_of("llama_gqa").model_copy(update={"dtype": "fp32", "vocab_size": 257, "layers": 2})
 
 

@@ -20,11 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from megapipe.testing import PRELOAD
 from tests.parity.jobs import LAUNCHERS, LIMIT_S, ROOT, Outcome, free_port
+from tests.parity.privileges import obey_permissions
 
 PROCESSOR_S = 15.0
 """Processor time that it may take to report a mistake; a machine may be shared."""
@@ -36,10 +38,9 @@ _LOADED = (
 
 @dataclass(frozen=True)
 class Ended:
-    """What is over: the exit code of all processes, and what they wrote."""
+    """What is over: the exit code of a process, and what it wrote."""
 
-    code: int | None
-    """None: they have different ones."""
+    code: int
     out: str
     err: str
 
@@ -73,10 +74,10 @@ def _processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def fork_script(folder: Path, script: str, *argv: str, ranks: int = 1) -> Ended:
-    """A script by `ranks` processes of a server that has its modules loaded, in `folder`."""
-    codes, out, err = _fork(folder, script, argv, ranks, {}, LIMIT_S)
-    return Ended(codes[0] if len(set(codes)) == 1 else None, out, err)
+def fork_script(folder: Path, script: str, *argv: str) -> Ended:
+    """A script by a process of a server that has its modules loaded, in `folder`."""
+    (code,), out, err = _fork(folder, script, argv, 1, {}, LIMIT_S)
+    return Ended(code, out, err)
 
 
 def run_forked(
@@ -85,11 +86,21 @@ def run_forked(
     *argv: str,
     script: str = "train.py",
     environ: Mapping[str, str] | None = None,
+    places: Mapping[str, str | None] | None = None,
+    privileged: bool = True,
+    last: Sequence[str] = (),
     limit_s: float = LIMIT_S,
 ) -> Outcome:
-    """A job of `ranks` such processes in `folder`."""
+    """A job of `ranks` such processes in `folder`.
+
+    `places` changes the variables by which a rank knows its place: {rank} in a value is its own
+    number, {port} that of the store; None: not set. Processes that are not `privileged` are bound
+    by permissions, even root's. The last rank has the arguments `last` besides.
+    """
     began = time.monotonic()
-    codes, out, err = _fork(folder, script, argv, ranks, environ or {}, limit_s)
+    codes, out, err = _fork(
+        folder, script, argv, ranks, environ or {}, limit_s, places or {}, privileged, last
+    )
     seconds = time.monotonic() - began
     assert seconds < limit_s, f"the job does not end:\n{out}{err}"
     return Outcome(out + err, codes, seconds)
@@ -102,6 +113,9 @@ def _fork(
     ranks: int,
     environ: Mapping[str, str],
     limit_s: float,
+    places: Mapping[str, str | None] = MappingProxyType({}),
+    privileged: bool = True,
+    last: Sequence[str] = (),
 ) -> tuple[list[int], str, str]:
     """Exit codes, and what all processes have written to both streams. What takes longer is
     killed."""
@@ -121,9 +135,15 @@ def _fork(
         world = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
         given = {**world, "MASTER_ADDR": "127.0.0.1"} if ranks > 1 else {}
         streams = [str(folder / f".{name}-{rank}") for name in ("out", "err")]
+        variables = _environment({**environ, **given})
+        for name, value in places.items():
+            variables.pop(name, None)
+            if value is not None:
+                placed = value.replace("{rank}", str(rank)).replace("{port}", str(port))
+                variables[name] = placed
+        own = [*argv, *(last if rank == ranks - 1 else ())]
         process = context.Process(
-            target=_run,
-            args=(str(folder), _environment({**environ, **given}), streams, script, argv),
+            target=_run, args=(str(folder), variables, streams, script, own, privileged)
         )
         process.start()
         processes.append(process)
@@ -143,10 +163,17 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(
-    folder: str, environ: dict[str, str], streams: Sequence[str], script: str, argv: Sequence[str]
+    folder: str,
+    environ: dict[str, str],
+    streams: Sequence[str],
+    script: str,
+    argv: Sequence[str],
+    privileged: bool,
 ) -> None:
     """Become the process that ``python SCRIPT ARGV`` is in `folder`."""
     os.setsid()
+    if not privileged:
+        obey_permissions()
     for stream, path in zip((1, 2), streams, strict=True):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, stream)

@@ -51,7 +51,7 @@ def blend_index(weights: Sequence[float] | Floats, size: int) -> Index:
     """
     shares = np.array(weights, np.float64)
     if not np.all(shares > 0):
-        raise ConfigError(f"weights of a blend {shares.tolist()}: expected positive numbers")
+        raise ConfigError(f"data.mixture: weights {shares.tolist()}: expected positive numbers")
     return _Lanes(shares, size).index()
 
 

@@ -22,7 +22,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
         total = given.sum()
     if not len(given) or not np.all(given > 0) or not np.isfinite(total):
         raise ConfigError(
-            f"weights of a blend {list(weights)}: expected positive numbers, of a finite sum"
+            f"data.mixture: weights {list(weights)}: expected positive numbers, of a finite sum"
         )
     return (given / total).tolist()
 

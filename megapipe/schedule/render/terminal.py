@@ -54,7 +54,9 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
     A cell is as wide as its operation is long: kind, micro-batch (and slice), and with several
     chunks a letter for the chunk, as in ``F3b``; ``&`` joins a pair. A second row of a rank shows
     when it gathers parameters and reduces gradients, with the stage: ``<3<<<`` and ``>3>>>``. If
-    `width` columns are too few, the same time in the middle is left out of all rows.
+    `width` columns are too few, the same time in the middle is left out of all rows. No cell is
+    wider than the drawing: beside an operation that takes a thousand times as long as others, these
+    have no room.
     """
     timeline = drawn if isinstance(drawn, Timeline) else simulate(drawn)
     chunks = most_chunks(timeline.schedule.placement)
@@ -69,9 +71,10 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
     ]
     room = max(width - prefix, 4 * max(label for label, _ in lengths))
     usual, origin = usual_length(rows), timeline.begin
+    widest = room / max(length for _, length in lengths)
     for least, gap in ((0, 1), (usual, 1), (usual, 0)):
         fitted = [(label + gap) / length for label, length in lengths if length >= least]
-        scale = float(max(fitted))
+        scale = float(min(max(fitted), widest))
         total = round(float(timeline.makespan) * scale)
         if total <= room:
             break

@@ -94,7 +94,7 @@ def test_sizes() -> None:
 
 def test_wrong_weights() -> None:
     for wrong in ([], [1.0, 0.0], [1.0, -1.0], [float("nan"), 1.0], [float("inf")]):
-        with pytest.raises(ConfigError, match=r"weights of a blend \[.*expected positive"):
+        with pytest.raises(ConfigError, match=r"data.mixture: weights \[.*expected positive"):
             BlendSizes.weighted(wrong, 10)
     with pytest.raises(ConfigError, match="expected positive numbers"):
         blend_index([1.0, 0.0], 10)

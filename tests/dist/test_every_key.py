@@ -1,0 +1,85 @@
+"""Whatever key one rank has otherwise than the others: all end before they train, and say which.
+
+The other values are made from the types of the keys (``tests/parity/other_values.py``). For every
+key the ranks are threads that compare in a real store what ranks compare; for one of each section
+they are processes that were started so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from megapipe.errors import LaunchError
+from megapipe.keys import KEYS, SECTIONS
+from megapipe.launch.place import LaunchInfo
+from megapipe.launch.rendezvous import compare_ranks
+from megapipe.train.job import compared
+from tests.parity.jobs import arguments, tiny
+from tests.parity.launches import run_forked
+from tests.parity.other_values import ALONE, GIVEN, WORLD, other, outcome, resolved
+from tests.parity.threads import at_once
+
+STARTED = (
+    *("run.seed", "model.init_std", "lora.alpha", "parallel.sequence_parallel", "pipeline.debug"),
+    *("activations.policy", "data.text_field", "optimizer.lr", "kernels.overlap"),
+    *("train.validate_every", "numbers.spike_factor", "checkpoint.keep", "log.every"),
+)
+"""A key of each section."""
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def test_a_key_of_each_section_is_started_and_few_have_no_other_value() -> None:
+    assert [key.partition(".")[0] for key in STARTED] == list(SECTIONS)
+    assert set(STARTED) | set(ALONE) <= set(KEYS)
+    assert len(ALONE) <= 2
+    assert all(ALONE.values())
+
+
+def test_a_run_has_its_ranks_compare_every_key() -> None:
+    values = compared(resolved(list(GIVEN)))
+    assert values.keys() > set(KEYS)
+    assert outcome(list(GIVEN)).items() <= values.items()
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_ranks_see_every_difference(section: str, port: int) -> None:
+    for key in (key for key in KEYS if key.partition(".")[0] == section and key not in ALONE):
+        common, different = other(key)
+        values = [outcome(given) for given in (common, [*common, *different])]
+
+        def compare(rank: int, key: str = key, values: list[dict[str, Any]] = values) -> None:
+            store = PrefixStore(key, TCPStore("127.0.0.1", port))
+            info = LaunchInfo(rank, WORLD, rank, WORLD, port=port, hosted=True)
+            compare_ranks(store, info, values[rank], 10)
+
+        first, second = at_once(WORLD, compare)
+        assert isinstance(first, LaunchError), key
+        assert str(first) == str(second)
+        assert str(first).startswith("the ranks disagree: ")
+        before, now = (repr(of_rank[key]) for of_rank in values)
+        assert f"{key} is {before} on rank 0 but {now} on rank 1" in str(first)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("key", STARTED)
+def test_processes_that_differ_end_before_they_train(key: str, tmp_path: Path) -> None:
+    common, different = other(key)
+    given = [*arguments(tiny(tmp_path)), *(one for one in common if "source" not in one)]
+    ended = run_forked(tmp_path, WORLD, *given, last=different)
+    ended.assert_one_line(4, "the ranks disagree: ", " on rank 0 but ", " on rank 1")
+    assert re.search(rf"\b{re.escape(key)} is ", ended.errors[0])
+    assert ended.text.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "cache").exists()

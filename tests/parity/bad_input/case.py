@@ -1,0 +1,74 @@
+"""What a user may get wrong when a run is started, and what is to be said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.parity.jobs import arguments, tiny
+
+Prepare = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A mistake: arguments of train.py, the exit code of every rank, words of the one line.
+
+    `prepare` changes the folder, a copy of what `make_folder` makes. `places` and `environ` are
+    variables of the ranks, `privileged` is as :func:`~tests.parity.launches.run_forked` has it.
+    `late`: the line comes after the corpus was prepared, or others before it.
+    """
+
+    name: str
+    argv: str | tuple[str, ...]
+    code: int
+    words: tuple[str, ...]
+    prepare: Prepare = lambda folder: None
+    ranks: int = 2
+    late: bool = False
+    places: Mapping[str, str | None] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    privileged: bool = True
+    without: tuple[str, ...] = ()
+    """Beginnings of keys that the small run does not set then."""
+
+    def arguments(self, folder: Path) -> list[str]:
+        """Those of a small run, and then those that are wrong."""
+        usual = {
+            key: value
+            for key, value in tiny(folder).items()
+            if str(folder) not in value and not key.startswith(self.without)
+        }
+        given = self.argv.split() if isinstance(self.argv, str) else self.argv
+        return [*arguments({**usual, "data.source": "texts.txt"}), *given]
+
+
+def all_of(*changes: Prepare) -> Prepare:
+    """One after the other."""
+
+    def prepare(folder: Path) -> None:
+        for change in changes:
+            change(folder)
+
+    return prepare
+
+
+def mode(name: str, bits: int) -> Prepare:
+    """A file or folder with these permissions."""
+    return lambda folder: (folder / name).chmod(bits)
+
+
+def made(name: str) -> Prepare:
+    """A folder."""
+    return lambda folder: (folder / name).mkdir(parents=True)
+
+
+def link(name: str, target: str) -> Prepare:
+    """A symbolic link."""
+
+    def prepare(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(target)
+
+    return prepare
