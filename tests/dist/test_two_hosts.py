@@ -69,6 +69,11 @@ def enter(host: str) -> None:
     os.close(handle)
 
 
+def network(pid: int) -> str:
+    """Which namespace a process is in."""
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
 def launch(job: Job, host: str, nodes: str, *given: str) -> subprocess.Popen[bytes]:
     """A launcher of one rank on a host."""
     script = job.folder / "train.py"
@@ -107,9 +112,8 @@ def test_a_host_that_is_gone(hosts: list[str], tmp_path: Path) -> None:
         )
         job.await_text("step   3")
         ip("-n", hosts[0], "link", "set", "wire", "down")
-        for pid in job.alive():
-            if os.readlink(f"/proc/{pid}/ns/net") == os.readlink(f"/proc/{first.pid}/ns/net"):
-                os.kill(pid, signal.SIGKILL)
+        for pid in [pid for pid in job.alive() if network(pid) == network(first.pid)]:
+            os.kill(pid, signal.SIGKILL)
         assert second.wait(90) == 0, job.text
         outcome = job.end()
     assert re.findall(r"\| (pp 1 x dp \d)", outcome.text) == ["pp 1 x dp 2", "pp 1 x dp 1"]

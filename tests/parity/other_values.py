@@ -75,6 +75,8 @@ FORMS = {
     "train.loss": "tests.parity.tiny_family:loss_of",
 }
 """Values of keys whose type does not tell which texts and lists they take."""
+BELOW = {"data.mixture": "a.source=x", "parallel.layouts": "a.pp=2"}
+"""Settings below keys that hold several sections by name."""
 ALONE = {
     "parallel.cp": "there is one value so far",
     "parallel.dp": "follows from the number of processes and the other axes; it differs with them",
@@ -128,7 +130,7 @@ def arguments(key: str, info: FieldInfo) -> Iterator[str]:
         yield f"{key}={FORMS[key]}"
         return
     if key in MAPPINGS:
-        yield f"{key}.a=x" if MAPPINGS[key] is None else f"{key}.a.source=x"
+        yield f"{key}.a=x" if MAPPINGS[key] is None else f"{key}.{BELOW[key]}"
         return
     default = info.get_default(call_default_factory=True)
     for value in candidates(info.annotation, default):

@@ -60,5 +60,5 @@ def test_without_others_the_error_says_more() -> None:
 def test_a_layout_that_does_not_go_is_refused() -> None:
     config = parse([*GIVEN, "parallel.layouts.half.chunks=7"]).config
     assert resolve(config, 8, 257)[1].pp == 4
-    with pytest.raises(ConfigError, match="14 stages"):
+    with pytest.raises(ConfigError, match="14 pipeline stages"):
         resolve(config, 4, 257)
