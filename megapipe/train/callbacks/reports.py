@@ -11,6 +11,7 @@ from megapipe.layout.devices import peak
 from megapipe.observe.record import SourceRecord, StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
 from megapipe.train.callbacks.callback import Callback, Run, Step
+from megapipe.train.callbacks.stragglers import StragglerWatch
 from megapipe.train.update import StepResult
 
 SMOOTHING = 0.9
@@ -22,15 +23,21 @@ class Reports(Callback):
 
     `skipped` are the steps since step 0 that were made without an update, `entropy` is that of the
     corpus' unigrams in nats, if it is known, and `training` are the batches that steps
-    take.
+    take. `stragglers` has scored the ranks when it is called.
     """
 
     def __init__(
-        self, *, skipped: int, entropy: float | None, training: Batches | None = None
+        self,
+        *,
+        skipped: int,
+        entropy: float | None,
+        training: Batches | None = None,
+        stragglers: StragglerWatch | None = None,
     ) -> None:
         self._skipped = skipped
         self._entropy = entropy
         self._training = training
+        self._stragglers = stragglers
         self._losses: list[float] = []
         self._tokens = 0
         self._validation_loss: float | None = None
@@ -70,6 +77,7 @@ class Reports(Callback):
         flops = tokens * run.layout.model.token_flops()
         tflops = flops / seconds / run.mesh.world / 1e12
         limit = _peak(run)
+        slowest = None if self._stragglers is None else self._stragglers.slowest
         skips = run.train_step.scaler.scales or run.config.numbers.skips
         return StepRecord(
             step=step,
@@ -88,6 +96,8 @@ class Reports(Callback):
             loss_scale=result.loss_scale if run.train_step.scaler.scales else None,
             skipped=self._skipped if skips else None,
             sources=self._sources(run, result, samples(step)),
+            slowest_rank=None if slowest is None else slowest.rank,
+            slowest_score=None if slowest is None else slowest.value,
         )
 
     def _sources(
