@@ -1,10 +1,9 @@
-"""Jobs of which ranks are slow: they sleep after each operation, or are stopped by turns."""
+"""Jobs of which some ranks are slow: they sleep longer in each operation, or get less processor."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,11 @@ from typing import Any
 from tests.parity.jobs import ROOT, Outcome, arguments, tiny
 from tests.parity.launches import run_forked
 
+EVERY = 8
+STEPS = 5 + 2 * EVERY
 SCRIPT = """
-import functools, json, random, sys, time
+import functools, json, os, random, sys, time
+from pathlib import Path
 sys.path.insert(0, {root!r})
 from megapipe.engine.stage import Stage
 from megapipe.train import job
@@ -22,21 +24,24 @@ from megapipe.train.main import main
 
 slow = json.loads({slow!r})
 draw = random.Random(5)
+here = int(os.environ["RANK"]) in slow["ranks"]
 step = 0
 
 class Steps(Callback):
+    def begin(self, run):
+        if here and slow["group"]:
+            Path(slow["group"], "cgroup.procs").write_text(str(os.getpid()))
     def before_step(self, run, now):
         global step
-        step = now.number if run.mesh.rank in slow["ranks"] else 0
+        step = now.number
 
 def slowed(call):
     @functools.wraps(call)
-    def run(*args):
-        began = time.perf_counter()
-        result = call(*args)
-        if step and slow["first"] <= step <= slow["last"]:
-            factor = (slow["factor"] - 1) * draw.uniform(0.7, 1.3)
-            time.sleep(factor * (time.perf_counter() - began))
+    def run(stage, *given):
+        result = call(stage, *given)
+        factor = slow["factor"] if here and slow["first"] <= step <= slow["last"] else 1
+        layers = len(stage.module.layers)
+        time.sleep(factor * layers * slow["layer_s"] * draw.uniform(0.9, 1.1))
         return result
     return run
 
@@ -49,12 +54,15 @@ sys.exit(main(sys.argv[1:]))
 
 @dataclass(frozen=True)
 class Slow:
-    """These ranks take `factor` times as long for each operation of steps `first` to `last`."""
+    """Each operation sleeps, for some time for each layer of the stage. That is so much longer, by
+    a factor, on the `ranks`, in steps `first` to `last`; or these join a control `group`."""
 
     ranks: tuple[int, ...] = ()
-    factor: float = 2.5
+    factor: float = 5.0
+    layer_s: float = 0.003
     first: int = 1
     last: int = 1000
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,27 +71,34 @@ class Watched:
 
     outcome: Outcome
     steps: list[dict[str, Any]]
-    """Records in its log."""
+    """The records of its log."""
 
     @property
-    def named(self) -> list[tuple[int, str, int]]:
-        """Ranks that it tells of, what they are, and since which step, in the order of lines."""
-        found = re.findall(
-            r" rank (\d+) \(pp .* is (a|still a|no) straggler.*? since step (\d+)",
-            self.outcome.text,
-        )
+    def told(self) -> list[tuple[int, str, int]]:
+        """Ranks, what they are, and since which step, in the order of its lines."""
+        pattern = r" rank (\d+) \(pp .*\) is (a|still a|no) straggler.*? since step (\d+)"
+        found = re.findall(pattern, self.outcome.text)
         return [(int(rank), what, int(step)) for rank, what, step in found]
 
+    @property
+    def scores(self) -> dict[int, tuple[int, float]]:
+        """The rank with the largest score, and that, by the steps that end windows."""
+        return {
+            record["step"]: (record["slowest_rank"], record["slowest_score"])
+            for record in self.steps
+            if record["slowest_rank"] is not None
+        }
 
-def run_watched(folder: Path, world: int, slow: Slow, settings: Mapping[str, str]) -> Watched:
+
+def run_watched(
+    folder: Path, world: int, slow: Slow, *, limit_s: float = 60.0, **settings: str
+) -> Watched:
     """A job of `world` ranks, to its end."""
-    folder.mkdir(exist_ok=True)
     script = folder / "slow_rank.py"
     script.write_text(SCRIPT.format(root=str(ROOT), slow=json.dumps(asdict(slow))))
-    of_all = {"model.hidden": "64", "train.sequence_length": "64", "train.steps": "37"}
-    given = {**tiny(folder), **of_all, "log.stragglers_every": "8", **settings}
-    outcome = run_forked(folder, world, *arguments(given), script=str(script))
+    windows = {"log.stragglers_every": str(EVERY), "train.steps": str(STEPS)}
+    given = arguments({**tiny(folder), **windows, **settings})
+    outcome = run_forked(folder, world, *given, script=str(script), limit_s=limit_s)
     assert outcome.codes == [0] * world, outcome.text
-    lines = (folder / "runs/run/log.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if record["kind"] == "step"]
-    return Watched(outcome, records)
+    lines = map(json.loads, (folder / "runs/run/log.jsonl").read_text().splitlines())
+    return Watched(outcome, [record for record in lines if record["kind"] == "step"])
