@@ -1,7 +1,7 @@
 """A rank that computes slowly is named, no other one is, and nothing else happens to it.
 
-Operations mostly sleep in these jobs, since the tests share processors with others; what a rank
-waits for its tensor-parallel peers, its neighbours and its replicas is real.
+Operations mostly sleep in these jobs, and clocks stand still while other programs have the
+processor, as tests share it; what ranks wait for their tensor-parallel peers is real.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from tests.parity.naive_reader import read_global
 from tests.parity.slow_rank import EVERY, STEPS, Slow, run_watched
 
-PP2_TP2 = {"parallel.pp": "2", "parallel.tp": "2"}
+PP2_TP2 = {"parallel.pp": "2", "parallel.tp": "2", "pipeline.layout": "[1,1]"}
 DP2_TP2 = {"parallel.dp": "2", "parallel.tp": "2"}
 DP3 = {"parallel.dp": "3", "train.global_batch": "6"}
 UNEVEN = {"parallel.pp": "4", "model.layers": "8", "pipeline.layout": "[4,1,1,2]"}
@@ -51,7 +51,7 @@ def test_the_slow_rank_is_named(layout: str, rank: int, tmp_path: Path) -> None:
     assert list(job.scores) == ENDS
     for slowest, score in job.scores.values():
         assert slowest == rank
-        assert score < 7.5, "it sleeps five times as long"
+        assert 1.5 < score < 12, "it sleeps ten times as long"
 
 
 @pytest.mark.full
@@ -66,7 +66,7 @@ def test_ranks_that_are_as_fast_as_others_are_not_named(layout: str, tmp_path: P
 @pytest.mark.full
 def test_no_bit_depends_on_it(tmp_path: Path) -> None:
     """Of a pipeline that does not meet at the end of its steps."""
-    settings = {"parallel.pp": "2", "pipeline.schedule": "zb_h1"}
+    settings = {"parallel.pp": "2", "pipeline.schedule": "zb_h1", "pipeline.layout": "[1,1]"}
     settings |= {"optimizer.post_validation": "true", "train.steps": "12"}
     losses, states = [], []
     for every in ("0", "1"):
@@ -98,7 +98,9 @@ def test_noise_names_nobody(layout: str, turn: int, tmp_path: Path) -> None:
     settings = {**LAYOUTS[layout], "model.hidden": "64", "train.sequence_length": "64"}
     world = ranks_of(LAYOUTS[layout])
     every = {"log.stragglers_every": "20", "train.steps": "85"}
-    job = run_watched(tmp_path, world, Slow(layer_s=0.0), limit_s=600.0, **{**settings, **every})
+    job = run_watched(
+        tmp_path, world, Slow(layer_s=0.0, steady=False), limit_s=600.0, **{**settings, **every}
+    )
     assert job.told == []
     assert len(job.scores) == 4
 
@@ -134,6 +136,6 @@ def test_a_processor_that_is_throttled(layout: str, tmp_path: Path) -> None:
     settings = {**LAYOUTS[layout], "model.hidden": "64", "train.sequence_length": "64"}
     world, every = ranks_of(LAYOUTS[layout]), {"log.stragglers_every": "20", "train.steps": "45"}
     with quota(0.1) as group:
-        slow = Slow((1,), layer_s=0.0, group=group)
+        slow = Slow((1,), layer_s=0.0, group=group, steady=False)
         job = run_watched(tmp_path, world, slow, limit_s=600.0, **{**settings, **every})
     assert job.told == [(1, "a", 6)], job.outcome.text

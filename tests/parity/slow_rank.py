@@ -21,14 +21,31 @@ from megapipe.engine.stage import Stage
 from megapipe.train import job
 from megapipe.train.callbacks import Callback
 from megapipe.train.main import main
+from megapipe.watch.journal import Line
 
 slow = json.loads({slow!r})
 draw = random.Random(5)
-here = int(os.environ["RANK"]) in slow["ranks"]
-step = 0
+here = int(os.environ.get("RANK", 0)) in slow["ranks"]
+step, slept, waited = 0, 0.0, 0.0
+
+def clock():
+    return time.thread_time() + slept + waited
+
+wait = Line.wait
+def counted_wait(self, exchange, call):
+    def counted():
+        global waited
+        began, used = time.perf_counter(), time.thread_time()
+        result = call()
+        waited += time.perf_counter() - began - (time.thread_time() - used)
+        return result
+    return wait(self, exchange, counted)
 
 class Steps(Callback):
     def begin(self, run):
+        if slow["steady"]:
+            Line.wait = counted_wait
+            run.mesh.journal.own_time.stamp = clock
         if here and slow["group"]:
             Path(slow["group"], "cgroup.procs").write_text(str(os.getpid()))
     def before_step(self, run, now):
@@ -38,10 +55,13 @@ class Steps(Callback):
 def slowed(call):
     @functools.wraps(call)
     def run(stage, *given):
+        global slept
         result = call(stage, *given)
         factor = slow["factor"] if here and slow["first"] <= step <= slow["last"] else 1
         layers = len(stage.module.layers)
-        time.sleep(factor * layers * slow["layer_s"] * draw.uniform(0.9, 1.1))
+        seconds = factor * layers * slow["layer_s"] * draw.uniform(0.9, 1.1)
+        time.sleep(seconds)
+        slept += seconds
         return result
     return run
 
@@ -55,14 +75,19 @@ sys.exit(main(sys.argv[1:]))
 @dataclass(frozen=True)
 class Slow:
     """Each operation sleeps, for some time for each layer of the stage. That is so much longer, by
-    a factor, on the `ranks`, in steps `first` to `last`; or these join a control `group`."""
+    a factor, on the `ranks`, in steps `first` to `last`; or these join a control `group`.
+
+    With `steady` the clock of a rank stands still while the system lets another program run: it has
+    the processor time of the rank, its sleep, and its waits for others, as long as they are.
+    """
 
     ranks: tuple[int, ...] = ()
-    factor: float = 5.0
-    layer_s: float = 0.003
+    factor: float = 10.0
+    layer_s: float = 0.001
     first: int = 1
     last: int = 1000
     group: str = ""
+    steady: bool = True
 
 
 @dataclass(frozen=True)
