@@ -91,6 +91,7 @@ class Scorer:
         paces = [window.seconds / work for window, work in zip(windows, self._work, strict=True)]
         spreads = [window.spread / work for window, work in zip(windows, self._work, strict=True)]
         found: list[Score] = []
+        as_usual = True
         for group in self._groups.values():
             alone = len(group) == 1
             compared = range(len(windows)) if alone else group
@@ -104,10 +105,11 @@ class Scorer:
                 deviation = max(own.spread, spread * self._work[rank])
                 error = errors * deviation / math.sqrt(own.steps)
                 value = own.seconds / expected if expected else 1.0
-                least = SLOW_ALONE if alone else SLOW
-                slow = value >= least and own.seconds - expected > NOISE * error
+                large = value >= (SLOW_ALONE if alone else SLOW)
+                as_usual &= not large
+                slow = large and own.seconds - expected > NOISE * error
                 found.append(Score(rank, value, own.seconds, expected, slow, alone))
-        if not any(score.slow for score in found):
+        if as_usual:
             self._remember(paces)
         return sorted(found)
 

@@ -119,8 +119,8 @@ def quota(share: float) -> Iterator[str]:
     group = Path(f"/sys/fs/cgroup/cpu/megapipe-test-{os.getpid()}")
     try:
         group.mkdir()
-        (group / "cpu.cfs_period_us").write_text("20000")
-        (group / "cpu.cfs_quota_us").write_text(str(round(20000 * share)))
+        (group / "cpu.cfs_period_us").write_text("50000")
+        (group / "cpu.cfs_quota_us").write_text(str(round(50000 * share)))
         (group / "cpu.shares").write_text(str(max(2, int(1024 / 1.25 ** os.nice(0)))))
     except OSError as error:
         pytest.skip(f"no control group can be made: {error}")
@@ -134,8 +134,8 @@ def quota(share: float) -> Iterator[str]:
 @pytest.mark.parametrize("layout", ["pp2_tp2", "dp3", "uneven"])
 def test_a_processor_that_is_throttled(layout: str, tmp_path: Path) -> None:
     settings = {**LAYOUTS[layout], "model.hidden": "64", "train.sequence_length": "64"}
-    world, every = ranks_of(LAYOUTS[layout]), {"log.stragglers_every": "20", "train.steps": "45"}
-    with quota(0.1) as group:
+    world, every = ranks_of(LAYOUTS[layout]), {"log.stragglers_every": "12", "train.steps": "29"}
+    with quota(0.03) as group:
         slow = Slow((1,), layer_s=0.0, group=group, steady=False)
         job = run_watched(tmp_path, world, slow, limit_s=600.0, **{**settings, **every})
     assert job.told == [(1, "a", 6)], job.outcome.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -55,11 +56,20 @@ class Reports(Callback):
             self._skipped += result.skipped is not None
             pace = self._smoothed(result.seconds)
             if run.observer is not None:
-                run.observer.step(self._record(run, result, pace))
+                record = self._record(run, result, pace)
+                last = result is step.results[-1]
+                run.observer.step(self._scored(record) if last else record)
             if result.note is not None:
                 run.note(result.note)
             if result.skipped is not None:
                 run.note(f"step {result.step + 1} is skipped: {result.skipped}")
+
+    def _scored(self, record: StepRecord) -> StepRecord:
+        """The record with the largest score of a rank, where there is a new one."""
+        slowest = None if self._stragglers is None else self._stragglers.slowest
+        if slowest is None:
+            return record
+        return replace(record, slowest_rank=slowest.rank, slowest_score=slowest.value)
 
     def after_rewind(self, run: Run, step: int) -> None:
         self._skipped = step - run.train_step.optimizer.count
@@ -77,7 +87,6 @@ class Reports(Callback):
         flops = tokens * run.layout.model.token_flops()
         tflops = flops / seconds / run.mesh.world / 1e12
         limit = _peak(run)
-        slowest = None if self._stragglers is None else self._stragglers.slowest
         skips = run.train_step.scaler.scales or run.config.numbers.skips
         return StepRecord(
             step=step,
@@ -96,8 +105,6 @@ class Reports(Callback):
             loss_scale=result.loss_scale if run.train_step.scaler.scales else None,
             skipped=self._skipped if skips else None,
             sources=self._sources(run, result, samples(step)),
-            slowest_rank=None if slowest is None else slowest.rank,
-            slowest_score=None if slowest is None else slowest.value,
         )
 
     def _sources(
