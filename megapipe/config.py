@@ -398,6 +398,9 @@ class LogConfig(Section):
     """Write which samples each step takes to `samples/` in the run folder;
     `python -m megapipe.observe.samples FOLDER` checks that each was taken once, over any number of
     starts. A step that a kill has cut off is called unfinished; the next start does it again."""
+    stragglers_every: int = Field(20, ge=0)
+    """Steps after which all ranks are compared by the time that they compute themselves, as medians
+    over these steps: one that takes longer than others is named on the console. 0: never."""
     profile: list[int] = Field(default_factory=list)
     """Steps, counted from 1, of which torch's profiler writes a trace per rank to `profile/` in the
     run folder, with the names of the pipeline's operations; `python -m megapipe.observe.profile

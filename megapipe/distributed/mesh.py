@@ -55,6 +55,11 @@ class Coordinates(NamedTuple):
     cp: int
     tp: int
 
+    @property
+    def words(self) -> str:
+        """pp 1, dp 0, cp 0, tp 1."""
+        return ", ".join(f"{name} {index}" for name, index in self._asdict().items())
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -181,9 +186,7 @@ class ParallelMesh:
         self.timeout = datetime.timedelta(seconds=timeout_s)
         self._exchanges = 0
         self.journal = Journal() if journal is None else journal
-        self.journal.is_at(
-            ", ".join(f"{name} {index}" for name, index in self.at._asdict().items())
-        )
+        self.journal.is_at(self.at.words)
         self._first = self.journal.line("texts", range(self.world), heeds=[0])
         """Where all wait for texts of rank 0."""
         self._computed = self.journal.line("device", range(self.world))

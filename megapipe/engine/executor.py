@@ -227,6 +227,7 @@ class Executor:
             Kind.W: self._bind_weight_grad,
             Kind.R: self._bind_recompute,
         }[action.kind](action)
+        call = self.journal.own_time.of_operation(call)
         return call if self.recorder is None else self.recorder.timed(action, call)
 
     def _noted(self, name: str, call: Call) -> Call:

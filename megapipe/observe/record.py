@@ -57,6 +57,11 @@ class StepRecord:
     """Steps since step 0 without an update, their gradients not finite; None where none can be."""
     sources: Mapping[str, SourceRecord] | None = None
     """Of a mixture: each source by name; None where there is but one."""
+    slowest_rank: int | None = None
+    """At the end of a window (``log.stragglers_every``): the rank that takes the longest for its
+    work, by how long others take..."""
+    slowest_score: float | None = None
+    """... and how many times as long; see :mod:`megapipe.watch.stragglers`."""
 
     def metrics(self) -> dict[str, float]:
         """The known values under the names that tensorboard and Weights & Biases show."""
@@ -72,6 +77,8 @@ class StepRecord:
             "speed/tflops_per_device": self.tflops_per_device,
             "speed/mfu": self.mfu,
             "memory/gib": self.memory_gib,
+            "slowest/rank": self.slowest_rank,
+            "slowest/score": self.slowest_score,
         }
         for name, source in (self.sources or {}).items():
             if not math.isnan(source.loss):

@@ -30,6 +30,7 @@ from megapipe.train.callbacks.sample_log import SampleLog
 from megapipe.train.callbacks.saving import Clock, Saving
 from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.several import Callbacks, check_callbacks
+from megapipe.train.callbacks.stragglers import StragglerWatch
 from megapipe.train.callbacks.telling import Telling
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
@@ -142,9 +143,16 @@ class Trainer:
             ),
         )
         self.rewinding = Rewinding(self.saving, self.source.failed)
+        self.stragglers = StragglerWatch(mesh, config.log.stragglers_every)
         first: list[Callback] = [
             Profiling(),
-            Reports(skipped=skipped, entropy=corpus.entropy, training=self.training),
+            self.stragglers,
+            Reports(
+                skipped=skipped,
+                entropy=corpus.entropy,
+                training=self.training,
+                stragglers=self.stragglers,
+            ),
             Timelines(),
         ]
         if config.log.samples:
@@ -225,14 +233,15 @@ class Trainer:
         """Train a step, and call the hooks before and after it."""
         self.mesh.journal.trains(step.number)
         self.callbacks.before_step(self.context, step)
-        step.results = self.train_step.train(
-            step.number - 1,
-            self.training.rows,
-            record=step.record,
-            name=step.profile,
-            settle=step.settle or step.validate or step.save or step.profile,
-            wishes=self._wishes,
-        )
+        with self.stragglers.timed(step):
+            step.results = self.train_step.train(
+                step.number - 1,
+                self.training.rows,
+                record=step.record,
+                name=step.profile,
+                settle=step.settle or step.validate or step.save or step.profile,
+                wishes=self._wishes,
+            )
         step.stop = any(result.wishes.stop for result in step.results)
         step.save |= any(result.wishes.save for result in step.results)
         self.callbacks.after_step(self.context, step)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from megapipe.watch.own_time import OwnTime
+
 T = TypeVar("T")
 
 PID, BEATS, STEP, LINE, EXCHANGE, VERDICT, LEFT = range(7)
@@ -40,6 +42,7 @@ class Journal:
     """The journal that this rank writes: at first in memory of its own, which nobody reads."""
 
     def __init__(self) -> None:
+        self.own_time = OwnTime()
         self._lines: list[tuple[str, Sequence[int]]] = []
         self._file: Path | None = None
         self._use(memoryview(bytearray(SIZE)))
@@ -102,7 +105,7 @@ class Line:
         words = self._journal.words
         words[EXCHANGE] = exchange
         words[LINE] = self._number + 1
-        result = call()
+        result = self._journal.own_time.waiting(call)
         words[LINE] = 0
         return result
 

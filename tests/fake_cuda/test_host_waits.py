@@ -1,4 +1,5 @@
-"""The host waits for its GPU once in a step, where it reads the totals, and never in a program."""
+"""The host waits for its GPU once in a step, where it reads the totals, and never in a program,
+also where the time is taken that the GPU computes."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 
 from megapipe.distributed.mesh import Grid
 from megapipe.engine.executor import Executor
+from megapipe.train.own_times import OwnTimes
 from megapipe.train.step import TrainStep
 from tests.fake_cuda.world import run_world
 from tests.parity.cases import END, Case, Rows, configure
@@ -38,6 +40,8 @@ class Waits:
         self.inside: Counter[str] = Counter()
         self.outside: Counter[str] = Counter()
         self.faults: list[str] = []
+        self.own_s: list[float] = []
+        """The rank's own time in the steps."""
 
     def note(self, counter: Counter[str]) -> None:
         """Add those since the last note."""
@@ -65,12 +69,16 @@ def waits_in_steps(world: Any, cases: list[Case]) -> list[Waits]:
         config, layout = configure(replace(case, steps=4))
         mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp), "cuda")
         step, rows = TrainStep(config, layout, mesh, document_end=END), Rows(case)
+        own = OwnTimes(mesh.journal.own_time, mesh.device)
         for i in range(2):
-            step.train(i, rows)
+            with own.step():
+                step.train(i, rows)
         waits = Waits()
         waits.watch(step._executors[0])
         waits.note(Counter())
-        step.train(2, rows)
+        with own.step():
+            step.train(2, rows)
+        waits.own_s += own.known()
         waits.note(waits.outside)
         step.settle()
         found.append(waits)
@@ -85,3 +93,5 @@ def test_one_wait_in_a_step(world: int) -> None:
             assert not found.faults
             assert not found.inside, case.name
             assert found.outside == {"copy to the host": 1}, case.name
+            assert len(found.own_s) == 3, case.name
+            assert min(found.own_s) > 0, case.name

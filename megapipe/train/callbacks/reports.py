@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from megapipe.layout.devices import peak
 from megapipe.observe.record import SourceRecord, StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
 from megapipe.train.callbacks.callback import Callback, Run, Step
+from megapipe.train.callbacks.stragglers import StragglerWatch
 from megapipe.train.update import StepResult
 
 SMOOTHING = 0.9
@@ -22,15 +24,21 @@ class Reports(Callback):
 
     `skipped` are the steps since step 0 that were made without an update, `entropy` is that of the
     corpus' unigrams in nats, if it is known, and `training` are the batches that steps
-    take.
+    take. `stragglers` has scored the ranks when it is called.
     """
 
     def __init__(
-        self, *, skipped: int, entropy: float | None, training: Batches | None = None
+        self,
+        *,
+        skipped: int,
+        entropy: float | None,
+        training: Batches | None = None,
+        stragglers: StragglerWatch | None = None,
     ) -> None:
         self._skipped = skipped
         self._entropy = entropy
         self._training = training
+        self._stragglers = stragglers
         self._losses: list[float] = []
         self._tokens = 0
         self._validation_loss: float | None = None
@@ -48,11 +56,20 @@ class Reports(Callback):
             self._skipped += result.skipped is not None
             pace = self._smoothed(result.seconds)
             if run.observer is not None:
-                run.observer.step(self._record(run, result, pace))
+                record = self._record(run, result, pace)
+                last = result is step.results[-1]
+                run.observer.step(self._scored(record) if last else record)
             if result.note is not None:
                 run.note(result.note)
             if result.skipped is not None:
                 run.note(f"step {result.step + 1} is skipped: {result.skipped}")
+
+    def _scored(self, record: StepRecord) -> StepRecord:
+        """The record with the largest score of a rank, where there is a new one."""
+        slowest = None if self._stragglers is None else self._stragglers.slowest
+        if slowest is None:
+            return record
+        return replace(record, slowest_rank=slowest.rank, slowest_score=slowest.value)
 
     def after_rewind(self, run: Run, step: int) -> None:
         self._skipped = step - run.train_step.optimizer.count

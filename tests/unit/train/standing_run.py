@@ -72,6 +72,7 @@ def standing_run(
     folder: Path,
     *callbacks: Callback,
     rank: int = 0,
+    world: int = 1,
     settings: dict[str, dict[str, Any]] | None = None,
     **of_step: Any,
 ) -> Run:
@@ -79,7 +80,7 @@ def standing_run(
     given = settings or {}
     train = {"steps": STEPS, "global_batch": 8, "microbatch": 2, "sequence_length": 16}
     config = Config.model_validate({**given, "train": {**train, **given.get("train", {})}})
-    config, layout = resolve(config, 1, load_tokenizer("byte").vocab_size)
+    config, layout = resolve(config, world, load_tokenizer("byte").vocab_size)
     usual: dict[str, Any] = {
         "settled": True,
         "samples": lambda step: 8 * step,

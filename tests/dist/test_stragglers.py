@@ -1,0 +1,141 @@
+"""A rank that computes slowly is named, no other one is, and nothing else happens to it.
+
+Operations mostly sleep in these jobs, and clocks stand still while other programs have the
+processor, as tests share it; what ranks wait for their tensor-parallel peers is real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parity.naive_reader import read_global
+from tests.parity.slow_rank import EVERY, STEPS, Slow, run_watched
+
+PP2_TP2 = {"parallel.pp": "2", "parallel.tp": "2", "pipeline.layout": "[1,1]"}
+DP2_TP2 = {"parallel.dp": "2", "parallel.tp": "2"}
+DP3 = {"parallel.dp": "3", "train.global_batch": "6"}
+UNEVEN = {"parallel.pp": "4", "model.layers": "8", "pipeline.layout": "[4,1,1,2]"}
+LAYOUTS = {"pp2_tp2": PP2_TP2, "dp2_tp2": DP2_TP2, "dp3": DP3, "uneven": UNEVEN}
+ENDS = [5 + EVERY, STEPS]
+"""Steps that end a window."""
+
+
+def ranks_of(settings: dict[str, str]) -> int:
+    return 3 if settings is DP3 else 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        ("pp2_tp2", 2),
+        pytest.param("pp2_tp2", 1, marks=pytest.mark.slow),
+        pytest.param("dp2_tp2", 3, marks=pytest.mark.full),
+        pytest.param("dp3", 1, marks=pytest.mark.full),
+        pytest.param("uneven", 1, marks=pytest.mark.full),
+        pytest.param("uneven", 0, marks=pytest.mark.slow),
+        pytest.param("uneven", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_the_slow_rank_is_named(layout: str, rank: int, tmp_path: Path) -> None:
+    """Its tensor-parallel peer waits for it within operations, which take as long there."""
+    settings = LAYOUTS[layout]
+    job = run_watched(tmp_path, ranks_of(settings), Slow((rank,)), **settings)
+    assert job.told == [(rank, "a", 6)], job.outcome.text
+    assert list(job.scores) == ENDS
+    for slowest, score in job.scores.values():
+        assert slowest == rank
+        assert 1.5 < score < 12, "it sleeps ten times as long"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp2_tp2", "uneven"])
+def test_ranks_that_are_as_fast_as_others_are_not_named(layout: str, tmp_path: Path) -> None:
+    settings = LAYOUTS[layout]
+    job = run_watched(tmp_path, ranks_of(settings), Slow(), **settings)
+    assert job.told == []
+    assert list(job.scores) == ENDS
+
+
+@pytest.mark.full
+def test_no_bit_depends_on_it(tmp_path: Path) -> None:
+    """Of a pipeline that does not meet at the end of its steps."""
+    settings = {"parallel.pp": "2", "pipeline.schedule": "zb_h1", "pipeline.layout": "[1,1]"}
+    settings |= {"optimizer.post_validation": "true", "train.steps": "12"}
+    losses, states = [], []
+    for every in ("0", "1"):
+        (folder := tmp_path / every).mkdir()
+        slow = Slow((1,), layer_s=0.001 * int(every))
+        job = run_watched(folder, 2, slow, **settings, **{"log.stragglers_every": every})
+        losses.append([record["loss"] for record in job.steps])
+        states.append(read_global(folder / "runs/run/checkpoints/step-00000012"))
+        assert len(job.scores) == 7 * int(every)
+    assert losses[0] == losses[1]
+    assert all(map(math.isfinite, losses[0]))
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert np.array_equal(tensor.bits, states[1][name].bits), name
+
+
+def test_a_rank_alone_has_no_score(tmp_path: Path) -> None:
+    job = run_watched(tmp_path, 1, Slow((0,), layer_s=0.0), **{"log.stragglers_every": "1"})
+    assert job.told == []
+    assert job.scores == {}
+    assert {record["slowest_score"] for record in job.steps} == {None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("turn", range(10))
+def test_noise_names_nobody(layout: str, turn: int, tmp_path: Path) -> None:
+    """Operations compute and do not sleep, on processors that are too few."""
+    settings = {**LAYOUTS[layout], "model.hidden": "64", "train.sequence_length": "64"}
+    world = ranks_of(LAYOUTS[layout])
+    every = {"log.stragglers_every": "20", "train.steps": "85"}
+    job = run_watched(
+        tmp_path, world, Slow(layer_s=0.0, steady=False), limit_s=600.0, **{**settings, **every}
+    )
+    assert job.told == []
+    assert len(job.scores) == 4
+
+
+@pytest.mark.slow
+def test_a_rank_that_recovers(tmp_path: Path) -> None:
+    """Slow in steps 6 to 21, told of then and when it is over."""
+    slow, longer = Slow((1,), last=STEPS), {"train.steps": str(STEPS + 2 * EVERY)}
+    job = run_watched(tmp_path, 3, slow, **{**DP3, **longer})
+    assert job.told == [(1, "a", 6), (1, "no", STEPS + 1)]
+
+
+@contextlib.contextmanager
+def quota(share: float) -> Iterator[str]:
+    """A control group whose processes get this share of a processor."""
+    group = Path(f"/sys/fs/cgroup/cpu/megapipe-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_period_us").write_text("50000")
+        (group / "cpu.cfs_quota_us").write_text(str(round(50000 * share)))
+        (group / "cpu.shares").write_text(str(max(2, int(1024 / 1.25 ** os.nice(0)))))
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    try:
+        yield str(group)
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2_tp2", "dp3", "uneven"])
+def test_a_processor_that_is_throttled(layout: str, tmp_path: Path) -> None:
+    settings = {**LAYOUTS[layout], "model.hidden": "64", "train.sequence_length": "64"}
+    world, every = ranks_of(LAYOUTS[layout]), {"log.stragglers_every": "12", "train.steps": "29"}
+    with quota(0.03) as group:
+        slow = Slow((1,), layer_s=0.0, group=group, steady=False)
+        job = run_watched(tmp_path, world, slow, limit_s=600.0, **{**settings, **every})
+    assert job.told == [(1, "a", 6)], job.outcome.text
