@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.names import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.errors import CheckpointError
 from megapipe.paths import exists

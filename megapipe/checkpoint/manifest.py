@@ -21,11 +21,10 @@ from pydantic import (
     model_validator,
 )
 
-from megapipe.checkpoint.durable import read_bounded
 from megapipe.checkpoint.regions import Region, miscovered
+from megapipe.checkpoint.storage import at
 from megapipe.errors import CheckpointError
 
-MANIFEST = "manifest.json"
 MAX_BYTES = 1 << 28
 """Largest manifest: about two million pieces."""
 MAX_DIMS = 6
@@ -198,7 +197,7 @@ def unseal(path: Path, kind: type[RecordT]) -> RecordT:
 
     Raises CheckpointError if it is missing, too long, damaged, or not what `kind` describes.
     """
-    data = read_bounded(path, MAX_BYTES)
+    data = at(path).read(MAX_BYTES)
     head, tail = b'{"body":', len(b',"sha256":""}\n') + 64
     body = data[len(head) : -tail]
     digest = sha256(body).hexdigest().encode()

@@ -1,14 +1,11 @@
 """Removing what is no longer needed: old checkpoints, and what killed saves left behind."""
 
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.checkpoint.durable import sync_folder
-from megapipe.checkpoint.folders import STAGING_PREFIX
+from megapipe.checkpoint.folders import leftovers
+from megapipe.checkpoint.storage import at
 
 
 class Removal(NamedTuple):
@@ -50,13 +47,13 @@ def remove(root: Path, checkpoints: Iterable[Path]) -> Removal:
     problems: list[str] = []
     for path in checkpoints:
         try:
-            os.rename(path, root / f"{STAGING_PREFIX}removed-{secrets.token_hex(8)}")
+            at(path).withdraw()
             removed.append(path)
         except OSError as error:
             problems.append(_cannot(path, error))
     if removed:
         try:
-            sync_folder(root)
+            at(root).sync()
         except OSError as error:
             problems.append(_cannot(root, error))
     return Removal(removed, problems + clear_leftovers(root).problems)
@@ -66,12 +63,13 @@ def clear_leftovers(root: Path) -> Removal:
     """Remove what killed saves and removals left in `root`, if it is there, as :func:`remove`."""
     removed: list[Path] = []
     problems: list[str] = []
-    for leftover in sorted(root.glob(f"{STAGING_PREFIX}*")):
+    try:
+        found = leftovers(root)
+    except OSError:  # whoever looks for checkpoints there says so
+        found = []
+    for leftover in found:
         try:
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
+            at(leftover).remove()
             removed.append(leftover)
         except OSError as error:
             problems.append(_cannot(leftover, error))

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from megapipe.checkpoint.find import OF_A_RUN, latest_run
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.names import MANIFEST
 from megapipe.convert.folder import CONFIG
 from megapipe.errors import CheckpointError
 from megapipe.paths import exists, is_folder, user_path

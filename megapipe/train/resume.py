@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megapipe.checkpoint.folders import FAILED_PREFIX, committed
-from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import FAILED_PREFIX, MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, find_newest
 from megapipe.checkpoint_config import CheckpointConfig
 from megapipe.config import Config

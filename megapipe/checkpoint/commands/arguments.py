@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megapipe.checkpoint.find import OF_A_RUN
-from megapipe.checkpoint.folders import POINTER, committed
-from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import MANIFEST, POINTER
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.run_lock import RunLock
 from megapipe.errors import CheckpointError

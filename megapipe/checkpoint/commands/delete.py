@@ -8,7 +8,8 @@ import argparse
 from pathlib import Path
 
 from megapipe.checkpoint.commands.arguments import A_RUN, alone_in, pointer_of, root_of
-from megapipe.checkpoint.folders import POINTER, committed
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import POINTER
 from megapipe.checkpoint.reader import find_newest
 from megapipe.checkpoint.retention import remove
 from megapipe.checkpoint.writer import point_at

@@ -15,7 +15,8 @@ from megapipe.checkpoint.commands.arguments import (
     size_of,
     written,
 )
-from megapipe.checkpoint.folders import POINTER, STAGING_PREFIX, committed
+from megapipe.checkpoint.folders import committed, leftovers
+from megapipe.checkpoint.names import POINTER
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError
@@ -40,7 +41,7 @@ def run(given: argparse.Namespace) -> None:
     if (pointer := pointer_of(root)) is not None:
         gone = "" if (root / pointer).is_dir() else ", which is not there"
         print(f"{POINTER} names {pointer}{gone}")
-    for leftover in sorted(root.glob(f"{STAGING_PREFIX}*")):
+    for leftover in leftovers(root):
         print(f"{leftover.name}: being written or removed, or left behind by a process that ended")
 
 

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 
 from megapipe.checkpoint.commands.arguments import A_RUN, alone_in, pointer_of, root_of
-from megapipe.checkpoint.folders import POINTER, committed
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import POINTER
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.retention import clear_leftovers
 from megapipe.checkpoint.writer import point_at

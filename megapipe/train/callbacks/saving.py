@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megapipe.checkpoint.background import Background
-from megapipe.checkpoint.folders import Committed, committed
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import Committed
 from megapipe.checkpoint.retention import outdated, remove
 from megapipe.checkpoint.writer import save
 from megapipe.data.sources import Sources
