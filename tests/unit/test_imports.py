@@ -60,6 +60,7 @@ FLOORS = (
     "heartbeat",
     "processes",
     "words",
+    "urls",
     "left_out",
     "paths",
     "errors",

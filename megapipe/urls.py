@@ -1,10 +1,10 @@
-"""Sources that are URLs, as names alone: nothing is opened here."""
+"""Names that are URLs, as names alone: nothing is opened here."""
 
 from megapipe.errors import ConfigError
 
 
 def is_remote(source: str) -> bool:
-    """Whether a ``data.source`` is a URL."""
+    """Whether a name is a URL."""
     return "://" in source
 
 
