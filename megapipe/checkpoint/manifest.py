@@ -8,7 +8,6 @@ interpreted. It guards against accidents; it is no signature.
 import json
 from collections.abc import Mapping
 from hashlib import sha256
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
@@ -22,7 +21,7 @@ from pydantic import (
 )
 
 from megapipe.checkpoint.regions import Region, miscovered
-from megapipe.checkpoint.storage import at
+from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
 
 MAX_BYTES = 1 << 28
@@ -192,7 +191,7 @@ def seal(record: Record) -> bytes:
 RecordT = TypeVar("RecordT", bound=Record)
 
 
-def unseal(path: Path, kind: type[RecordT]) -> RecordT:
+def unseal(path: Place, kind: type[RecordT]) -> RecordT:
     """Read, check and parse a file that holds what :func:`seal` made.
 
     Raises CheckpointError if it is missing, too long, damaged, or not what `kind` describes.

@@ -7,7 +7,6 @@ header and the CRC-32 of every piece at each read, on the very bytes that are ha
 
 from collections.abc import Container, Iterable, Mapping
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from megapipe.checkpoint.shard import (
     read_tensor,
     slots_by_file,
 )
-from megapipe.checkpoint.storage import at
+from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
 
 _WIDER = {
@@ -41,14 +40,14 @@ _WIDER = {
 class Checkpoint:
     """An opened checkpoint folder. Make one with :meth:`open`."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
         self._slots = slots_by_file(manifest)
         self._starts: dict[str, dict[Slot, int]] = {}
 
     @classmethod
-    def open(cls, path: Path) -> "Checkpoint":
+    def open(cls, path: Place) -> "Checkpoint":
         """Check the manifest and the presence and length of every file.
 
         Raises CheckpointError, naming the file, if anything is missing, extra, of another kind
@@ -177,11 +176,11 @@ class Checkpoint:
 class Found(NamedTuple):
     """Result of :func:`find_newest`: the folder, and why newer ones were passed over."""
 
-    path: Path | None
+    path: Place | None
     skipped: list[str]
 
 
-def find_newest(root: Path, *, skip: Container[Path] = ()) -> Found:
+def find_newest(root: Place, *, skip: Container[Place] = ()) -> Found:
     """The newest checkpoint in `root` that opens, by step number and attempt.
 
     The scan decides; the pointer file and file times do not count. The files' contents are not

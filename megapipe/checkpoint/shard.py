@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from megapipe.checkpoint.durable import read_into
 from megapipe.checkpoint.manifest import Dtype, FileRecord, Manifest
 from megapipe.checkpoint.regions import Region
-from megapipe.checkpoint.storage import at
+from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
@@ -96,7 +95,7 @@ def safetensors_header(
 
 
 def write_shard(
-    path: Path, contents: Sequence[tuple[Slot, Tensor]], *, run_id: str, step: int
+    path: Place, contents: Sequence[tuple[Slot, Tensor]], *, run_id: str, step: int
 ) -> tuple[FileRecord, list[int]]:
     """Write tensors, given in `Slot.order`, to a new file and make it durable.
 
@@ -125,7 +124,7 @@ def write_shard(
     return at(path).write(fill)
 
 
-def check_header(path: Path, expected: bytes) -> None:
+def check_header(path: Place, expected: bytes) -> None:
     """Raise CheckpointError unless the file begins with the header that the manifest implies."""
     found = bytearray(len(expected))
     with at(path).open() as file:
@@ -133,7 +132,7 @@ def check_header(path: Path, expected: bytes) -> None:
             raise CheckpointError(f"{path} is damaged: its header is not what the manifest says")
 
 
-def read_tensor(path: Path, start: int, out: Tensor, crc32: int) -> None:
+def read_tensor(path: Place, start: int, out: Tensor, crc32: int) -> None:
     """Fill the contiguous host tensor `out` with the file's bytes from `start` on.
 
     Raises CheckpointError if the file ends early or the bytes do not have this CRC-32; `out` is
@@ -162,7 +161,7 @@ class Examined(NamedTuple):
     """The first tensor with a value that is not finite."""
 
 
-def examine(path: Path, slots: Iterable[Slot], head: int) -> Examined:
+def examine(path: Place, slots: Iterable[Slot], head: int) -> Examined:
     """Read a shard whose `slots` begin after `head` bytes, once; a thread hashes what is read.
 
     Raises CheckpointError if the file cannot be read or ends early.

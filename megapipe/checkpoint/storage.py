@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 from megapipe.checkpoint.local import LocalPath
+from megapipe.checkpoint.objects import PATIENCE_S, RemotePath
+from megapipe.paths import user_path
+from megapipe.urls import is_remote
 
+Place = Path | RemotePath
+"""Where checkpoints are, or one of them, or a file in it. All have `name`, `parent`, `/`, and are
+ordered by name."""
 T = TypeVar("T")
 
 
@@ -79,6 +85,17 @@ class Stored(Protocol):
         """Remove the file, if it is there."""
 
 
-def at(place: Path) -> Stored:
+def at(place: Place) -> Stored:
     """The file or folder at a place."""
-    return LocalPath(place)
+    return LocalPath(place) if isinstance(place, Path) else place
+
+
+def place_of(name: str, *, what: str, patience_s: float = PATIENCE_S) -> Place:
+    """The place that a user names, by a path or a URL, as `what`; nothing is opened there.
+
+    A request to a store is given up when it has no answer within `patience_s`. Raises ConfigError
+    or CheckpointError for a URL that cannot be used.
+    """
+    if is_remote(name):
+        return RemotePath.of(name, what=what, patience_s=patience_s)
+    return user_path(name)

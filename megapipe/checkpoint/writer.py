@@ -13,7 +13,6 @@ A failure on any rank is agreed on after each phase, so all ranks raise and none
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 from pydantic import JsonValue, ValidationError
@@ -36,7 +35,7 @@ from megapipe.checkpoint.names import MANIFEST, POINTER
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.regions import Region
 from megapipe.checkpoint.shard import TORCH_DTYPES, Slot, write_shard
-from megapipe.checkpoint.storage import at
+from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError, MegapipeError
 
 SHARD_BYTES = 2 << 30
@@ -109,7 +108,7 @@ class Alone:
 
 
 def save(
-    root: Path,
+    root: Place,
     *,
     step: int,
     pieces: Iterable[Piece],
@@ -117,7 +116,7 @@ def save(
     group: Group,
     nbytes: int = 0,
     shard_bytes: int = SHARD_BYTES,
-) -> Path:
+) -> Place:
     """Write a checkpoint of all ranks' pieces and commit it; returns its folder on every rank.
 
     `root` must be on a file system that all ranks share. `pieces` may be a generator; at most
@@ -141,7 +140,7 @@ def save(
     return root / group.share(name)
 
 
-def stage(root: Path, step: int, group: Group, nbytes: int) -> Path:
+def stage(root: Place, step: int, group: Group, nbytes: int) -> Place:
     """Make a staging folder for a checkpoint of `step` and so many bytes; returns it on every rank.
 
     Raises CheckpointError on all of them if rank 0 cannot, or the disk has no room.
@@ -151,7 +150,7 @@ def stage(root: Path, step: int, group: Group, nbytes: int) -> Path:
     return root / group.share(name)
 
 
-def discard(staging: Path) -> None:
+def discard(staging: Place) -> None:
     """Remove a staging folder of which no checkpoint was made."""
     at(staging).discard()
 
@@ -185,12 +184,12 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _make_staging(root: Path, step: int, nbytes: int) -> str:
+def _make_staging(root: Place, step: int, nbytes: int) -> str:
     return at(root).stage(step, nbytes, lambda: next_name(root, step))
 
 
 def write(
-    staging: Path, step: int, pieces: Iterable[Piece], meta: Meta, rank: int, shard_bytes: int
+    staging: Place, step: int, pieces: Iterable[Piece], meta: Meta, rank: int, shard_bytes: int
 ) -> None:
     """Write one rank's shards and its receipt. Raises CheckpointError or OSError."""
     if not at(staging).sees_attempt():
@@ -258,7 +257,7 @@ def _slot(piece: Piece) -> Slot:
     return Slot(piece.name, dtype, piece.region)
 
 
-def commit(staging: Path, step: int, meta: Meta, world: int) -> str:
+def commit(staging: Place, step: int, meta: Meta, world: int) -> str:
     """Make a checkpoint of what all ranks have written: manifest, rename, pointer.
 
     That is rank 0's part. Returns the new folder's name; raises CheckpointError or OSError."""
@@ -283,12 +282,12 @@ def commit(staging: Path, step: int, meta: Meta, world: int) -> str:
     return name
 
 
-def point_at(root: Path, name: str) -> None:
+def point_at(root: Place, name: str) -> None:
     """Let the pointer name a checkpoint of `root`. Raises CheckpointError or OSError."""
     at(root / POINTER).replace(f"{name}\n".encode())
 
 
-def _write_sealed(path: Path, record: Manifest | Receipt) -> None:
+def _write_sealed(path: Place, record: Manifest | Receipt) -> None:
     data = seal(record)
 
     def fill(file: BinaryIO) -> None:
@@ -297,5 +296,5 @@ def _write_sealed(path: Path, record: Manifest | Receipt) -> None:
     at(path).write(fill)
 
 
-def _receipt(staging: Path, rank: int) -> Path:
+def _receipt(staging: Place, rank: int) -> Place:
     return staging / f"receipt-{rank:05d}.json"
