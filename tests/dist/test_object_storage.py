@@ -122,7 +122,7 @@ def test_another_layout_loads_what_it_loads_of_a_local_one(
     }
     plays = [
         Play(
-            f"again {n}",
+            f"again{n}",
             {**given, "checkpoint.load": source, **(on_store if source == "latest" else {})},
         )
         for n, source in enumerate(sources.values())
