@@ -163,39 +163,54 @@ PHASES: dict[str, Callable[[Request], bool]] = {
     "reading it back": lambda r: r.kind == "HEAD" and r.key.endswith(MANIFEST),
     "the pointer": lambda r: r.kind == "PUT" and r.key.endswith(POINTER),
 }
+IN_CI = ("a shard", "the manifest", "the pointer")
 
 
-@pytest.mark.full
-def test_a_run_that_is_killed_in_a_save_goes_on(store: ObjectServer, tmp_path: Path) -> None:
-    """By -9 at each phase of the second save; its end is that of a run that nobody killed."""
-    whole = {**settings(tmp_path, store), "run.name": "whole"}
-    del whole["checkpoint.folder"]
-    assert job(tmp_path, whole).codes == [0, 0]
-    for number, (phase, is_it) in enumerate(PHASES.items()):
-        name = f"killed{number}"
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody killed, with local checkpoints."""
+    folder = tmp_path_factory.mktemp("whole")
+    given = settings(folder, ObjectServer(), **{"run.name": "whole"})
+    del given["checkpoint.folder"]
+    assert job(folder, given).codes == [0, 0]
+    return folder
 
-        def fault(_: int, request: Request, is_it: Any = is_it, name: str = name) -> Fault | None:
-            second = [request.key.removeprefix(f"runs/{name}/"), *store.keys(f"runs/{name}")]
-            if any(key.startswith("step-00000004-") for key in second) and is_it(request):
-                os.kill(request.process, signal.SIGKILL)
-                return "drop"
-            return None
 
-        store.fault = fault
-        given = settings(tmp_path, store, **{"run.name": name})
-        outcome = job(tmp_path, given)
-        assert -signal.SIGKILL in outcome.codes, (phase, outcome.text)
-        store.fault = lambda _, request: None
-        saved = phase in ("reading it back", "the pointer")
-        newest = find_newest(root_of(store, name)).path
-        assert newest is not None
-        assert Checkpoint.open(newest).step == (4 if saved else 2), phase
-        outcome = job(tmp_path, given)
-        assert outcome.codes == [0, 0], outcome.text
-        assert any("resumed from" in note for note in notes(tmp_path, name))
-        left = {key.split("/")[0] for key in store.keys(f"runs/{name}")}
-        assert left - {POINTER} == {key.name for key in committed(root_of(store, name))}
-        assert_same_files(stored(store, name, 6), checkpoint(tmp_path, "whole", 6))
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in IN_CI else pytest.mark.slow)
+        for name in PHASES
+    ],
+)
+def test_a_run_that_is_killed_in_a_save_goes_on(
+    phase: str, whole: Path, store: ObjectServer, tmp_path: Path
+) -> None:
+    """One rank by -9, in the second save; its end is that of a run that nobody killed."""
+    root = root_of(store, "run")
+
+    def fault(_: int, request: Request) -> Fault | None:
+        keys = [request.key.removeprefix("runs/run/"), *store.keys("runs/run")]
+        if any(key.startswith("step-00000004-") for key in keys) and PHASES[phase](request):
+            os.kill(request.process, signal.SIGKILL)
+            return "drop"
+        return None
+
+    store.fault = fault
+    given = settings(tmp_path, store)
+    outcome = job(tmp_path, given)
+    assert -signal.SIGKILL in outcome.codes, outcome.text
+    store.fault = lambda _, request: None
+    saved = phase in ("reading it back", "the pointer")
+    newest = find_newest(root).path
+    assert newest is not None
+    assert Checkpoint.open(newest).step == (4 if saved else 2)
+    outcome = job(tmp_path, given)
+    assert outcome.codes == [0, 0], outcome.text
+    assert any("resumed from" in note for note in notes(tmp_path, "run"))
+    left = {key.split("/")[0] for key in store.keys("runs/run")}
+    assert left == {POINTER, *(key.name for key in committed(root))}
+    assert_same_files(stored(store, "run", 6), checkpoint(whole, "whole", 6))
 
 
 @pytest.mark.full
@@ -217,19 +232,14 @@ def test_old_checkpoints_go_and_exports_are_made(store: ObjectServer, tmp_path: 
 def test_a_store_that_does_not_serve_ends_the_run_in_a_line(
     store: ObjectServer, tmp_path: Path
 ) -> None:
-    """Not there at the start; gone, and mute, in the second save."""
+    """A bucket that is not there; a server that is mute in the second save."""
     given = settings(tmp_path, store)
     given["checkpoint.folder"] = store.url("x").replace("bucket", "no")
     job(tmp_path, given).assert_one_line(5, "there is no such object or bucket", "/no/x/run/")
-    for fault, words in (("error", "the server answers 503"), ("mute", "no answer in 6.67 s")):
-        given = settings(tmp_path, store, **{"run.name": fault})
-
-        def choose(_: int, request: Request, fault: Any = fault) -> Fault | None:
-            return fault if "/step-00000004-" in request.key else None
-
-        store.fault = choose
-        job(tmp_path, given).assert_one_line(5, "checkpoint not saved: rank", words)
-        store.fault = lambda _, request: None
-        newest = find_newest(root_of(store, fault)).path
-        assert newest is not None
-        assert Checkpoint.open(newest).step == 2
+    store.fault = lambda _, request: "mute" if "/step-00000004-" in request.key else None
+    outcome = job(tmp_path, settings(tmp_path, store))
+    outcome.assert_one_line(5, "checkpoint not saved: rank", "no answer in 6.67 s")
+    store.fault = lambda _, request: None
+    newest = find_newest(root_of(store, "run")).path
+    assert newest is not None
+    assert Checkpoint.open(newest).step == 2
