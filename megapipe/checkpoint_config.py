@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.section import Section
+from megapipe.section import Expected, Section
 
 
 class CheckpointConfig(Section):
@@ -26,6 +26,11 @@ class CheckpointConfig(Section):
     """Save while training goes on: it waits until the state is copied to host memory, and threads
     write the copy. The plan says how much memory that takes. A save that falls due meanwhile waits
     for the one before; that of the last step is waited for. A kill loses the save under way."""
+    folder: Annotated[str | None, Expected("a URL such as s3://bucket/path, or null")] = None
+    """URL of a folder on object storage, `s3://bucket/path`, `gs://...` or whatever fsspec opens,
+    in which the run's checkpoints are, in a folder with the run's name; default: `checkpoints/` in
+    the run folder, which has all else in any case. No two run folders may have one name there.
+    Credentials come from the environment, or from fsspec's configuration."""
     export_every: int = Field(0, ge=0)
     """Steps between exports of the weights, in bf16 and in Hugging Face's form, to `exports/` in
     the run folder, where all are kept; 0: none. Each is made of a checkpoint, which is saved for
@@ -33,8 +38,9 @@ class CheckpointConfig(Section):
     `parallel.timeout_s`."""
     load: str | None = None
     """Start from this if the run has no checkpoint itself, in any layout: a checkpoint folder,
-    a run folder (its newest intact checkpoint), a folder of Hugging Face's, or `latest`: the run in
-    `run.folder` that has saved last. The model has to be the same; `megapipe convert inspect FOLDER
+    a run folder (its newest intact checkpoint), a folder of Hugging Face's, the URL of a checkpoint
+    or of a run's on object storage, or `latest`: the run in `run.folder`, or in `folder` if that is
+    given, that has saved last. The model has to be the same; `megapipe convert inspect FOLDER
     --config` prints its section."""
     load_only: Literal["all", "weights"] = "all"
     """Take this from `load`. all: weights, optimizer, step and samples; weights: the run begins

@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Numbers in sentences, and errors in a line."""
 
 from collections.abc import Iterable, Sequence
 
@@ -42,3 +42,9 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an exception of another library, on one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megapipe.checkpoint.storage import Place
 from megapipe.checkpoint.writer import (
     SHARD_BYTES,
     Group,
@@ -103,7 +103,7 @@ class Snapshot:
 class _Attempt:
     """A save under way."""
 
-    staging: Path
+    staging: Place
     step: int
     meta: Meta
     is_ours: Callable[[], None]
@@ -144,7 +144,7 @@ class Background:
 
     def begin(
         self,
-        root: Path,
+        root: Place,
         *,
         step: int,
         pieces: Iterable[Piece],
@@ -172,7 +172,7 @@ class Background:
             target=self._save, args=(attempt, taken), name="checkpoint", daemon=True
         ).start()
 
-    def finish(self) -> Path:
+    def finish(self) -> Place:
         """Wait for the end of the save; returns the checkpoint's folder, on every rank.
 
         To be called by all ranks. Raises CheckpointError on all of them if the save has failed on

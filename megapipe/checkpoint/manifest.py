@@ -8,7 +8,6 @@ interpreted. It guards against accidents; it is no signature.
 import json
 from collections.abc import Mapping
 from hashlib import sha256
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
@@ -21,11 +20,10 @@ from pydantic import (
     model_validator,
 )
 
-from megapipe.checkpoint.durable import read_bounded
 from megapipe.checkpoint.regions import Region, miscovered
+from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
 
-MANIFEST = "manifest.json"
 MAX_BYTES = 1 << 28
 """Largest manifest: about two million pieces."""
 MAX_DIMS = 6
@@ -193,12 +191,12 @@ def seal(record: Record) -> bytes:
 RecordT = TypeVar("RecordT", bound=Record)
 
 
-def unseal(path: Path, kind: type[RecordT]) -> RecordT:
+def unseal(path: Place, kind: type[RecordT]) -> RecordT:
     """Read, check and parse a file that holds what :func:`seal` made.
 
     Raises CheckpointError if it is missing, too long, damaged, or not what `kind` describes.
     """
-    data = read_bounded(path, MAX_BYTES)
+    data = at(path).read(MAX_BYTES)
     head, tail = b'{"body":', len(b',"sha256":""}\n') + 64
     body = data[len(head) : -tail]
     digest = sha256(body).hexdigest().encode()

@@ -7,16 +7,15 @@ header and the CRC-32 of every piece at each read, on the very bytes that are ha
 
 from collections.abc import Container, Iterable, Mapping
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megapipe.checkpoint.durable import file_size
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.manifest import MANIFEST, Manifest, unseal
+from megapipe.checkpoint.manifest import Manifest, unseal
+from megapipe.checkpoint.names import MANIFEST
 from megapipe.checkpoint.regions import Region, intersect, whole
 from megapipe.checkpoint.shard import (
     TORCH_DTYPES,
@@ -27,6 +26,7 @@ from megapipe.checkpoint.shard import (
     read_tensor,
     slots_by_file,
 )
+from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
 
 _WIDER = {
@@ -40,35 +40,41 @@ _WIDER = {
 class Checkpoint:
     """An opened checkpoint folder. Make one with :meth:`open`."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
         self._slots = slots_by_file(manifest)
         self._starts: dict[str, dict[Slot, int]] = {}
 
     @classmethod
-    def open(cls, path: Path) -> "Checkpoint":
+    def open(cls, path: Place) -> "Checkpoint":
         """Check the manifest and the presence and length of every file.
 
         Raises CheckpointError, naming the file, if anything is missing, extra, of another kind
         or length, or if the manifest is not valid.
         """
-        manifest = unseal(path / MANIFEST, Manifest)
-        checkpoint = cls(path, manifest)
-        for name, slots in checkpoint._slots.items():
-            recorded = manifest.files[name].bytes
-            implied = len(checkpoint._header(name)) + sum(slot.nbytes for slot in slots)
+        checkpoint = cls(path, unseal(path / MANIFEST, Manifest))
+        checkpoint.check_files()
+        return checkpoint
+
+    def check_files(self) -> None:
+        """Check the presence and length of every file; see :meth:`open`."""
+        path, files = self.path, self.manifest.files
+        for name, slots in self._slots.items():
+            recorded = files[name].bytes
+            implied = len(self._header(name)) + sum(slot.nbytes for slot in slots)
             if implied != recorded:
                 raise CheckpointError(
                     f"{path / MANIFEST} gives {name} {recorded} bytes, its pieces need {implied}"
                 )
-            found = file_size(path / name)
-            if found != recorded:
-                raise CheckpointError(f"{path / name} has {found} bytes, should have {recorded}")
-        extra = {file.name for file in path.glob("*.safetensors")} - manifest.files.keys()
-        if extra:
+        found = at(path).sizes(files, ".safetensors")
+        for name, record in files.items():
+            if found[name] != record.bytes:
+                raise CheckpointError(
+                    f"{path / name} has {found[name]} bytes, should have {record.bytes}"
+                )
+        if extra := found.keys() - files.keys():
             raise CheckpointError(f"{path / min(extra)} is not in the manifest")
-        return checkpoint
 
     @property
     def step(self) -> int:
@@ -170,11 +176,11 @@ class Checkpoint:
 class Found(NamedTuple):
     """Result of :func:`find_newest`: the folder, and why newer ones were passed over."""
 
-    path: Path | None
+    path: Place | None
     skipped: list[str]
 
 
-def find_newest(root: Path, *, skip: Container[Path] = ()) -> Found:
+def find_newest(root: Place, *, skip: Container[Place] = ()) -> Found:
     """The newest checkpoint in `root` that opens, by step number and attempt.
 
     The scan decides; the pointer file and file times do not count. The files' contents are not

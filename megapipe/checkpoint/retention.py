@@ -1,27 +1,24 @@
 """Removing what is no longer needed: old checkpoints, and what killed saves left behind."""
 
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.checkpoint.durable import sync_folder
-from megapipe.checkpoint.folders import STAGING_PREFIX
+from megapipe.checkpoint.folders import leftovers
+from megapipe.checkpoint.storage import Place, at
+from megapipe.errors import CheckpointError
 
 
 class Removal(NamedTuple):
     """Result of a removal, which goes on after what cannot be removed."""
 
-    removed: list[Path]
+    removed: list[Place]
     problems: list[str]
     """A line for each that is still there."""
 
 
 def outdated(
-    paths: Iterable[Path], keep: int, newest: Path, is_sound: Callable[[Path], bool]
-) -> list[Path]:
+    paths: Iterable[Place], keep: int, newest: Place, is_sound: Callable[[Place], bool]
+) -> list[Place]:
     """The checkpoints, of `paths` from the newest to the oldest, that are not needed any more.
 
     The `keep` newest of those that are sound stay, as do `newest`, which was saved last, and all
@@ -30,7 +27,7 @@ def outdated(
     paths = list(paths)
     if len(paths) <= keep:
         return []
-    old: list[Path] = []
+    old: list[Place] = []
     sound = 0
     for path in paths:
         if sound >= keep and path != newest:
@@ -40,43 +37,51 @@ def outdated(
     return old
 
 
-def remove(root: Path, checkpoints: Iterable[Path]) -> Removal:
+def remove(root: Place, checkpoints: Iterable[Place], *, alone: bool = True) -> Removal:
     """Remove checkpoints of the folder `root`, and what killed saves left there.
 
-    Call it on one rank, with no save under way in `root`. A folder is renamed to a staging name
-    before it is removed, so a kill in between never leaves half a checkpoint.
+    Call it on one rank, with no save under way in `root`; if nobody can tell, `alone` is to be
+    False, and what may be half of a save stays. A checkpoint is withdrawn in one step before its
+    files are removed, so a kill in between never leaves half of it.
     """
-    removed: list[Path] = []
+    removed: list[Place] = []
     problems: list[str] = []
     for path in checkpoints:
         try:
-            os.rename(path, root / f"{STAGING_PREFIX}removed-{secrets.token_hex(8)}")
+            at(path).withdraw()
             removed.append(path)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             problems.append(_cannot(path, error))
     if removed:
         try:
-            sync_folder(root)
+            at(root).sync()
         except OSError as error:
             problems.append(_cannot(root, error))
-    return Removal(removed, problems + clear_leftovers(root).problems)
+    if alone:
+        problems += clear_leftovers(root).problems
+    return Removal(removed, problems)
 
 
-def clear_leftovers(root: Path) -> Removal:
+def clear_leftovers(root: Place) -> Removal:
     """Remove what killed saves and removals left in `root`, if it is there, as :func:`remove`."""
-    removed: list[Path] = []
+    removed: list[Place] = []
     problems: list[str] = []
-    for leftover in sorted(root.glob(f"{STAGING_PREFIX}*")):
+    try:
+        found = leftovers(root)
+    except OSError:  # whoever looks for checkpoints there says so
+        found = []
+    for leftover in found:
         try:
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
+            at(leftover).remove()
             removed.append(leftover)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             problems.append(_cannot(leftover, error))
     return Removal(removed, problems)
 
 
-def _cannot(path: Path, error: OSError) -> str:
-    return f"cannot remove {error.filename or path}: {error.strerror}; it takes room until you do"
+def _cannot(path: Place, error: OSError | CheckpointError) -> str:
+    if isinstance(error, OSError):
+        why = f"cannot remove {error.filename or path}: {error.strerror}"
+    else:
+        why = str(error)
+    return f"{why}; it takes room until you do"

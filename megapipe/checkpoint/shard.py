@@ -12,15 +12,15 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
-from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.durable import create, open_regular, read_into
+from megapipe.checkpoint.durable import read_into
 from megapipe.checkpoint.manifest import Dtype, FileRecord, Manifest
 from megapipe.checkpoint.regions import Region
+from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
@@ -95,47 +95,51 @@ def safetensors_header(
 
 
 def write_shard(
-    path: Path, contents: Sequence[tuple[Slot, Tensor]], *, run_id: str, step: int
+    path: Place, contents: Sequence[tuple[Slot, Tensor]], *, run_id: str, step: int
 ) -> tuple[FileRecord, list[int]]:
     """Write tensors, given in `Slot.order`, to a new file and make it durable.
 
     One tensor at a time is brought to the host; two threads hash it while it is written. Returns
     the file's record and the tensors' CRC-32. Raises CheckpointError if the file cannot be written.
     """
-    digest, size, checksums = sha256(), 0, []
-    with create(path) as file, ThreadPoolExecutor(2) as threads:
-        head = header((slot for slot, _ in contents), run_id=run_id, step=step)
-        file.write(head)
-        digest.update(head)
-        size += len(head)
-        for _, tensor in contents:
-            data = bytes_of(tensor.detach().cpu())
-            hashed = threads.submit(digest.update, data)
-            crc = threads.submit(zlib.crc32, data)
-            for start in range(0, len(data), _BLOCK):
-                file.write(data[start : start + _BLOCK])
-            hashed.result()
-            checksums.append(crc.result())
-            size += len(data)
-    return FileRecord(bytes=size, sha256=digest.hexdigest()), checksums
+
+    def fill(file: BinaryIO) -> tuple[FileRecord, list[int]]:
+        digest, size, checksums = sha256(), 0, []
+        with ThreadPoolExecutor(2) as threads:
+            head = header((slot for slot, _ in contents), run_id=run_id, step=step)
+            file.write(head)
+            digest.update(head)
+            size += len(head)
+            for _, tensor in contents:
+                data = bytes_of(tensor.detach().cpu())
+                hashed = threads.submit(digest.update, data)
+                crc = threads.submit(zlib.crc32, data)
+                for start in range(0, len(data), _BLOCK):
+                    file.write(data[start : start + _BLOCK])
+                hashed.result()
+                checksums.append(crc.result())
+                size += len(data)
+        return FileRecord(bytes=size, sha256=digest.hexdigest()), checksums
+
+    return at(path).write(fill)
 
 
-def check_header(path: Path, expected: bytes) -> None:
+def check_header(path: Place, expected: bytes) -> None:
     """Raise CheckpointError unless the file begins with the header that the manifest implies."""
     found = bytearray(len(expected))
-    with open_regular(path) as file:
+    with at(path).open() as file:
         if not read_into(file, memoryview(found)) or found != expected:
             raise CheckpointError(f"{path} is damaged: its header is not what the manifest says")
 
 
-def read_tensor(path: Path, start: int, out: Tensor, crc32: int) -> None:
+def read_tensor(path: Place, start: int, out: Tensor, crc32: int) -> None:
     """Fill the contiguous host tensor `out` with the file's bytes from `start` on.
 
     Raises CheckpointError if the file ends early or the bytes do not have this CRC-32; `out` is
     then garbage.
     """
     data, crc = bytes_of(out), 0
-    with open_regular(path) as file:
+    with at(path).open() as file:
         file.seek(start)
         for begin in range(0, len(data), _BLOCK):
             block = data[begin : begin + _BLOCK]
@@ -157,14 +161,14 @@ class Examined(NamedTuple):
     """The first tensor with a value that is not finite."""
 
 
-def examine(path: Path, slots: Iterable[Slot], head: int) -> Examined:
+def examine(path: Place, slots: Iterable[Slot], head: int) -> Examined:
     """Read a shard whose `slots` begin after `head` bytes, once; a thread hashes what is read.
 
     Raises CheckpointError if the file cannot be read or ends early.
     """
     digest, odd = sha256(), None
     buffers = [torch.empty(_BLOCK, dtype=torch.uint8) for _ in range(2)]
-    with open_regular(path) as file, ThreadPoolExecutor(1) as thread:
+    with at(path).open(whole=True) as file, ThreadPoolExecutor(1) as thread:
         hashed: list[Future[None]] = []
         for slot, nbytes in [(None, head), *((slot, slot.nbytes) for slot in slots)]:
             for left in range(nbytes, 0, -_BLOCK):

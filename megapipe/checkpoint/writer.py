@@ -11,24 +11,19 @@
 A failure on any rank is agreed on after each phase, so all ranks raise and none waits for ever.
 """
 
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
-from megapipe.checkpoint.durable import create, sync_folder
-from megapipe.checkpoint.folders import POINTER, STAGING_PREFIX, next_name
+from megapipe.checkpoint.folders import next_name
 from megapipe.checkpoint.manifest import (
-    MANIFEST,
     Dtype,
     Entry,
     FileRecord,
+    Manifest,
     Receipt,
     StoredPiece,
     build_manifest,
@@ -36,9 +31,11 @@ from megapipe.checkpoint.manifest import (
     seal,
     unseal,
 )
+from megapipe.checkpoint.names import MANIFEST, POINTER
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.regions import Region
 from megapipe.checkpoint.shard import TORCH_DTYPES, Slot, write_shard
+from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError, MegapipeError
 
 SHARD_BYTES = 2 << 30
@@ -111,7 +108,7 @@ class Alone:
 
 
 def save(
-    root: Path,
+    root: Place,
     *,
     step: int,
     pieces: Iterable[Piece],
@@ -119,7 +116,7 @@ def save(
     group: Group,
     nbytes: int = 0,
     shard_bytes: int = SHARD_BYTES,
-) -> Path:
+) -> Place:
     """Write a checkpoint of all ranks' pieces and commit it; returns its folder on every rank.
 
     `root` must be on a file system that all ranks share. `pieces` may be a generator; at most
@@ -143,7 +140,7 @@ def save(
     return root / group.share(name)
 
 
-def stage(root: Path, step: int, group: Group, nbytes: int) -> Path:
+def stage(root: Place, step: int, group: Group, nbytes: int) -> Place:
     """Make a staging folder for a checkpoint of `step` and so many bytes; returns it on every rank.
 
     Raises CheckpointError on all of them if rank 0 cannot, or the disk has no room.
@@ -153,9 +150,9 @@ def stage(root: Path, step: int, group: Group, nbytes: int) -> Path:
     return root / group.share(name)
 
 
-def discard(staging: Path) -> None:
+def discard(staging: Place) -> None:
     """Remove a staging folder of which no checkpoint was made."""
-    shutil.rmtree(staging, ignore_errors=True)
+    at(staging).discard()
 
 
 def together(group: Group, work: Callable[[], T]) -> T:
@@ -187,26 +184,15 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _make_staging(root: Path, step: int, nbytes: int) -> str:
-    if not root.is_dir():
-        root.mkdir(parents=True)
-        sync_folder(root.parent)
-    free = shutil.disk_usage(root).free
-    if free < nbytes:
-        raise CheckpointError(
-            f"{root} has {free / 1e9:.3g} GB free, {nbytes / 1e9:.3g} GB are to be written: remove "
-            "what is not needed, or have run.folder on a larger disk"
-        )
-    staging = root / f"{STAGING_PREFIX}{step:08d}-{secrets.token_hex(8)}"
-    staging.mkdir()
-    return staging.name
+def _make_staging(root: Place, step: int, nbytes: int) -> str:
+    return at(root).stage(step, nbytes, lambda: next_name(root, step))
 
 
 def write(
-    staging: Path, step: int, pieces: Iterable[Piece], meta: Meta, rank: int, shard_bytes: int
+    staging: Place, step: int, pieces: Iterable[Piece], meta: Meta, rank: int, shard_bytes: int
 ) -> None:
     """Write one rank's shards and its receipt. Raises CheckpointError or OSError."""
-    if not staging.is_dir():
+    if not at(staging).sees_attempt():
         raise CheckpointError(f"{staging} of rank 0 is not there: is the folder on a shared disk?")
     kinds: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
     stored: dict[str, list[StoredPiece]] = {}
@@ -253,9 +239,8 @@ def write(
         )
     except ValidationError as error:
         raise CheckpointError(first_problem(error)) from None
-    with create(_receipt(staging, rank)) as file:
-        file.write(seal(receipt))
-    sync_folder(staging)
+    _write_sealed(_receipt(staging, rank), receipt)
+    at(staging).sync()
 
 
 def _slot(piece: Piece) -> Slot:
@@ -272,7 +257,7 @@ def _slot(piece: Piece) -> Slot:
     return Slot(piece.name, dtype, piece.region)
 
 
-def commit(staging: Path, step: int, meta: Meta, world: int) -> str:
+def commit(staging: Place, step: int, meta: Meta, world: int) -> str:
     """Make a checkpoint of what all ranks have written: manifest, rename, pointer.
 
     That is rank 0's part. Returns the new folder's name; raises CheckpointError or OSError."""
@@ -286,27 +271,30 @@ def commit(staging: Path, step: int, meta: Meta, world: int) -> str:
         digests=meta.digests,
         receipts=[unseal(_receipt(staging, rank), Receipt) for rank in range(world)],
     )
-    with create(staging / MANIFEST) as file:
-        file.write(seal(manifest))
+    Checkpoint(staging, manifest).check_files()
     for rank in range(world):
-        _receipt(staging, rank).unlink()
-    sync_folder(staging)
-    Checkpoint.open(staging)
-    name = next_name(root, step)
-    os.rename(staging, root / name)
-    sync_folder(root)
+        at(_receipt(staging, rank)).unlink()
+    _write_sealed(staging / MANIFEST, manifest)
+    at(staging).sync()
+    unseal(staging / MANIFEST, Manifest)  # as a reader finds it
+    name = at(staging).publish(lambda: next_name(root, step))
     point_at(root, name)
     return name
 
 
-def point_at(root: Path, name: str) -> None:
+def point_at(root: Place, name: str) -> None:
     """Let the pointer name a checkpoint of `root`. Raises CheckpointError or OSError."""
-    pointer = root / f"{STAGING_PREFIX}{POINTER}-{secrets.token_hex(8)}"
-    with create(pointer) as file:
-        file.write(f"{name}\n".encode())
-    os.replace(pointer, root / POINTER)
-    sync_folder(root)
+    at(root / POINTER).replace(f"{name}\n".encode())
 
 
-def _receipt(staging: Path, rank: int) -> Path:
+def _write_sealed(path: Place, record: Manifest | Receipt) -> None:
+    data = seal(record)
+
+    def fill(file: BinaryIO) -> None:
+        file.write(data)
+
+    at(path).write(fill)
+
+
+def _receipt(staging: Place, rank: int) -> Place:
     return staging / f"receipt-{rank:05d}.json"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from megapipe import strict_yaml
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.storage import Place
 from megapipe.cli import stored_lora, stored_model
 from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.convert.source import Source
@@ -21,7 +21,7 @@ from megapipe.words import counted
 
 
 def as_configuration(
-    model: ModelConfig, *, tokenizer: str | None = None, load: Path | None = None
+    model: ModelConfig, *, tokenizer: str | None = None, load: Place | None = None
 ) -> str:
     """A resolved model, with its tokenizer and what its weights are loaded from, as YAML that
     train.py takes. Keys of the model with their defaults are left out."""

@@ -13,13 +13,13 @@ from torch import Tensor
 from megapipe.checkpoint.regions import Region, whole
 from megapipe.convert.source import KIND
 from megapipe.convert.tensor_files import StoredTensors, TensorFiles, read_json, widest
-from megapipe.data.hub import one_line
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import config_from_hf
 from megapipe.model.gpt.hf.table import TABLE, Row
 from megapipe.model.gpt.hf.weights import Entry, entries, full_names
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known
+from megapipe.words import one_line
 
 CONFIG = "config.json"
 

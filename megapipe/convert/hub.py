@@ -6,9 +6,10 @@ import contextlib
 from pathlib import Path
 
 from megapipe.convert.tensor_files import INDEX, SINGLE
-from megapipe.data.hub import check_reachable, is_hub_name, one_line
+from megapipe.data.hub import check_reachable, is_hub_name
 from megapipe.errors import CheckpointError, DataError
 from megapipe.paths import exists, is_folder, user_path
+from megapipe.words import one_line
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model")
 """Files that are fetched: weights, configs and tokenizers, and nothing that is pickled or run."""

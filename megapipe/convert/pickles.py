@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from megapipe.data.hub import one_line
 from megapipe.errors import CheckpointError
+from megapipe.words import one_line
 
 TRUST = "--trust-pickle"
 TRUST_MEANS = (

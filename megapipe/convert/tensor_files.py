@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megapipe.data.hub import one_line
 from megapipe.dtypes import Dtype
 from megapipe.errors import CheckpointError
 from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.words import one_line
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

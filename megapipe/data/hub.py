@@ -1,10 +1,11 @@
-"""Paths and names on a hub told apart, and short error texts, for corpora and tokenizers."""
+"""Paths and names on a hub told apart, for corpora and tokenizers."""
 
 import re
 from pathlib import Path
 from typing import Literal
 
 from megapipe.errors import DataError
+from megapipe.words import one_line
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _REQUEST_TIMEOUT_S = 10.0
@@ -33,9 +34,3 @@ def check_reachable(what: str, name: str, repo_type: Literal["model", "dataset"]
             f"{what} {name!r}: no such file or folder in {Path.cwd()}, and not to be had from the "
             f"Hugging Face hub ({one_line(error)})"
         ) from error
-
-
-def one_line(error: BaseException) -> str:
-    """The text of an exception of another library, on one line of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

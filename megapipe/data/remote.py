@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from megapipe.data.hub import one_line
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.progress import Meter, meter
-from megapipe.data.urls import is_remote, refuse_user_info
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.section import Section
+from megapipe.urls import is_remote, refuse_user_info
+from megapipe.words import one_line
 
 FILES, MANIFEST = "files", "manifest.json"
 _AT_ONCE = 2**22

@@ -79,7 +79,7 @@ class Source:
             tokenizer=loaded,
             context=length,
             opening=(loaded.eod,) if of_run else loaded.opening,
-            ends=frozenset({loaded.eod, *_ends_beside(Path(name), weights.path)}),
+            ends=frozenset({loaded.eod, *_ends_beside(Path(name), *_here(weights))}),
             data=DataConfig.model_validate(known),
         )
 
@@ -88,9 +88,15 @@ def _tokenizer_of(weights: Weights) -> str:
     stored: JsonValue = weights.config.get("data.tokenizer")
     if stored is not None:
         return str(stored)
-    if has_tokenizer(weights.path):
-        return str(weights.path)
+    for path in _here(weights):
+        if has_tokenizer(path):
+            return str(path)
     raise DataError(f"{weights.path} has no tokenizer; give one with --tokenizer")
+
+
+def _here(weights: Weights) -> list[Path]:
+    """The folder of the weights, unless it is on object storage, which has nothing beside them."""
+    return [weights.path] if isinstance(weights.path, Path) else []
 
 
 def _ends_beside(*folders: Path) -> set[int]:

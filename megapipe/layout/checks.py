@@ -16,10 +16,11 @@ from megapipe.layout.lr_plan import LearningRatePlan, warms_up
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.interface import Family, Feature, load_loss
 from megapipe.update_rules import RULES, declaration
+from megapipe.urls import check_folder, is_remote
 from megapipe.words import choices, counted, either, multiples, plural
 
 
-def check(config: Config, family: Family, dp: int) -> None:
+def check(config: Config, family: Family, dp: int, processes: int) -> None:
     """Raise :class:`ConfigError` for the first thing in a resolved configuration that is wrong."""
     _check_support(config, family)
     family.check()
@@ -35,8 +36,28 @@ def check(config: Config, family: Family, dp: int) -> None:
     _check_watched_steps(config.log)
     _check_device(config.log)
     _check_stop(config.train)
+    _check_checkpoints(config, processes)
     _check_export(config)
     _check_numbers(config)
+
+
+def _check_checkpoints(config: Config, processes: int) -> None:
+    folder, load = config.checkpoint.folder, config.checkpoint.load
+    if load is not None and is_remote(load):
+        check_folder("checkpoint.load", load)
+    if folder is None:
+        return
+    if not is_remote(folder):
+        raise ConfigError(
+            f"checkpoint.folder={folder}: expected a URL such as s3://bucket/path, or null; "
+            "a local folder is run.folder"
+        )
+    check_folder("checkpoint.folder", folder)
+    if folder.startswith("memory:") and processes > 1:
+        raise ConfigError(
+            f"checkpoint.folder={folder} is the memory of one process, of {processes}: expected a "
+            "store that all of them reach"
+        )
 
 
 def _check_export(config: Config) -> None:

@@ -9,9 +9,9 @@ from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.mixture import weight_plan
 from megapipe.data.split import split_ranges
 from megapipe.data.unused import check_fields, no_rows, refuse_unused
-from megapipe.data.urls import refuse_user_info
 from megapipe.data_config import ONLY, DataConfig
 from megapipe.errors import ConfigError
+from megapipe.urls import refuse_user_info
 
 MOST_SOURCES = 255
 """Of a mixture: a byte tells them apart."""

@@ -86,7 +86,7 @@ def _resolve(
     if before is not None and config == given and device == before.device:
         return config, before
     family = family_of(config, device)
-    check(config, family, dp)
+    check(config, family, dp, processes)
     microbatches = _microbatches(config, dp)
     # an order that goes by costs is made when the stages are known; a short one has its placement
     by_time = is_cut_by_time(config)

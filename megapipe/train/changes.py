@@ -25,13 +25,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 
 from megapipe import strict_yaml
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.storage import Place
 from megapipe.cli import flatten
 from megapipe.config import Config
 from megapipe.errors import CheckpointError
@@ -158,7 +158,7 @@ def _weights(mixture: str) -> list[tuple[str, Any]]:
     return [(name, source["weight"]) for name, source in json.loads(mixture).items()]
 
 
-def check_weights(path: Path, stored: Mapping[str, JsonValue], config: Config) -> None:
+def check_weights(path: Place, stored: Mapping[str, JsonValue], config: Config) -> None:
     """Check that weights at `path`, of which `stored` has the keys of the model, are of the run's.
 
     Raises :class:`CheckpointError` that names the keys which differ.
@@ -179,7 +179,7 @@ def check_weights(path: Path, stored: Mapping[str, JsonValue], config: Config) -
         )
 
 
-def _adapters(path: Path, changes: Iterable[Change]) -> CheckpointError | None:
+def _adapters(path: Place, changes: Iterable[Change]) -> CheckpointError | None:
     """The error where one of a checkpoint and a run has adapters, and the other has none."""
     change = next((each for each in changes if each.key == ADAPTERS), None)
     if change is not None and change.stored is None:

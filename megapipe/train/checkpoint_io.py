@@ -7,7 +7,6 @@ rectangles, without the padding of the vocabulary. A rank reads the regions that
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
+from megapipe.checkpoint.storage import Place
 from megapipe.checkpoint.writer import Meta, Piece
 from megapipe.cli import flatten
 from megapipe.config import Config
@@ -30,7 +30,9 @@ from megapipe.plan.memory import checkpoint_bytes
 class Weights(Protocol):
     """Global tensors to be read by regions: a checkpoint, or what takes the place of one."""
 
-    path: Path
+    @property
+    def path(self) -> Place:
+        """Where it is."""
 
     @property
     def config(self) -> Mapping[str, JsonValue]:

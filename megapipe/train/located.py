@@ -7,10 +7,12 @@ from typing import Literal, NamedTuple
 
 from megapipe.checkpoint.find import OF_A_RUN, latest_run
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.names import MANIFEST
+from megapipe.checkpoint.objects import PATIENCE_S
+from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.convert.folder import CONFIG
 from megapipe.errors import CheckpointError
-from megapipe.paths import exists, is_folder, user_path
+from megapipe.paths import is_folder
 
 LATEST = "latest"
 Kind = Literal["checkpoint", "checkpoints", "hugging_face"]
@@ -21,31 +23,35 @@ class Located(NamedTuple):
     """A folder, and what it is."""
 
     kind: Kind
-    path: Path
+    path: Place
 
 
-def located(name: str, runs: Path) -> Located:
+def located(name: str, runs: Place, *, patience_s: float = PATIENCE_S) -> Located:
     """The folder that `name` stands for; `runs` is where `latest` looks. Nothing in it is opened.
+
+    A store that a URL names has `patience_s` for each answer.
 
     Raises :class:`CheckpointError` if there is none, or if it is none of those.
     """
     if name == LATEST:
-        run = latest_run(runs)
-        if run is None:
+        root = latest_run(runs)
+        if root is None:
             raise CheckpointError(f"{LATEST}: no run in {runs} has a checkpoint")
-        return Located("checkpoints", run / OF_A_RUN)
-    path = user_path(name)
-    if not is_folder(path):
+        return Located("checkpoints", root)
+    path = place_of(name, what="URL", patience_s=patience_s)
+    if isinstance(path, Path) and not is_folder(path):
         raise CheckpointError(
             f"{name}: no such folder; expected a checkpoint, a run folder, a folder of Hugging "
             f"Face's, or {LATEST}"
         )
-    if exists(path / MANIFEST):
+    if at(path / MANIFEST).exists():
         return Located("checkpoint", path)
     for folder in (path / OF_A_RUN, path):
         if committed(folder):
             return Located("checkpoints", folder)
-    if exists(path / CONFIG):
+    if not isinstance(path, Path):
+        raise CheckpointError(f"{name}: neither a checkpoint nor the folder of a run's")
+    if at(path / CONFIG).exists():
         return Located("hugging_face", path)
     raise CheckpointError(
         f"{name} is neither a checkpoint ({MANIFEST}), nor a run folder ({OF_A_RUN}/), nor a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -44,7 +45,9 @@ def _of_checkpoint(run: Run, checkpoint: Checkpoint, *, is_own: bool) -> Iterato
             f"threads of a process (OMP_NUM_THREADS) were {before} and are {now}: sums differ in "
             "their last bits from those of a run that did not stop"
         )
-    doubt = foreign(checkpoint.path) if run.mesh.rank == 0 else None
+    path, doubt = checkpoint.path, None
+    if run.mesh.rank == 0 and isinstance(path, Path):
+        doubt = foreign(path)
     if doubt is not None:
         yield f"{doubt}: whoever that is decides what is trained on"
 

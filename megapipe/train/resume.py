@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megapipe.checkpoint.folders import FAILED_PREFIX, committed
-from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import FAILED_PREFIX, MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
+from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.checkpoint_config import CheckpointConfig
 from megapipe.config import Config
 from megapipe.convert.folder import HuggingFaceFolder, read_model
@@ -21,6 +22,8 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.train import checkpoint_io
 from megapipe.train.checkpoint_io import Weights
 from megapipe.train.located import located
+from megapipe.train.run_folder import patience_s, runs_elsewhere
+from megapipe.urls import is_remote
 
 if TYPE_CHECKING:
     from megapipe.train.step import TrainStep
@@ -42,12 +45,12 @@ class Source:
     """Of which nothing but the weights is taken; then there is no `checkpoint`."""
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints were passed over."""
-    failed: list[Path] = field(default_factory=list)
+    failed: list[Place] = field(default_factory=list)
     """Checkpoints from which starts have failed."""
 
 
 def choose(
-    config: Config, checkpoints: Path, mesh: ParallelMesh, *, before: int | None = None
+    config: Config, checkpoints: Place, mesh: ParallelMesh, *, before: int | None = None
 ) -> Source:
     """The newest checkpoint in `checkpoints` that is intact, else ``checkpoint.load``.
 
@@ -95,15 +98,17 @@ def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
     text, error = "", None
     if mesh.rank == 0:
         try:
-            text = " ".join(map(str, located(str(config.checkpoint.load), Path(config.run.folder))))
+            runs = runs_elsewhere(config) or Path(config.run.folder)
+            name = str(config.checkpoint.load)
+            text = " ".join(map(str, located(name, runs, patience_s=patience_s(config))))
         except MegapipeError as raised:
             error = raised
     all_or_none(mesh, error)
     kind, _, name = mesh.share(text).partition(" ")
-    path = Path(name)
     if kind == "hugging_face":
-        source.weights = _opened(path, mesh)
+        source.weights = _opened(Path(name), mesh)
         return
+    path = placed(name, config, mesh)
     if kind == "checkpoint":
         checkpoint, problem = verified(path, mesh)
         if checkpoint is None:
@@ -119,6 +124,20 @@ def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
         source.checkpoint = checkpoint
     else:
         source.weights = checkpoint
+
+
+def placed(name: Path | str, config: Config, mesh: ParallelMesh) -> Place:
+    """The place of a path or a URL; raises on every rank where one lacks what a URL needs."""
+    if isinstance(name, Path) or not is_remote(name):
+        return Path(name)
+    place, error = None, None
+    try:
+        place = place_of(name, what="URL", patience_s=patience_s(config))
+    except MegapipeError as problem:
+        error = problem
+    all_or_none(mesh, error)
+    assert place is not None
+    return place
 
 
 def find_weights(name: str, mesh: ParallelMesh) -> Weights:
@@ -141,12 +160,13 @@ def check_adapters(source: Source, config: Config) -> None:
         )
 
 
-def find(path: Path, mesh: ParallelMesh) -> Checkpoint:
-    """The checkpoint at `path`, or the newest of those in it; it must be intact.
+def find(name: Path | str, config: Config, mesh: ParallelMesh) -> Checkpoint:
+    """The checkpoint at a path or URL, or the newest of those in it; it must be intact.
 
     Raises :class:`CheckpointError` on every rank.
     """
-    is_one = mesh.share("yes" if (path / MANIFEST).exists() else "no") == "yes"
+    path = placed(name, config, mesh)
+    is_one = mesh.share("yes" if at(path / MANIFEST).exists() else "no") == "yes"
     found = path if is_one else _newest(path, set(), [], mesh)
     if found is None:
         raise CheckpointError(f"{path}: neither a checkpoint nor a folder that has one")
@@ -221,11 +241,11 @@ class Newest(NamedTuple):
     """Some of these could be opened, but have other bytes than were written."""
 
 
-def newest_intact(folder: Path, mesh: ParallelMesh, but: Collection[Path] = ()) -> Newest:
+def newest_intact(folder: Place, mesh: ParallelMesh, but: Collection[Place] = ()) -> Newest:
     """The newest checkpoint in `folder` that :func:`verified` finds nothing wrong with, of all
     `but` some."""
     skipped: list[str] = []
-    damaged: set[Path] = set()
+    damaged: set[Place] = set()
     while (path := _newest(folder, {*but, *damaged}, skipped, mesh)) is not None:
         checkpoint, problem = verified(path, mesh)
         if checkpoint is not None:
@@ -235,7 +255,7 @@ def newest_intact(folder: Path, mesh: ParallelMesh, but: Collection[Path] = ()) 
     return Newest(None, skipped, bool(damaged))
 
 
-def _failed(folder: Path, before: int, mesh: ParallelMesh) -> list[Path]:
+def _failed(folder: Place, before: int, mesh: ParallelMesh) -> list[Place]:
     """Checkpoints that rank 0 finds marked, after it has marked those of `before` steps or more;
     0: none."""
     names, error = [], None
@@ -244,9 +264,11 @@ def _failed(folder: Path, before: int, mesh: ParallelMesh) -> list[Path]:
             for key in committed(folder):
                 mark = folder / f"{FAILED_PREFIX}{key.name}"
                 if before and key.step >= before:
-                    mark.touch()
-                if mark.exists():
+                    at(mark).replace(b"")
+                if at(mark).exists():
                     names.append(key.name)
+        except CheckpointError as problem:
+            error = problem
         except OSError as problem:
             error = CheckpointError(f"cannot write to {folder}: {problem.strerror}")
     all_or_none(mesh, error)
@@ -254,8 +276,8 @@ def _failed(folder: Path, before: int, mesh: ParallelMesh) -> list[Path]:
 
 
 def _newest(
-    checkpoints: Path, skip: set[Path], skipped: list[str], mesh: ParallelMesh
-) -> Path | None:
+    checkpoints: Place, skip: set[Place], skipped: list[str], mesh: ParallelMesh
+) -> Place | None:
     """The newest checkpoint that rank 0 finds; `skipped` gets why it passed over others."""
     found, error = Found(None, []), None
     if mesh.rank == 0:
@@ -264,12 +286,13 @@ def _newest(
         except MegapipeError as problem:
             error = problem
     all_or_none(mesh, error)
-    name, reasons = json.loads(mesh.share(json.dumps([str(found.path or ""), found.skipped])))
+    own = "" if found.path is None else found.path.name
+    name, reasons = json.loads(mesh.share(json.dumps([own, found.skipped])))
     skipped += reasons if not skip else []
-    return Path(name) if name else None
+    return checkpoints / name if name else None
 
 
-def verified(path: Path, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
+def verified(path: Place, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
     """The checkpoint if it is whole and its values are finite, else why not. Each rank reads its
     share of the files."""
     checkpoint, error = None, None

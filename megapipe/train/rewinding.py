@@ -9,8 +9,8 @@ leaves out the same samples from its start on makes the same steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from megapipe.checkpoint.storage import Place
 from megapipe.left_out import LeftOut
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.callbacks.saving import Saving
@@ -22,10 +22,10 @@ from megapipe.words import counted
 class Rewinding:
     """Takes a run back to what `saving` has saved, but to no checkpoint that has `failed`."""
 
-    def __init__(self, saving: Saving, failed: Sequence[Path]) -> None:
+    def __init__(self, saving: Saving, failed: Sequence[Place]) -> None:
         self._saving = saving
         self._failed = failed
-        self._last: Path | None = None
+        self._last: Place | None = None
         """The checkpoint that the run went back to last, ..."""
         self._times = 0
         """... and how often in a row."""

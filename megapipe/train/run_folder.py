@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megapipe import heartbeat
+from megapipe.checkpoint.find import OF_A_RUN
+from megapipe.checkpoint.objects import RemotePath
 from megapipe.checkpoint.retention import clear_leftovers
 from megapipe.checkpoint.run_lock import RunLock
+from megapipe.checkpoint.storage import Place, place_of
 from megapipe.cli import dump, flatten
 from megapipe.config import Config
 from megapipe.distributed.agreement import all_or_none
@@ -29,7 +32,10 @@ PATIENCE = datetime.timedelta(seconds=10 * heartbeat.STALE_S)
 """How long ranks wait for rank 0 to get the folder: it may have to watch a killed job for a
 heartbeat."""
 
-FILES = ("config.yaml", "provenance.json", "log.jsonl", "summary.json", "checkpoints/latest")
+FILES = (
+    *("config.yaml", "provenance.json", "log.jsonl", "summary.json"),
+    f"{OF_A_RUN}/latest",
+)
 """Files that a run writes at its start, in the middle, or at its end."""
 
 
@@ -42,10 +48,12 @@ class RunFolder:
     """On rank 0."""
     notes: list[str] = field(default_factory=list)
     """Lines on what an earlier start had left."""
+    elsewhere: Place | None = None
+    """The folder of the run's checkpoints if it is not in this one."""
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def checkpoints(self) -> Place:
+        return self.elsewhere or self.path / OF_A_RUN
 
     def check(self, mesh: ParallelMesh) -> None:
         """Raise LaunchError on all ranks where another job has taken over."""
@@ -67,14 +75,34 @@ class RunFolder:
             self.lock.release()
 
 
-def take(path: Path, mesh: ParallelMesh, *, local_rank: int) -> RunFolder:
+def runs_elsewhere(config: Config) -> Place | None:
+    """The folder on object storage that has a folder of checkpoints for each run, if there is one.
+
+    Raises ConfigError or CheckpointError for a URL that cannot be used.
+    """
+    url = config.checkpoint.folder
+    if url is None:
+        return None
+    return place_of(url, what="checkpoint.folder", patience_s=patience_s(config))
+
+
+def patience_s(config: Config) -> float:
+    """Seconds until a request to a store is given up: so few that a save or a load fails by an
+    error of its own before the other ranks give up the one that waits."""
+    return config.parallel.timeout_s / 3
+
+
+def take(
+    path: Path, mesh: ParallelMesh, *, local_rank: int, checkpoints: Place | None = None
+) -> RunFolder:
     """Make the folder, if it is not there, and keep other jobs out of it.
 
-    What killed saves left in it is removed. The first process of each node looks whether it sees
-    what rank 0 has written. Raises :class:`ConfigError` on all ranks, LaunchError where another job
-    has the folder.
+    Leftovers of killed saves are removed, and a store for `checkpoints` has to take an object. The
+    first process of each node looks whether it sees what rank 0 has written. Raises
+    :class:`ConfigError` or CheckpointError on all ranks, LaunchError where another job has the
+    folder.
     """
-    folder, error = RunFolder(path), None
+    folder, error = RunFolder(path, elsewhere=checkpoints), None
     if mesh.rank == 0:
         try:
             _take(folder)
@@ -106,6 +134,8 @@ def _take(folder: RunFolder) -> None:
         folder.lock = RunLock(path)
         if folder.lock.taken_over is not None:
             folder.notes.append(f"took over {path} from {folder.lock.taken_over}, which is gone")
+        if isinstance(folder.checkpoints, RemotePath):
+            folder.checkpoints.probe()
         cleared = clear_leftovers(folder.checkpoints)
     except OSError as problem:
         folder.release()
@@ -122,7 +152,7 @@ def _take(folder: RunFolder) -> None:
 def _refuse_what_is_in_the_way(folder: Path) -> None:
     """Raise :class:`ConfigError` for a link in the folder, by which writes would leave it, and for
     a folder where a file of the run should be, or the other way round."""
-    checkpoints = RunFolder(folder).checkpoints
+    checkpoints = folder / OF_A_RUN
     inside = os.scandir(checkpoints) if checkpoints.is_dir() else ()
     for entry in itertools.chain(os.scandir(folder), inside):
         if entry.is_symlink():

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.storage import Place
 from megapipe.checkpoint.writer import save
 from megapipe.config import Config
 from megapipe.distributed.mesh import ParallelMesh
@@ -390,16 +391,16 @@ class TrainStep:
         run_id: str | None = None,
         digests: Mapping[str, str] | None = None,
         order: str = "",
-    ) -> Path:
+    ) -> Place:
         """Write a checkpoint of the state after `step` steps, into a folder that all ranks share.
 
-        Returns the checkpoint's own folder in it, ``step-<step>``, on every rank. To be called by
-        all of them, once the steps are settled (:meth:`settle`). `run_id`, the `digests` of the
-        data and their `order` are stored for runs that resume from it. Raises
-        :class:`CheckpointError` on all.
+        Returns the checkpoint's own folder in it, ``step-<step>``, on every rank. All call it, once
+        the steps are settled (:meth:`settle`). `run_id`, the `digests` of the data and their
+        `order` are stored for runs that resume from it. Raises :class:`CheckpointError` on all.
         """
         content = self.content(step, run_id=run_id, digests=digests, order=order)
-        return save(Path(folder), group=self.mesh, **content._asdict())
+        place = resume.placed(folder, self.config, self.mesh)
+        return save(place, group=self.mesh, **content._asdict())
 
     def content(
         self,
@@ -429,10 +430,9 @@ class TrainStep:
         """Take over the state of a checkpoint, of any layout. `path` is its folder, or a folder of
         checkpoints, for the newest; :attr:`position` tells its step.
 
-        To be called by all ranks. Raises :class:`CheckpointError` on all if it is damaged or of
-        another model.
+        All call it. Raises :class:`CheckpointError` on all if it is damaged, or of another model.
         """
-        resume.load(resume.find(Path(path), self.mesh), self.config, self, self.mesh)
+        resume.load(resume.find(path, self.config, self.mesh), self.config, self, self.mesh)
 
     def take_over(self, checkpoint: Checkpoint) -> None:
         """Take over a checkpoint's weights, states and coordinates, in the place of all that is."""

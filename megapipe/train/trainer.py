@@ -72,7 +72,13 @@ class Trainer:
         self.mesh = mesh
         self.stop = stop
         path = Path(config.run.folder) / config.run.name
-        self.folder = run_folder.take(path, mesh, local_rank=local_rank)
+        runs = run_folder.runs_elsewhere(config)
+        self.folder = run_folder.take(
+            path,
+            mesh,
+            local_rank=local_rank,
+            checkpoints=runs and runs / config.run.name,
+        )
         try:
             self._set_up(layout, tokenizer, local_rank, callbacks)
         except BaseException:

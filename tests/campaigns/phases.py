@@ -15,6 +15,7 @@ from megapipe.train.callbacks import Run
 from tests.campaigns.rank import Fault
 
 WRITER, SHARD = "megapipe.checkpoint.writer", "megapipe.checkpoint.shard"
+LOCAL = "megapipe.checkpoint.local"
 BACKGROUND, SAVING = "megapipe.checkpoint.background", "megapipe.train.callbacks.saving"
 
 
@@ -39,7 +40,7 @@ PHASES = {
     "writing a tensor": Phase((f"{SHARD}:zlib.crc32",), calls=4, calls_of_first=4),
     "any fsync": Phase(("os:fsync",), calls=3, calls_of_first=8),
     "listing what was written": Phase((f"{WRITER}:seal",)),
-    "syncing a folder": Phase((f"{WRITER}:sync_folder",), calls=1, calls_of_first=4),
+    "syncing a folder": Phase((f"{LOCAL}:sync_folder",), calls=1, calls_of_first=4),
     "counting the own part": Phase((f"{BACKGROUND}:write",), background=True),
     "committing": Phase((f"{WRITER}:commit", f"{BACKGROUND}:commit"), lead=True),
     "merging the lists": Phase((f"{WRITER}:build_manifest",), lead=True),

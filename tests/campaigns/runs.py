@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapipe.checkpoint import Checkpoint
-from megapipe.checkpoint.folders import STAGING_PREFIX, committed
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import STAGING_PREFIX
 from megapipe.errors import CheckpointError
 from megapipe.observe.samples import check, read_samples
 from tests.campaigns.rank import PLAN

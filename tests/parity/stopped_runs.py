@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megapipe.checkpoint import Checkpoint
+from megapipe.checkpoint.storage import Place
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.data.tokenizer import load_tokenizer
@@ -163,7 +164,7 @@ def checkpoint(folder: Path, name: str, step: int) -> Path:
     return folder / "runs" / name / "checkpoints" / f"step-{step:08d}"
 
 
-def assert_same_files(a: Path, b: Path) -> None:
+def assert_same_files(a: Place, b: Place) -> None:
     """The same global tensors, bit for bit."""
     first, second = Checkpoint.open(a), Checkpoint.open(b)
     assert first.names() == second.names()

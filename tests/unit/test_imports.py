@@ -61,6 +61,7 @@ FLOORS = (
     "heartbeat",
     "processes",
     "words",
+    "urls",
     "left_out",
     "paths",
     "errors",

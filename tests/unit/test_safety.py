@@ -72,6 +72,8 @@ URL = "https://me:s3cret@example.org/texts.txt"
         ("data.mixture.a.source", ["data.mixture.b.source=x"]),
         ("data.validation.held", []),
         ("data.test.held", []),
+        ("checkpoint.folder", []),
+        ("checkpoint.load", []),
     ],
 )
 def test_a_password_in_a_url_is_refused_without_a_word_of_it(key: str, more: list[str]) -> None:

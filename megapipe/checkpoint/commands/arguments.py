@@ -6,27 +6,36 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megapipe.checkpoint.find import OF_A_RUN
-from megapipe.checkpoint.folders import POINTER, committed
-from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import MANIFEST, POINTER
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.run_lock import RunLock
+from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.errors import CheckpointError
 
-A_RUN = "a run folder, or the folder of its checkpoints"
+A_RUN = "a run folder, or the folder or URL of its checkpoints"
+MOST_OF_POINTER = 1024
+"""Bytes of the pointer, at most."""
 NEWEST = "a checkpoint, or a run folder, whose newest intact one is taken"
 
 
-def root_of(path: Path) -> Path:
+def place(name: str) -> Place:
+    """A path, or the URL of a folder on object storage. Raises ConfigError or CheckpointError."""
+    return place_of(name, what="URL")
+
+
+def root_of(path: Place) -> Place:
     """The folder that has a run's checkpoints. Raises CheckpointError."""
-    for root in (path / OF_A_RUN, path):
-        if root.is_dir() and (root != path or committed(root)):
-            return root
+    if isinstance(path, Path) and (path / OF_A_RUN).is_dir():
+        return path / OF_A_RUN
+    if (not isinstance(path, Path) or path.is_dir()) and committed(path):
+        return path
     raise CheckpointError(f"{path}: no checkpoints there; expected {A_RUN}")
 
 
-def folders_at(path: Path) -> list[Path]:
+def folders_at(path: Place) -> list[Place]:
     """The checkpoint at a path, or all of a run, oldest first. Raises CheckpointError."""
-    if (path / MANIFEST).exists():
+    if at(path / MANIFEST).exists():
         return [path]
     root = root_of(path)
     found = [root / key.name for key in reversed(committed(root))]
@@ -35,11 +44,11 @@ def folders_at(path: Path) -> list[Path]:
     return found
 
 
-def pointer_of(root: Path) -> str | None:
+def pointer_of(root: Place) -> str | None:
     """The name that the pointer of a run has; None if there is none that can be read."""
     try:
-        return (root / POINTER).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        return at(root / POINTER).read(MOST_OF_POINTER).decode().strip()
+    except (CheckpointError, UnicodeDecodeError):
         return None
 
 
@@ -57,11 +66,10 @@ def alone_in(root: Path) -> Iterator[None]:
         lock.release()
 
 
-def written(path: Path) -> str:
+def written(path: Place) -> str:
     """The local time at which a checkpoint was written, from its manifest."""
-    try:
-        seconds = (path / MANIFEST).stat().st_mtime
-    except OSError:
+    seconds = at(path / MANIFEST).modified()
+    if seconds is None:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 

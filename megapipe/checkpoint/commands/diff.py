@@ -8,13 +8,12 @@ example: checkpoint.py diff runs/a runs/b --only "model/*"
 import argparse
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.commands.arguments import NEWEST
+from megapipe.checkpoint.commands.arguments import NEWEST, place
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.shard import bytes_of
@@ -26,8 +25,8 @@ _ABSENT = "(absent)"
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("first", type=Path, metavar="A", help=NEWEST)
-    parser.add_argument("second", type=Path, metavar="B", help="likewise")
+    parser.add_argument("first", type=place, metavar="A", help=NEWEST)
+    parser.add_argument("second", type=place, metavar="B", help="likewise")
     parser.add_argument(
         "--only", default="*", metavar="PATTERN", help="tensors of such names alone"
     )

@@ -9,9 +9,8 @@ import json
 from collections import defaultdict
 from fnmatch import fnmatchcase
 from math import prod
-from pathlib import Path
 
-from megapipe.checkpoint.commands.arguments import NEWEST, layout_of, size_of, written
+from megapipe.checkpoint.commands.arguments import NEWEST, layout_of, place, size_of, written
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.command_line import Parser
@@ -22,7 +21,7 @@ PURPOSE = "what is in a checkpoint"
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("path", type=Path, metavar="PATH", help=NEWEST)
+    parser.add_argument("path", type=place, metavar="PATH", help=NEWEST)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--config", action="store_true", help="print key=value and nothing else")
     shown.add_argument(

@@ -5,18 +5,20 @@ example: checkpoint.py list runs/quickstart
 """
 
 import argparse
-from pathlib import Path
 
 from megapipe.checkpoint.commands.arguments import (
     A_RUN,
     layout_of,
+    place,
     pointer_of,
     root_of,
     size_of,
     written,
 )
-from megapipe.checkpoint.folders import POINTER, STAGING_PREFIX, committed
+from megapipe.checkpoint.folders import committed, leftovers
+from megapipe.checkpoint.names import POINTER
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.storage import Place, at
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError
 from megapipe.words import counted
@@ -25,7 +27,7 @@ PURPOSE = "checkpoints of a run"
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("folder", type=Path, metavar="RUN", help=A_RUN)
+    parser.add_argument("folder", type=place, metavar="RUN", help=A_RUN)
 
 
 def run(given: argparse.Namespace) -> None:
@@ -38,13 +40,13 @@ def run(given: argparse.Namespace) -> None:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
     if (pointer := pointer_of(root)) is not None:
-        gone = "" if (root / pointer).is_dir() else ", which is not there"
+        gone = "" if at(root / pointer).is_checkpoint() else ", which is not there"
         print(f"{POINTER} names {pointer}{gone}")
-    for leftover in sorted(root.glob(f"{STAGING_PREFIX}*")):
+    for leftover in leftovers(root):
         print(f"{leftover.name}: being written or removed, or left behind by a process that ended")
 
 
-def _row(path: Path) -> tuple[str, ...]:
+def _row(path: Place) -> tuple[str, ...]:
     try:
         checkpoint = Checkpoint.open(path)
     except CheckpointError as error:

@@ -5,10 +5,10 @@ example: checkpoint.py verify runs/quickstart --values
 """
 
 import argparse
-from pathlib import Path
 
-from megapipe.checkpoint.commands.arguments import A_RUN, folders_at, size_of
+from megapipe.checkpoint.commands.arguments import A_RUN, folders_at, place, size_of
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.storage import Place
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError
 from megapipe.words import counted
@@ -18,7 +18,7 @@ PURPOSE = "read all of checkpoints and compare checksums"
 
 def add(parser: Parser) -> None:
     parser.add_argument(
-        "paths", type=Path, nargs="+", metavar="PATH", help=f"a checkpoint, {A_RUN}"
+        "paths", type=place, nargs="+", metavar="PATH", help=f"a checkpoint, {A_RUN}"
     )
     parser.add_argument("--values", action="store_true", help="find values that are not finite")
 
@@ -36,7 +36,7 @@ def run(given: argparse.Namespace) -> None:
         raise CheckpointError(f"{bad} of {counted(len(folders), 'checkpoint')} cannot be used")
 
 
-def _read(folder: Path, *, values: bool) -> str:
+def _read(folder: Place, *, values: bool) -> str:
     checkpoint = Checkpoint.open(folder)
     checkpoint.verify()
     if values:

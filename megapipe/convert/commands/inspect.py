@@ -95,11 +95,11 @@ def _dcp(path: Path, config: bool, *, trust: bool) -> None:
 
 
 def _checkpoint(checkpoint: Checkpoint, config: bool) -> None:
-    stored = checkpoint.manifest.config
+    stored, path = checkpoint.manifest.config, checkpoint.path
     text = as_configuration(
         stored_model(stored),
         tokenizer=str(stored["data.tokenizer"]),
-        load=checkpoint.path.absolute(),
+        load=path.absolute() if isinstance(path, Path) else path,
     )
     _show(lines_of_checkpoint(checkpoint), text, config)
 

@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
+from megapipe.checkpoint.commands.arguments import place
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.command_line import Parser
 from megapipe.convert.adapters import export_adapters
@@ -21,7 +22,7 @@ PURPOSE = "a checkpoint to a folder that AutoModelForCausalLM and AutoTokenizer 
 
 def add(parser: Parser) -> None:
     parser.add_argument(
-        "path", type=Path, metavar="PATH", help="a checkpoint, or a run folder (its newest one)"
+        "path", type=place, metavar="PATH", help="a checkpoint, or a run folder (its newest one)"
     )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder to make")
     parser.add_argument(

@@ -15,8 +15,8 @@ from megapipe.checkpoint.regions import Region, intersect, miscovered
 from megapipe.convert.dcp import METADATA
 from megapipe.convert.dcp.metadata import read_metadata
 from megapipe.convert.tensor_files import DTYPES, Stored, StoredTensors
-from megapipe.data.hub import one_line
 from megapipe.errors import CheckpointError
+from megapipe.words import one_line
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megapipe.convert.dcp import METADATA
 from megapipe.convert.pickles import StandIn, is_beside_weights, untrusted
-from megapipe.data.hub import one_line
 from megapipe.errors import CheckpointError
+from megapipe.words import one_line
 
 _OWN = (
     *(metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata),

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
-from megapipe.data.hub import one_line
 from megapipe.errors import DataError
+from megapipe.words import one_line
 
 SUFFIXES = (".gz", ".xz", ".zst")
 

@@ -9,8 +9,8 @@ from typing import IO, Any, Protocol
 
 from megapipe.data.corpus.cutting import decoded
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data.hub import one_line
 from megapipe.errors import DataError
+from megapipe.words import one_line
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.data.corpus.rows import Rows
-from megapipe.data.hub import check_reachable, one_line
+from megapipe.data.hub import check_reachable
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.paths import exists, user_path
+from megapipe.words import one_line
 
 _ROWS = 256
 """Rows that are held as Python strings at a time."""

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megapipe.data.hub import one_line
 from megapipe.data.supervised.markup import count, sanitized
+from megapipe.words import one_line
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Message = dict[str, Any]

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from megapipe.data.hub import check_reachable, is_hub_name, one_line
+from megapipe.data.hub import check_reachable, is_hub_name
 from megapipe.data.tokenizer import of_tiktoken
 from megapipe.data.tokenizer.byte import ByteTokenizer
 from megapipe.data.tokenizer.hugging_face import FastTokenizer, of_transformers
 from megapipe.data.tokenizer.interface import Tokenizer
 from megapipe.errors import DataError
 from megapipe.paths import exists, is_file, user_path
+from megapipe.words import one_line
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from megapipe.data.hub import one_line
 from megapipe.data.tokenizer.interface import Chat, Placed, TokenIds
 from megapipe.errors import DataError
+from megapipe.words import one_line
 
 PREFIX = "tiktoken:"
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.command_line import Parser
-from megapipe.data.hub import one_line
 from megapipe.errors import ConfigError, DataError, MegapipeError
 from megapipe.evaluate.commands.arguments import add_common, batch_of, show
 from megapipe.inference.arguments import add_model, model_of
+from megapipe.words import one_line
 
 PURPOSE = "tasks of lm-evaluation-harness, where it is installed"
 

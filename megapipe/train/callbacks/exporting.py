@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megapipe.checkpoint.names import Committed
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.convert import export
 from megapipe.distributed.agreement import all_or_none
@@ -29,7 +30,8 @@ class Exporting(Callback):
         self._saving.finish(run)
         saved = self._saving.newest
         assert saved is not None, "saving is to come before exporting"
-        output, error = run.folder / FOLDER / saved.name, None
+        key = Committed.parsed(saved.name)
+        output, error = run.folder / FOLDER / (key.plain if key else saved.name), None
         if run.mesh.rank == 0 and not output.exists():
             try:
                 export(Checkpoint.open(saved), output, dtype="bf16", warn=run.note)

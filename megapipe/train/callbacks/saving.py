@@ -6,11 +6,12 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 from megapipe.checkpoint.background import Background
-from megapipe.checkpoint.folders import Committed, committed
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import Committed
 from megapipe.checkpoint.retention import outdated, remove
+from megapipe.checkpoint.storage import Place
 from megapipe.checkpoint.writer import save
 from megapipe.data.sources import Sources
 from megapipe.train.callbacks.callback import Callback, Run, Step
@@ -36,8 +37,8 @@ class Saving(Callback):
         run_id: str,
         corpus: Sources,
         order: str,
-        sound: Iterable[Path] = (),
-        failed: Iterable[Path] = (),
+        sound: Iterable[Place] = (),
+        failed: Iterable[Place] = (),
         background: Background | None = None,
     ) -> None:
         self.folder = folder
@@ -46,7 +47,7 @@ class Saving(Callback):
         self._run_id = run_id
         self._corpus = corpus
         self._order = order
-        self.newest: Path | None = None
+        self.newest: Place | None = None
         """The checkpoint that was saved last."""
         self._sound = {**dict.fromkeys(sound, True), **dict.fromkeys(failed, False)}
         """Whether checkpoints are as they were written, of those that were looked at."""
@@ -138,7 +139,7 @@ class Saving(Callback):
         if self._unproven is None and not leaves:
             self._remove_old(run)
 
-    def _note(self, run: Run, path: Path, more: str = "") -> None:
+    def _note(self, run: Run, path: Place, more: str = "") -> None:
         self.newest = path
         run.note(f"saved {path}{more}")
 
@@ -151,7 +152,7 @@ class Saving(Callback):
         found = committed(self.checkpoints) if mesh.rank == 0 else []
         keys = [Committed(*key) for key in json.loads(mesh.share(json.dumps(found)))]
 
-        def is_sound(path: Path) -> bool:
+        def is_sound(path: Place) -> bool:
             if path not in self._sound:
                 checkpoint, problem = verified(path, mesh)
                 self._sound[path] = checkpoint is not None

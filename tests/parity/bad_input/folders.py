@@ -48,6 +48,10 @@ def binary_config(folder: Path) -> None:
 
 CHECKPOINTS = [
     Bad("load of nothing", "checkpoint.load=./gone", 5, ("checkpoint.load: ./gone: no such",)),
+    Bad("load of nothing by a URL", "checkpoint.load=memory://gone/run", 5,
+        ("checkpoint.load: memory://gone/run: neither a checkpoint",)),
+    Bad("checkpoints where fsspec has no way", "checkpoint.folder=nothing://x/y", 5,
+        ("checkpoint.folder=nothing://x/y: Protocol not known",)),
     Bad("load of a file", "checkpoint.load=texts.txt", 5,
         ("checkpoint.load: texts.txt: no such folder",)),
     Bad("load of a long name", f"checkpoint.load={LONG}", 5, ("nnn: no such folder",)),

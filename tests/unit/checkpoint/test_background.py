@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from megapipe.checkpoint import Checkpoint, Piece, find_newest, save, whole
 from megapipe.checkpoint import background as module
 from megapipe.checkpoint.background import Background, Snapshot
-from megapipe.checkpoint.folders import POINTER
+from megapipe.checkpoint.names import POINTER
 from megapipe.errors import CheckpointError, LaunchError
 from tests.unit.checkpoint.checkpoint_worlds import (
     META,

@@ -25,6 +25,26 @@ def configure(*overrides: str) -> Config:
             ),
         ),
         (
+            ["checkpoint.folder=elsewhere"],
+            "checkpoint.folder=elsewhere: expected a URL such as s3://bucket/path, or null; a",
+        ),
+        (
+            ["checkpoint.folder=file:///checkpoints"],
+            "checkpoint.folder=file:///checkpoints: expected a path, not a URL, for a local folder",
+        ),
+        (
+            ["checkpoint.folder=memory://x", "parallel.dp=2"],
+            "checkpoint.folder=memory://x is the memory of one process, of 2: expected a store",
+        ),
+        (
+            ["checkpoint.folder=s3://"],
+            "checkpoint.folder=s3://: expected a protocol and a path, as in s3://bucket/path",
+        ),
+        (
+            ["checkpoint.load=s3://bucket/run-*"],
+            "checkpoint.load=s3://bucket/run-*: expected a protocol and a path",
+        ),
+        (
             ["model.kv_heads=3"],
             "model.heads=8 is not divisible by model.kv_heads=3: kv_heads could be 1, 2, 4 or 8",
         ),

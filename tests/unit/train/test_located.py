@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.names import MANIFEST
 from megapipe.errors import CheckpointError
 from megapipe.train.located import located
 

@@ -1,0 +1,378 @@
+"""Checkpoints on object storage, by whatever protocol fsspec knows.
+
+A store has no rename, so the object ``manifest.json``, written last and sealed by its own digest,
+is the commit: a folder without it is no checkpoint. An attempt writes into a folder with a name of
+its own from the start, so that no two attempts, not even of a job that was taken for dead, share an
+object.
+
+No request is waited for without an end. A request that fails is repeated three times, after 0.5, 1
+and 2 seconds; one that is refused for good (not there, not allowed), or that has no answer within
+the store's patience, is not. Nothing is kept of listings: other processes write there too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, TypeVar, cast
+
+from megapipe.checkpoint.names import MANIFEST
+from megapipe.errors import CheckpointError
+from megapipe.urls import check_folder
+from megapipe.words import one_line
+
+PATIENCE_S = 200.0
+"""Seconds until a request without an answer is given up, where no run says otherwise."""
+WAITS_S = (0.5, 1.0, 2.0)
+"""Seconds before each repetition."""
+DISCARD_S = 10.0
+"""Seconds for removing what a failed attempt has left: the next start does so too."""
+PART_BYTES = 1 << 25
+"""Most of an object that is held in memory while it is written, as a part of its upload."""
+AHEAD_BYTES = 1 << 24
+"""Least that is asked for at once of an object that is read from beginning to end."""
+AT_ONCE = 500
+"""Objects that are removed by one call."""
+LASTING = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    NotImplementedError,
+)
+T = TypeVar("T")
+
+
+class _Failed(Exception):
+    """A request that failed, by `cause`; one that is not `lasting` may be repeated."""
+
+    def __init__(self, cause: Exception, *, lasting: bool) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.lasting = lasting
+
+
+@dataclass(frozen=True)
+class Store:
+    """A file system of fsspec's, whose requests have an end."""
+
+    system: Any
+    patience_s: float
+
+    def request(self, work: Callable[[], T], seconds: float | None = None) -> T:
+        """The result of one request; raises _Failed.
+
+        It has a thread of its own, because no library promises to come back. One that does not is
+        left behind, and ends with the process.
+        """
+        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answer.put((work(), None))
+            except BaseException as error:
+                answer.put((None, error))
+
+        limit, began = seconds or self.patience_s, time.monotonic()
+        threading.Thread(target=run, name="object storage", daemon=True).start()
+        try:
+            result, error = answer.get(timeout=limit)
+        except queue.Empty:
+            raise _Failed(TimeoutError(f"no answer in {limit:.3g} s"), lasting=True) from None
+        if isinstance(error, Exception):
+            slow = time.monotonic() - began > limit / (len(WAITS_S) + 1)
+            raise _Failed(error, lasting=slow or isinstance(error, LASTING)) from error
+        if error is not None:
+            raise error
+        return cast(T, result)
+
+    def repeated(self, work: Callable[[], T]) -> T:
+        """The result of `work`, whose requests raise _Failed; begun again where that may help."""
+        for wait in WAITS_S:
+            try:
+                return work()
+            except _Failed as failed:
+                if failed.lasting:
+                    raise
+            time.sleep(wait)
+        return work()
+
+
+@dataclass(frozen=True, order=True)
+class RemotePath:
+    """An object, or the folder of objects whose keys begin with its own; see
+    :class:`~megapipe.checkpoint.storage.Stored`."""
+
+    url: str
+    store: Store = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, url: str, *, what: str, patience_s: float = PATIENCE_S) -> RemotePath:
+        """The place of a URL that a user has given as `what`; nothing is asked of the store.
+
+        Raises ConfigError for one that cannot be taken, CheckpointError where fsspec lacks what its
+        protocol needs.
+        """
+        check_folder(what, url)
+        from fsspec.core import url_to_fs
+
+        maker = Store(None, patience_s)
+        try:
+            system, _ = maker.request(lambda: url_to_fs(url))
+        except _Failed as failed:
+            raise CheckpointError(f"{what}={url}: {one_line(failed.cause)}") from failed.cause
+        return cls(url.rstrip("/"), Store(system, patience_s))
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}/{name}", self.store)
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder around it."""
+        return RemotePath(self.url.rpartition("/")[0], self.store)
+
+    @property
+    def _key(self) -> str:
+        return str(self.store.system._strip_protocol(self.url))
+
+    def _ask(self, doing: str, work: Callable[[], T]) -> T:
+        """The result of a request, repeated if need be."""
+        return self._all(doing, lambda: self.store.request(work))
+
+    def _all(self, doing: str, work: Callable[[], T]) -> T:
+        try:
+            return self.store.repeated(work)
+        except _Failed as failed:
+            raise CheckpointError(
+                f"cannot {doing} {self.url}: {_said(failed.cause)}"
+            ) from failed.cause
+
+    def probe(self) -> None:
+        """Write and remove an object, to find out before a save whether that is possible."""
+        here = self / f".staging-probe-{secrets.token_hex(8)}"
+        here.replace(b"")
+        here.unlink()
+
+    def stage(self, step: int, nbytes: int, name: Callable[[], str]) -> str:
+        """The folder that the checkpoint will have; it is there once there are objects in it."""
+        return f"{name()}-{secrets.token_hex(8)}"
+
+    def names(self) -> list[str]:
+        return sorted(self._listed())
+
+    def _listed(self) -> dict[str, int | None]:
+        """Names of all that is in the folder, with their bytes."""
+        system, key = self.store.system, self._key
+
+        def ask() -> list[dict[str, Any]]:
+            system.invalidate_cache()
+            try:
+                return list(system.ls(key, detail=True))
+            except FileNotFoundError:
+                return []
+
+        found = self._ask("list", ask)
+        return {
+            str(info["name"]).rstrip("/").rpartition("/")[2]: info.get("size") for info in found
+        }
+
+    def sync(self) -> None:
+        """An object is durable when its request is answered."""
+
+    def sees_attempt(self) -> bool:
+        return True
+
+    def sizes(self, names: Iterable[str], suffix: str) -> dict[str, int]:
+        wanted, found = set(names), self._listed()
+        if missing := wanted - found.keys():
+            raise CheckpointError(f"cannot read {self / min(missing)}: there is no such object")
+        return {
+            name: size or 0
+            for name, size in found.items()
+            if name in wanted or name.endswith(suffix)
+        }
+
+    def publish(self, name: Callable[[], str]) -> str:
+        """The manifest has made it one."""
+        return self.name
+
+    def is_checkpoint(self) -> bool:
+        return (self / MANIFEST).exists()
+
+    def withdraw(self) -> None:
+        """Without its manifest it is none; the rest goes at once."""
+        (self / MANIFEST).unlink()
+        self.remove()
+
+    def discard(self) -> None:
+        def sweep() -> None:
+            for keys in self._batches():
+                _delete(self.store.system, keys)
+
+        with contextlib.suppress(_Failed):
+            self.store.request(sweep, self._moment)
+
+    def remove(self) -> None:
+        for keys in self._ask("list", self._batches):
+            self._ask("remove", functools.partial(_delete, self.store.system, keys))
+
+    def _batches(self) -> list[list[str]]:
+        """The object and all in the folder, a manifest before the rest."""
+        system, key = self.store.system, self._key
+        system.invalidate_cache()
+        keys = sorted(system.find(key), key=lambda found: not found.endswith(f"/{MANIFEST}"))
+        starts = range(1, len(keys), AT_ONCE)
+        return [keys[:1], *(keys[start : start + AT_ONCE] for start in starts)]
+
+    @property
+    def _moment(self) -> float:
+        """Seconds for what a later start does as well."""
+        return min(DISCARD_S, self.store.patience_s / 4)
+
+    def write(self, fill: Callable[[BinaryIO], T]) -> T:
+        return self._all("write", lambda: self._upload(fill))
+
+    def _upload(self, fill: Callable[[BinaryIO], T]) -> T:
+        request, system, key = self.store.request, self.store.system, self._key
+        file = request(lambda: system.open(key, "wb", block_size=PART_BYTES))
+        try:
+            result = fill(cast(BinaryIO, _Upload(file, self.store)))
+            request(file.close)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                with contextlib.suppress(_Failed):
+                    request(lambda: file.discard(), self._moment)
+            with contextlib.suppress(AttributeError):
+                file.closed = True  # it would else write what it has when it is let go
+            raise
+        return result
+
+    def replace(self, data: bytes) -> None:
+        system, key = self.store.system, self._key
+        self._ask("write", lambda: system.pipe_file(key, data))
+
+    @contextmanager
+    def open(self, *, whole: bool = False) -> Iterator[BinaryIO]:
+        raw = _Ranges(self, self._size() if whole else None)
+        yield cast(BinaryIO, io.BufferedReader(raw, AHEAD_BYTES) if whole else raw)
+
+    def read(self, limit: int) -> bytes:
+        size = self._size()
+        if size > limit:
+            raise CheckpointError(f"{self} has {size} bytes, at most {limit} are allowed")
+        data = self.read_range(0, size) if size else b""
+        if len(data) != size:
+            raise CheckpointError(f"{self} ends early")
+        return data
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop`, fewer where the object ends before."""
+        system, key = self.store.system, self._key
+        data: bytes = self._ask("read", lambda: system.cat_file(key, start=start, end=stop))
+        return data
+
+    def exists(self) -> bool:
+        system, key = self.store.system, self._key
+
+        def ask() -> bool:  # exists() of fsspec takes any failure for a no
+            system.invalidate_cache()
+            try:
+                return bool(system.info(key)["type"] == "file")
+            except FileNotFoundError:
+                return False
+
+        return self._ask("look for", ask)
+
+    def modified(self) -> float | None:
+        system, key = self.store.system, self._key
+        try:
+            return float(self._ask("read", lambda: system.modified(key).timestamp()))
+        except CheckpointError:
+            return None
+
+    def unlink(self) -> None:
+        system, key = self.store.system, self._key
+        self._ask("remove", lambda: _delete(system, [key]))
+
+    def _size(self) -> int:
+        system, key = self.store.system, self._key
+
+        def ask() -> int:
+            system.invalidate_cache()
+            return int(system.info(key)["size"])
+
+        return self._ask("read", ask)
+
+
+class _Upload:
+    """An object that is being written."""
+
+    def __init__(self, file: Any, store: Store) -> None:
+        self._file, self._store = file, store
+
+    def write(self, data: Any) -> int:
+        return int(self._store.request(lambda: self._file.write(data)))
+
+
+class _Ranges(io.RawIOBase):
+    """An object that is read by ranges; `size`, where it is known, is where it ends."""
+
+    def __init__(self, place: RemotePath, size: int | None) -> None:
+        self._place, self._size, self._at = place, size, 0
+        self._ended = False
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence == io.SEEK_SET, "from the beginning"
+        self._at, self._ended = offset, False
+        return offset
+
+    def readinto(self, buffer: Any) -> int:
+        stop = self._at + len(buffer)
+        if self._size is not None:
+            stop = min(stop, self._size)
+        if self._ended or stop <= self._at:
+            return 0
+        data = self._place.read_range(self._at, stop)
+        self._ended = len(data) < stop - self._at
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _delete(system: Any, keys: list[str]) -> None:
+    """Remove objects, of which some may be gone."""
+    try:
+        if keys:
+            system.rm(keys)
+    except FileNotFoundError:
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                system.rm_file(key)
+
+
+def _said(error: Exception) -> str:
+    """The text of an error of a store, whose type tells what it lacks."""
+    if isinstance(error, FileNotFoundError):
+        return f"there is no such object or bucket ({one_line(error)})"
+    if isinstance(error, PermissionError):
+        return f"access is denied ({one_line(error)})"
+    return one_line(error)

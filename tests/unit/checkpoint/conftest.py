@@ -1,0 +1,27 @@
+"""A store of objects, and a run's folder in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megapipe.checkpoint import objects
+from megapipe.checkpoint.storage import Place, place_of
+from tests.parity import object_files
+from tests.parity.object_server import ObjectServer, serving
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    """A server whose clients repeat a request that fails at once."""
+    object_files.register()
+    monkeypatch.setattr(objects, "WAITS_S", (0.0, 0.0, 0.0))
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def root(store: ObjectServer) -> Place:
+    """The folder of a run's checkpoints."""
+    return place_of(store.url("run"), what="URL", patience_s=20)
