@@ -36,6 +36,13 @@ class Committed(NamedTuple):
         """The folder's name."""
         return f"step-{self.step:08d}" + (f".{self.attempt}" if self.attempt else "")
 
+    @classmethod
+    def named(cls, name: str) -> "Committed | None":
+        """The checkpoint whose folder has this name; None if it is none's."""
+        match = _NAME.fullmatch(name)
+        key = cls(int(match[1]), int(match[2] or 0)) if match else None
+        return key if key is not None and key.name == name else None
+
 
 def committed(root: Path) -> list[Committed]:
     """The checkpoint folders in `root` by name, newest first; none if `root` does not exist.
@@ -46,11 +53,9 @@ def committed(root: Path) -> list[Committed]:
     try:
         with os.scandir(root) as entries:
             for entry in entries:
-                match = _NAME.fullmatch(entry.name)
-                if match and entry.is_dir(follow_symlinks=False):
-                    key = Committed(int(match[1]), int(match[2] or 0))
-                    if key.name == entry.name:
-                        found.append(key)
+                key = Committed.named(entry.name)
+                if key is not None and entry.is_dir(follow_symlinks=False):
+                    found.append(key)
     except FileNotFoundError:
         return []
     return sorted(found, reverse=True)

@@ -47,8 +47,9 @@ class Checkpoint:
         self._starts: dict[str, dict[Slot, int]] = {}
 
     @classmethod
-    def open(cls, path: Path) -> "Checkpoint":
-        """Check the manifest and the presence and length of every file.
+    def open(cls, path: Path, files: Container[str] | None = None) -> "Checkpoint":
+        """Check the manifest and the presence and length of every file, or of those in `files`:
+        others may then be missing, until they are read.
 
         Raises CheckpointError, naming the file, if anything is missing, extra, of another kind
         or length, or if the manifest is not valid.
@@ -62,6 +63,8 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{path / MANIFEST} gives {name} {recorded} bytes, its pieces need {implied}"
                 )
+            if files is not None and name not in files:
+                continue
             found = file_size(path / name)
             if found != recorded:
                 raise CheckpointError(f"{path / name} has {found} bytes, should have {recorded}")
@@ -137,6 +140,12 @@ class Checkpoint:
                 read_tensor(path, start, data, piece.crc32)
                 target.copy_(data[common.inside(piece.region)])
         return out if dtype is None else out.to(dtype)
+
+    def files_with(self, name: str, region: Region) -> set[str]:
+        """The files that a read of a region touches; none if there is no such entry."""
+        entry = self.manifest.entries.get(name)
+        pieces = () if entry is None else entry.pieces
+        return {piece.file for piece in pieces if intersect(piece.region, region) is not None}
 
     def verify(self, files: Iterable[str] | None = None, *, finite: bool = False) -> None:
         """Compare the SHA-256 of these files (default: all) with the manifest, and with `finite`

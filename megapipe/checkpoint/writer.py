@@ -202,28 +202,44 @@ def _make_staging(root: Path, step: int, nbytes: int) -> str:
     return staging.name
 
 
+@dataclass
+class _Batch:
+    """Pieces that come into one shard."""
+
+    contents: list[tuple[Slot, Tensor]] = field(default_factory=list)
+    nbytes: int = 0
+
+
 def write(
-    staging: Path, step: int, pieces: Iterable[Piece], meta: Meta, rank: int, shard_bytes: int
+    staging: Path,
+    step: int,
+    pieces: Iterable[Piece],
+    meta: Meta,
+    rank: int,
+    shard_bytes: int,
+    *,
+    weights_apart: bool = False,
 ) -> None:
-    """Write one rank's shards and its receipt. Raises CheckpointError or OSError."""
+    """Write one rank's shards and its receipt; with `weights_apart` no shard has weights and
+    states. Raises CheckpointError or OSError."""
     if not staging.is_dir():
         raise CheckpointError(f"{staging} of rank 0 is not there: is the folder on a shared disk?")
     kinds: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
     stored: dict[str, list[StoredPiece]] = {}
     files: dict[str, FileRecord] = {}
-    batch: list[tuple[Slot, Tensor]] = []
-    held = 0
+    weights, states = _Batch(), _Batch()
 
-    def flush() -> None:
-        file = f"{rank:05d}-{len(files):04d}.safetensors"
-        batch.sort(key=lambda item: item[0].order)
-        files[file], checksums = write_shard(staging / file, batch, run_id=meta.run_id, step=step)
-        for (slot, _), crc in zip(batch, checksums, strict=True):
+    def flush(batch: _Batch) -> None:
+        file, contents = f"{rank:05d}-{len(files):04d}.safetensors", batch.contents
+        contents.sort(key=lambda item: item[0].order)
+        files[file], crcs = write_shard(staging / file, contents, run_id=meta.run_id, step=step)
+        for (slot, _), crc in zip(contents, crcs, strict=True):
             offsets, sizes = slot.region
             stored[slot.name].append(
                 StoredPiece(file=file, offsets=offsets, sizes=sizes, crc32=crc)
             )
-        batch.clear()
+        contents.clear()
+        batch.nbytes = 0
 
     try:
         for piece in pieces:
@@ -234,13 +250,15 @@ def write(
             stored.setdefault(piece.name, [])
             if not slot.nbytes:
                 continue
-            if batch and held + slot.nbytes > shard_bytes:
-                flush()
-                held = 0
-            batch.append((slot, piece.tensor))
-            held += slot.nbytes
-        if batch:
-            flush()
+            of_states = weights_apart and not slot.name.startswith("model/")
+            batch = states if of_states else weights
+            if batch.contents and batch.nbytes + slot.nbytes > shard_bytes:
+                flush(batch)
+            batch.contents.append((slot, piece.tensor))
+            batch.nbytes += slot.nbytes
+        for batch in (weights, states):
+            if batch.contents:
+                flush(batch)
         receipt = Receipt(
             run_id=meta.run_id,
             step=step,
@@ -253,7 +271,7 @@ def write(
         )
     except ValidationError as error:
         raise CheckpointError(first_problem(error)) from None
-    with create(_receipt(staging, rank)) as file:
+    with create(receipt_path(staging, rank)) as file:
         file.write(seal(receipt))
     sync_folder(staging)
 
@@ -284,12 +302,12 @@ def commit(staging: Path, step: int, meta: Meta, world: int) -> str:
         coordinates=meta.coordinates,
         config=meta.config,
         digests=meta.digests,
-        receipts=[unseal(_receipt(staging, rank), Receipt) for rank in range(world)],
+        receipts=[unseal(receipt_path(staging, rank), Receipt) for rank in range(world)],
     )
     with create(staging / MANIFEST) as file:
         file.write(seal(manifest))
     for rank in range(world):
-        _receipt(staging, rank).unlink()
+        receipt_path(staging, rank).unlink()
     sync_folder(staging)
     Checkpoint.open(staging)
     name = next_name(root, step)
@@ -308,5 +326,6 @@ def point_at(root: Path, name: str) -> None:
     sync_folder(root)
 
 
-def _receipt(staging: Path, rank: int) -> Path:
+def receipt_path(staging: Path, rank: int) -> Path:
+    """Where a rank lists what it has written."""
     return staging / f"receipt-{rank:05d}.json"

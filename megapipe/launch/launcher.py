@@ -32,6 +32,7 @@ from megapipe import heartbeat
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch import progress
 from megapipe.launch.deadline import unless_within
+from megapipe.launch.memory_folder import MemoryFolder
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.ranks import Ends
 from megapipe.launch.signals import AGAIN_S, NOTICES, STOP_SIGNALS, Listener
@@ -73,7 +74,12 @@ def launch(
     main thread.
     """
     supervisor, attempt = Supervisor(restarts), 0
-    with _Relay() as relay, _progress_file(restarts) as file:  # before torch is loaded, for seconds
+    with (  # before torch is loaded, for seconds
+        _Relay() as relay,
+        _progress_file(restarts) as file,
+        MemoryFolder(restarts > 0) as memory,
+    ):
+        relay.leave = memory.leave
         while True:
             own_id = f"{rdzv_id or uuid.uuid4().hex}/{attempt}"  # no key of the start before
             agent = _agent(command, nproc, nnodes, rdzv_endpoint, own_id, rdzv_timeout_s)
@@ -164,7 +170,7 @@ def _run(agent: LocalElasticAgent, relay: _Relay, rdzv_endpoint: str) -> int:
 
     group = agent.get_worker_group()
     relay.pids = lambda: [worker.id for worker in group.workers if worker.id]
-    ends = Ends(relay.pids, os._exit)
+    ends = Ends(relay.pids, relay.leave)
     ends.start()
     code = LaunchError.exit_code
     try:
@@ -176,7 +182,7 @@ def _run(agent: LocalElasticAgent, relay: _Relay, rdzv_endpoint: str) -> int:
     except (RendezvousError, TimeoutError) as error:
         raise LaunchError(f"the nodes do not meet at {rdzv_endpoint}: {error}") from None
     finally:
-        with unless_within(CLOSE_S, lambda: os._exit(code)):
+        with unless_within(CLOSE_S, lambda: relay.leave(code)):
             group.spec.rdzv_handler.shutdown()
     return code
 
@@ -210,6 +216,8 @@ class _Relay(Listener):
         """The second signal, where ranks were killed because they did not end by it."""
         self.pids: Callable[[], list[int]] = list
         """The ranks that there are."""
+        self.leave: Callable[[int], object] = os._exit
+        """Ends this process at once."""
         self._when = "before the ranks had begun"
         """When it is that there are no ranks."""
         self._last: float | None = None
@@ -221,9 +229,9 @@ class _Relay(Listener):
         self._send(number)
         if not self.pids():
             if number not in STOPPED:
-                os._exit(128 + number)
+                self.leave(128 + number)
             say(_stopped(number, self._when))
-            os._exit(Preempted.exit_code)
+            self.leave(Preempted.exit_code)
         if number in NOTICES:
             return
         now = time.monotonic()

@@ -138,6 +138,12 @@ def _slice(bucket: BucketPlan) -> int:
     return bucket.numel // bucket.shard.members
 
 
+def copies_kept(nodes: int) -> int:
+    """Copies of a process' part of a checkpoint that a node has in memory, at most, one of so many
+    nodes: two in turn, and with others two of the node before it (``checkpoint.memory_every``)."""
+    return 2 if nodes == 1 else 4
+
+
 def checkpoint_bytes(config: Config, layout: Layout) -> int:
     """Bytes of the tensors of a whole checkpoint."""
     size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
