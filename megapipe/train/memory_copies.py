@@ -65,6 +65,7 @@ class MemoryCopies:
         """On rank 0: the nodes that have a file of the copy that was taken up."""
         self._brought: list[Path] = []
         """Files of that copy that this rank has received."""
+        self._on_each_node(lambda: folder.mkdir(mode=0o700, exist_ok=True))
 
     def check_room(self, parts: Sequence[int]) -> int:
         """Bytes that the node's copies take at most, where rank i writes `parts[i]` bytes. Raises
@@ -74,7 +75,6 @@ class MemoryCopies:
 
         def look() -> None:
             root = self._folder.root
-            root.mkdir(mode=0o700, exist_ok=True)
             used = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
             free = shutil.disk_usage(root).free + used
             if free < need:
@@ -188,7 +188,7 @@ class MemoryCopies:
                     folder.mkdir(exist_ok=True)
                     write_manifest(folder, manifest)
             except (CheckpointError, OSError) as error:
-                problem = str(error)
+                problem = described(error)
             problem = mesh.agree(problem)
         if problem is not None:
             reasons.append(problem)
@@ -242,7 +242,7 @@ class MemoryCopies:
             self._brought = exchange_files(self._lane, outgoing, folder) if moves else []
             checkpoint.verify([path.name for path in self._brought])
         except (CheckpointError, OSError) as error:
-            problem = str(error)
+            problem = described(error)
         problem = mesh.agree(problem)
         if problem is not None:
             self.forget(checkpoint.step - 1)
@@ -286,8 +286,8 @@ def memory_copies(config: Config, folder: Path | None, mesh: ParallelMesh) -> Me
     every, error = config.checkpoint.memory_every, None
     if every and folder is None:
         error = ConfigError(
-            f"checkpoint.memory_every={every} needs a folder that a launcher makes in memory: expected "
-            "python -m megapipe.launch --restarts N, and a /dev/shm to write to, or 0"
+            f"checkpoint.memory_every={every} needs a folder that a launcher makes in memory: "
+            "expected python -m megapipe.launch --restarts N, and a /dev/shm to write to, or 0"
         )
     all_or_none(mesh, error)
     if folder is None:
