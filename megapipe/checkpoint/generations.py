@@ -48,7 +48,7 @@ _RECEIPT = re.compile(r"receipt-([0-9]{5,})\.json")
 
 
 class Facts(Record):
-    """What a manifest has besides tensors and files, and how many ranks have written it."""
+    """The rest of a manifest, without tensors and files, and how many ranks have written it."""
 
     run_id: RunId
     step: Count

@@ -242,8 +242,8 @@ class Optimizer:
                 shard.set_state(name, entry, values)
 
     def loaded(self) -> Iterator[tuple[str, LocalParameter]]:
-        """What :meth:`set_weights` and :meth:`set_states` ask for: "model" or "optimizer.STATE",
-        and the parameter."""
+        """Names of what :meth:`set_weights` and :meth:`set_states` ask for: "model" or
+        "optimizer.STATE", and the parameter."""
         for _, entry in self._with_weights():
             yield "model", entry.spec
         for name in self.rule.states:

@@ -299,7 +299,7 @@ def memory_copies(config: Config, folder: Path | None, mesh: ParallelMesh) -> Me
 
 
 def _told(folder: Path) -> str:
-    """What a node says of a copy: the facts and the receipts that it has."""
+    """The facts and the receipts that a node has of a copy, as text."""
     if not folder.is_dir():
         return "{}"
     facts = read_facts(folder)

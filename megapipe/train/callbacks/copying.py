@@ -56,5 +56,5 @@ class Copying(Callback):
             run.note(f"copied step {step.number} to memory in {seconds:.3f} s, as later ones")
 
     def after_rewind(self, run: Run, step: int) -> None:
-        """What was copied of the steps that are left has samples that are now left out."""
+        """Forget copies of later steps: they have samples that are now left out."""
         self._copies.forget(step)

@@ -114,7 +114,7 @@ class Saving(Callback):
         self.clock.restart()
 
     def content(self, run: Run, step: int) -> Content:
-        """What a checkpoint of the state after `step` steps has of this rank."""
+        """This rank's part of a checkpoint of the state after `step` steps."""
         return run.train_step.content(
             step,
             run_id=self._run_id,
