@@ -12,6 +12,10 @@ from megapipe.plan.replicas import replica_actions
 from megapipe.schedule.program import Action, Do
 from megapipe.update_rules import declaration
 
+COPIES_KEPT = 2
+"""Copies of the state that a node has in memory in turn (``checkpoint.memory_every``), so that a
+kill inside of one leaves the one before. Of several nodes each has as many of the one before it."""
+
 
 @dataclass(frozen=True)
 class ModelMemory:
@@ -136,12 +140,6 @@ def _passing(
 def _slice(bucket: BucketPlan) -> int:
     """Length of the slice that one process owns."""
     return bucket.numel // bucket.shard.members
-
-
-def copies_kept(nodes: int) -> int:
-    """Copies of a process' part of a checkpoint that a node has in memory, at most, one of so many
-    nodes: two in turn, and with others two of the node before it (``checkpoint.memory_every``)."""
-    return 2 if nodes == 1 else 4
 
 
 def checkpoint_bytes(config: Config, layout: Layout) -> int:

@@ -42,11 +42,9 @@ from megapipe.distributed.file_exchange import exchange_files
 from megapipe.distributed.mesh import AXES, ParallelMesh
 from megapipe.distributed.nodes import Nodes, lane_of
 from megapipe.errors import CheckpointError, ConfigError, LaunchError
+from megapipe.plan.memory import COPIES_KEPT
 from megapipe.processes import machine
 from megapipe.train.checkpoint_io import Content
-
-KEPT = 2
-"""Copies that a node keeps in turn: a kill inside of one leaves the one before."""
 
 
 class MemoryCopies:
@@ -71,7 +69,7 @@ class MemoryCopies:
         """Bytes that the node's copies take at most, where rank i writes `parts[i]` bytes. Raises
         CheckpointError on all ranks where a node has no room for its own."""
         kept = {self._node, self.nodes.before(self._node)}
-        need = KEPT * sum(parts[rank] for node in kept for rank in self.nodes.ranks(node))
+        need = COPIES_KEPT * sum(parts[rank] for node in kept for rank in self.nodes.ranks(node))
 
         def look() -> None:
             root = self._folder.root
@@ -79,9 +77,9 @@ class MemoryCopies:
             free = shutil.disk_usage(root).free + used
             if free < need:
                 raise CheckpointError(
-                    f"{root.parent} has {free / 1e9:.3g} GB free, and {KEPT} copies of the state "
-                    f"take {need / 1e9:.3g} GB there (checkpoint.memory_every): make it larger, in "
-                    "a container by --shm-size, or set 0"
+                    f"{root.parent} has {free / 1e9:.3g} GB free, and checkpoint.memory_every "
+                    f"takes {need / 1e9:.3g} GB there, for {COPIES_KEPT} copies of the state: make "
+                    "it larger, in a container by --shm-size, or set 0"
                 )
 
         self._on_each_node(look)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, LaunchError
 from megapipe.launch import memory_folder, progress
 from megapipe.testing import World, run_world
 from megapipe.train import memory_copies
@@ -280,6 +280,40 @@ def test_a_run_that_has_gone_back_does_not_take_up_what_it_has_left(tmp_path: Pa
     assert_continues(again, whole)
 
 
+class Broken(Lost):
+    """And rank 0 cannot write all of the files that it is sent next."""
+
+    def __call__(self, folder: Path) -> None:
+        super().__call__(folder)
+        real = memory_copies.exchange_files
+
+        def exchange(*given: Any) -> Any:
+            memory_copies.exchange_files = real
+            real(*given)
+            raise OSError(errno.EIO, "Input/output error", "/dev/shm/x")
+
+        memory_copies.exchange_files = exchange
+
+
+@pytest.mark.slow
+def test_files_that_cannot_be_brought(tmp_path: Path) -> None:
+    """The start fails as one that has lost a peer, and the next takes the copy before."""
+    given = {**MEMORY, "parallel.dp": "2"}
+    whole, _, broken, again = start(
+        tmp_path,
+        Start(Play("whole", {**given, "checkpoint.memory_every": "0"}), "AB"),
+        Start(Play("run", given, stop_after=5), "AB"),
+        Start(Play("run", given), "AB", first=Broken("A")),
+        Start(Play("run", given), "AB"),
+    )
+    for rank in broken:
+        kind, text = rank["error"]
+        assert kind is LaunchError
+        assert "step 4 in memory cannot be brought to all nodes: /dev/shm/x: Input/output" in text
+    assert {rank["first_step"] for rank in again} == {2}
+    assert_continues(again, whole)
+
+
 class Full(Callback):
     """Rank 1 cannot write the copy of step 4."""
 
@@ -326,7 +360,9 @@ def test_without_room(tmp_path: Path) -> None:
     for rank in small:
         kind, text = rank["error"]
         assert kind is CheckpointError
-        assert re.search(r"nodes has 1e-06 GB free, and 2 copies of the state take .* GB", text)
+        assert re.search(
+            r"nodes has 1e-06 GB free, and checkpoint.memory_every takes .* GB there", text
+        )
 
 
 @pytest.mark.full
