@@ -8,7 +8,8 @@ to one file by large writes and an fsync; that file read again; and torch's dist
 just written is read from the page cache, by all of them.
 
 Then a run trains with ``checkpoint.background``, by the command of users: what training waits for
-its saves, as the run's log tells, is compared with the time of the steps between two saves.
+its saves, as the run's log tells, is compared with the time of a step; so is its wait for a copy in
+the node's memory (``checkpoint.memory_every``).
 """
 
 from __future__ import annotations
@@ -158,33 +159,55 @@ def disk(folder: Path, step: TrainStep, rounds: int) -> list[Result]:
     ]
 
 
-def stall(folder: Path, *, quick: bool) -> Result:
-    """The share of its time for which a run waits for its saves."""
-    saves = 2 if quick else 5
+def trained(
+    folder: Path, name: str, *start: str, quick: bool, **keys: object
+) -> tuple[float, list[str]]:
+    """Seconds of the median step of a run that `start` starts, and the lines that it tells."""
     settings = {
         "run.folder": folder,
-        "train.steps": EVERY * saves + 1,
+        "run.name": name,
         "train.sequence_length": 32 if quick else 512,
         "train.global_batch": 8,
         "model.layers": 2 if quick else 6,
         "model.hidden": 32 if quick else 256,
-        "checkpoint.every": EVERY,
-        "checkpoint.background": "true",
         "log.every": 1000,
         "train.validation_samples": 8,
+        **{key.replace("__", "."): value for key, value in keys.items()},
     }
-    command = [sys.executable, "train.py", *(f"{key}={value}" for key, value in settings.items())]
+    given = [f"{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, *start, "train.py", *given]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    lines = (folder / "run/log.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (folder / name / "log.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     step = statistics.median(r["seconds"] for r in records if r["kind"] == "step")
-    texts = [record["text"] for record in records if record["kind"] == "note"]
+    return step, [record["text"] for record in records if record["kind"] == "note"]
+
+
+def stall(folder: Path, *, quick: bool) -> Result:
+    """The share of its time for which a run waits for its saves."""
+    saves = 2 if quick else 5
+    keys = {"checkpoint__every": EVERY, "checkpoint__background": "true"}
+    keys["train__steps"] = EVERY * saves + 1
+    step, texts = trained(folder, "behind", quick=quick, **keys)
     waited = [
         float(w[1]) for text in texts if (w := re.search(r"training waited ([\d.]+) s", text))
     ]
     assert len(waited) == saves, texts
     share = 100 * statistics.median(waited) / step
     return Result("wait for a save in the background", share, 3.0, "% of a step", "one step")
+
+
+def memory_stall(folder: Path, *, quick: bool) -> Result:
+    """The share of a step for which a run waits for a copy of its state in memory."""
+    launch = ("-m", "megapipe.launch", "--nproc", "1", "--restarts", "1")
+    shares = []
+    for number in range(1 if quick else 3):
+        keys = {"checkpoint__memory_every": EVERY, "train__steps": EVERY + 5}
+        step, texts = trained(folder, f"copied-{number}", *launch, quick=quick, **keys)
+        (took,) = (w[1] for text in texts if (w := re.search(r"to memory in ([\d.]+) s", text)))
+        shares.append(100 * float(took) / step)
+    share = statistics.median(shares)
+    return Result("wait for a copy in the node's memory", share, 5.0, "% of a step", "one step")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=place, prefix="benchmark-") as folder:
         results = disk(Path(folder), training(hidden, layers), rounds)
         results.append(stall(Path(folder), quick=given.quick))
+        results.append(memory_stall(Path(folder), quick=given.quick))
     report("Checkpoints", results, given.json)
     return 0
 

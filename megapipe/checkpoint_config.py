@@ -31,6 +31,11 @@ class CheckpointConfig(Section):
     in which the run's checkpoints are, in a folder with the run's name; default: `checkpoints/` in
     the run folder, which has all else in any case. No two run folders may have one name there.
     Credentials come from the environment, or from fsspec's configuration."""
+    memory_every: int = Field(0, ge=0)
+    """Steps between copies of the state in the memory of the nodes, from which a launcher with
+    `--restarts` starts the run again when a fault has ended it; 0: none. Processes that die leave
+    them, and of several nodes each also has the copies of the one before it. They are removed when
+    the launcher ends. Two are kept: the plan says how much memory that takes."""
     export_every: int = Field(0, ge=0)
     """Steps between exports of the weights, in bf16 and in Hugging Face's form, to `exports/` in
     the run folder, where all are kept; 0: none. Each is made of a checkpoint, which is saved for

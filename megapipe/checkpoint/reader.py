@@ -47,18 +47,19 @@ class Checkpoint:
         self._starts: dict[str, dict[Slot, int]] = {}
 
     @classmethod
-    def open(cls, path: Place) -> "Checkpoint":
-        """Check the manifest and the presence and length of every file.
+    def open(cls, path: Place, files: Container[str] | None = None) -> "Checkpoint":
+        """Check the manifest and the presence and length of every file, or of those in `files`:
+        others may then be missing, until they are read.
 
         Raises CheckpointError, naming the file, if anything is missing, extra, of another kind
         or length, or if the manifest is not valid.
         """
         checkpoint = cls(path, unseal(path / MANIFEST, Manifest))
-        checkpoint.check_files()
+        checkpoint.check_files(files)
         return checkpoint
 
-    def check_files(self) -> None:
-        """Check the presence and length of every file; see :meth:`open`."""
+    def check_files(self, only: Container[str] | None = None) -> None:
+        """Check the presence and length of every file, or of those in `only`; see :meth:`open`."""
         path, files = self.path, self.manifest.files
         for name, slots in self._slots.items():
             recorded = files[name].bytes
@@ -67,11 +68,13 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{path / MANIFEST} gives {name} {recorded} bytes, its pieces need {implied}"
                 )
-        found = at(path).sizes(files, ".safetensors")
-        for name, record in files.items():
-            if found[name] != record.bytes:
+        found = at(path).sizes(
+            [each for each in files if only is None or each in only], ".safetensors"
+        )
+        for name, size in found.items():
+            if name in files and size != files[name].bytes:
                 raise CheckpointError(
-                    f"{path / name} has {found[name]} bytes, should have {record.bytes}"
+                    f"{path / name} has {size} bytes, should have {files[name].bytes}"
                 )
         if extra := found.keys() - files.keys():
             raise CheckpointError(f"{path / min(extra)} is not in the manifest")
@@ -143,6 +146,12 @@ class Checkpoint:
                 read_tensor(path, start, data, piece.crc32)
                 target.copy_(data[common.inside(piece.region)])
         return out if dtype is None else out.to(dtype)
+
+    def files_with(self, name: str, region: Region) -> set[str]:
+        """The files that a read of a region touches; none if there is no such entry."""
+        entry = self.manifest.entries.get(name)
+        pieces = () if entry is None else entry.pieces
+        return {piece.file for piece in pieces if intersect(piece.region, region) is not None}
 
     def verify(self, files: Iterable[str] | None = None, *, finite: bool = False) -> None:
         """Compare the SHA-256 of these files (default: all) with the manifest, and with `finite`

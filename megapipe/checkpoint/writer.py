@@ -188,28 +188,44 @@ def _make_staging(root: Place, step: int, nbytes: int) -> str:
     return at(root).stage(step, nbytes, lambda: next_name(root, step))
 
 
+@dataclass
+class _Batch:
+    """Pieces that come into one shard."""
+
+    contents: list[tuple[Slot, Tensor]] = field(default_factory=list)
+    nbytes: int = 0
+
+
 def write(
-    staging: Place, step: int, pieces: Iterable[Piece], meta: Meta, rank: int, shard_bytes: int
+    staging: Place,
+    step: int,
+    pieces: Iterable[Piece],
+    meta: Meta,
+    rank: int,
+    shard_bytes: int,
+    *,
+    weights_apart: bool = False,
 ) -> None:
-    """Write one rank's shards and its receipt. Raises CheckpointError or OSError."""
+    """Write one rank's shards and its receipt; with `weights_apart` no shard has weights and
+    states. Raises CheckpointError or OSError."""
     if not at(staging).sees_attempt():
         raise CheckpointError(f"{staging} of rank 0 is not there: is the folder on a shared disk?")
     kinds: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
     stored: dict[str, list[StoredPiece]] = {}
     files: dict[str, FileRecord] = {}
-    batch: list[tuple[Slot, Tensor]] = []
-    held = 0
+    weights, states = _Batch(), _Batch()
 
-    def flush() -> None:
-        file = f"{rank:05d}-{len(files):04d}.safetensors"
-        batch.sort(key=lambda item: item[0].order)
-        files[file], checksums = write_shard(staging / file, batch, run_id=meta.run_id, step=step)
-        for (slot, _), crc in zip(batch, checksums, strict=True):
+    def flush(batch: _Batch) -> None:
+        file, contents = f"{rank:05d}-{len(files):04d}.safetensors", batch.contents
+        contents.sort(key=lambda item: item[0].order)
+        files[file], crcs = write_shard(staging / file, contents, run_id=meta.run_id, step=step)
+        for (slot, _), crc in zip(contents, crcs, strict=True):
             offsets, sizes = slot.region
             stored[slot.name].append(
                 StoredPiece(file=file, offsets=offsets, sizes=sizes, crc32=crc)
             )
-        batch.clear()
+        contents.clear()
+        batch.nbytes = 0
 
     try:
         for piece in pieces:
@@ -220,13 +236,15 @@ def write(
             stored.setdefault(piece.name, [])
             if not slot.nbytes:
                 continue
-            if batch and held + slot.nbytes > shard_bytes:
-                flush()
-                held = 0
-            batch.append((slot, piece.tensor))
-            held += slot.nbytes
-        if batch:
-            flush()
+            of_states = weights_apart and not slot.name.startswith("model/")
+            batch = states if of_states else weights
+            if batch.contents and batch.nbytes + slot.nbytes > shard_bytes:
+                flush(batch)
+            batch.contents.append((slot, piece.tensor))
+            batch.nbytes += slot.nbytes
+        for batch in (weights, states):
+            if batch.contents:
+                flush(batch)
         receipt = Receipt(
             run_id=meta.run_id,
             step=step,
@@ -239,7 +257,7 @@ def write(
         )
     except ValidationError as error:
         raise CheckpointError(first_problem(error)) from None
-    _write_sealed(_receipt(staging, rank), receipt)
+    _write_sealed(receipt_path(staging, rank), receipt)
     at(staging).sync()
 
 
@@ -269,11 +287,11 @@ def commit(staging: Place, step: int, meta: Meta, world: int) -> str:
         coordinates=meta.coordinates,
         config=meta.config,
         digests=meta.digests,
-        receipts=[unseal(_receipt(staging, rank), Receipt) for rank in range(world)],
+        receipts=[unseal(receipt_path(staging, rank), Receipt) for rank in range(world)],
     )
     Checkpoint(staging, manifest).check_files()
     for rank in range(world):
-        at(_receipt(staging, rank)).unlink()
+        at(receipt_path(staging, rank)).unlink()
     _write_sealed(staging / MANIFEST, manifest)
     at(staging).sync()
     unseal(staging / MANIFEST, Manifest)  # as a reader finds it
@@ -296,5 +314,6 @@ def _write_sealed(path: Place, record: Manifest | Receipt) -> None:
     at(path).write(fill)
 
 
-def _receipt(staging: Place, rank: int) -> Place:
+def receipt_path(staging: Place, rank: int) -> Place:
+    """Where a rank lists what it has written."""
     return staging / f"receipt-{rank:05d}.json"

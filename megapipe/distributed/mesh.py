@@ -223,6 +223,12 @@ class ParallelMesh:
             options._timeout = self.timeout
         return self._axis(ranks, self._new_group(ranks, options=options))
 
+    def host_group_of(self, ranks: Sequence[int]) -> Axis:
+        """The same for what is in host memory; it is connected. No GPU waits, or is waited for."""
+        if len(ranks) == 1:
+            return Axis.alone(self.rank)
+        return self.connected(self._axis(ranks, self._new_group(ranks, "gloo")))
+
     def connected(self, axis: Axis) -> Axis:
         """Set up the axis' communicator for collectives, by making some; returns `axis`."""
         if axis.group is None:

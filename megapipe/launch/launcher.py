@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch import progress
 from megapipe.launch.endpoints import Endpoint, Nodes
+from megapipe.launch.memory_folder import MemoryFolder
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.ranks import Ends
 from megapipe.launch.signals import AGAIN_S, NOTICES, STOP_SIGNALS, Listener
@@ -79,7 +80,12 @@ def launch(
     main thread.
     """
     supervisor = Supervisor(restarts, elastic=nodes.elastic)
-    with _Relay() as relay, _progress_file(restarts) as file:  # before torch is loaded, for seconds
+    with (  # before torch is loaded, for seconds
+        _Relay() as relay,
+        _progress_file(restarts) as file,
+        MemoryFolder(restarts > 0) as memory,
+    ):
+        relay.leave = memory.leave
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
         nproc = nproc or _gpus()
         meeting = _meeting(nproc, nodes, endpoints, rdzv_id, rdzv_timeout_s, last_call_s)
@@ -179,7 +185,7 @@ def _run(agent: LocalElasticAgent, relay: _Relay, meeting: Meeting) -> int:
 
     group = agent.get_worker_group()
     relay.pids = lambda: [worker.id for worker in group.workers if worker.id]
-    ends = Ends(relay.pids, os._exit)
+    ends = Ends(relay.pids, relay.leave)
     ends.start()
     try:
         result = agent.run()
@@ -219,6 +225,8 @@ class _Relay(Listener):
         """The second signal, where ranks were killed because they did not end by it."""
         self.pids: Callable[[], list[int]] = list
         """The ranks that there are."""
+        self.leave: Callable[[int], object] = os._exit
+        """Ends this process at once."""
         self._when = "before the ranks had begun"
         """When it is that there are no ranks."""
         self._last: float | None = None
@@ -230,9 +238,9 @@ class _Relay(Listener):
         self._send(number)
         if not self.pids():
             if number not in STOPPED:
-                os._exit(128 + number)
+                self.leave(128 + number)
             say(_stopped(number, self._when))
-            os._exit(Preempted.exit_code)
+            self.leave(Preempted.exit_code)
         if number in NOTICES:
             return
         now = time.monotonic()

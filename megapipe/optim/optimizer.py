@@ -225,7 +225,8 @@ class Optimizer:
 
         Masters get the values in full precision, weights in the model dtype.
         """
-        for shard, entry, values in self._entries((*self.shards, *self.frozen)):
+        for shard, entry in self._with_weights():
+            values = _zeros(shard, entry)
             fill(entry.spec, values)
             shard.set_weights(entry, values)
 
@@ -235,17 +236,32 @@ class Optimizer:
         for shard in self.shards:
             shard.store.finite = 0.0  # what is loaded has been looked at
         for name in self.rule.states:
-            for shard, entry, values in self._entries(self.shards):
-                if entry.start < shard.stop and shard.start < entry.stop:
-                    fill(name, entry.spec, values)
-                    shard.set_state(name, entry, values)
+            for shard, entry in self._with_states():
+                values = _zeros(shard, entry)
+                fill(name, entry.spec, values)
+                shard.set_state(name, entry, values)
 
-    def _entries(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, Entry, Tensor]]:
-        """Every parameter, with zeros of its local shape in full precision."""
-        for shard in shards:
-            dtype = main_dtype(shard.bucket.weights.dtype)
+    def loaded(self) -> Iterator[tuple[str, LocalParameter]]:
+        """Names of what :meth:`set_weights` and :meth:`set_states` ask for: "model" or
+        "optimizer.STATE", and the parameter."""
+        for _, entry in self._with_weights():
+            yield "model", entry.spec
+        for name in self.rule.states:
+            for _, entry in self._with_states():
+                yield f"optimizer.{name}", entry.spec
+
+    def _with_weights(self) -> Iterator[tuple[Shard, Entry]]:
+        """Every parameter."""
+        for shard in (*self.shards, *self.frozen):
             for entry in shard.bucket.entries:
-                yield shard, entry, torch.zeros(entry.spec.sizes, dtype=dtype)
+                yield shard, entry
+
+    def _with_states(self) -> Iterator[tuple[Shard, Entry]]:
+        """Parameters of which this rank has states."""
+        for shard in self.shards:
+            for entry in shard.bucket.entries:
+                if entry.start < shard.stop and shard.start < entry.stop:
+                    yield shard, entry
 
     def own_slices(self) -> Iterator[OwnSlice]:
         """The parts of its shards that this rank counts in the norm and writes to checkpoints."""
@@ -263,3 +279,8 @@ class Optimizer:
                     for name in () if shard.bucket.frozen else self.rule.states:
                         values[f"optimizer.{name}"] = shard.store.read(name, *here)
                     yield OwnSlice(entry.spec, a - entry.start, b - entry.start, values)
+
+
+def _zeros(shard: Shard, entry: Entry) -> Tensor:
+    """Zeros of a parameter's local shape, in full precision."""
+    return torch.zeros(entry.spec.sizes, dtype=main_dtype(shard.bucket.weights.dtype))

@@ -7,7 +7,7 @@ from megapipe.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.plan.activation_memory import Activations, peak_activations
 from megapipe.plan.communicators import outside_torch
-from megapipe.plan.memory import ModelMemory, model_memory
+from megapipe.plan.memory import COPIES_KEPT, ModelMemory, model_memory
 from megapipe.plan.pace import Speeds
 from megapipe.schedule.timing.simulate import Timeline
 
@@ -53,9 +53,17 @@ def demand(config: Config, layout: Layout) -> Demand:
         "activations in host memory": activations.host,
         "optimizer state elsewhere": memory.elsewhere,
         "copy of a checkpoint in host memory": memory.saved if config.checkpoint.background else 0,
+        "copies of checkpoints in the node's memory": _copies(config, layout) * memory.saved,
     }
     text = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
     return Demand(totals, text)
+
+
+def _copies(config: Config, layout: Layout) -> int:
+    """How many copies of its part of a checkpoint a process' node keeps in memory for it."""
+    if not config.checkpoint.memory_every:
+        return 0
+    return COPIES_KEPT * (1 if layout.world <= config.parallel.per_node else 2)
 
 
 def memory_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:

@@ -12,6 +12,10 @@ from megapipe.plan.replicas import replica_actions
 from megapipe.schedule.program import Action, Do
 from megapipe.update_rules import declaration
 
+COPIES_KEPT = 2
+"""Copies of the state that a node has in memory in turn (``checkpoint.memory_every``), so that a
+kill inside of one leaves the one before. Of several nodes each has as many of the one before it."""
+
 
 @dataclass(frozen=True)
 class ModelMemory:

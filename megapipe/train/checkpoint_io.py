@@ -158,6 +158,16 @@ def read_region(checkpoint: Weights, kind: str, spec: LocalParameter, out: Tenso
         out[region.inside(placed)] = values.to(out.dtype)
 
 
+def files_needed(optimizer: Optimizer, checkpoint: Checkpoint) -> set[str]:
+    """The files of a checkpoint that :func:`load` reads on this rank."""
+    files: set[str] = set()
+    for kind, spec in optimizer.loaded():
+        region = intersect(Region(spec.offsets, spec.sizes), whole(spec.shape))
+        if region is not None:
+            files |= checkpoint.files_with(f"{kind}/{spec.name}", region)
+    return files
+
+
 def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int) -> None:
     """Set weights and optimizer states, which have seen `updates`, to those of a checkpoint."""
     load_weights(optimizer, checkpoint)

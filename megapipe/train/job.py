@@ -169,7 +169,8 @@ def start(
 
 
 def compared(config: Config) -> dict[str, object]:
-    """What all ranks have to have alike: every key of a resolved configuration, and the code."""
+    """The values that all ranks have to have alike: all keys of a resolved configuration, the
+    code."""
     import torch
 
     return {**flatten(config), "megapipe's files": package_hash(), "torch": torch.__version__}

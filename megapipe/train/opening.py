@@ -26,7 +26,8 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
     if source.checkpoint is not None:
         samples = run.train_step.left_out.number(run.train_step.position.samples)
         at = f"step {run.first_step} of {run.config.train.steps}, sample {samples}"
-        yield f"resumed from {source.checkpoint.path} at {at}"
+        where = "the copy in memory " if source.in_memory else ""
+        yield f"resumed from {where}{source.checkpoint.path} at {at}"
         for change in changes.told:
             yield f"changed since: {change}"
         yield from _of_checkpoint(run, source.checkpoint, is_own=source.is_own)

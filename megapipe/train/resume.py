@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.names import FAILED_PREFIX, MANIFEST
+from megapipe.checkpoint.names import FAILED_PREFIX, MANIFEST, Committed
 from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
 from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.checkpoint_config import CheckpointConfig
+from megapipe.cli import flatten
 from megapipe.config import Config
 from megapipe.convert.folder import HuggingFaceFolder, read_model
 from megapipe.distributed.agreement import all_or_none
@@ -22,6 +23,7 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.train import checkpoint_io
 from megapipe.train.checkpoint_io import Weights
 from megapipe.train.located import located
+from megapipe.train.memory_copies import MemoryCopies, run_of
 from megapipe.train.run_folder import patience_s, runs_elsewhere
 from megapipe.urls import is_remote
 
@@ -47,17 +49,26 @@ class Source:
     """Why newer checkpoints were passed over."""
     failed: list[Place] = field(default_factory=list)
     """Checkpoints from which starts have failed."""
+    in_memory: bool = False
+    """The checkpoint is a copy in the memory of the nodes."""
 
 
 def choose(
-    config: Config, checkpoints: Place, mesh: ParallelMesh, *, before: int | None = None
+    config: Config,
+    checkpoints: Place,
+    mesh: ParallelMesh,
+    *,
+    before: int | None = None,
+    memory: MemoryCopies | None = None,
 ) -> Source:
-    """The newest checkpoint in `checkpoints` that is intact, else ``checkpoint.load``.
+    """The newest checkpoint in `checkpoints` that is intact, or a newer one in the `memory` of the
+    nodes, else ``checkpoint.load``.
 
     Damaged ones are passed over; ``checkpoint.load`` must be intact. Where a launcher has started
     the run again, rank 0 is given `before`: if not 0, checkpoints of so many steps or more are
-    passed over from now on, as long as there is another. Raises :class:`CheckpointError` or
-    :class:`ConfigError` on every rank, as ``run.resume`` demands.
+    passed over from now on, as long as there is another. Copies in memory that are newer than what
+    is chosen are removed. Raises :class:`CheckpointError` or :class:`ConfigError` on every rank, as
+    ``run.resume`` demands.
     """
     before = json.loads(mesh.share(json.dumps(before)))
     if config.run.resume == "never" and before is None:
@@ -68,15 +79,25 @@ def choose(
                 "never; choose another run.name"
             )
     failed = _failed(checkpoints, before or 0, mesh)
-    found = newest_intact(checkpoints, mesh, failed)
+    copies = None if memory is None else _Copies(memory, run_of(flatten(config)), before or None)
+    found = _newest_of_all(checkpoints, mesh, failed, copies)
     if found.checkpoint is not None:
         found.skipped.extend(
             f"{path}: starts from it, or before it, have failed" for path in failed
         )
-    elif failed:
-        found, failed = newest_intact(checkpoints, mesh), []
+    elif failed or before:
+        copies = None if copies is None else copies._replace(below=None)
+        found, failed = _newest_of_all(checkpoints, mesh, [], copies), []
+    if memory is not None:
+        memory.forget(-1 if found.checkpoint is None else found.checkpoint.step)
     if found.checkpoint is not None:
-        return Source(found.checkpoint, is_own=True, skipped=found.skipped, failed=failed)
+        return Source(
+            found.checkpoint,
+            is_own=True,
+            skipped=found.skipped,
+            failed=failed,
+            in_memory=memory is not None and memory.has(found.checkpoint),
+        )
     if found.damaged or config.run.resume == "must":
         where = "" if found.damaged else "run.resume=must: "
         reasons = f": {'; '.join(found.skipped)}" if found.skipped else ""
@@ -91,6 +112,41 @@ def choose(
         except (CheckpointError, ConfigError) as error:
             raise type(error)(f"checkpoint.load: {error}") from None
     return source
+
+
+class _Copies(NamedTuple):
+    """Where to look for copies in memory: those of a run, of less than `below` steps if given."""
+
+    memory: MemoryCopies
+    run: str
+    below: int | None
+
+    def newest(self, above: int, skipped: list[str]) -> Checkpoint | None:
+        """The newest of more than `above` steps; `skipped` gets what is wrong with others."""
+        checkpoint, reasons = self.memory.newest(self.run, above, self.below)
+        skipped += [reason for reason in reasons if reason not in skipped]
+        return checkpoint
+
+
+def _newest_of_all(
+    folder: Place, mesh: ParallelMesh, failed: Collection[Place], copies: _Copies | None
+) -> Newest:
+    """:func:`newest_intact`, or a copy in memory that is newer; files in `folder` are not read
+    where their names tell that it is."""
+    skipped: list[str] = []
+    if copies is not None:
+        path = _newest(folder, {*failed}, [], mesh)
+        key = None if path is None else Committed.parsed(path.name)
+        copy = copies.newest(-1 if key is None else key.step, skipped)
+        if copy is not None:
+            return Newest(copy, skipped, False)
+    found = newest_intact(folder, mesh, failed)
+    found.skipped.extend(skipped)
+    if copies is not None and found.damaged:
+        above = -1 if found.checkpoint is None else found.checkpoint.step
+        copy = copies.newest(above, found.skipped)
+        return found if copy is None else found._replace(checkpoint=copy)
+    return found
 
 
 def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
@@ -200,9 +256,18 @@ def check_end(source: Source, config: Config) -> None:
         )
 
 
-def load(checkpoint: Checkpoint, config: Config, step: TrainStep, mesh: ParallelMesh) -> None:
-    """Set weights and states to the checkpoint's. Raises on every rank if it does not fit."""
+def load(
+    checkpoint: Checkpoint,
+    config: Config,
+    step: TrainStep,
+    mesh: ParallelMesh,
+    memory: MemoryCopies | None = None,
+) -> None:
+    """Set weights and states to the checkpoint's, which may be a copy in `memory`. Raises on every
+    rank if it does not fit."""
     error = None
+    if memory is not None:
+        memory.bring(checkpoint, checkpoint_io.files_needed(step.optimizer, checkpoint))
     try:
         model, states = step.layout.model, step.optimizer.rule.states
         shapes = {f"model/{name}": shape for name, shape in model.shapes().items()}
@@ -213,6 +278,8 @@ def load(checkpoint: Checkpoint, config: Config, step: TrainStep, mesh: Parallel
     except MegapipeError as problem:
         error = problem
     all_or_none(mesh, error)
+    if memory is not None:
+        memory.release()
 
 
 def load_weights(weights: Weights, step: TrainStep, mesh: ParallelMesh) -> None:

@@ -16,13 +16,14 @@ from megapipe.data.build import build_batches
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import Preempted
-from megapipe.launch import progress
+from megapipe.launch import memory_folder, progress
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
 from megapipe.train import changes, run_folder
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.copy_check import CopyCheck
+from megapipe.train.callbacks.copying import Copying
 from megapipe.train.callbacks.exporting import Exporting
 from megapipe.train.callbacks.profiling import Profiling
 from megapipe.train.callbacks.reports import Reports
@@ -39,6 +40,7 @@ from megapipe.train.corpus import change_of_corpus, on_all, past_of, prepare_on_
 from megapipe.train.garbage import Garbage
 from megapipe.train.judge import Unsound
 from megapipe.train.kernels import agreed_kernels
+from megapipe.train.memory_copies import memory_copies
 from megapipe.train.opening import opening
 from megapipe.train.resume import check_adapters, check_end, choose, load, load_weights
 from megapipe.train.rewinding import Rewinding
@@ -95,8 +97,13 @@ class Trainer:
         config, mesh = self.config, self.mesh
         told = progress.told(os.environ)
         before = progress.read_request(told).before if told is not None else -1
+        memory = memory_copies(config, memory_folder.told(os.environ), mesh)
         self.source = choose(
-            config, self.folder.checkpoints, mesh, before=before if before >= 0 else None
+            config,
+            self.folder.checkpoints,
+            mesh,
+            before=before if before >= 0 else None,
+            memory=memory,
         )
         check_end(self.source, config)
         check_adapters(self.source, config)
@@ -122,7 +129,8 @@ class Trainer:
         self.first_step = 0
         skipped = 0
         if self.source.checkpoint is not None:
-            load(self.source.checkpoint, config, self.train_step, mesh)
+            copies = memory if self.source.in_memory else None
+            load(self.source.checkpoint, config, self.train_step, mesh, copies)
             self.first_step = self.source.checkpoint.step
             if self.changes.data_anew:
                 self.train_step.position = Position(self.first_step, 0)
@@ -133,7 +141,8 @@ class Trainer:
         elif self.source.weights is not None:
             load_weights(self.source.weights, self.train_step, mesh)
         resumed_at = self.first_step if self.source.is_own else None
-        own = self.source.checkpoint if self.source.is_own else None
+        on_disk = self.source.is_own and not self.source.in_memory
+        own = self.source.checkpoint if on_disk else None
         self.saving = Saving(
             self.folder,
             Clock(60 * config.checkpoint.every_minutes),
@@ -171,6 +180,8 @@ class Trainer:
         last: list[Callback] = [Validation(held_out), self.saving]
         if config.numbers.check_copies_every:
             last.insert(0, CopyCheck())
+        if memory is not None:
+            last.append(Copying(memory, self.saving))
         if config.checkpoint.export_every:
             last.append(Exporting(self.saving))
         self.callbacks = Callbacks(first, callbacks, last)

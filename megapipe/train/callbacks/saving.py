@@ -16,6 +16,7 @@ from megapipe.checkpoint.writer import save
 from megapipe.data.sources import Sources
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.validation import is_due
+from megapipe.train.checkpoint_io import Content
 from megapipe.train.resume import verified
 from megapipe.train.run_folder import RunFolder
 from megapipe.train.totals import Wishes
@@ -104,7 +105,18 @@ class Saving(Callback):
         self.folder.check(run.mesh)
         self.finish(run, leaves=wait)
         began = time.monotonic()
-        content = run.train_step.content(
+        content = self.content(run, step)._asdict()
+        if wait or self._background is None:
+            self._note(run, save(self.checkpoints, group=run.mesh, **content))
+        else:
+            self._background.begin(self.checkpoints, is_ours=self.folder.own, **content)
+            self._began, self._waited = began, time.monotonic() - began
+        self._unproven = step
+        self.clock.restart()
+
+    def content(self, run: Run, step: int) -> Content:
+        """This rank's part of a checkpoint of the state after `step` steps."""
+        return run.train_step.content(
             step,
             run_id=self._run_id,
             digests={
@@ -113,14 +125,7 @@ class Saving(Callback):
                 "tokenizer": self._corpus.tokenizer,
             },
             order=self._order,
-        )._asdict()
-        if wait or self._background is None:
-            self._note(run, save(self.checkpoints, group=run.mesh, **content))
-        else:
-            self._background.begin(self.checkpoints, is_ours=self.folder.own, **content)
-            self._began, self._waited = began, time.monotonic() - began
-        self._unproven = step
-        self.clock.restart()
+        )
 
     def finish(self, run: Run, *, leaves: bool = False) -> None:
         """Wait for the save in the background, if there is one, and remove old checkpoints, unless

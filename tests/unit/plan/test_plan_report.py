@@ -13,6 +13,8 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.flops import layer_flops
 from megapipe.plan.activation_memory import peak_activations
+from megapipe.plan.demand import size_text
+from megapipe.plan.memory import model_memory
 from megapipe.plan.report import held_by_process, report
 from megapipe.plan.traffic import by_axis, step_traffic
 from megapipe.schedule.channels import channels
@@ -133,6 +135,17 @@ def test_memory_and_wire_are_of_the_process_with_most() -> None:
     assert f"wire          sent at most, per process and step: {line}\n" in text
     # messages of 8 micro-batches at rank 0's 3 borders, one way each
     assert sent["pp"] == 8 * 3 * 256 * 4 * config.model.hidden * 2 + 2 * 12 * 8 // 2
+
+
+def test_copies_of_the_state_in_host_memory() -> None:
+    """One for saves in the background; two in the node's memory, or four where nodes have those of
+    others too."""
+    given = ("parallel.dp=2", "checkpoint.background=true", "checkpoint.memory_every=10")
+    for per_node, copies in (("2", 2), ("1", 4)):
+        config, layout, text = plan(*given, f"parallel.per_node={per_node}")
+        saved = model_memory(config, layout, 0).saved
+        assert f", copy of a checkpoint in host memory {size_text(saved)}" in text
+        assert f", copies of checkpoints in the node's memory {size_text(copies * saved)}" in text
 
 
 def test_a_lost_layer_is_not_reported_as_a_plan() -> None:

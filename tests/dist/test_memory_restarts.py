@@ -1,0 +1,180 @@
+"""Launchers whose ranks are killed, and that start them again from copies in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megapipe.checkpoint.folders import committed
+from megapipe.launch.memory_folder import ENVIRONMENT
+from tests.parity.jobs import ENDLESS, ROOT, Job, Outcome, arguments, free_port, tiny
+from tests.parity.launches import run_forked
+from tests.parity.stopped_runs import assert_same_files
+
+pytestmark = pytest.mark.full
+
+SCRIPT = """
+import functools, os, shutil, signal, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+here = Path({folder!r})
+lost = here / ("lost-" + os.environ.get("TEST_NODE", ""))
+if lost.exists() and os.environ["LOCAL_RANK"] == "0":
+    lost.unlink()
+    shutil.rmtree(os.environ["{memory}"])
+from megapipe.train import job
+from megapipe.train.callbacks import Callback
+from megapipe.train.main import main
+class Fault(Callback):
+    def before_step(self, run, step):
+        mark = here / f"kill-{{step.number}}-{{run.mesh.rank}}"
+        if mark.exists():
+            mark.unlink()
+            for path in here.glob("lose-*"):
+                path.rename(here / path.name.replace("lose", "lost"))
+            os.kill(os.getpid(), signal.SIGKILL)
+job.start = functools.partial(job.start, callbacks=[Fault()])
+sys.exit(main(sys.argv[1:]))
+"""
+MEMORY = {"checkpoint.memory_every": "2", "checkpoint.every": "0", "checkpoint.every_minutes": "0"}
+WANTED = {**MEMORY, "train.steps": "9", "train.global_batch": "6", "model.dropout": "0.1"}
+LAYOUTS = {
+    "tp2 dp2": (4, {"parallel.tp": "2", "parallel.dp": "2", "model.dropout": "0"}),
+    "pp2 dp2 zero 3": (4, {"parallel.pp": "2", "parallel.dp": "2", "optimizer.zero": "3"}),
+    "dp3 in the background": (3, {"parallel.dp": "3", "checkpoint.background": "true"}),
+}
+
+
+def script(folder: Path, kills: Mapping[int, int]) -> str:
+    """A program in which these ranks are killed before these steps, each once."""
+    path = folder / "faulty.py"
+    path.write_text(SCRIPT.format(root=str(ROOT), folder=str(folder), memory=ENVIRONMENT))
+    for step, rank in kills.items():
+        (folder / f"kill-{step}-{rank}").touch()
+    return str(path)
+
+
+def losses(folder: Path, name: str) -> dict[int, float]:
+    """By step, as they were told last."""
+    lines = (folder / "runs" / name / "log.jsonl").read_text().splitlines()
+    records = map(json.loads, lines)
+    return {each["step"]: each["loss"] for each in records if each["kind"] == "step"}
+
+
+def assert_as_whole(folder: Path, world: int, settings: Mapping[str, str]) -> None:
+    """The run is to the bit the one that nobody has killed, and has one checkpoint."""
+    whole = {**settings, "run.name": "whole", "checkpoint.memory_every": "0"}
+    outcome = run_forked(folder, world, *arguments(whole))
+    assert set(outcome.codes) == {0}, outcome.text
+    assert losses(folder, "run") == losses(folder, "whole")
+    folders = [folder / "runs" / name / "checkpoints" for name in ("run", "whole")]
+    assert_same_files(*(path / "step-00000009" for path in folders))
+    assert [key.name for key in committed(folders[0])] == ["step-00000009"]
+
+
+def resumed(outcome: Outcome) -> list[int]:
+    """The steps from which starts went on from memory."""
+    found = re.findall(r"resumed from the copy in memory (/\S+) at step (\d+)", outcome.text)
+    assert len(found) == outcome.text.count("resumed from"), outcome.text
+    for path, _ in found:
+        assert not Path(path).parent.exists(), "it is removed when the job ends"
+    return [int(step) for _, step in found]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[] if name == "tp2 dp2" else pytest.mark.slow) for name in LAYOUTS],
+)
+def test_a_kill_costs_no_more_steps_than_lie_between_copies(layout: str, tmp_path: Path) -> None:
+    """Rank 0 too, and twice; nothing is on the disk."""
+    world, given = LAYOUTS[layout]
+    settings = {**tiny(tmp_path), **WANTED, **given}
+    kills = {4: world - 1, 7: 0}
+    launch = ["-m", "megapipe.launch", "--nproc", str(world), "--restarts", "1"]
+    with Job(tmp_path, 120) as job:
+        job.start([*launch, script(tmp_path, kills), *arguments(settings)])
+        outcome = job.end()
+    assert outcome.codes == [0], outcome.text
+    assert resumed(outcome) == [2, 6]
+    assert_as_whole(tmp_path, world, settings)
+
+
+def test_a_node_loses_its_memory_between_starts(tmp_path: Path) -> None:
+    settings = {**tiny(tmp_path), **WANTED, "parallel.dp": "2"}
+    (tmp_path / "lose-node1").touch()
+    nodes = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", "1", "--rdzv-id", "a"]
+    nodes += ["--rdzv-endpoint", f"localhost:{free_port()}", "--restarts", "1"]
+    command = [*nodes, script(tmp_path, {6: 1}), *arguments(settings)]
+    with Job(tmp_path, 120) as job:
+        for number in range(2):
+            job.start(command, {"TEST_NODE": f"node{number}"})
+            if number == 0:
+                time.sleep(1.0)  # the first hosts the store
+        outcome = job.end()
+    assert outcome.codes == [0, 0], outcome.text
+    assert not (tmp_path / "lost-node1").exists(), "it was done"
+    assert resumed(outcome) == [4]
+    assert_as_whole(tmp_path, 2, settings)
+
+
+def memory_of(job: Job) -> Path:
+    """The folder of a job's launcher, once there are ranks."""
+    for pid in job.pids().values():
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        for pair in pairs:
+            if pair.startswith(ENVIRONMENT.encode() + b"="):
+                return Path(os.fsdecode(pair.partition(b"=")[2]))
+    raise AssertionError(job.text)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_the_folder_goes_with_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
+    """One that is told to stop."""
+    settings = {**tiny(tmp_path), **ENDLESS, **MEMORY}
+    with Job(tmp_path) as job:
+        launch = ["-m", "megapipe.launch", "--restarts", "2", "train.py"]
+        launcher = job.start([*launch, *arguments(settings)])
+        job.await_text("to memory in")
+        memory = memory_of(job)
+        assert any(memory.glob("step-*"))
+        assert memory.stat().st_mode & 0o777 == 0o700
+        launcher.send_signal(number)
+        assert job.end().codes == [75]
+        assert not memory.exists()
+
+
+@pytest.mark.slow
+def test_the_folder_goes_between_two_starts_and_is_cleared_by_the_next(tmp_path: Path) -> None:
+    settings = {**tiny(tmp_path), **ENDLESS, **MEMORY}
+    launch = ["-m", "megapipe.launch", "--restarts", "2"]
+    with Job(tmp_path) as job:
+        launcher = job.start([*launch, "train.py", *arguments(settings)])
+        job.await_text("to memory in")
+        memory = memory_of(job)
+        job.kill_ranks("to memory in")
+        job.await_text("starting again")
+        launcher.send_signal(signal.SIGTERM)
+        outcome = job.end()
+        assert outcome.codes == [75]
+        assert "while it was to be started again" in outcome.errors[-1]
+        assert not memory.exists()
+    with Job(tmp_path) as job:
+        launcher = job.start([*launch, "train.py", *arguments({**settings, "run.name": "b"})])
+        job.await_text("to memory in")
+        memory = memory_of(job)
+        launcher.kill()
+        assert job.end().codes[0] == -signal.SIGKILL
+        assert memory.exists()
+    with Job(tmp_path) as job:
+        job.start([*launch, "-c", "pass"])
+        assert job.end().codes == [0]
+        assert not memory.exists()
