@@ -49,7 +49,7 @@ def start_all(world: World, base: Mapping[str, str], folder: str, starts: list[S
             if each.first is not None:
                 each.first(Path(folder))
             told = Path(folder, "progress")
-            progress.write(told, progress.Progress(before=each.before))
+            progress.write_request(told, progress.Request(each.before))
             os.environ[progress.ENVIRONMENT] = str(told)
         os.environ[memory_folder.ENVIRONMENT] = str(Path(folder, each.nodes[world.rank]))
         outcomes.append(play(world, base, each.play))
