@@ -1,5 +1,6 @@
 """Keys that do not go together: each case is one line that says what would be right."""
 
+from megapipe.cli import flatten
 from megapipe.config import (
     USUAL_WARMUP,
     ActivationsConfig,
@@ -8,6 +9,7 @@ from megapipe.config import (
     OptimizerConfig,
     TrainConfig,
 )
+from megapipe.data.urls import refuse_user_info
 from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layout.data_checks import check_data
@@ -26,6 +28,9 @@ def check(config: Config, family: Family, dp: int) -> None:
     load_loss(family.conditions)  # raises where there is none
     _check_sequence(config)
     check_data(config.data)
+    for key, value in flatten(config).items():
+        if isinstance(value, str):
+            refuse_user_info(key, value)
     declaration(config.optimizer.rule)  # raises where there is none
     _check_optimizer(config.optimizer, config.train.steps, dp)
     _check_post_validation(config)

@@ -68,7 +68,7 @@ def _mapped(folder: Path, name: str, form: Form) -> Array:
             array = np.load(path, mmap_mode="r")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}: {repair}") from error
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, MemoryError) as error:  # or a header that claims too much
         raise DataError(f"{path} is damaged: {repair}") from error
     sizes = tuple(
         found if wanted is None else wanted
