@@ -33,6 +33,7 @@ from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import documentation
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
+from megapipe.words import without_user_info
 
 USAGE = (
     "train.py [CONFIG] [section.key=value ...] [--dry-run | --time-slices] [--traceback] "
@@ -376,7 +377,7 @@ def _shown(value: Any) -> str:
 
 
 def _clipped(text: str) -> str:
-    text = _line(text)
+    text = without_user_info(_line(text))
     return text if len(text) <= 60 else text[:57] + "..."
 
 

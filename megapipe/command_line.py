@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from megapipe.errors import ConfigError, MegapipeError
+from megapipe.words import without_user_info
 
 TRACEBACK = "--traceback"
 """The option by which an error is shown with where it arose."""
@@ -77,7 +78,8 @@ def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
         given.run(given)
         sys.stdout.flush()
     except MegapipeError as error:
-        print(f"megapipe: error: {' '.join(str(error).split())}", file=sys.stderr)
+        text = without_user_info(" ".join(str(error).split()))
+        print(f"megapipe: error: {text}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -1,6 +1,7 @@
 """Names that are URLs, as names alone: nothing is opened here."""
 
 from megapipe.errors import ConfigError
+from megapipe.words import without_user_info
 
 
 def is_remote(source: str) -> bool:
@@ -8,10 +9,10 @@ def is_remote(source: str) -> bool:
     return "://" in source
 
 
-def refuse_user_info(key: str, source: str) -> None:
+def refuse_user_info(key: str, value: str) -> None:
     """Raise ConfigError, which does not repeat it, for a URL with a user name or a password in it:
     run folders, logs and checkpoints hold the configuration."""
-    if is_remote(source) and "@" in source.split("://", 1)[1].split("/", 1)[0]:
+    if is_remote(value) and without_user_info(value) != value:
         raise ConfigError(
             f"{key} is a URL with a user name or a password in it, which every run folder, log and "
             "checkpoint would hold: expected them in the environment or in fsspec's configuration"

@@ -1,6 +1,15 @@
-"""Numbers in sentences, and errors in a line."""
+"""Numbers in sentences, errors in a line, and what is left out of them."""
 
+import re
 from collections.abc import Iterable, Sequence
+
+_USER_IN_URL = re.compile(r"(:/{1,2})[^/@\s]+@")
+"""With one slash where a URL was taken for a path."""
+
+
+def without_user_info(text: str) -> str:
+    """The text, and its URLs without the names and passwords of users that are in them."""
+    return _USER_IN_URL.sub(r"\1", text)
 
 
 def counted(number: int, noun: str) -> str:

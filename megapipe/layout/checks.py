@@ -1,5 +1,6 @@
 """Keys that do not go together: each case is one line that says what would be right."""
 
+from megapipe.cli import flatten
 from megapipe.config import (
     USUAL_WARMUP,
     ActivationsConfig,
@@ -16,7 +17,7 @@ from megapipe.layout.lr_plan import LearningRatePlan, warms_up
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.interface import Family, Feature, load_loss
 from megapipe.update_rules import RULES, declaration
-from megapipe.urls import check_folder, is_remote
+from megapipe.urls import check_folder, is_remote, refuse_user_info
 from megapipe.words import choices, counted, either, multiples, plural
 
 
@@ -27,6 +28,9 @@ def check(config: Config, family: Family, dp: int, processes: int) -> None:
     load_loss(family.conditions)  # raises where there is none
     _check_sequence(config)
     check_data(config.data)
+    for key, value in flatten(config).items():
+        if isinstance(value, str):
+            refuse_user_info(key, value)
     declaration(config.optimizer.rule)  # raises where there is none
     _check_optimizer(config.optimizer, config.train.steps, dp)
     _check_post_validation(config)

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Literal
 
 from megapipe.observe.record import StepRecord, ValidationRecord
+from megapipe.words import without_user_info
 
 _SECRET_KEY = re.compile(r"(^|[._])(key|token|secret|password|credentials?)$")
-_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def without_secrets(flat_config: Mapping[str, object]) -> dict[str, object]:
     """The configuration without keys that name a secret, and URLs without their user part."""
     return {
-        key: _USER_IN_URL.sub("", value) if isinstance(value, str) else value
+        key: without_user_info(value) if isinstance(value, str) else value
         for key, value in flat_config.items()
         if not _SECRET_KEY.search(key)
     }

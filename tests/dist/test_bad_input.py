@@ -70,6 +70,13 @@ def run(bad: Bad, folder: Path, ranks: int) -> Outcome:
     )
 
 
+def placed(bad: Bad, folder: Path) -> list[str]:
+    """Its arguments where the current folder is another."""
+    usual = f"data.source={folder / 'texts.txt'}"
+    given = [usual if one == "data.source=texts.txt" else one for one in bad.arguments(folder)]
+    return [*given, f"run.folder={folder / 'runs'}", f"data.cache={folder / 'cache'}"]
+
+
 def assert_reported(bad: Bad, outcome: Outcome, folder: Path) -> None:
     outcome.assert_one_line(bad.code, *bad.words)
     assert "Traceback" not in outcome.text
@@ -87,7 +94,13 @@ def test_the_table_is_long_and_wide() -> None:
     assert {bad.code for bad in TABLE} == {2, 3, 4, 5, 6, 7}
 
 
-@pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.name)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(bad, marks=[] if number % 3 == 0 else pytest.mark.slow, id=bad.name)
+        for number, bad in enumerate(TABLE)
+    ],
+)
 def test_by_two_ranks_or_more(bad: Bad, made: Path, tmp_path: Path) -> None:
     folder = folder_of(bad, made, tmp_path)
     outcome = run(bad, folder, bad.ranks)
@@ -98,8 +111,7 @@ def test_by_two_ranks_or_more(bad: Bad, made: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", LAUNCHED[0:3:2], ids=lambda bad: bad.name)
 def test_under_torchrun(bad: Bad, made: Path, tmp_path: Path) -> None:
     folder = folder_of(bad, made, tmp_path)
-    given = ["run.folder=" + str(folder / "runs"), "data.cache=" + str(folder / "cache")]
-    outcome = run_torchrun(tmp_path, 2, *bad.arguments(folder), *given)
+    outcome = run_torchrun(tmp_path, 2, *placed(bad, folder))
     outcome.assert_one_line(bad.code, *bad.words)
 
 
@@ -111,8 +123,7 @@ def test_under_torchrun(bad: Bad, made: Path, tmp_path: Path) -> None:
 def test_under_our_launcher(bad: Bad, made: Path, tmp_path: Path) -> None:
     """Which adds nothing to the line and hands on the exit code."""
     folder = folder_of(bad, made, tmp_path)
-    given = [f"run.folder={folder / 'runs'}", f"data.cache={folder / 'cache'}"]
-    assert_reported(bad, run_launched(tmp_path, 2, *bad.arguments(folder), *given), folder)
+    assert_reported(bad, run_launched(tmp_path, 2, *placed(bad, folder)), folder)
 
 
 @pytest.mark.parametrize("bad", LAUNCHED[:3], ids=lambda bad: bad.name)

@@ -24,6 +24,8 @@ from megapipe.train.changes import Changes
 from megapipe.train.main import train
 from megapipe.train.opening import opening
 from megapipe.train.resume import Source
+from tests.parity.jobs import arguments, tiny
+from tests.parity.launches import run_forked
 
 
 @pytest.fixture
@@ -73,7 +75,9 @@ URL = "https://me:s3cret@example.org/texts.txt"
         ("data.validation.held", []),
         ("data.test.held", []),
         ("checkpoint.folder", []),
+        ("data.tokenizer", []),
         ("checkpoint.load", []),
+        ("log.wandb_project", []),
     ],
 )
 def test_a_password_in_a_url_is_refused_without_a_word_of_it(key: str, more: list[str]) -> None:
@@ -89,6 +93,55 @@ def test_commands_refuse_it_too_and_an_at_sign_elsewhere_is_none(tmp_path: Path)
         fetched(DataConfig(source=URL))
     for source in ("https://example.org/a@b", "s3://bucket/x@y", "me@host.txt"):
         resolve(parse([f"data.source={source}"]).config, 1, 257)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [f"data.sorce={URL}"],
+        [f"model.layers={URL}"],
+        [f"data.source=https://me:{'s3cret' * 20}@example.org/"],
+        [URL],
+        [f"--{URL}"],
+    ],
+)
+def test_no_error_repeats_a_password(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Whichever key the URL was given to, and however much of it is shown."""
+    assert train(given) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("megapipe: error: ")
+    assert "s3cret" not in said
+
+
+SECRETS = {
+    name: f"canary-{number}-of-a-secret"
+    for number, name in enumerate(
+        ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "NETRC", "MY_PASSWORD")
+    )
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss", ["null", "own:loss"])
+def test_no_file_of_a_run_has_a_secret_of_the_environment(loss: str, tmp_path: Path) -> None:
+    """Nor what it prints, with all its reports, whether it ends well or crashes."""
+    (tmp_path / "own.py").write_text("def loss(a, b, c): raise ValueError('no')\n")
+    given = {
+        **tiny(tmp_path),
+        "train.loss": loss,
+        "log.timeline": "[2]",
+        "log.profile": "[2]",
+        "log.samples": "true",
+        "log.tensorboard": "true",
+        "log.wandb": "offline",
+    }
+    outcome = run_forked(tmp_path, 2, *arguments(given), "--traceback", environ=SECRETS)
+    assert outcome.codes == ([0, 0] if loss == "null" else [2, 2]), outcome.text
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    for secret in SECRETS.values():
+        assert secret not in outcome.text
+        assert [path for path in files if secret.encode() in path.read_bytes()] == []
 
 
 def lines(folder: Path, *, own: bool = True, device: str = "cpu", **given: Any) -> list[str]:

@@ -65,10 +65,11 @@ def _mapped(folder: Path, name: str, form: Form) -> Array:
         if form[0][0] == 0:
             array = np.load(path)  # nothing cannot be mapped
         else:
-            array = np.load(path, mmap_mode="r")
+            with np.errstate(over="ignore"):
+                array = np.load(path, mmap_mode="r")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}: {repair}") from error
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, MemoryError, OverflowError) as error:
         raise DataError(f"{path} is damaged: {repair}") from error
     sizes = tuple(
         found if wanted is None else wanted

@@ -35,7 +35,7 @@ COMMAND_LINES = [
 FILES = [
     Bad("no such file", "quickstrat", 2, ("quickstrat: no such file; did you mean quickstart?",)),
     Bad("no such file in a folder", "gone/c.yaml", 2,
-        ("gone/c.yaml: no such file; expected a configuration in YAML, or one of quickstart",)),
+        ("gone/c.yaml: no such file; expected a configuration in YAML, or one of", "quickstart",)),
     Bad("a file's name is too long", f"{LONG}.yaml", 2,
         ("nnn", "cannot be read: File name too long")),
     Bad("the file is a folder", "bad.yaml", 2,
@@ -68,7 +68,7 @@ FILES = [
         text("bad.yaml", "optimizer:\n  lr: 1e400\n")),
     Bad("an octal number", "bad.yaml", 2, ("bad.yaml:2: log.every=", "expected a whole number"),
         text("bad.yaml", "log:\n  every: 010\n")),
-    Bad("deep nesting", "bad.yaml", 2, ("bad.yaml:1: nested deeper",),
+    Bad("deep nesting in the file", "bad.yaml", 2, ("bad.yaml:1: nested deeper",),
         text("bad.yaml", "log: " + "[" * 20000)),
     Bad("a tabulator", "bad.yaml", 2, ("bad.yaml:2: not valid YAML",),
         text("bad.yaml", "log:\n\tevery: 1\n")),

@@ -54,6 +54,7 @@ def negative(folder: Path) -> None:
 
 def foreign_token(folder: Path) -> None:
     """A cached token file with one id beyond the vocabulary, in the middle."""
+    (folder / "texts.txt").write_text("the cat sat on a mat and ran away " * 40)
     config = DataConfig(source=str(folder / "texts.txt"), cache=str(folder / "cache"))
     cached = prepare(config, load_tokenizer("byte"), progress=False)
     tokens = np.memmap(cached.folder / "train.bin", dtype="<u2", mode="r+")
@@ -126,7 +127,8 @@ EXAMPLES = [
          ("data.chat_template=gone.jinja: No such file",),
          text("own.jsonl", TALK)),
     late("a chat template that is none", f"{SUPERVISED} data.chat_template=own.jinja",
-         ("own.jinja",), all_of(text("own.jinja", "{% for x in %}"), text("own.jsonl", TALK))),
+         ("own.jsonl", "the chat template fails"),
+         all_of(text("own.jinja", "{% for x in %}"), text("own.jsonl", TALK))),
     Bad("marks to fill in without their names", "data.fim_rate=0.5", 2, ("needs data.fim_tokens",)),
     late("marks that the tokenizer lacks",
          ("data.fim_rate=0.5", "data.fim_tokens=[<p>, <s>, <m>]"),
@@ -157,7 +159,7 @@ TOKEN_FILES = [
     late("ids below 0", "data.source=below train.steps=60",
          ("token id -1 at position 1000 of below.bin", "0 to 256"), negative),
     late("an id beyond, in the middle of the cache",
-         "train.steps=300 optimizer.schedule=constant log.every=1000",
+         "train.steps=60 optimizer.schedule=constant log.every=1000",
          ("token id 300", "0 to 256", "train.bin"), foreign_token),
     late("too few for a sample", "data.source=t train.sequence_length=2000",
          ("t.bin has", "one sample needs 2001")),

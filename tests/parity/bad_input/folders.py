@@ -114,7 +114,7 @@ FOLDERS = [
     Bad("a folder that must not be written", "run.folder=locked", 2,
         ("run.folder: cannot write to locked/run: Permission denied",),
         all_of(made("locked"), mode("locked", 0o500)), privileged=False),
-    Bad("a folder that must not be read", "", 2, ("run.folder: ", "Permission denied"),
+    Bad("a run folder that must not be read", "", 2, ("run.folder: ", "Permission denied"),
         all_of(made(RUN), mode(RUN, 0o300)), privileged=False),
     Bad("latest is a folder", "", 2, ("checkpoints/latest is a folder: expected a file",),
         made(f"{RUN}/checkpoints/latest")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,16 @@ def test_they_are_made_once(file: TokenFile, tmp_path: Path) -> None:
         assert len(folders()) == before + 1
 
 
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.canary,)
+
+
 def test_damage(file: TokenFile, tmp_path: Path) -> None:
     request = Request(range(150), 8, 500, 1)
     open_indices(file, request, tmp_path / "c")
@@ -116,6 +127,19 @@ def test_damage(file: TokenFile, tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"sample_index\.npy is damaged: remove .* made again"):
             open_indices(file, request, tmp_path / "c")
+    header = {"descr": "<i4", "fortran_order": False, "shape": (2**60, 2)}
+    with path.open("wb") as file_of_objects:
+        np.lib.format.write_array(file_of_objects, np.array([Payload(tmp_path / "canary")]))
+    objects = path.read_bytes()
+    with path.open("wb") as bomb:
+        np.lib.format.write_array_header_1_0(bomb, header)
+    for content in (objects, path.read_bytes() + whole[128:]):
+        path.write_bytes(content)
+        began = time.process_time()
+        with pytest.raises(DataError, match=r"sample_index\.npy is damaged: remove .* made again"):
+            open_indices(file, request, tmp_path / "c")
+        assert time.process_time() - began < 1
+    assert not (tmp_path / "canary").exists()
     np.save(path, np.zeros((3, 2), np.int32))
     with pytest.raises(DataError, match=r"shape \(3, 2\) of int32, not \(533, 2\) of <i4: remove"):
         open_indices(file, request, tmp_path / "c")
