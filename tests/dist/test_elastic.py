@@ -148,6 +148,23 @@ def test_the_loss_of_the_node_where_all_meet(tmp_path: Path) -> None:
     assert_as_if_whole(tmp_path, nodes.settings)
 
 
+def test_a_lost_node_costs_the_steps_since_the_last_copy_in_memory(tmp_path: Path) -> None:
+    """The one that is left has its own copy and that of the lost node; no checkpoint is there."""
+    given = {"checkpoint.every": "0", "checkpoint.memory_every": "2"}
+    with Job(tmp_path, 120) as job:
+        nodes = Nodes(job, "1:2", 6, **given)
+        nodes.start()
+        lost = nodes.start()
+        job.await_text("step  12/")
+        at = nodes.lose(lost)
+        nodes.go_on()
+        outcome = job.end()
+    assert outcome.codes == [0, -signal.SIGKILL], outcome.text
+    (step,) = re.findall(r"resumed from the copy in memory \S+ at step (\d+)", outcome.text[at:])
+    assert int(step) >= 10
+    assert_as_if_whole(tmp_path, nodes.settings)
+
+
 def test_a_node_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
     """The others go on, and no step is lost."""
     with Job(tmp_path, 120) as job:
