@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megapipe.ops.documents import Documents, causal_block_mask
-from megapipe.ops.explicit_attention import alibi, explicit_attention, visible
+from megapipe.ops.explicit_attention import alibi, explicit_attention, slopes_on, visible
 from megapipe.ops.scores import PLAIN, Scores
 
 
@@ -148,7 +148,7 @@ class FlashAttn:
             "softmax_scale": scores.scale,
             "window_size": (-1, -1) if scores.window is None else (scores.window - 1, 0),
             "softcap": scores.softcap or 0.0,
-            "alibi_slopes": None if slopes is None else torch.tensor(slopes, device=device),
+            "alibi_slopes": None if slopes is None else slopes_on(slopes, torch.float32, device),
         }
 
 

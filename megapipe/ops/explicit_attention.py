@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,19 @@ def alibi(s: int, t: int, slopes: tuple[float, ...], like: Tensor) -> Tensor:
     """[heads, s, t]: what ALiBi adds to the scores of visible keys."""
     key = torch.arange(t, dtype=like.dtype, device=like.device)
     before = key[t - s :, None] - key  # positions from key to query
-    return torch.tensor(slopes, dtype=like.dtype, device=like.device)[:, None, None] * -before
+    return slopes_on(slopes, like.dtype, like.device)[:, None, None] * -before
+
+
+def slopes_on(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[heads]: copied to a device once, since the host waits for each such copy."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(slopes, dtype=dtype, device=device)
+    return _copied(slopes, dtype, device)
+
+
+@lru_cache(maxsize=64)
+def _copied(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(slopes, dtype=dtype, device=device)
 
 
 class _Heads(NamedTuple):

@@ -21,6 +21,8 @@ CASES = [
     Case(),
     Case(dtype="bf16", offload="host", state_dtype="bf16"),
     Case(activations="offload", dtype="fp32"),
+    Case(model="gemma"),
+    Case(model="bloom", documents=True, sequence=12),
     Case(dp=2, zero=0),
     Case(dp=2, zero=3, dtype="fp16", loss_scale=2.0**10),
     Case(tp=2, sequence_parallel=True, dropout=0.2),

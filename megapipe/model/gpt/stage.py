@@ -163,8 +163,9 @@ class GPTStage(nn.Module):
             assert mb.tokens is not None
             x = self.embedding(mb.tokens)
             if self.config.embedding_scale is not None:
-                # as a tensor, which rounds it to the model's type
-                x = x * x.new_tensor(self.config.embedding_scale)
+                # rounded to the model's type; on the host, which would wait for a copy
+                scale = torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu")
+                x = x * scale.item()
             if self.position is not None:
                 x = self.position(x, mb.start, mb.positions)
             if self.embedding_norm is not None:
