@@ -54,7 +54,7 @@ def alibi(s: int, t: int, slopes: tuple[float, ...], like: Tensor) -> Tensor:
 
 
 def slopes_on(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[heads]: copied to a device once, since the host waits for each such copy."""
+    """[heads]: the slopes on a device, to which they are copied once: the host waits for that."""
     if torch.compiler.is_compiling():
         return torch.tensor(slopes, dtype=dtype, device=device)
     return _copied(slopes, dtype, device)
@@ -62,7 +62,8 @@ def slopes_on(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 @lru_cache(maxsize=64)
 def _copied(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(slopes, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # training may use it after an evaluation
+        return torch.tensor(slopes, dtype=dtype, device=device)
 
 
 class _Heads(NamedTuple):

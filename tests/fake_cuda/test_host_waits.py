@@ -23,15 +23,22 @@ CASES = [
     Case(activations="offload", dtype="fp32"),
     Case(model="gemma"),
     Case(model="bloom", documents=True, sequence=12),
+    Case(rule="muon"),
+    Case(lora="all"),
     Case(dp=2, zero=0),
     Case(dp=2, zero=3, dtype="fp16", loss_scale=2.0**10),
     Case(tp=2, sequence_parallel=True, dropout=0.2),
     Case(tp=2, documents=True, sequence=12),
+    Case(tp=2, model="gemma"),
+    Case(dp=2, zero=3, rule="muon"),
     PIPELINE,
+    replace(PIPELINE, schedule="zb_v"),
     replace(PIPELINE, post_validation=True),
     replace(PIPELINE, schedule="dualpipe"),
     replace(PIPELINE, schedule="seq1f1b", slices=2),
     Case(dp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", zero=2, tied=False, layers=4),
+    Case(tp=2, pp=2, m=4, layers=4, scatter="on"),
+    Case(dp=2, tp=2, pp=2, m=4, schedule="zb_h1", layers=4),
 ]
 
 
@@ -87,7 +94,7 @@ def waits_in_steps(world: Any, cases: list[Case]) -> list[Waits]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_one_wait_in_a_step(world: int) -> None:
     cases = [case for case in CASES if case.world == world]
     for of_rank in run_world(world, waits_in_steps, cases):
@@ -97,3 +104,11 @@ def test_one_wait_in_a_step(world: int) -> None:
             assert found.outside == {"copy to the host": 1}, case.name
             assert len(found.own_s) == 3, case.name
             assert min(found.own_s) > 0, case.name
+
+
+def test_states_on_a_disk_have_the_host_wait_between_programs_alone() -> None:
+    """It reads and writes them; see docs/decisions/distributed.md."""
+    ((found,),) = run_world(1, waits_in_steps, [Case(offload="disk")])
+    assert not found.faults
+    assert not found.inside
+    assert found.outside["copy to the host"] > 1

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapipe.distributed.mesh import Grid
 from megapipe.testing import WorldError
 from tests.fake_cuda.world import faults_of, observe, run_world
 
@@ -48,6 +49,17 @@ def collectives(world: Any, dtype: torch.dtype, later: bool) -> dict[str, list[f
     assert world.rank or objects == [f"from {i}" for i in range(size)]
     dist.barrier()
     return {name: out.double().tolist() for name, out in outs.items()}
+
+
+def thread_blocks(world: Any) -> list[int | None]:
+    """Those of the groups that a mesh makes, with so many and without a word."""
+    mesh = world.mesh(Grid(pp=2))
+    axes = [mesh.group_of([0, 1], ctas=ctas) for ctas in (3, None)]
+    return [getattr(axis.group.options.config, "max_ctas", None) for axis in axes]
+
+
+def test_a_channel_has_as_many_thread_blocks_as_are_asked_for() -> None:
+    assert run_world(2, thread_blocks) == [[3, None]] * 2
 
 
 @pytest.mark.parametrize("later", [False, True])

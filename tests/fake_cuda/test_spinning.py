@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megapipe.distributed.mesh import Grid
 from megapipe.engine.executor import Executor
+from megapipe.schedule.load import load
 from megapipe.train.step import TrainStep
 from megapipe.train.warm_up import WarmUp
 from tests.fake_cuda.world import faults_of, observe, run_world
@@ -60,6 +61,28 @@ def first_steps(world: Any, cases: list[Case]) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_steps_wait_for_nothing_that_spins(world: int) -> None:
     run_world(world, first_steps, [case for case in CASES if case.world == world])
+
+
+def another_schedule(world: Any) -> list[bool]:
+    """Two steps, and two of another schedule; before and after its first step: whether it is warm,
+    and whether it posts receives ahead."""
+    case = Case(pp=2, m=4, layers=8, schedule="1f1b", steps=5)
+    config, layout = configure(case)
+    step = TrainStep(config, layout, world.mesh(Grid(pp=2)), document_end=END)
+    rows, found = Rows(case), []
+    for i in range(4):
+        if i == 2:
+            step.settle()
+            step.use(load("zb_h1", ranks=2, microbatches=4))
+        if i >= 2:
+            found += [step._warm is step.schedule, all(e._stepped for e in step._executors)]
+        step.train(i, rows)
+    step.settle()
+    return found
+
+
+def test_another_schedule_in_the_middle_of_a_run_begins_as_the_first_one() -> None:
+    assert run_world(2, another_schedule) == [[False, False, True, True]] * 2
 
 
 def posted_from_the_start(world: Any, cases: list[Case], warm: bool) -> None:
