@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.bad_commands import Bad, every
+from megapipe.convert import commands as convert
+from megapipe.data import commands as prepare_data
+from megapipe.evaluate import commands as evaluate
+from tests.parity.bad_commands import CONVERT, DATA, EVALUATE, Bad, every
 from tests.parity.bad_folder import make_folder
 from tests.parity.launches import fork_script, run_script
 
@@ -52,6 +55,19 @@ def test_by_an_interpreter_of_its_own(bad: Bad, folder: Path) -> None:
 def test_there_is_a_case_of_each_command() -> None:
     assert len({bad.name for bad in CASES}) == len(CASES) >= 80
     assert len([bad for bad in CASES if bad.alone]) >= 11
+    for script, commands in (
+        (DATA, prepare_data.COMMANDS),
+        (CONVERT, convert.COMMANDS),
+        (EVALUATE, evaluate.COMMANDS),
+    ):
+        tried = {command_of(bad) for bad in CASES if bad.script == script}
+        assert set(commands) <= tried, set(commands) - tried
+
+
+def command_of(bad: Bad) -> str:
+    """The command that is named, or the one that options alone stand for."""
+    first = bad.arguments()[0]
+    return "tokenize" if bad.script == DATA and first.startswith("--") else first
 
 
 def names_in(folder: Path) -> set[str]:

@@ -21,10 +21,11 @@ from tests.parity.bad_folder import (
     with_manifest,
 )
 
-DATA, CONVERT, GENERATE = (
+DATA, CONVERT, GENERATE, EVALUATE = (
     "scripts/prepare_data.py",
     "scripts/convert.py",
     "scripts/generate.py",
+    "scripts/evaluate.py",
 )
 
 
@@ -205,7 +206,41 @@ OF_MODELS = [
     Bad("prompts of nothing", GENERATE, "run --prompts empty.txt", 3, ("it is empty",)),
 ]  # fmt: skip
 
+OF_OTHERS = [
+    Bad("Megatron's that is gone", CONVERT, "megatron-to-megapipe gone new", 5,
+        ("gone: no checkpoint of Megatron-LM", "iter_")),
+    Bad("Megatron's of an iteration that is gone", CONVERT, "megatron-to-megapipe empty new", 5,
+        ("names iter_0000007, which has no checkpoint",),
+        text("empty/latest_checkpointed_iteration.txt", "7")),
+    Bad("Megatron's in shards of nothing", CONVERT,
+        "megatron-to-megapipe empty new --shard-gb 0", 2, ("--shard-gb 0.0: expected a number",)),
+    Bad("DCP's without an index", CONVERT, "dcp-to-megapipe empty new", 5,
+        ("cannot read empty/.metadata",)),
+    Bad("DCP's with an index of something else", CONVERT,
+        "dcp-to-megapipe empty new --config hf", 5,
+        ("empty/.metadata: not a whole index of DCP",), text("empty/.metadata", "nothing")),
+    Bad("no model for DCP", CONVERT, "megapipe-to-dcp empty new", 5,
+        ("empty: neither a checkpoint nor a run folder",)),
+    Bad("output for DCP is there", CONVERT, "megapipe-to-dcp run hf", 5, ("hf exists already",)),
+    Bad("type of another kind for DCP", CONVERT, "megapipe-to-dcp run new --dtype int8", 2,
+        ("'int8'", "bf16")),
+    Bad("nothing to measure", EVALUATE, "perplexity run", 2,
+        ("expected either --data or --text",)),
+    Bad("no model to measure", EVALUATE, "perplexity gone --text abc", 5,
+        ("gone: no such folder",)),
+    Bad("measured on what is gone", EVALUATE, "perplexity run --data gone.txt", 3,
+        ("corpus 'gone.txt': no such file",), alone=True),
+    Bad("measured at no stride", EVALUATE, "perplexity run --data texts.txt --stride 0", 2,
+        ("--stride 0: expected 1 to 19",)),
+    Bad("questions without a prompt", EVALUATE, "choices run --data rows.jsonl", 3,
+        ("rows.jsonl: line 1: expected a text as 'prompt' or 'question'",)),
+    Bad("an answer that is no choice", EVALUATE, "choices run --data q.jsonl", 3,
+        ("q.jsonl: line 1: 'answer' is 2", "0 to 1"),
+        text("q.jsonl", '{"prompt": "a", "choices": ["b", "c"], "answer": 2}')),
+    Bad("tasks of nothing", EVALUATE, "harness run", 2, ("--tasks", "required")),
+]  # fmt: skip
+
 
 def every() -> Iterator[Bad]:
     """All of them; their names differ."""
-    yield from (*OF_DATA, *OF_MODELS)
+    yield from (*OF_DATA, *OF_MODELS, *OF_OTHERS)
