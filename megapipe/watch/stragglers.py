@@ -21,7 +21,10 @@ from typing import Literal, NamedTuple
 SLOW = 1.3
 """The least score of a straggler..."""
 SLOW_ALONE = 1.5
-"""... of one without peers..."""
+"""... of one without peers, which besides takes longer..."""
+LEAST_S = 0.05
+"""... by so many seconds of a step: in small models threads and the system's turns weigh more than
+FLOPs..."""
 FINE = 1.15
 """... and of one that is still one..."""
 WINDOWS = 2
@@ -107,7 +110,8 @@ class Scorer:
                 value = own.seconds / expected if expected else 1.0
                 large = value >= (SLOW_ALONE if alone else SLOW)
                 as_usual &= not large
-                slow = large and own.seconds - expected > NOISE * error
+                excess = own.seconds - expected
+                slow = large and excess > max(NOISE * error, LEAST_S * alone)
                 found.append(Score(rank, value, own.seconds, expected, slow, alone))
         if as_usual:
             self._remember(paces)

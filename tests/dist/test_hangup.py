@@ -8,7 +8,7 @@ import os
 import signal
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,15 @@ from megapipe.launch.signals import AGAIN_S
 from tests.parity.jobs import ENDLESS, Job, Outcome, arguments, tiny
 
 pytestmark = pytest.mark.full
+
+
+@pytest.fixture(autouse=True)
+def not_under_nohup() -> Iterator[None]:
+    """Processes inherit it where the signal is ignored, as by nohup, which these tests may be under
+    themselves."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def endless(folder: Path, **more: str) -> list[str]:
