@@ -96,7 +96,9 @@ def assert_as_if_whole(folder: Path, settings: Sequence[str]) -> None:
     """The run has taken each sample once, and ended with the weights of one that never stopped."""
     logged = read_samples(folder / "runs/run")
     assert check(logged)[0].endswith("each once and in order")
-    whole = run_forked(folder, 1, *settings, "run.name=whole", "parallel.pp=1")
+    whole = run_forked(
+        folder, 1, *settings, "run.name=whole", "parallel.pp=1", "checkpoint.memory_every=0"
+    )
     assert set(whole.codes) == {0}, whole.text
     taken = read_samples(folder / "runs/whole").steps
     assert {k: {*v} for k, v in logged.steps.items()} == {k: {*v} for k, v in taken.items()}
@@ -131,6 +133,7 @@ def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
     assert_as_if_whole(tmp_path, nodes.settings)
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_node_where_all_meet(tmp_path: Path) -> None:
     """It hosts the stores, and has rank 0. The layout is another then."""
     given = {"parallel.pp": "2", "parallel.layouts.one.pp": "1"}

@@ -120,6 +120,13 @@ def test_a_rank_that_recovers_makes_no_straggler_of_another() -> None:
     assert slow(scorer.scores(windows(1.0, 1.0))) == []
 
 
+def test_a_rank_without_peers_has_to_lose_much_of_a_step() -> None:
+    """Half of 50 ms is what threads and the system take."""
+    assert slow(alone(1, 1, 1).scores(windows(0.01, 0.035, 0.01))) == []
+    assert slow(alone(1, 1, 1).scores(windows(0.1, 0.35, 0.1))) == [1]
+    assert slow(same(3).scores(windows(0.01, 0.035, 0.01))) == [1], "peers have the same threads"
+
+
 def test_little_work_counts_as_half_of_the_mean() -> None:
     """An embedding has hardly any FLOPs."""
     assert slow(alone(0, 1, 1, 1).scores(windows(0.4, 1.0, 1.0, 1.0))) == []
