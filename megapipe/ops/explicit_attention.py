@@ -54,8 +54,8 @@ def alibi(s: int, t: int, slopes: tuple[float, ...], like: Tensor) -> Tensor:
 
 
 def slopes_on(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[heads]: the slopes on a device, to which they are copied once: the host waits for that."""
-    if torch.compiler.is_compiling():
+    """[heads]: the slopes on a device. To a GPU they are copied once: the host waits for that."""
+    if device.type == "cpu" or torch.compiler.is_compiling():
         return torch.tensor(slopes, dtype=dtype, device=device)
     return _copied(slopes, dtype, device)
 
