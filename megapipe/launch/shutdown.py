@@ -43,6 +43,8 @@ LINGER_S = 4.0
 """How long the host of the store waits for the others to leave: longer than their grace."""
 ANSWER_S = 2.0
 """How long the store may take to answer at the end of a job."""
+HANG_ANSWER_S = 1.0
+"""The same where the job hangs: others have waited for long, and a link may be down."""
 PATIENCE_S = 10.0
 """How long processes wait for each other that have not met yet: torch takes its time to load."""
 FAILED = "failed"
@@ -69,6 +71,8 @@ class Shutdown:
         self.trace = trace
         self.timeout_s = timeout_s
         self.linger_s = linger_s
+        self.answer_s: float | None = None
+        """How long the store may take to tell who speaks, if not as long as ever."""
         self.cleanup: Callable[[], None] = lambda: None
         self._store = store
         self._leaving = threading.Event()
@@ -136,6 +140,7 @@ class Shutdown:
             return
         error = LaunchError(verdict)
         self.linger_s = GRACE_S  # those that can hear it do so at once
+        self.answer_s = HANG_ANSWER_S
         self.report(error)
         with unless_within(GRACE_S, lambda: os._exit(error.exit_code)):
             self.cleanup()
@@ -158,7 +163,7 @@ class Shutdown:
             self._say_alone(type(error)(f"{error}; {self._place()} does not answer"))
             os._exit(error.exit_code)
 
-        return unless_within(ANSWER_S, end)
+        return unless_within(self.answer_s or ANSWER_S, end)
 
     def report(self, error: MegapipeError, *, said: bool = False) -> int:
         """End on an error: print it, once per job, unless it is `said` already.

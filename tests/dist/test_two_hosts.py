@@ -85,7 +85,7 @@ def launch(job: Job, host: str, nodes: str, *given: str) -> subprocess.Popen[byt
     return job.start(command, environ, preexec_fn=functools.partial(enter, host))
 
 
-@pytest.mark.parametrize("watchdog", ["true", "false"])
+@pytest.mark.parametrize("watchdog", [pytest.param("true", marks=pytest.mark.slow), "false"])
 def test_a_link_that_goes_down(watchdog: str, hosts: list[str], tmp_path: Path) -> None:
     """Neither host can tell the other anything: both speak, and all end in time."""
     wanted = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
