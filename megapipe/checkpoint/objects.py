@@ -15,15 +15,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import queue
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar, cast
 
+from megapipe.answers import Mute, within
 from megapipe.checkpoint.names import MANIFEST
 from megapipe.errors import CheckpointError
 from megapipe.urls import check_folder
@@ -68,31 +67,15 @@ class Store:
     patience_s: float
 
     def request(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """The result of one request; raises _Failed.
-
-        It has a thread of its own, because no library promises to come back. One that does not is
-        left behind, and ends with the process.
-        """
-        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                answer.put((work(), None))
-            except BaseException as error:
-                answer.put((None, error))
-
+        """The result of one request; raises _Failed. No library promises to come back."""
         limit, began = seconds or self.patience_s, time.monotonic()
-        threading.Thread(target=run, name="object storage", daemon=True).start()
         try:
-            result, error = answer.get(timeout=limit)
-        except queue.Empty:
-            raise _Failed(TimeoutError(f"no answer in {limit:.3g} s"), lasting=True) from None
-        if isinstance(error, Exception):
+            return within(limit, work)
+        except Mute as error:
+            raise _Failed(error, lasting=True) from None
+        except Exception as error:
             slow = time.monotonic() - began > limit / (len(WAITS_S) + 1)
             raise _Failed(error, lasting=slow or isinstance(error, LASTING)) from error
-        if error is not None:
-            raise error
-        return cast(T, result)
 
     def repeated(self, work: Callable[[], T]) -> T:
         """The result of `work`, whose requests raise _Failed; begun again where that may help."""

@@ -50,6 +50,7 @@ STOPPED = (signal.SIGTERM, *NOTICES)
 """Those after which a job is to be started again."""
 MONITOR_S = 0.1
 """Time between two looks at the ranks."""
+ONE_NODE = Nodes()
 RDZV_TIMEOUT_S = 60
 LAST_CALL_S = 30
 ELASTIC_RESTARTS = 3
@@ -64,7 +65,7 @@ def launch(
     command: Sequence[str],
     *,
     nproc: int | None = None,
-    nodes: Nodes = Nodes(),  # noqa: B008, it cannot be changed
+    nodes: Nodes = ONE_NODE,
     endpoints: Sequence[Endpoint] = (),
     rdzv_id: str = "",
     rdzv_timeout_s: float = RDZV_TIMEOUT_S,
@@ -145,7 +146,7 @@ def _newcomers(meeting: Meeting, file: Path | None) -> Iterator[None]:
 
     def look() -> None:
         while file is not None and not over.wait(NEWCOMERS_S):
-            if meeting.place == 0 and meeting.newcomers():
+            if meeting.place == 0 and meeting.newcomers() and not over.is_set():
                 asked = progress.read_request(file)
                 progress.write_request(file, asked._replace(regroup=1))
                 return
@@ -289,7 +290,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="processes on this node; default: its number of GPUs, or 1",
     )  # fmt: skip
     parser.add_argument(
-        "--nnodes", type=_value(Nodes.read, "N or MIN:MAX"), default=Nodes(), metavar="N",
+        "--nnodes", type=_value(Nodes.read, "N or MIN:MAX"), default=ONE_NODE, metavar="N",
         help="nodes (default 1); MIN:MAX: start and go on with as many as there are of them",
     )  # fmt: skip
     parser.add_argument(

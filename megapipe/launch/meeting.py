@@ -31,9 +31,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from megapipe import heartbeat
+from megapipe.answers import Mute, within
 from megapipe.launch.endpoints import Endpoint, Nodes
 from megapipe.launch.listening import listen, listen_beside
-from megapipe.launch.stores import ANSWER_S, Mute, open_tcp_store, within
+from megapipe.launch.stores import ANSWER_S, open_tcp_store
 from megapipe.words import counted
 
 LOOK_S = 0.25
@@ -125,6 +126,7 @@ class Meeting(RendezvousHandler):
                 info = self._take_part()
             except (DistError, Mute):  # its host has ended or cannot be reached
                 self._store, self._round = None, 0
+                self._pulses = _Pulses(self._ask)  # rounds of another store have the same numbers
             else:
                 if info is not None:
                     self._say(self._news)

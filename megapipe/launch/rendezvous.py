@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
+from megapipe.answers import Mute
 from megapipe.errors import DataError, LaunchError
 from megapipe.launch.listening import listen
 from megapipe.launch.place import LaunchInfo
-from megapipe.launch.stores import Mute, open_tcp_store
+from megapipe.launch.stores import open_tcp_store
 from megapipe.words import ranges
 
 if TYPE_CHECKING:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import datetime
 import socket
-import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
+
+from megapipe.answers import Mute, within
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 ANSWER_S = 10.0
 """How long the store may take to answer once its port takes connections."""
-T = TypeVar("T")
-
-
-class Mute(TimeoutError):
-    """A port takes connections, and nothing answers there as a store does."""
 
 
 def open_tcp_store(
@@ -53,27 +48,3 @@ def open_tcp_store(
         return within(ANSWER_S, connect)
     except Mute:
         raise Mute("what listens there is no rendezvous store") from None
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of a call that may never return; it is then left behind in its thread.
-
-    Raises :class:`Mute` after `seconds`, and what the call raises.
-    """
-    made: list[T] = []
-    failed: list[Exception] = []
-
-    def act() -> None:
-        try:
-            made.append(call())
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not made:
-        raise Mute(f"no answer for {seconds:g} s")
-    return made[0]

@@ -59,6 +59,7 @@ FLOORS = (
     "watch",
     "command_line",
     "heartbeat",
+    "answers",
     "processes",
     "urls",
     "words",

@@ -1,0 +1,38 @@
+"""Calls that may never come back, as those of clients of stores."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Mute(TimeoutError):
+    """A call has not come back in time, or something does not answer as it should."""
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of a call, which has a thread of its own; raises what the call raises.
+
+    Raises :class:`Mute` after `seconds`. The call is then left behind, and ends with the process:
+    threads of a pool would be waited for then.
+    """
+    answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put((call(), None))
+        except BaseException as error:
+            answer.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        result, error = answer.get(timeout=seconds)
+    except queue.Empty:
+        raise Mute(f"no answer in {seconds:.3g} s") from None
+    if error is not None:
+        raise error
+    return cast(T, result)

@@ -1,0 +1,34 @@
+"""Calls that come back, fail, or do neither."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from megapipe.answers import Mute, within
+
+
+def test_a_call_that_comes_back() -> None:
+    assert within(5, lambda: "result") == "result"
+    assert within(5, lambda: None) is None
+    assert within(5, lambda: threading.current_thread().daemon)
+
+
+@pytest.mark.parametrize("error", [ValueError("why"), TimeoutError("its own"), SystemExit(3)])
+def test_a_call_that_fails(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        within(5, fail)
+    assert caught.value is error
+
+
+def test_a_call_that_does_neither() -> None:
+    over, began = threading.Event(), time.monotonic()
+    with pytest.raises(Mute, match=r"^no answer in 0\.2 s$"):
+        within(0.2, over.wait)
+    assert time.monotonic() - began >= 0.2
+    over.set()
