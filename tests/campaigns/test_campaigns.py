@@ -42,6 +42,7 @@ def play(campaign: Campaign[Any], numbers: Iterable[int]) -> list[Record]:
     return records
 
 
+@pytest.mark.full
 def test_files_that_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a reader that looks at no bytes is noticed."""
     campaign = Damages(tmp_path)

@@ -40,12 +40,13 @@ CASES = {
     "dp2 pp2 zero 0": {**DP, "optimizer.zero": "0"},
     "dp2 pp2 disk": {**DP, "optimizer.offload": "disk", "optimizer.state_dtype": "bf16"},
 }
-IN_CI = ("dp2 pp2 zero 3", "tp2 pp2 validated after the fact")
+PART = {"dp2 pp2 zero 3": [], "tp2 pp2 validated after the fact": pytest.mark.full}
+"""Marks of those that are not slow."""
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case in IN_CI else pytest.mark.slow) for case in CASES],
+    [pytest.param(case, marks=PART.get(case, pytest.mark.slow)) for case in CASES],
 )
 def test_the_files_are_those_of_a_run_that_waits(case: str, tmp_path: Path) -> None:
     """A save in every step; and a run that ends while one is under way goes on bitwise."""

@@ -53,7 +53,10 @@ def test_a_run_has_its_ranks_compare_every_key() -> None:
     assert outcome(list(GIVEN)).items() <= values.items()
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize(
+    "section",
+    [pytest.param(each, marks=[] if each == "parallel" else pytest.mark.full) for each in SECTIONS],
+)
 def test_ranks_see_every_difference(section: str, port: int) -> None:
     for key in (key for key in KEYS if key.partition(".")[0] == section and key not in ALONE):
         common, different = other(key)

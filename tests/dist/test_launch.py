@@ -331,11 +331,11 @@ def test_a_lost_peer_is_news_only_if_it_did_not_say_why(port: int) -> None:
     assert "lost contact with a peer: Connection closed by peer [127.0.0.1]:1" in text
 
 
-def stuck(port: int, path: str) -> None:
+def stuck(port: int, path: str, timeout_s: float) -> None:
     """A rank inside something that notices nothing."""
     info = LaunchInfo(1, 2, 0, 1, port=port, hosted=True)
     with open(path, "w") as sys.stderr:
-        end = Shutdown(info, rendezvous.open_store(info, 10), timeout_s=1.0)
+        end = Shutdown(info, rendezvous.open_store(info, 10), timeout_s=timeout_s)
         end.cleanup = lambda: print("cleaned up", file=sys.stderr, flush=True)
         time.sleep(60)
 
@@ -374,7 +374,8 @@ def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: str) -> Non
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "megapipe.testing", "megapipe.train.step"])
     file = tmp_path / "stderr"
-    process = context.Process(target=stuck, args=(port, str(file)), daemon=True)
+    timeout_s = 1.0 if loss == "mute" else 30.0  # a server takes its time to close
+    process = context.Process(target=stuck, args=(port, str(file), timeout_s), daemon=True)
     process.start()
     info = LaunchInfo(0, 2, 0, 2, port=port, hosted=True)
     while not file.exists():

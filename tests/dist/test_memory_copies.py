@@ -123,12 +123,13 @@ CASES = {
     "post-validation": ({**PP_DP, "optimizer.post_validation": "true"}, "AABB", "AABB", "B"),
 }
 """Settings, nodes before and after, and the one whose memory is lost in between."""
-IN_CI = ("tp2 dp2", "pp2 dp2 zero 3")
+PART = {"tp2 dp2": [], "pp2 dp2 zero 3": pytest.mark.full}
+"""Marks of those that are not slow."""
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case in IN_CI else pytest.mark.slow) for case in CASES],
+    [pytest.param(case, marks=PART.get(case, pytest.mark.slow)) for case in CASES],
 )
 def test_it_goes_on_from_memory(case: str, tmp_path: Path) -> None:
     """Killed after step 5, with a copy of step 4 and nothing on a disk."""

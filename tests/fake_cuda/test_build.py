@@ -9,6 +9,7 @@ import pytest
 from tests.fake_cuda import build
 
 
+@pytest.mark.full
 def test_it_is_built_once() -> None:
     first = build.library()
     written = first.stat().st_mtime_ns

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -175,6 +176,7 @@ def rows(world: Any) -> list[list[str]]:
     return found
 
 
+@pytest.mark.full
 def test_the_table_is_what_is_counted() -> None:
     counted = [row for ranks in (1, 2) for row in run_world(ranks, rows)[0]]
     print("\n".join("| " + " | ".join(row) + " |" for row in counted))
