@@ -39,13 +39,16 @@ def settings(folder: Path, **given: str) -> list[str]:
     return arguments({**tiny(folder), **WANTED, "checkpoint.keep": "9", **given})
 
 
-def run(folder: Path, faults: dict[int, int], *options: str, action: str = KILL) -> Outcome:
+def run(
+    folder: Path, faults: dict[int, int], *options: str, action: str = KILL, **given: str
+) -> Outcome:
     """Two ranks; at each of these steps the second has a fault, so many times."""
     script = folder / "faulty.py"
     script.write_text(SCRIPT.format(root=str(ROOT), folder=str(folder), action=action))
     for step, times in faults.items():
         (folder / f"fault-{step}").write_text(str(times))
-    command = ["-m", "megapipe.launch", "--nproc", "2", *options, str(script), *settings(folder)]
+    command = ["-m", "megapipe.launch", "--nproc", "2", *options, str(script)]
+    command += settings(folder, **given)
     with Job(folder, 120) as job:
         job.start(command)
         return job.end()
@@ -68,7 +71,8 @@ def test_two_kills_and_an_exception_change_no_bit(tmp_path: Path) -> None:
 
 def test_a_step_that_fails_twice_is_reached_from_an_older_checkpoint(tmp_path: Path) -> None:
     fault = "raise ValueError('no such thing')"
-    outcome = run(tmp_path, {6: 3}, "--restarts", "3", action=fault)
+    here = {"checkpoint.background": "false"}  # step 4 is saved before step 6 fails
+    outcome = run(tmp_path, {6: 3}, "--restarts", "3", action=fault, **here)
     assert outcome.codes == [0], outcome.text
     assert "(3 of 3), in 4 s, from before step 4" in outcome.text
     assert "step-00000004: starts from it, or before it, have failed" in outcome.text
