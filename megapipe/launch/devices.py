@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megapipe.errors import ConfigError, LaunchError
 from megapipe.launch.place import LaunchInfo
+from megapipe.words import counted
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
 CPU = "cpu"
+_log = logging.getLogger(__name__)
 
 
 class Wanted(Protocol):
@@ -141,7 +144,8 @@ def _agree(parallel: Wanted, info: LaunchInfo, store: Store, own: Found) -> str:
 
 
 def decide(parallel: Wanted, found: Sequence[Found]) -> str:
-    """The backend for processes that have found these devices.
+    """The backend for processes that have found these devices; with a warning where
+    ``parallel.backend=auto`` is not NCCL though all have one.
 
     Raises :class:`ConfigError` where the devices do not allow what `parallel` asks for,
     :class:`LaunchError` where some processes have a device and others none.
@@ -168,11 +172,21 @@ def decide(parallel: Wanted, found: Sequence[Found]) -> str:
         peer = first.setdefault(each.device, each)
         if peer is each:
             continue
+        sharing = (
+            f"ranks {peer.rank} and {each.rank} on {each.host} share {each.device}: {len(found)} "
+            f"processes for {counted(len({one.device for one in found}), 'GPU')}"
+        )
         if parallel.backend == "nccl":
             raise ConfigError(
-                f"parallel.backend=nccl needs a GPU per process, and ranks {peer.rank} and "
-                f"{each.rank} on {each.host} share {each.device}: {len(found)} processes for "
-                f"{len({one.device for one in found})} GPUs; use gloo or fewer processes"
+                f"parallel.backend=nccl needs a GPU per process, and {sharing}; use gloo or fewer "
+                "processes"
+            )
+        if parallel.backend == "auto":
+            _log.warning(
+                "megapipe: messages travel over gloo, through host memory, since NCCL needs a GPU "
+                "per process, and %s; fewer processes are faster, parallel.backend=gloo says that "
+                "it is meant so",
+                sharing,
             )
         return "gloo"
     return "nccl" if parallel.backend == "auto" else parallel.backend

@@ -75,13 +75,14 @@ class World:
             dist.barrier()
             dist.destroy_process_group()
         self._lives += 1
+        store = PrefixStore(f"{self.backend} life {self._lives}", self._store)
+        patience = datetime.timedelta(seconds=self._timeout_s)
         dist.init_process_group(
-            self.backend,
-            store=PrefixStore(f"{self.backend} life {self._lives}", self._store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=datetime.timedelta(seconds=self._timeout_s),
+            self.backend, store=store, rank=self.rank, world_size=self.size, timeout=patience
         )
+        # one that has connected may end while another still connects, to which it is then lost
+        store.set(f"connected {self.rank}", "")
+        store.wait([f"connected {rank}" for rank in range(self.size)], patience)
 
     def mesh(self, grid: Grid, device: str = "cpu") -> ParallelMesh:
         """A mesh over all ranks, in fresh process groups; several ranks may share a GPU."""

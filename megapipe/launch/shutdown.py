@@ -249,11 +249,13 @@ class Shutdown:
 
     def _failure_of_peer(self, seconds: float) -> int | None:
         """The exit code that another rank failed with, if one says so within `seconds`."""
-        from torch.distributed import DistError
+        from torch.distributed import DistError, DistStoreError
 
         try:
-            if seconds or self._store.check([FAILED]):
-                self._store.wait([FAILED], datetime.timedelta(seconds=max(seconds, 1.0)))
+            if seconds:
+                with contextlib.suppress(DistStoreError):  # an answer that is late counts, below
+                    self._store.wait([FAILED], datetime.timedelta(seconds=seconds))
+            if self._store.check([FAILED]):
                 return int(self._store.get(FAILED))
         except DistError:
             pass

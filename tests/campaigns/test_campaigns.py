@@ -54,6 +54,7 @@ def test_files_that_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         play(campaign, range(12, 20))  # the manifest has a digest of its own, which sees some
 
 
+@pytest.mark.full
 def test_inputs_that_are_mutated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And another error than ours is noticed, and memory, and time."""
     records = play(Fuzz(tmp_path), range(40))

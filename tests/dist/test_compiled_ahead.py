@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from megapipe.distributed.mesh import Grid
@@ -47,6 +48,7 @@ def graphs(world: World, cases: Sequence[Case]) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.full
 def test_every_graph_is_there_when_the_first_step_begins() -> None:
     for counts in run_world(2, graphs, CASES, timeout_s=120):
         for case, (before, within) in zip(CASES, counts, strict=True):

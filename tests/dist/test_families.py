@@ -7,20 +7,30 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
 
 from megapipe.distributed.mesh import Grid
 from megapipe.layers.parameter import LocalParameter
+from megapipe.model.gpt.config import ModelConfig
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import cases, reference
 from tests.parity.outcome import Parts, own_grads
 from tests.parity.ranks import Case, Rows, assemble, batch_of, configure, take_region
-from tests.unit.model.transformers_models import FAMILIES, hf_logits_and_grads, model_of
+from tests.unit.model.transformers_models import CASES, FAMILIES, hf_logits_and_grads, model_of
 
-ALONE = ("llama_linear", "llama_yarn", "llama_yarn_factor", "neox_in_turn", "bloom")
-"""They differ from others in what ranks do not share."""
-SPLIT = [family for family in FAMILIES if family not in ALONE]
-LAYOUTS = (Case(tp=4), Case(tp=2, pp=2, sequence_parallel=True))
+LAYOUTS = (Case(tp=2), Case(tp=4), Case(pp=2), Case(tp=2, pp=2, sequence_parallel=True))
+
+
+def families(layout: Case) -> list[str]:
+    """Those that can be split over its tp ranks."""
+    return [family for family in CASES | FAMILIES if layout.tp in shares(model_of(family))]
+
+
+def shares(model: ModelConfig) -> list[int]:
+    assert model.ffn_hidden is not None
+    return [tp for tp in (1, 2, 4) if model.kv_heads % tp == model.ffn_hidden % tp == 0]
 
 
 def case_of(layout: Case, family: str) -> Case:
@@ -32,7 +42,7 @@ def case_of(layout: Case, family: str) -> Case:
 
 def as_cases() -> Any:
     """Cases may have the families' models: every field of them, in the place of a case's own."""
-    models = {family: model_of(family).model_dump() for family in SPLIT}
+    models = {family: model_of(family).model_dump() for family in CASES | FAMILIES}
     return mock.patch.dict(cases.MODELS, models)
 
 
@@ -40,37 +50,43 @@ def fill(params: reference.Params, spec: LocalParameter, out: Any) -> None:
     take_region(params[spec.name], spec, out)
 
 
-def first_gradients(world: World, layout: Case) -> list[Parts]:
-    """What this rank has of the first step's, by family."""
+def first_steps(world: World, layout: Case) -> list[tuple[Tensor, Parts]]:
+    """By family: the logits of the first batch, and what this rank has of its gradients."""
     mesh = world.mesh(Grid(tp=layout.tp, pp=layout.pp))
-    found: list[Parts] = []
+    found: list[tuple[Tensor, Parts]] = []
     with as_cases():
-        for family in SPLIT:
+        for family in families(layout):
             case = case_of(layout, family)
             config, resolved = configure(case)
             params = reference.init_random(config.model, seed=3)
             step = TrainStep(config, resolved, mesh, initial=functools.partial(fill, params))
-            finish = step.optimizer.finish_reduce
+            logits, finish = step.logits(batch_of(case, 0)[0]), step.optimizer.finish_reduce
+            grads: Parts = []
 
-            def spy(scale: float = 1.0, step: TrainStep = step, finish: Any = finish) -> Any:
+            def spy(
+                scale: float = 1.0, step: TrainStep = step, finish: Any = finish, to: Any = grads
+            ) -> Any:
                 squares = finish(scale)
-                found.append(list(own_grads(step.optimizer)))
+                to.extend(own_grads(step.optimizer))
                 return squares
 
             step.optimizer.finish_reduce = spy  # type: ignore[method-assign]
             step.train(0, Rows(case))
+            found.append((logits, grads))
     return found
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_gradients_equal_transformers(layout: Case) -> None:
-    results = run_world(4, first_gradients, layout)
+def test_logits_and_gradients_equal_transformers(layout: Case) -> None:
+    results = run_world(layout.tp * layout.pp, first_steps, layout)
     with as_cases():
-        for i, family in enumerate(SPLIT):
+        for i, family in enumerate(families(layout)):
             case = case_of(layout, family)
             model = configure(case)[0].model
             params = reference.init_random(model, seed=3)
-            _, wanted = hf_logits_and_grads(params, model, batch_of(case, 0))
-            found = assemble([own[i] for own in results], params)
+            logits, wanted = hf_logits_and_grads(params, model, batch_of(case, 0))
+            for own, _ in (result[i] for result in results):
+                torch.testing.assert_close(own, logits, rtol=1e-9, atol=1e-9)
+            found = assemble([own for _, own in (result[i] for result in results)], params)
             reference.assert_grads_close(found, wanted, 1e-9)

@@ -123,13 +123,16 @@ CASES = {
     "post-validation": ({**PP_DP, "optimizer.post_validation": "true"}, "AABB", "AABB", "B"),
 }
 """Settings, nodes before and after, and the one whose memory is lost in between."""
-PART = {"tp2 dp2": [], "pp2 dp2 zero 3": pytest.mark.full}
+PART = {"tp2 dp2", "pp2 dp2 zero 3"}
 """Marks of those that are not slow."""
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=PART.get(case, pytest.mark.slow)) for case in CASES],
+    [
+        pytest.param(case, marks=pytest.mark.full if case in PART else pytest.mark.slow)
+        for case in CASES
+    ],
 )
 def test_it_goes_on_from_memory(case: str, tmp_path: Path) -> None:
     """Killed after step 5, with a copy of step 4 and nothing on a disk."""

@@ -6,6 +6,8 @@ import contextlib
 import io
 from typing import Any
 
+import pytest
+
 from tests.fake_cuda.world import run_world
 
 
@@ -19,6 +21,7 @@ def doctors(world: Any) -> tuple[int, str]:
     return code, out.getvalue()
 
 
+@pytest.mark.full
 def test_it_runs_through() -> None:
     ((code, text),) = run_world(1, doctors)
     assert code == 0, text

@@ -177,6 +177,12 @@ MIXTURES = [
         (*MIXTURE.split(), "data.mixture.a.weight=[[0,1],[2,0]]", "data.mixture.b.weight=[[0,0]]"),
         2, ("data.mixture: from step 2 on all weights are 0",)),
     Bad("a weight for one alone", f"{MIXTURE} data.mixture.a.weight=1", 2, ("missing for b",)),
+    Bad("a temperature of weights that there are not",
+        "data.source=stdlib data.mixture.a.source=t data.mixture.b.source=t data.samples=megatron "
+        "data.temperature=2", 2,
+        ("data.temperature=2.0 is for weights, and data.mixture has none",)),
+    Bad("a temperature of 0", f"{MIXTURE} data.temperature=0", 2,
+        ("data.temperature=0: expected a number > 0",)),
     Bad("weights too large",
         "data.source=stdlib data.mixture.a.source=t data.mixture.b.source=t data.samples=megatron "
         "data.mixture.a.weight=1e308 data.mixture.b.weight=1e308", 2,

@@ -84,6 +84,18 @@ def test_who_shares_a_device_talks_over_gloo_or_is_refused(visible: list[list[st
     assert "parallel.backend=nccl needs a GPU per process, and ranks " in str(errors[0])
 
 
+@pytest.mark.parametrize("visible", SHARING)
+def test_gloo_in_the_place_of_nccl_is_one_warning(
+    visible: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    start(AUTO.model_copy(update={"backend": "gloo"}), visible)
+    assert not caplog.messages
+    start(AUTO, visible)
+    (message,) = caplog.messages
+    assert "over gloo, through host memory, since NCCL needs a GPU per process, and r" in message
+    assert f"{len(visible)} processes for " in message
+
+
 def test_the_line_names_ranks_host_and_device() -> None:
     found = [Found(0, "n1", "GPU-a"), Found(1, "n1", "GPU-b"), Found(2, "n2", "GPU-b")]
     with pytest.raises(ConfigError, match="ranks 1 and 2 on n2 share GPU-b: 3 processes for 2 GPU"):

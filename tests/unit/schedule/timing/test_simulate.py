@@ -223,7 +223,7 @@ def test_what_is_joined_is_busy_once():
 
 
 @pytest.mark.parametrize("walk", WALKS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(schedules(), st.data())
 def test_every_start_is_the_longest_path_to_it(walk, schedule, data):
     cost, policy = data.draw(costs(schedule)), data.draw(POLICIES)
