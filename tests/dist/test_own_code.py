@@ -62,8 +62,9 @@ def assert_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None
 
 
 @pytest.mark.parametrize("store", [
-    pytest.param(store, marks=[] if store.startswith("zero") else pytest.mark.slow)
-    for store in STORES
+    "zero 3",
+    *(pytest.param(f"zero {stage}", marks=pytest.mark.full) for stage in range(3)),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in STORES if "zero" not in each),
 ])  # fmt: skip
 def test_a_rule_that_does_as_lion_gives_the_same_weights_and_resumes(
     store: str, tmp_path: Path

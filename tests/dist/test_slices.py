@@ -37,7 +37,7 @@ BY_TIME = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
 @pytest.mark.parametrize("cases", [GIVEN, BY_TIME], ids=["given", "by time"])
 def test_uneven_slices_train(cases: list[Case], world: int) -> None:
     """Loss, every gradient, gradient norm, and the weights after each step, in fp64."""

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import loop, vee
 
+pytestmark = pytest.mark.full
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 

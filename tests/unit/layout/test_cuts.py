@@ -50,7 +50,7 @@ def makespan(config: Config, layout: Layout, cut: tuple[int, ...], *, equal: boo
     return simulate(schedule, relative_cost(config, layout.model, work, cut)).makespan
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 @pytest.mark.parametrize("count", [None, 3])
 def test_the_simulator_finds_no_faster_cut(

@@ -346,7 +346,7 @@ def test_every_order_of_a_tiny_schedule(schedule):
 
 
 @pytest.mark.parametrize("walk", WALKS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(schedules(), st.integers(0, 4), st.integers(0, 2**32))
 def test_altered_schedules_are_judged_as_the_token_game_judges(walk, schedule, changes, seed):
     rng = random.Random(seed)
@@ -372,7 +372,7 @@ def test_ranks_that_are_read_together_get_the_error_of_one_alone(schedule, chang
     assert found[0] == found[1] == found[2]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(dealt())
 def test_reports_are_those_of_the_token_game(schedule):
     report = validate(schedule)
