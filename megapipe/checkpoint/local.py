@@ -93,7 +93,7 @@ class LocalPath:
         os.replace(new, self.path)
         sync_folder(root)
 
-    def open(self, *, whole: bool = False) -> AbstractContextManager[BinaryIO]:
+    def open(self, *, until: int | None = None) -> AbstractContextManager[BinaryIO]:
         return open_regular(self.path)
 
     def read(self, limit: int) -> bytes:

@@ -37,6 +37,7 @@ FileName = Annotated[str, StringConstraints(pattern=r"^[0-9]{5}-[0-9]{4}\.safete
 RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Key = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Xxh128 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0, lt=2**48)]
 Positive = Annotated[int, Field(ge=1, lt=2**48)]
 
@@ -48,12 +49,12 @@ class Record(BaseModel):
 
 
 class StoredPiece(Record):
-    """A region of an entry in one shard, and the CRC-32 of its bytes."""
+    """A region of an entry in one shard, and the 128-bit XXH3 of its bytes, in hexadecimal."""
 
     file: FileName
     offsets: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
     sizes: Annotated[tuple[Positive, ...], Field(max_length=MAX_DIMS)]
-    crc32: Annotated[int, Field(ge=0, lt=2**32)]
+    xxh128: Xxh128
 
     @property
     def region(self) -> Region:
@@ -77,10 +78,10 @@ class Entry(Record):
 
 
 class FileRecord(Record):
-    """A shard's length and digest."""
+    """A shard's length. Of its bytes, those of pieces have checksums, and the header before them
+    follows from the manifest."""
 
     bytes: Positive
-    sha256: Sha256
 
 
 class Receipt(Record):
@@ -97,7 +98,7 @@ class Manifest(Record):
     """The whole checkpoint. Valid only if the pieces tile every entry exactly."""
 
     format: Literal["megapipe-checkpoint"] = "megapipe-checkpoint"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     run_id: RunId
     step: Count
     layout: dict[Key, JsonValue]

@@ -251,9 +251,9 @@ class RemotePath:
         self._ask("write", lambda: system.pipe_file(key, data))
 
     @contextmanager
-    def open(self, *, whole: bool = False) -> Iterator[BinaryIO]:
-        raw = _Ranges(self, self._size() if whole else None)
-        yield cast(BinaryIO, io.BufferedReader(raw, AHEAD_BYTES) if whole else raw)
+    def open(self, *, until: int | None = None) -> Iterator[BinaryIO]:
+        raw = _Ranges(self, until)
+        yield cast(BinaryIO, raw if until is None else io.BufferedReader(raw, AHEAD_BYTES))
 
     def read(self, limit: int) -> bytes:
         size = self._size()
@@ -314,14 +314,20 @@ class _Upload:
 
 
 class _Ranges(io.RawIOBase):
-    """An object that is read by ranges; `size`, where it is known, is where it ends."""
+    """An object that is read by ranges, which end at byte `until` if that is given."""
 
-    def __init__(self, place: RemotePath, size: int | None) -> None:
-        self._place, self._size, self._at = place, size, 0
+    def __init__(self, place: RemotePath, until: int | None) -> None:
+        self._place, self._until, self._at = place, until, 0
         self._ended = False
 
     def readable(self) -> bool:
         return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         assert whence == io.SEEK_SET, "from the beginning"
@@ -330,8 +336,8 @@ class _Ranges(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         stop = self._at + len(buffer)
-        if self._size is not None:
-            stop = min(stop, self._size)
+        if self._until is not None:
+            stop = min(stop, self._until)
         if self._ended or stop <= self._at:
             return 0
         data = self._place.read_range(self._at, stop)

@@ -2,10 +2,12 @@
 
 Nothing that a checkpoint says is believed unchecked: the manifest's digest, the proof that its
 pieces tile every tensor, the files' kinds and lengths at :meth:`Checkpoint.open`; a shard's
-header and the CRC-32 of every piece at each read, on the very bytes that are handed out.
+header and the checksum of every piece at each read, on the very bytes that are handed out.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,12 +16,13 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.manifest import Manifest, unseal
+from megapipe.checkpoint.manifest import Entry, Manifest, unseal
 from megapipe.checkpoint.names import MANIFEST
 from megapipe.checkpoint.regions import Region, intersect, whole
 from megapipe.checkpoint.shard import (
     TORCH_DTYPES,
     Slot,
+    Stored,
     check_header,
     examine,
     header,
@@ -29,6 +32,8 @@ from megapipe.checkpoint.shard import (
 from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
 
+RUN_BYTES = 1 << 26
+"""Of tensors that one thread looks at, one after the other."""
 _WIDER = {
     torch.bfloat16: (torch.bfloat16, torch.float32, torch.float64),
     torch.float32: (torch.float32, torch.float64),
@@ -44,7 +49,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self._slots = slots_by_file(manifest)
-        self._starts: dict[str, dict[Slot, int]] = {}
+        self._stored: dict[str, dict[Slot, Stored]] = {}
 
     @classmethod
     def open(cls, path: Place, files: Container[str] | None = None) -> "Checkpoint":
@@ -121,31 +126,46 @@ class Checkpoint:
         Every piece that the region touches is read whole and its checksum compared. Raises
         CheckpointError for an unknown entry, a region outside it, another dtype, or damage.
         """
-        entry = self.manifest.entries.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self.path} has no entry {name!r}")
+        entry = self._entry(name, region)
         region = whole(entry.shape) if region is None else region
-        if not region.fits(entry.shape):
-            raise CheckpointError(
-                f"{self.path}: {name!r} has shape {list(entry.shape)}, not {region}"
-            )
         stored = TORCH_DTYPES[entry.dtype]
         if dtype is not None and dtype not in _WIDER[stored]:
             raise CheckpointError(f"{self.path}: {name!r} is {stored}, cannot be read as {dtype}")
         out = torch.empty(region.sizes, dtype=stored)
+        self._fill(out, name, entry, region)
+        return out if dtype is None else out.to(dtype)
+
+    def read_into(self, out: Tensor, name: str, region: Region) -> None:
+        """Fill the host tensor `out`, of shape `region.sizes`, with a region of an entry, rounded
+        where its type is narrower; see :meth:`read`. After an error it holds anything."""
+        entry = self._entry(name, region)
+        self._fill(out, name, entry, region)
+
+    def _fill(self, out: Tensor, name: str, entry: Entry, region: Region) -> None:
+        stored = TORCH_DTYPES[entry.dtype]
         for piece in entry.pieces:
             common = intersect(piece.region, region)
             if common is None:
                 continue
-            path, start = self.path / piece.file, self._start(piece.file, name, piece.region)
+            path = self.path / piece.file
+            where = self._tensors(piece.file)[Slot(name, entry.dtype, piece.region)]
             target = out[common.inside(region)]
-            if common == piece.region and target.is_contiguous():
-                read_tensor(path, start, target, piece.crc32)
+            if common == piece.region and target.dtype == stored and target.is_contiguous():
+                read_tensor(path, where, target)
             else:
                 data = torch.empty(piece.sizes, dtype=stored)
-                read_tensor(path, start, data, piece.crc32)
+                read_tensor(path, where, data)
                 target.copy_(data[common.inside(piece.region)])
-        return out if dtype is None else out.to(dtype)
+
+    def _entry(self, name: str, region: Region | None) -> Entry:
+        entry = self.manifest.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no entry {name!r}")
+        if region is not None and not region.fits(entry.shape):
+            raise CheckpointError(
+                f"{self.path}: {name!r} has shape {list(entry.shape)}, not {region}"
+            )
+        return entry
 
     def files_with(self, name: str, region: Region) -> set[str]:
         """The files that a read of a region touches; none if there is no such entry."""
@@ -154,32 +174,48 @@ class Checkpoint:
         return {piece.file for piece in pieces if intersect(piece.region, region) is not None}
 
     def verify(self, files: Iterable[str] | None = None, *, finite: bool = False) -> None:
-        """Compare the SHA-256 of these files (default: all) with the manifest, and with `finite`
-        look at every value in them: no training could go on from one that is not finite.
+        """Compare the header of these files (default: all) and all their pieces' checksums with the
+        manifest, and with `finite` look at every value in them: no training could go on from one
+        that is not finite.
 
-        Ranks can share the work, ``verify(sorted(manifest.files)[rank::world])``. Raises
-        CheckpointError that names the first damaged file, or the first entry with such a value.
+        As many threads read as torch computes with. Ranks can share the work,
+        ``verify(sorted(manifest.files)[rank::world])``. Raises CheckpointError that names the first
+        damaged file, or the first entry with such a value.
         """
-        for name in self.manifest.files if files is None else files:
-            found = examine(self.path / name, self._slots[name], len(self._header(name)))
-            if found.sha256 != self.manifest.files[name].sha256:
-                raise CheckpointError(f"{self.path / name} is damaged: its SHA-256 differs")
-            if finite and found.odd is not None:
-                raise CheckpointError(
-                    f"{self.path}: entry {found.odd.name!r} has values that are not finite"
-                )
+        runs = [
+            run
+            for file in (self.manifest.files if files is None else files)
+            for run in self._runs(file)
+        ]
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for _ in threads.map(partial(examine, finite=finite), *zip(*runs, strict=True)):
+                pass
 
     def _header(self, file: str) -> bytes:
         return header(self._slots[file], run_id=self.manifest.run_id, step=self.manifest.step)
 
-    def _start(self, file: str, name: str, region: Region) -> int:
-        """Where a piece's bytes begin; checks the file's header when it is first asked for."""
-        if file not in self._starts:
+    def _tensors(self, file: str) -> Mapping[Slot, Stored]:
+        """The tensors of a file, in the order in which they are stored; checks the file's header
+        when they are first asked for."""
+        if file not in self._stored:
             head, slots = self._header(file), self._slots[file]
             check_header(self.path / file, head)
             starts = accumulate((slot.nbytes for slot in slots), initial=len(head))
-            self._starts[file] = dict(zip(slots, starts, strict=False))
-        return self._starts[file][Slot(name, self.manifest.entries[name].dtype, region)]
+            self._stored[file] = {
+                slot: Stored(slot, start, wanted)
+                for (slot, wanted), start in zip(slots.items(), starts, strict=False)
+            }
+        return self._stored[file]
+
+    def _runs(self, file: str) -> Iterator[tuple[Place, list[Stored]]]:
+        """The tensors of a file in runs of about as many bytes each, for threads to share."""
+        run: list[Stored] = []
+        for stored in self._tensors(file).values():
+            if run and stored.start - run[0].start >= RUN_BYTES:
+                yield self.path / file, run
+                run = []
+            run.append(stored)
+        yield self.path / file, run
 
 
 class Found(NamedTuple):

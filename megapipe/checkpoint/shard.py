@@ -2,19 +2,17 @@
 
 The file is a plain safetensors file, but its header follows from the manifest: the pieces that the
 file holds, in a fixed order. So the reader compares the header's bytes instead of parsing it, and
-a piece's position is known before the file is opened. With the pieces' CRC-32, a reader of all
+a piece's position is known before the file is opened. With the pieces' checksums, a reader of all
 pieces has checked every byte of a shard.
 """
 
 import json
-import math
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from hashlib import sha256
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from megapipe.checkpoint.durable import read_into
@@ -22,6 +20,7 @@ from megapipe.checkpoint.manifest import Dtype, FileRecord, Manifest
 from megapipe.checkpoint.regions import Region
 from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
+from megapipe.finite import all_finite
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -36,6 +35,8 @@ _SAFETENSORS_DTYPES: dict[Dtype, str] = {
     "int64": "I64",
 }
 _BLOCK = 1 << 24
+_IN_CACHE = 1 << 20
+"""Bytes that are read and looked at before more are."""
 
 
 class Slot(NamedTuple):
@@ -61,15 +62,16 @@ class Slot(NamedTuple):
         return -TORCH_DTYPES[self.dtype].itemsize, self.name, self.region
 
 
-def slots_by_file(manifest: Manifest) -> dict[str, list[Slot]]:
-    """Each shard's tensors in the order in which they are stored."""
-    slots: dict[str, list[Slot]] = {file: [] for file in manifest.files}
+def slots_by_file(manifest: Manifest) -> dict[str, dict[Slot, str]]:
+    """Each shard's tensors in the order in which they are stored, with their checksums."""
+    found: dict[str, dict[Slot, str]] = {file: {} for file in manifest.files}
     for name, entry in manifest.entries.items():
         for piece in entry.pieces:
-            slots[piece.file].append(Slot(name, entry.dtype, piece.region))
-    for content in slots.values():
-        content.sort(key=lambda slot: slot.order)
-    return slots
+            found[piece.file][Slot(name, entry.dtype, piece.region)] = piece.xxh128
+    return {
+        file: {slot: slots[slot] for slot in sorted(slots, key=lambda slot: slot.order)}
+        for file, slots in found.items()
+    }
 
 
 def header(slots: Iterable[Slot], *, run_id: str, step: int) -> bytes:
@@ -96,32 +98,35 @@ def safetensors_header(
 
 def write_shard(
     path: Place, contents: Sequence[tuple[Slot, Tensor]], *, run_id: str, step: int
-) -> tuple[FileRecord, list[int]]:
+) -> tuple[FileRecord, list[str]]:
     """Write tensors, given in `Slot.order`, to a new file and make it durable.
 
-    One tensor at a time is brought to the host; two threads hash it while it is written. Returns
-    the file's record and the tensors' CRC-32. Raises CheckpointError if the file cannot be written.
+    One tensor at a time is brought to the host; a thread hashes it while it is written. Returns
+    the file's record and the tensors' checksums. Raises CheckpointError if the file cannot be
+    written.
     """
 
-    def fill(file: BinaryIO) -> tuple[FileRecord, list[int]]:
-        digest, size, checksums = sha256(), 0, []
-        with ThreadPoolExecutor(2) as threads:
-            head = header((slot for slot, _ in contents), run_id=run_id, step=step)
-            file.write(head)
-            digest.update(head)
-            size += len(head)
+    def fill(file: BinaryIO) -> tuple[FileRecord, list[str]]:
+        head = header((slot for slot, _ in contents), run_id=run_id, step=step)
+        size, checksums = len(head), []
+        file.write(head)
+        with ThreadPoolExecutor(1) as thread:
             for _, tensor in contents:
                 data = bytes_of(tensor.detach().cpu())
-                hashed = threads.submit(digest.update, data)
-                crc = threads.submit(zlib.crc32, data)
+                hashed = thread.submit(checksum, data)
                 for start in range(0, len(data), _BLOCK):
                     file.write(data[start : start + _BLOCK])
-                hashed.result()
-                checksums.append(crc.result())
+                checksums.append(hashed.result())
                 size += len(data)
-        return FileRecord(bytes=size, sha256=digest.hexdigest()), checksums
+        return FileRecord(bytes=size), checksums
 
     return at(path).write(fill)
+
+
+def checksum(data: memoryview) -> str:
+    """The 128-bit XXH3 of bytes, in hexadecimal: as fast as memory, and as sure as any digest
+    against accidents."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def check_header(path: Place, expected: bytes) -> None:
@@ -132,67 +137,63 @@ def check_header(path: Place, expected: bytes) -> None:
             raise CheckpointError(f"{path} is damaged: its header is not what the manifest says")
 
 
-def read_tensor(path: Place, start: int, out: Tensor, crc32: int) -> None:
-    """Fill the contiguous host tensor `out` with the file's bytes from `start` on.
+class Stored(NamedTuple):
+    """A tensor of a shard, where its bytes begin, and their checksum."""
 
-    Raises CheckpointError if the file ends early or the bytes do not have this CRC-32; `out` is
-    then garbage.
+    slot: Slot
+    start: int
+    checksum: str
+
+
+def read_tensor(path: Place, stored: Stored, out: Tensor) -> None:
+    """Fill the contiguous host tensor `out` with a tensor of a shard.
+
+    Raises CheckpointError if the file ends early or its bytes have another checksum; `out` is then
+    garbage.
     """
-    data, crc = bytes_of(out), 0
+    data, hashed = bytes_of(out), xxhash.xxh3_128()
     with at(path).open() as file:
-        file.seek(start)
-        for begin in range(0, len(data), _BLOCK):
-            block = data[begin : begin + _BLOCK]
+        file.seek(stored.start)
+        for begin in range(0, len(data), _IN_CACHE):
+            block = data[begin : begin + _IN_CACHE]
             if not read_into(file, block):
                 raise CheckpointError(f"{path} ends early")
-            crc = zlib.crc32(block, crc)
-    if crc != crc32:
-        raise CheckpointError(
-            f"{path} is damaged: bytes {start} to {start + len(data)} do not match their checksum"
-        )
+            hashed.update(block)
+    if hashed.hexdigest() != stored.checksum:
+        raise _damaged(path, stored)
 
 
-class Examined(NamedTuple):
-    """Findings of a reader of a whole shard."""
+def examine(path: Place, tensors: Sequence[Stored], *, finite: bool) -> None:
+    """Read tensors that lie one after the other in a shard, once; a few MiB are held at a time.
 
-    sha256: str
-    """Of the file's bytes, in hexadecimal."""
-    odd: Slot | None
-    """The first tensor with a value that is not finite."""
-
-
-def examine(path: Place, slots: Iterable[Slot], head: int) -> Examined:
-    """Read a shard whose `slots` begin after `head` bytes, once; a thread hashes what is read.
-
-    Raises CheckpointError if the file cannot be read or ends early.
+    Raises CheckpointError for the first that has another checksum than is known, or with `finite`
+    a value that is not finite, or if the file cannot be read or ends early.
     """
-    digest, odd = sha256(), None
-    buffers = [torch.empty(_BLOCK, dtype=torch.uint8) for _ in range(2)]
-    with at(path).open(whole=True) as file, ThreadPoolExecutor(1) as thread:
-        hashed: list[Future[None]] = []
-        for slot, nbytes in [(None, head), *((slot, slot.nbytes) for slot in slots)]:
-            for left in range(nbytes, 0, -_BLOCK):
-                if len(hashed) > 1:
-                    hashed[-2].result()
-                block = buffers[len(hashed) % 2][:left]
+    buffer = torch.empty(_IN_CACHE, dtype=torch.uint8)
+    last = tensors[-1]
+    with at(path).open(until=last.start + last.slot.nbytes) as file:
+        file.seek(tensors[0].start)
+        for stored in tensors:
+            slot, hashed, sound = stored.slot, xxhash.xxh3_128(), True
+            kind = TORCH_DTYPES[slot.dtype]
+            for left in range(slot.nbytes, 0, -_IN_CACHE):
+                block = buffer[:left]
                 if not read_into(file, bytes_of(block)):
                     raise CheckpointError(f"{path} ends early")
-                hashed.append(thread.submit(digest.update, bytes_of(block)))
-                if slot is not None and odd is None and not _is_finite(block, slot.dtype):
-                    odd = slot
-        for each in hashed:
-            each.result()
-        while rest := file.read(_BLOCK):
-            digest.update(rest)
-    return Examined(digest.hexdigest(), odd)
+                hashed.update(bytes_of(block))
+                if finite and sound and kind.is_floating_point:
+                    sound = all_finite(block.view(kind))
+            if hashed.hexdigest() != stored.checksum:
+                raise _damaged(path, stored)
+            if not sound:
+                raise CheckpointError(f"{path}: {slot.name!r} has values that are not finite")
 
 
-def _is_finite(block: Tensor, dtype: Dtype) -> bool:
-    """Whether bytes of values are finite numbers, all of them."""
-    kind = TORCH_DTYPES[dtype]
-    if not kind.is_floating_point:
-        return True
-    return bool(torch.linalg.vector_norm(block.view(kind), math.inf).isfinite())
+def _damaged(path: Place, stored: Stored) -> CheckpointError:
+    stop = stored.start + stored.slot.nbytes
+    return CheckpointError(
+        f"{path} is damaged: bytes {stored.start} to {stop} do not match their checksum"
+    )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

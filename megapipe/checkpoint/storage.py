@@ -69,8 +69,8 @@ class Stored(Protocol):
     def replace(self, data: bytes) -> None:
         """Make a file of `data` in the place of the one that is there, in one step."""
 
-    def open(self, *, whole: bool = False) -> AbstractContextManager[BinaryIO]:
-        """Open an ordinary file for reading; `whole`: from its beginning to its end."""
+    def open(self, *, until: int | None = None) -> AbstractContextManager[BinaryIO]:
+        """Open an ordinary file for reading; with `until`, all that follows up to this byte."""
 
     def read(self, limit: int) -> bytes:
         """The bytes of an ordinary file of at most `limit` bytes."""

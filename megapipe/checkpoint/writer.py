@@ -218,11 +218,13 @@ def write(
     def flush(batch: _Batch) -> None:
         file, contents = f"{rank:05d}-{len(files):04d}.safetensors", batch.contents
         contents.sort(key=lambda item: item[0].order)
-        files[file], crcs = write_shard(staging / file, contents, run_id=meta.run_id, step=step)
-        for (slot, _), crc in zip(contents, crcs, strict=True):
+        files[file], checksums = write_shard(
+            staging / file, contents, run_id=meta.run_id, step=step
+        )
+        for (slot, _), checksum in zip(contents, checksums, strict=True):
             offsets, sizes = slot.region
             stored[slot.name].append(
-                StoredPiece(file=file, offsets=offsets, sizes=sizes, crc32=crc)
+                StoredPiece(file=file, offsets=offsets, sizes=sizes, xxh128=checksum)
             )
         contents.clear()
         batch.nbytes = 0

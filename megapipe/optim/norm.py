@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from megapipe.finite import all_finite
+
 
 def squared_norm(values: Tensor) -> Tensor:
     """Sum of the squares of flat `values` [n], in fp64.
@@ -31,15 +33,8 @@ def squared_norm(values: Tensor) -> Tensor:
 def zero_if_finite(values: Sequence[Tensor]) -> Tensor | float:
     """0 where all values are finite, else NaN: added to a sum, it makes this NaN. fp64 [].
 
-    The host does not wait for a GPU. On the CPU a sum is the fastest look at an array; only where
-    it is not finite, which finite values may be the cause of, each value is looked at.
+    The host does not wait for a GPU.
     """
     if values[0].device.type != "cpu":
         return get_total_norm(values, norm_type=math.inf).double() * 0.0
-    finite = all(_sum_is_finite(each) or bool(each.isfinite().all()) for each in values)
-    return 0.0 if finite else math.nan
-
-
-def _sum_is_finite(values: Tensor) -> bool:
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return math.isfinite(values.sum(dtype=wide).item())
+    return 0.0 if all(map(all_finite, values)) else math.nan

@@ -37,7 +37,7 @@ PHASES = {
     "making the staging folder": Phase((f"{WRITER}:_make_staging",), lead=True),
     "copying the state": Phase((f"{BACKGROUND}:Snapshot.take",), background=True),
     "writing a shard": Phase((f"{WRITER}:write_shard",)),
-    "writing a tensor": Phase((f"{SHARD}:zlib.crc32",), calls=4, calls_of_first=4),
+    "writing a tensor": Phase((f"{SHARD}:checksum",), calls=4, calls_of_first=4),
     "any fsync": Phase(("os:fsync",), calls=3, calls_of_first=8),
     "listing what was written": Phase((f"{WRITER}:seal",)),
     "syncing a folder": Phase((f"{LOCAL}:sync_folder",), calls=1, calls_of_first=4),

@@ -55,12 +55,18 @@ def negative(folder: Path) -> None:
 def foreign_token(folder: Path) -> None:
     """A cached token file with one id beyond the vocabulary, in the middle."""
     (folder / "texts.txt").write_text("the cat sat on a mat and ran away " * 40)
-    config = DataConfig(source=str(folder / "texts.txt"), cache=str(folder / "cache"))
-    cached = prepare(config, load_tokenizer("byte"), progress=False)
-    tokens = np.memmap(cached.folder / "train.bin", dtype="<u2", mode="r+")
-    tokens[len(tokens) // 2] = 300
-    tokens.flush()
-    write_checksums(cached.folder / "train")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for source in ("texts.txt", str(folder / "texts.txt")):  # as the command may name it
+            config = DataConfig(source=source, cache=str(folder / "cache"))
+            cached = prepare(config, load_tokenizer("byte"), progress=False)
+            tokens = np.memmap(cached.folder / "train.bin", dtype="<u2", mode="r+")
+            tokens[len(tokens) // 2] = 300
+            tokens.flush()
+            write_checksums(cached.folder / "train")
+    finally:
+        os.chdir(before)
 
 
 def late(name: str, argv: str | tuple[str, ...], words: tuple[str, ...],

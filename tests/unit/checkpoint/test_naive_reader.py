@@ -68,7 +68,7 @@ def write(folder: Path, pieces: Pieces) -> Path:
         place = [len(data), len(data) + values.nbytes]
         key = f"model/a@{offsets[0]},{offsets[1]}"
         header[key] = {"dtype": "F32", "shape": values.shape, "data_offsets": place}
-        said.append({"file": "f", "offsets": offsets, "sizes": values.shape, "crc32": 0})
+        said.append({"file": "f", "offsets": offsets, "sizes": values.shape, "xxh128": "0" * 32})
         data += values.tobytes()
     text = json.dumps(header).encode()
     (folder / "f").write_bytes(struct.pack("<Q", len(text)) + text + data)
