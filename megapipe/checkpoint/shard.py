@@ -186,7 +186,9 @@ def examine(path: Place, tensors: Sequence[Stored], *, finite: bool) -> None:
             if hashed.hexdigest() != stored.checksum:
                 raise _damaged(path, stored)
             if not sound:
-                raise CheckpointError(f"{path}: {slot.name!r} has values that are not finite")
+                raise CheckpointError(
+                    f"{path.parent}: entry {slot.name!r} has values that are not finite"
+                )
 
 
 def _damaged(path: Place, stored: Stored) -> CheckpointError:

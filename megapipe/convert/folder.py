@@ -99,6 +99,10 @@ class HuggingFaceFolder:
         parts = tuple(self.files.read(each) for each in names)
         return entry.way.join(parts, self.model)[index].contiguous()
 
+    def read_into(self, out: Tensor, name: str, region: Region) -> None:
+        """Fill `out` with a region; see :meth:`read`."""
+        out.copy_(self.read(name, region))
+
     def _groups(self, entry: Entry, names: list[str], index: tuple[slice, ...]) -> Tensor:
         """Rows of queries, keys and values, by the groups of heads that the rows are in."""
         model, rows = self.model, index[0]

@@ -7,6 +7,7 @@ The pipeline's programs say when a stage's gradients are sent off and when its w
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -19,8 +20,9 @@ from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.layers.parameter import LocalParameter
 from megapipe.ops.adam import AdamKernel, torch_adam
-from megapipe.optim.buffers import Bucket, Entry, main_dtype
+from megapipe.optim.buffers import Bucket, Entry
 from megapipe.optim.departure import Departure
+from megapipe.optim.filling import Fill, filled
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
@@ -220,25 +222,26 @@ class Optimizer:
             shard.await_weights()
 
     @torch.no_grad()
-    def set_weights(self, fill: Callable[[LocalParameter, Tensor], None]) -> None:
-        """Set every local weight: `fill(spec, out)` writes a region of a global tensor.
+    def set_weights(self, fill: Fill, *, threads: int = 0) -> None:
+        """Set every local weight: `fill(spec, out)` writes a region of a global tensor, in threads
+        if `threads` is not 0; see :func:`~megapipe.optim.filling.filled`.
 
         Masters get the values in full precision, weights in the model dtype.
         """
-        for shard, entry in self._with_weights():
-            values = _zeros(shard, entry)
-            fill(entry.spec, values)
+        for shard, entry, values in filled(self._with_weights(), fill, threads):
             shard.set_weights(entry, values)
 
-    def set_states(self, steps: int, fill: Callable[[str, LocalParameter, Tensor], None]) -> None:
-        """Set the states after `steps`: `fill(name, spec, out)` writes one region."""
+    def set_states(
+        self, steps: int, fill: Callable[[str, LocalParameter, Tensor], None], *, threads: int = 0
+    ) -> None:
+        """Set the states after `steps`: `fill(name, spec, out)` writes one region, as in
+        :meth:`set_weights`."""
         self.count = steps
         for shard in self.shards:
             shard.store.finite = 0.0  # what is loaded has been looked at
         for name in self.rule.states:
-            for shard, entry in self._with_states():
-                values = _zeros(shard, entry)
-                fill(name, entry.spec, values)
+            fill_state = functools.partial(fill, name)
+            for shard, entry, values in filled(self._with_states(), fill_state, threads):
                 shard.set_state(name, entry, values)
 
     def loaded(self) -> Iterator[tuple[str, LocalParameter]]:
@@ -279,8 +282,3 @@ class Optimizer:
                     for name in () if shard.bucket.frozen else self.rule.states:
                         values[f"optimizer.{name}"] = shard.store.read(name, *here)
                     yield OwnSlice(entry.spec, a - entry.start, b - entry.start, values)
-
-
-def _zeros(shard: Shard, entry: Entry) -> Tensor:
-    """Zeros of a parameter's local shape, in full precision."""
-    return torch.zeros(entry.spec.sizes, dtype=main_dtype(shard.bucket.weights.dtype))

@@ -26,6 +26,8 @@ from megapipe.left_out import LeftOut
 from megapipe.optim.optimizer import Optimizer
 from megapipe.plan.memory import checkpoint_bytes
 
+MOST_READERS = 4
+
 
 class Weights(Protocol):
     """Global tensors to be read by regions: a checkpoint, or what takes the place of one."""
@@ -41,8 +43,8 @@ class Weights(Protocol):
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError unless it has exactly these tensors, ``model/...``."""
 
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A region of a tensor, on the host; raises CheckpointError."""
+    def read_into(self, out: Tensor, name: str, region: Region) -> None:
+        """Fill `out`, on the host, with a region of a tensor; raises CheckpointError."""
 
 
 class Content(NamedTuple):
@@ -154,8 +156,7 @@ def read_region(checkpoint: Weights, kind: str, spec: LocalParameter, out: Tenso
     placed = Region(spec.offsets, spec.sizes)
     region = intersect(placed, whole(spec.shape))
     if region is not None:
-        values = checkpoint.read(f"{kind}/{spec.name}", region)
-        out[region.inside(placed)] = values.to(out.dtype)
+        checkpoint.read_into(out[region.inside(placed)], f"{kind}/{spec.name}", region)
 
 
 def files_needed(optimizer: Optimizer, checkpoint: Checkpoint) -> set[str]:
@@ -174,6 +175,7 @@ def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int) -> None:
     optimizer.set_states(
         updates,
         lambda name, spec, out: read_region(checkpoint, f"optimizer.{name}", spec, out),
+        threads=readers(),
     )
 
 
@@ -188,4 +190,9 @@ def load_weights(
         else:
             read_region(weights, "model", spec, out)
 
-    optimizer.set_weights(fill)
+    optimizer.set_weights(fill, threads=readers() if isinstance(weights, Checkpoint) else 0)
+
+
+def readers() -> int:
+    """Threads that read a checkpoint."""
+    return min(torch.get_num_threads(), MOST_READERS)

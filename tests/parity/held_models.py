@@ -31,12 +31,9 @@ class HeldWeights:
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         assert {f"model/{n}": tuple(t.shape) for n, t in self.params.items()} == shapes
 
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        tensor = self.params[name.removeprefix("model/")]
-        if region is None:
-            return tensor.clone()
+    def read_into(self, out: Tensor, name: str, region: Region) -> None:
         ends = zip(region.offsets, region.sizes, strict=True)
-        return tensor[tuple(slice(a, a + n) for a, n in ends)].clone()
+        out.copy_(self.params[name.removeprefix("model/")][tuple(slice(a, a + n) for a, n in ends)])
 
 
 def held_model(

@@ -139,18 +139,18 @@ def reshard_with_faults(
 
 def _read(change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
     """Regions are read as `change` says: from the read of a checkpoint to another one."""
-    return mock.patch.object(Checkpoint, "read", change(Checkpoint.read))
+    return mock.patch.object(Checkpoint, "read_into", change(Checkpoint.read_into))
 
 
 def a_region_read_one_too_early() -> AbstractContextManager[Any]:
     """In the last dimension, where there is room."""
 
     def change(read: Any) -> Any:
-        def wrong(self: Checkpoint, name: str, region: Region | None = None) -> Tensor:
-            if region is not None and region.offsets[-1] > 0:
+        def wrong(self: Checkpoint, out: Tensor, name: str, region: Region) -> None:
+            if region.offsets[-1] > 0:
                 *rest, last = region.offsets
                 region = Region((*rest, last - 1), region.sizes)
-            return read(self, name, region)
+            read(self, out, name, region)
 
         return wrong
 
@@ -161,9 +161,10 @@ def two_rectangles_swapped() -> AbstractContextManager[Any]:
     """The two halves of what is read from a matrix."""
 
     def change(read: Any) -> Any:
-        def wrong(self: Checkpoint, name: str, region: Region | None = None) -> Tensor:
-            values = read(self, name, region)
-            return values.roll(len(values) // 2, 0) if values.dim() == 2 else values
+        def wrong(self: Checkpoint, out: Tensor, name: str, region: Region) -> None:
+            read(self, out, name, region)
+            if out.dim() == 2:
+                out.copy_(out.roll(len(out) // 2, 0))
 
         return wrong
 
@@ -172,8 +173,8 @@ def two_rectangles_swapped() -> AbstractContextManager[Any]:
 
 def one_state_for_the_other() -> AbstractContextManager[Any]:
     def change(read: Any) -> Any:
-        def wrong(self: Checkpoint, name: str, region: Region | None = None) -> Tensor:
-            return read(self, name.replace("exp_avg_sq/", "exp_avg/"), region)
+        def wrong(self: Checkpoint, out: Tensor, name: str, region: Region) -> None:
+            read(self, out, name.replace("exp_avg_sq/", "exp_avg/"), region)
 
         return wrong
 

@@ -63,6 +63,7 @@ FLOORS = (
     "processes",
     "urls",
     "words",
+    "finite",
     "left_out",
     "paths",
     "errors",

@@ -1,0 +1,53 @@
+"""The values of parameters, one after the other; threads may fill those that come next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from megapipe.layers.parameter import LocalParameter
+from megapipe.optim.buffers import Entry, main_dtype
+from megapipe.optim.shard import Shard
+
+Fill = Callable[[LocalParameter, Tensor], None]
+"""Writes a parameter's region of a global tensor, in full precision, into a host tensor."""
+
+
+def filled(
+    places: Iterable[tuple[Shard, Entry]], fill: Fill, threads: int = 0
+) -> Iterator[tuple[Shard, Entry, Tensor]]:
+    """Each place with what `fill` writes for it, and zeros where it lies beyond the global tensor;
+    the values hold until the next are asked for.
+
+    So many `threads` call `fill` for the places ahead. All values take turns in memory for
+    `threads` + 1 of the largest: fresh memory costs as much time as reading what comes into it.
+    """
+    places = list(places)
+    dtypes = [main_dtype(shard.bucket.weights.dtype) for shard, _ in places]
+    sizes = [
+        entry.spec.numel * dtype.itemsize for (_, entry), dtype in zip(places, dtypes, strict=True)
+    ]
+    memory = [torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(threads + 1)]
+
+    def work(number: int) -> Tensor:
+        spec, turn = places[number][1].spec, memory[number % len(memory)]
+        values = turn[: sizes[number]].view(dtypes[number]).view(spec.sizes)
+        ends = zip(spec.offsets, spec.sizes, spec.shape, strict=True)
+        if any(offset + size > whole for offset, size, whole in ends):
+            values.zero_()
+        fill(spec, values)
+        return values
+
+    if threads == 0:
+        for number, (shard, entry) in enumerate(places):
+            yield shard, entry, work(number)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        begun: list[Future[Tensor]] = []
+        for number, (shard, entry) in enumerate(places):
+            ahead = range(len(begun), min(number + threads + 1, len(places)))
+            begun += [pool.submit(work, other) for other in ahead]
+            yield shard, entry, begun[number].result()
