@@ -24,7 +24,7 @@ from megapipe.train.changes import Changes
 from megapipe.train.main import train
 from megapipe.train.opening import opening
 from megapipe.train.resume import Source
-from tests.parity.jobs import arguments, tiny
+from tests.parity.jobs import ROOT, Job, arguments, tiny
 from tests.parity.launches import run_forked
 
 
@@ -142,6 +142,42 @@ def test_no_file_of_a_run_has_a_secret_of_the_environment(loss: str, tmp_path: P
     for secret in SECRETS.values():
         assert secret not in outcome.text
         assert [path for path in files if secret.encode() in path.read_bytes()] == []
+
+
+LOOK = """
+import functools, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from megapipe.train import job
+from megapipe.train.callbacks import Callback
+from megapipe.train.main import main
+class Look(Callback):
+    def after_step(self, run, step):
+        if run.mesh.rank == 0:
+            found = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+            Path({out!r}).write_bytes(b"\\n".join(found))
+job.start = functools.partial(job.start, callbacks=[Look()])
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="processes are not listed there"
+)
+def test_no_process_of_a_job_shows_a_secret_of_the_environment(tmp_path: Path) -> None:
+    """Launcher, ranks and the monitor beside them, as every user of the machine may list them."""
+    script, out = tmp_path / "look.py", tmp_path / "processes"
+    script.write_text(LOOK.format(root=str(ROOT), out=str(out)))
+    launch = ["-m", "megapipe.launch", "--nproc", "2", "--restarts", "1", str(script)]
+    with Job(tmp_path) as job:
+        job.start([*launch, *arguments(tiny(tmp_path))], SECRETS)
+        outcome = job.end()
+    assert outcome.codes == [0], outcome.text
+    processes = [line for line in out.read_bytes().splitlines() if str(script).encode() in line]
+    assert len(processes) >= 3
+    for secret in SECRETS.values():
+        assert secret.encode() not in out.read_bytes()
 
 
 def lines(folder: Path, *, own: bool = True, device: str = "cpu", **given: Any) -> list[str]:
