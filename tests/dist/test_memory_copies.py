@@ -227,6 +227,25 @@ def test_the_newer_one_is_taken_and_an_older_one_where_starts_fail(tmp_path: Pat
     assert_continues(last, whole)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["all", "weights"])
+def test_what_a_run_has_begun_with_is_not_loaded_again(what: str, tmp_path: Path) -> None:
+    """Of a copy of its own and the checkpoint of another run, a run goes on with its own."""
+    behind = {**MEMORY, "parallel.dp": "2", "checkpoint.load_only": what}
+    behind["checkpoint.load"] = str(tmp_path / "runs/other")
+    other = {"parallel.dp": "2", "checkpoint.every": "2", "run.seed": "5"}
+    _, whole, first, again = start(
+        tmp_path,
+        Start(Play("other", other, stop_after=2), "AB"),
+        Start(Play("whole", {**behind, "checkpoint.memory_every": "0"}), "AB"),
+        Start(Play("cut", behind, stop_after=5), "AB"),
+        Start(Play("cut", behind), "AB"),
+    )
+    steps = [run[0]["first_step"] for run in (whole, first, again)]
+    assert steps == ([2, 2, 4] if what == "all" else [0, 0, 4])
+    assert_continues(again, whole)
+
+
 @pytest.mark.slow
 def test_another_layout_another_run_and_no_copies(tmp_path: Path) -> None:
     """A copy is a checkpoint: a layout of four ranks takes it up that was written by another. One
