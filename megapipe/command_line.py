@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -22,6 +23,12 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given, allow_abbrev=False)
+        self.add_argument(
+            TRACEBACK,
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="show above an error where in the code it arose",
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.prog} --help shows what is possible")
@@ -68,6 +75,17 @@ def take_any_character() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def say(error: MegapipeError, *, trace: bool = False) -> None:
+    """Print an error as one line; with `trace`, below where it arose and what led to it. No
+    password of a URL is repeated."""
+    lines = [f"megapipe: error: {' '.join(str(error).split())}"]
+    if trace:
+        error.__suppress_context__ = False
+        lines.insert(0, "".join(traceback.format_exception(error)).rstrip())
+    with contextlib.suppress(OSError, ValueError):
+        print(without_user_info("\n".join(lines)), file=sys.stderr, flush=True)
+
+
 def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
     """Call the `run` that the parsed arguments have, with them and `more`; the exit code."""
     keep_others_out()
@@ -78,8 +96,7 @@ def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
         given.run(given)
         sys.stdout.flush()
     except MegapipeError as error:
-        text = without_user_info(" ".join(str(error).split()))
-        print(f"megapipe: error: {text}", file=sys.stderr)
+        say(error, trace=TRACEBACK in argv)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megapipe.command_line import Parser
+from megapipe.command_line import TRACEBACK, Parser
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, OutOfMemory
 from megapipe.launch import devices, place, rendezvous
 from megapipe.launch.place import LaunchInfo
@@ -60,18 +60,18 @@ def main(parser: Parser, argv: Sequence[str]) -> int:
 
     Returns the exit code; with several processes it ends this one.
     """
-    info = LaunchInfo()
+    info, trace = LaunchInfo(), TRACEBACK in argv
     try:
         info = place.find_launch_info(os.environ)
         given = parser.parse_args(argv)
         wanted = _wanted(given, info)
     except MegapipeError as error:
-        return end_early(error, info)
+        return end_early(error, info, trace=trace)
     if info.world == 1:
-        return _in_job(given, wanted, info)
+        return _in_job(given, wanted, info, trace=trace)
     # at once and wherever this process is: it may wait for a peer in C++
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return end_now(_in_job(given, wanted, info))
+    return end_now(_in_job(given, wanted, info, trace=trace))
 
 
 def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
@@ -90,7 +90,7 @@ def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
     return Wanted(tp, pp, "cpu" if given.device == "cpu" else "cuda")
 
 
-def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo) -> int:
+def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo, *, trace: bool) -> int:
     """Meet the other processes and do it; returns the exit code."""
     import torch
 
@@ -99,8 +99,8 @@ def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo) -> int:
     try:
         store = rendezvous.open_store(info, TIMEOUT_S)
     except MegapipeError as error:
-        return end_early(error, info)
-    ending = Shutdown(info, store)
+        return end_early(error, info, trace=trace)
+    ending = Shutdown(info, store, trace=trace)
     try:
         options = {name: str(value) for name, value in vars(given).items() if name != "run"}
         versions = {"megapipe's files": package_hash(), "torch": torch.__version__}

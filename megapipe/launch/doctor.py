@@ -13,10 +13,10 @@ import os
 import platform
 import resource
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from megapipe.command_line import Parser, run_command
 from megapipe.distributed.environment import CONNECTIONS
 from megapipe.errors import LaunchError
 from megapipe.launch.affinity import near
@@ -117,7 +117,7 @@ def _version(package: str) -> str | None:
 
 def main(argv: Sequence[str]) -> int:
     """Print what there is; returns the exit code, 4 if something is wrong."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Describe what this machine gives a run: versions, devices, limits.",
         epilog="Exit code 4 where something is wrong.",
     )
@@ -127,7 +127,11 @@ def main(argv: Sequence[str]) -> int:
         help="on a GPU: which calls wait for a kernel that spins, as a posted receive does, and "
         "what such kernels cost a matrix product; takes a minute",
     )
-    given = parser.parse_args(argv)
+    parser.set_defaults(run=_look)
+    return run_command(parser, argv)
+
+
+def _look(given: argparse.Namespace) -> None:
     looks: list[Callable[[], Iterator[Finding]]] = [versions, lambda: host(os.environ), gpus]
     wrong = False
     for look in looks:
@@ -137,10 +141,7 @@ def main(argv: Sequence[str]) -> int:
     if given.spin:
         from megapipe.launch import spin
 
-        try:
-            for line in spin.report():
-                print(line, flush=True)
-        except LaunchError as error:
-            print(f"megapipe: error: {error}", file=sys.stderr)
-            return error.exit_code
-    return LaunchError.exit_code if wrong else 0
+        for line in spin.report():
+            print(line, flush=True)
+    if wrong:
+        raise LaunchError("something is wrong: see above")

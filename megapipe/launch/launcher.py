@@ -30,6 +30,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from megapipe.command_line import say
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch import progress
 from megapipe.launch.endpoints import Endpoint, Nodes
@@ -37,7 +38,6 @@ from megapipe.launch.memory_folder import MemoryFolder
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.ranks import Ends
 from megapipe.launch.signals import AGAIN_S, NOTICES, STOP_SIGNALS, Listener
-from megapipe.launch.speaking import say
 from megapipe.launch.supervisor import Supervisor, line
 
 if TYPE_CHECKING:

@@ -28,11 +28,12 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from megapipe.command_line import say
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch.deadline import unless_within
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
-from megapipe.launch.speaking import is_speaker, say, speaks_alone
+from megapipe.launch.speaking import is_speaker, speaks_alone
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -45,6 +46,8 @@ ANSWER_S = 2.0
 """How long the store may take to answer at the end of a job."""
 HANG_ANSWER_S = 1.0
 """The same where the job hangs: others have waited for long, and a link may be down."""
+HANG_LINGER_S = 2.0
+"""Of the host of the store where the job hangs: whoever can hear that, hears it at once."""
 PATIENCE_S = 10.0
 """How long processes wait for each other that have not met yet: torch takes its time to load."""
 FAILED = "failed"
@@ -139,7 +142,7 @@ class Shutdown:
         if not self._ender.acquire(blocking=False):
             return
         error = LaunchError(verdict)
-        self.linger_s = GRACE_S  # those that can hear it do so at once
+        self.linger_s = HANG_LINGER_S
         self.answer_s = HANG_ANSWER_S
         self.report(error)
         with unless_within(GRACE_S, lambda: os._exit(error.exit_code)):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import socket
-import sys
 import time
-import traceback
 
-from megapipe.errors import MegapipeError
 from megapipe.launch.place import LaunchInfo
-from megapipe.words import without_user_info
 
 DYING_S = 1.0
 """How long a killed process may take to give back its port."""
@@ -50,14 +45,3 @@ def _is_taken(info: LaunchInfo) -> bool:
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False
-
-
-def say(error: MegapipeError, *, trace: bool = False) -> None:
-    """Print an error as one line; with `trace`, below where it arose and what led to it. No
-    password of a URL is repeated."""
-    lines = [f"megapipe: error: {' '.join(str(error).split())}"]
-    if trace:
-        error.__suppress_context__ = False
-        lines.insert(0, "".join(traceback.format_exception(error)).rstrip())
-    with contextlib.suppress(OSError, ValueError):
-        print(without_user_info("\n".join(lines)), file=sys.stderr, flush=True)

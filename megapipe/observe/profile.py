@@ -7,18 +7,18 @@ those of several hosts are as far as their clocks agree.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megapipe.errors import DataError, MegapipeError
+from megapipe.command_line import Parser, run_command
+from megapipe.errors import DataError
 
 MERGED = "merged.json.gz"
 PROCESSES_PER_RANK = 1000
@@ -103,20 +103,15 @@ def _renumbered(
         yield changed
 
 
-def main() -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(
         prog="python -m megapipe.observe.profile",
         description="Make one trace of those of all ranks.",
     )
     parser.add_argument("folder", type=Path, help="folder of a profiled step: .../profile/step_N")
-    try:
-        print(merge(parser.parse_args().folder))
-    except MegapipeError as error:
-        print(f"megapipe: error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    parser.set_defaults(run=lambda given: print(merge(given.folder)))
+    return run_command(parser, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,6 @@
 """The summary of a finished run: ``python -m megapipe summary RUN_FOLDER``."""
 
+import argparse
 import os
 import shlex
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megapipe import cli
-from megapipe.errors import ConfigError, MegapipeError
+from megapipe.command_line import Parser, run_command
+from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 from megapipe.observe.console import duration
 
@@ -97,12 +99,11 @@ def next_commands(run_folder: Path) -> dict[str, str]:
 
 def main(argv: Sequence[str]) -> int:
     """Print the summary of the run folder that `argv` names; returns the exit code."""
-    try:
-        if len(argv) != 1 or argv[0].startswith("-"):
-            raise ConfigError("usage: megapipe summary RUN_FOLDER")
-        folder = Path(argv[0])
-        print(format_summary(read_summary(folder), next_commands(folder)))
-    except MegapipeError as error:
-        print(f"megapipe: error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    parser = Parser(description="How a finished run went.")
+    parser.add_argument("folder", type=Path, help="of the run")
+    parser.set_defaults(run=_show)
+    return run_command(parser, argv)
+
+
+def _show(given: argparse.Namespace) -> None:
+    print(format_summary(read_summary(given.folder), next_commands(given.folder)))

@@ -83,6 +83,33 @@ def test_what_is_no_command(
     assert not (out and err)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["schedule", "show", "no_such_schedule"],
+        ["checkpoint", "verify", "no/such/run"],
+        ["prepare-data", "inspect", "no/such/file"],
+        ["convert", "export", "no/such/run", "out"],
+        ["generate", "no/such/run"],
+        ["evaluate", "perplexity", "no/such/run"],
+        ["summary", "no/such/run"],
+        ["doctor", "--no-such-option"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_an_error_with_where_it_arose(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more in ([], ["--traceback"]):
+        monkeypatch.setattr(sys, "argv", ["megapipe", *argv, *more])
+        assert console.main() not in (0, 1)
+        *above, line = capsys.readouterr().err.splitlines()
+        assert line.startswith("megapipe: error: ")
+        assert bool(above) == bool(more)
+        if above:
+            assert above[0] == "Traceback (most recent call last):"
+
+
 def test_a_terminal_need_not_know_every_character(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
