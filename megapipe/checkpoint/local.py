@@ -96,6 +96,8 @@ class LocalPath:
     def open(self, *, until: int | None = None) -> AbstractContextManager[BinaryIO]:
         return open_regular(self.path)
 
+    most_readers = 4
+
     def read(self, limit: int) -> bytes:
         return read_bounded(self.path, limit)
 

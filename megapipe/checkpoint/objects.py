@@ -37,7 +37,7 @@ DISCARD_S = 10.0
 PART_BYTES = 1 << 25
 """Most of an object that is held in memory while it is written, as a part of its upload."""
 AHEAD_BYTES = 1 << 24
-"""Least that is asked for at once of an object that is read from beginning to end."""
+"""Most that is asked for at once of an object that is read on to a given byte."""
 AT_ONCE = 500
 """Objects that are removed by one call."""
 LASTING = (
@@ -249,6 +249,9 @@ class RemotePath:
     def replace(self, data: bytes) -> None:
         system, key = self.store.system, self._key
         self._ask("write", lambda: system.pipe_file(key, data))
+
+    most_readers = 1
+    """Not every file system of fsspec may be asked by several threads."""
 
     @contextmanager
     def open(self, *, until: int | None = None) -> Iterator[BinaryIO]:

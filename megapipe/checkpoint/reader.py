@@ -5,9 +5,8 @@ pieces tile every tensor, the files' kinds and lengths at :meth:`Checkpoint.open
 header and the checksum of every piece at each read, on the very bytes that are handed out.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -21,8 +20,8 @@ from megapipe.checkpoint.names import MANIFEST
 from megapipe.checkpoint.regions import Region, intersect, whole
 from megapipe.checkpoint.shard import (
     TORCH_DTYPES,
+    Placed,
     Slot,
-    Stored,
     check_header,
     examine,
     header,
@@ -49,7 +48,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self._slots = slots_by_file(manifest)
-        self._stored: dict[str, dict[Slot, Stored]] = {}
+        self._stored: dict[str, dict[Slot, Placed]] = {}
 
     @classmethod
     def open(cls, path: Place, files: Container[str] | None = None) -> "Checkpoint":
@@ -65,24 +64,29 @@ class Checkpoint:
 
     def check_files(self, only: Container[str] | None = None) -> None:
         """Check the presence and length of every file, or of those in `only`; see :meth:`open`."""
-        path, files = self.path, self.manifest.files
+        files = self.manifest.files
         for name, slots in self._slots.items():
             recorded = files[name].bytes
             implied = len(self._header(name)) + sum(slot.nbytes for slot in slots)
             if implied != recorded:
                 raise CheckpointError(
-                    f"{path / MANIFEST} gives {name} {recorded} bytes, its pieces need {implied}"
+                    f"{self.path / MANIFEST} gives {name} {recorded} bytes, its pieces need "
+                    f"{implied}"
                 )
-        found = at(path).sizes(
-            [each for each in files if only is None or each in only], ".safetensors"
-        )
-        for name, size in found.items():
-            if name in files and size != files[name].bytes:
-                raise CheckpointError(
-                    f"{path / name} has {size} bytes, should have {files[name].bytes}"
-                )
+        found = self._check_lengths([each for each in files if only is None or each in only])
         if extra := found.keys() - files.keys():
-            raise CheckpointError(f"{path / min(extra)} is not in the manifest")
+            raise CheckpointError(f"{self.path / min(extra)} is not in the manifest")
+
+    def _check_lengths(self, names: Sequence[str]) -> Mapping[str, int]:
+        """Check the presence and length of these files; returns those of all shards there are."""
+        found = at(self.path).sizes(names, ".safetensors")
+        for name in names:
+            recorded = self.manifest.files[name].bytes
+            if found[name] != recorded:
+                raise CheckpointError(
+                    f"{self.path / name} has {found[name]} bytes, should have {recorded}"
+                )
+        return found
 
     @property
     def step(self) -> int:
@@ -174,27 +178,27 @@ class Checkpoint:
         return {piece.file for piece in pieces if intersect(piece.region, region) is not None}
 
     def verify(self, files: Iterable[str] | None = None, *, finite: bool = False) -> None:
-        """Compare the header of these files (default: all) and all their pieces' checksums with the
-        manifest, and with `finite` look at every value in them: no training could go on from one
-        that is not finite.
+        """Compare the length and the header of these files (default: all) and the checksums of all
+        their pieces with the manifest, and with `finite` look at every value in them: no training
+        could go on from one that is not finite.
 
-        As many threads read as torch computes with. Ranks can share the work,
-        ``verify(sorted(manifest.files)[rank::world])``. Raises CheckpointError that names the first
-        damaged file, or the first entry with such a value.
+        :func:`readers` threads read. Ranks can share the work,
+        ``verify(sorted(manifest.files)[rank::world])``. Raises CheckpointError that names a damaged
+        file, or an entry with such a value.
         """
-        runs = [
-            run
-            for file in (self.manifest.files if files is None else files)
-            for run in self._runs(file)
-        ]
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            for _ in threads.map(partial(examine, finite=finite), *zip(*runs, strict=True)):
+        names = list(self.manifest.files if files is None else files)
+        self._check_lengths(names)
+        for name in names:
+            self._stored.pop(name, None)  # what was found sound may not be so any more
+        runs = [run for name in names for run in self._runs(name)]
+        with ThreadPoolExecutor(readers(self.path)) as threads:
+            for _ in threads.map(lambda run: examine(*run, finite=finite), runs):
                 pass
 
     def _header(self, file: str) -> bytes:
         return header(self._slots[file], run_id=self.manifest.run_id, step=self.manifest.step)
 
-    def _tensors(self, file: str) -> Mapping[Slot, Stored]:
+    def _tensors(self, file: str) -> Mapping[Slot, Placed]:
         """The tensors of a file, in the order in which they are stored; checks the file's header
         when they are first asked for."""
         if file not in self._stored:
@@ -202,20 +206,25 @@ class Checkpoint:
             check_header(self.path / file, head)
             starts = accumulate((slot.nbytes for slot in slots), initial=len(head))
             self._stored[file] = {
-                slot: Stored(slot, start, wanted)
+                slot: Placed(slot, start, wanted)
                 for (slot, wanted), start in zip(slots.items(), starts, strict=False)
             }
         return self._stored[file]
 
-    def _runs(self, file: str) -> Iterator[tuple[Place, list[Stored]]]:
+    def _runs(self, file: str) -> Iterator[tuple[Place, list[Placed]]]:
         """The tensors of a file in runs of about as many bytes each, for threads to share."""
-        run: list[Stored] = []
+        run: list[Placed] = []
         for stored in self._tensors(file).values():
             if run and stored.start - run[0].start >= RUN_BYTES:
                 yield self.path / file, run
                 run = []
             run.append(stored)
         yield self.path / file, run
+
+
+def readers(path: Place) -> int:
+    """Threads that read a checkpoint: as many as torch computes with, and no more than pay."""
+    return min(torch.get_num_threads(), at(path).most_readers)
 
 
 class Found(NamedTuple):

@@ -72,6 +72,10 @@ class Stored(Protocol):
     def open(self, *, until: int | None = None) -> AbstractContextManager[BinaryIO]:
         """Open an ordinary file for reading; with `until`, all that follows up to this byte."""
 
+    @property
+    def most_readers(self) -> int:
+        """Threads that may read in it at once."""
+
     def read(self, limit: int) -> bytes:
         """The bytes of an ordinary file of at most `limit` bytes."""
 

@@ -184,8 +184,7 @@ def decide(parallel: Wanted, found: Sequence[Found]) -> str:
         if parallel.backend == "auto":
             _log.warning(
                 "megapipe: messages travel over gloo, through host memory, since NCCL needs a GPU "
-                "per process, and %s; fewer processes are faster, parallel.backend=gloo says that "
-                "it is meant so",
+                "per process, and %s; fewer processes would be faster",
                 sharing,
             )
         return "gloo"

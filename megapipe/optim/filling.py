@@ -13,7 +13,8 @@ from megapipe.optim.buffers import Entry, main_dtype
 from megapipe.optim.shard import Shard
 
 Fill = Callable[[LocalParameter, Tensor], None]
-"""Writes a parameter's region of a global tensor, in full precision, into a host tensor."""
+"""Writes a parameter's region of a global tensor, in full precision, into a host tensor, which may
+hold anything before."""
 
 
 def filled(

@@ -13,7 +13,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.reader import Checkpoint, readers
 from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
 from megapipe.checkpoint.storage import Place
 from megapipe.checkpoint.writer import Meta, Piece
@@ -25,8 +25,6 @@ from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
 from megapipe.optim.optimizer import Optimizer
 from megapipe.plan.memory import checkpoint_bytes
-
-MOST_READERS = 4
 
 
 class Weights(Protocol):
@@ -175,7 +173,7 @@ def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int) -> None:
     optimizer.set_states(
         updates,
         lambda name, spec, out: read_region(checkpoint, f"optimizer.{name}", spec, out),
-        threads=readers(),
+        threads=readers(checkpoint.path),
     )
 
 
@@ -190,9 +188,6 @@ def load_weights(
         else:
             read_region(weights, "model", spec, out)
 
-    optimizer.set_weights(fill, threads=readers() if isinstance(weights, Checkpoint) else 0)
-
-
-def readers() -> int:
-    """Threads that read a checkpoint."""
-    return min(torch.get_num_threads(), MOST_READERS)
+    optimizer.set_weights(
+        fill, threads=readers(weights.path) if isinstance(weights, Checkpoint) else 0
+    )

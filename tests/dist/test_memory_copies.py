@@ -90,6 +90,17 @@ class Flipped:
             path.write_bytes(content)
 
 
+@dataclass(frozen=True)
+class Longer:
+    """Files in the memory of nodes have a byte more."""
+
+    pattern: str
+
+    def __call__(self, folder: Path) -> None:
+        for path in folder.glob(self.pattern):
+            path.write_bytes(path.read_bytes() + b"x")
+
+
 class Cut(Callback):
     """Ends all ranks inside of the copy of step 4: at a phase of it, which `done` have done."""
 
@@ -124,7 +135,7 @@ CASES = {
 }
 """Settings, nodes before and after, and the one whose memory is lost in between."""
 PART = {"tp2 dp2", "pp2 dp2 zero 3"}
-"""Marks of those that are not slow."""
+"""Those that are not slow."""
 
 
 @pytest.mark.parametrize(
@@ -151,6 +162,7 @@ def test_it_goes_on_from_memory(case: str, tmp_path: Path) -> None:
 LEFT = {
     "one copy of two is damaged": (Flipped("A/step-00000004-*/*.safetensors"), 4),
     "its receipt is damaged too": (Flipped("A/step-00000004-*/receipt*"), 4),
+    "one copy of two is longer": (Longer("A/step-00000004-*/*.safetensors"), 4),
     "all copies of a shard are damaged": (Flipped("*/step-00000004-*/00001*.safetensors"), 2),
     "all are damaged": (Flipped("*/step-*/00001*.safetensors"), 0),
     "no node has the facts": (Flipped("*/step-00000004-*/facts.json"), 2),

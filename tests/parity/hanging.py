@@ -42,7 +42,8 @@ def hang():
             pass
     elif fault["kind"] == "lock":
         mute, _ = os.pipe()
-        ctypes.PyDLL(None).read(mute, ctypes.create_string_buffer(1), 1)  # no signal ends it
+        # which the signal for stacks does not end
+        ctypes.PyDLL(None).read(mute, ctypes.create_string_buffer(1), 1)
     else:
         lost.append(True)
 

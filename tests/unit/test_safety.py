@@ -145,7 +145,7 @@ def test_no_file_of_a_run_has_a_secret_of_the_environment(loss: str, tmp_path: P
 
 
 LOOK = """
-import functools, sys
+import contextlib, functools, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from megapipe.train import job
@@ -154,7 +154,10 @@ from megapipe.train.main import main
 class Look(Callback):
     def after_step(self, run, step):
         if run.mesh.rank == 0:
-            found = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+            found = []
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    found.append(path.read_bytes())
             Path({out!r}).write_bytes(b"\\n".join(found))
 job.start = functools.partial(job.start, callbacks=[Look()])
 sys.exit(main(sys.argv[1:]))

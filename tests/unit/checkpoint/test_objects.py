@@ -17,6 +17,7 @@ from megapipe.checkpoint import (
     find_newest,
     remove,
     save,
+    shard,
     whole,
 )
 from megapipe.checkpoint import objects as module
@@ -110,7 +111,9 @@ def test_the_manifest_comes_last_and_then_the_pointer(root: Place, store: Object
     assert kinds.index(("GET", MANIFEST)) < kinds.index(("PUT", POINTER)), "it is read again"
 
 
-def test_a_region_is_read_and_no_more(root: Place, store: ObjectServer) -> None:
+def test_a_region_is_read_and_no_more(
+    root: Place, store: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def work(group: ThreadGroup) -> Place:
         pieces = flat_cut(tensors(), group.rank, 3)
         return save(root, step=3, pieces=pieces, meta=META, group=group, shard_bytes=1000)
@@ -125,11 +128,14 @@ def test_a_region_is_read_and_no_more(root: Place, store: ObjectServer) -> None:
     assert same_bits(read, tensors()[name][piece.region.inside(whole_of(name))])
     kinds = [(r.kind, r.nbytes) for r in store.requests[begun:]]
     assert kinds == [("GET", len(checkpoint._header(piece.file))), ("GET", read.nbytes)]
+    monkeypatch.setattr(shard, "_IN_CACHE", 64)
+    begun = len(store.requests)
+    assert same_bits(checkpoint.read(name, piece.region), read)
+    assert [r.nbytes for r in store.requests[begun:]] == [read.nbytes], "however it is looked at"
     begun = len(store.requests)
     checkpoint.verify()
     asked = [r.kind for r in store.requests[begun:]]
-    others = len(checkpoint.manifest.files) - 1
-    assert asked == ["GET"] * (2 * others + 1), "headers, but for one that is known; all tensors"
+    assert asked == ["LIST"] + ["GET"] * 2 * len(checkpoint.manifest.files), "headers, tensors"
 
 
 def whole_of(name: str) -> Region:

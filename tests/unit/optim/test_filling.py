@@ -1,0 +1,97 @@
+"""Values that threads fill ahead come whole, in order, and in memory that is used again."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.layers.parameter import LocalParameter
+from megapipe.optim.filling import filled
+
+
+def place(number: int, sizes: tuple[int, ...], dtype: torch.dtype, beyond: int = 0) -> Any:
+    """A shard and an entry, as far as they are looked at; `beyond` rows are padding."""
+    shape = (sizes[0] - beyond, *sizes[1:])
+    spec = LocalParameter(name=f"p{number}", shape=shape, offsets=(0,) * len(sizes), sizes=sizes)
+    bucket = SimpleNamespace(weights=torch.empty(0, dtype=dtype))
+    return SimpleNamespace(bucket=bucket), SimpleNamespace(spec=spec)
+
+
+TYPES = itertools.cycle([torch.float32, torch.bfloat16, torch.float64])
+PLACES = [place(n, (n % 5 + 2, n % 7 + 1), next(TYPES), n % 2) for n in range(40)]
+
+
+def number(spec: LocalParameter) -> float:
+    return float(spec.name[1:]) + 1
+
+
+class Slow:
+    """Fills the true rows of a parameter with its number, after a time that differs."""
+
+    def __init__(self) -> None:
+        self.lock, self.now, self.most = threading.Lock(), 0, 0
+        self.threads: set[int] = set()
+
+    def __call__(self, spec: LocalParameter, out: Tensor) -> None:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            self.threads.add(threading.get_ident())
+        rows = out[: spec.shape[0]]
+        rows.fill_(-1.0)
+        time.sleep((number(spec) * 7 % 5) / 2000)
+        rows.fill_(number(spec))
+        with self.lock:
+            self.now -= 1
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_each_has_its_own_values_until_the_next_are_asked_for(threads: int) -> None:
+    fill, seen, memory = Slow(), [], set()
+    for (shard, entry, values), given in zip(filled(PLACES, fill, threads), PLACES, strict=True):
+        assert (shard, entry) == given
+        time.sleep(0.002)  # others are filled meanwhile
+        spec = entry.spec
+        assert values.shape == spec.sizes
+        wanted = torch.zeros(spec.sizes, dtype=values.dtype)
+        wanted[: spec.shape[0]] = number(spec)
+        assert torch.equal(values, wanted)
+        narrow = shard.bucket.weights.dtype == torch.bfloat16
+        assert values.dtype == (torch.float32 if narrow else shard.bucket.weights.dtype)
+        memory.add(values.data_ptr())
+        seen.append(spec.name)
+    assert seen == [entry.spec.name for _, entry in PLACES]
+    assert len(memory) == threads + 1
+    assert fill.most == max(1, threads)
+    assert (threading.get_ident() in fill.threads) == (threads == 0)
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_an_error_comes_in_its_turn_and_ends_the_threads(threads: int) -> None:
+    before = threading.active_count()
+
+    def fill(spec: LocalParameter, out: Tensor) -> None:
+        if number(spec) in (11, 12):
+            raise ValueError(spec.name)
+        Slow()(spec, out)
+
+    seen: list[str] = []
+    with pytest.raises(ValueError, match="p10"):
+        seen.extend(entry.spec.name for _, entry, _ in filled(PLACES, fill, threads))
+    assert seen == [f"p{n}" for n in range(10)]
+    assert threading.active_count() == before
+    some = filled(PLACES, Slow(), threads)
+    next(some)
+    some.close()
+    assert threading.active_count() == before
+
+
+def test_nothing_to_fill() -> None:
+    assert list(filled([], Slow(), 2)) == []
