@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.campaigns import runs
 from tests.campaigns.campaign import Campaign, Figure, Record
 from tests.campaigns.poison import KINDS
-from tests.campaigns.runs import BEHIND, EVERY, STEPS, Layout
+from tests.campaigns.runs import BEHIND, EVERY, STEPS, Layout, Wholes
 
 DP, TP = {"parallel.dp": "2", "parallel.pp": "2"}, {"parallel.tp": "2", "parallel.pp": "2"}
 LAYOUTS = {
@@ -45,6 +45,10 @@ class NotFinite(Campaign[Injection]):
     name = "not_finite"
     full = 100
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._wholes = Wholes(folder / "shared")
+
     def draw(self, number: int, rng: random.Random) -> Injection:
         layout = list(LAYOUTS)[number % len(LAYOUTS)]
         return Injection(
@@ -67,15 +71,20 @@ class NotFinite(Campaign[Injection]):
             value=trial.value,
             seed=trial.seed,
         )
-        args = runs.settings(self.folder / "shared", folder, given)
+        args = runs.settings(self._wholes.shared, folder, given)
         outcome = runs.forked(folder, ranks, environ, *args)
         assert runs.struck(folder) is not None, outcome.text
         runs.assert_checkpoints(folder)
-        skipped = any("is skipped" in note["text"] for note in runs.records(folder, "note"))
-        if set(outcome.codes) == {0}:
-            return {"end": "skipped the step" if skipped else "it had no effect"}
-        outcome.assert_one_line(6)
-        return {"end": "code 6"}
+        if set(outcome.codes) != {0}:
+            outcome.assert_one_line(6)
+            return {"end": "exit code 6"}
+        told = " ".join(note["text"] for note in runs.records(folder, "note"))
+        if "is skipped" in told:
+            return {"end": "the step skipped"}
+        runs.assert_same_end(folder, self._wholes.of(LAYOUTS[trial.layout]))
+        if "computed again" in told:
+            return {"end": "the step computed again, the end bitwise that of a whole run"}
+        return {"end": "overwritten before it was used, the end bitwise that of a whole run"}
 
     def figures(self, records: Sequence[Record]) -> list[Figure]:
         ends = Counter(record["end"] for record in records)
