@@ -17,6 +17,7 @@ from pydantic import (
     JsonValue,
     StringConstraints,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -27,6 +28,8 @@ from megapipe.errors import CheckpointError
 MAX_BYTES = 1 << 28
 """Largest manifest: about two million pieces."""
 MAX_DIMS = 6
+VERSION = 2
+"""Of the format. 1 had a CRC-32 a piece and a SHA-256 a file."""
 
 Dtype = Literal["fp32", "bf16", "fp64", "int64"]
 Name = Annotated[
@@ -98,7 +101,7 @@ class Manifest(Record):
     """The whole checkpoint. Valid only if the pieces tile every entry exactly."""
 
     format: Literal["megapipe-checkpoint"] = "megapipe-checkpoint"
-    version: Literal[2] = 2
+    version: int = VERSION
     run_id: RunId
     step: Count
     layout: dict[Key, JsonValue]
@@ -111,6 +114,15 @@ class Manifest(Record):
     """SHA-256 of what the run read: the corpus, the tokenizer."""
     entries: dict[Name, Entry]
     files: dict[FileName, FileRecord]
+
+    @field_validator("version")
+    @classmethod
+    def _known(cls, version: int) -> int:
+        if version != VERSION:
+            raise ValueError(
+                f"{version}, where this megapipe reads {VERSION}: another release has written it"
+            )
+        return version
 
     @model_validator(mode="after")
     def _complete(self) -> "Manifest":

@@ -318,7 +318,7 @@ HAND_MADE = {
     "unknown key": (setter("extra", 1), "Extra inputs"),
     "unknown piece key": (on_piece(extra=1), "Extra inputs"),
     "missing key": (lambda body: body.pop("step"), "step: Field required"),
-    "version": (setter("version", 1), "version: Input should be 2"),
+    "version": (setter("version", 1), "version: 1, where this megapipe reads 2"),
     "format": (setter("format", "dcp"), "format: Input should be"),
     "step": (setter("step", -1), "step: "),
     "run id": (setter("run_id", "../x"), "run_id: "),
