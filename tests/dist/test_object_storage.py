@@ -98,7 +98,11 @@ def test_a_run_saves_and_goes_on_as_a_local_one_does(
     for step in (HALF, STEPS):
         assert_same_files(stored(store, "remote", step), checkpoint(tmp_path, "local", step))
     assert not (tmp_path / "runs/remote/checkpoints").exists()
-    assert not [key for key in store.keys("runs/remote") if "receipt" in key or "staging" in key]
+    keys = store.keys("runs/remote")
+    # a thread of the run that was cut may write on here: what it writes is of no checkpoint
+    sound = [key for key in keys if f"{key.split('/')[0]}/manifest.json" in keys]
+    left = [key for key in (sound if background else keys) if "receipt" in key or "staging" in key]
+    assert not left
 
 
 @pytest.mark.full
