@@ -28,6 +28,7 @@ class LocalPath:
     """A file or a folder that may be there; see :class:`~megapipe.checkpoint.storage.Stored`."""
 
     path: Path
+    most_readers = 4
 
     def stage(self, step: int, nbytes: int, name: Callable[[], str]) -> str:
         """A folder by another name than the checkpoint will have."""
@@ -95,8 +96,6 @@ class LocalPath:
 
     def open(self, *, until: int | None = None) -> AbstractContextManager[BinaryIO]:
         return open_regular(self.path)
-
-    most_readers = 4
 
     def read(self, limit: int) -> bytes:
         return read_bounded(self.path, limit)

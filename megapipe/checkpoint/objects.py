@@ -96,6 +96,8 @@ class RemotePath:
 
     url: str
     store: Store = field(compare=False, repr=False)
+    most_readers = 1
+    """Not every file system of fsspec may be asked by several threads."""
 
     @classmethod
     def of(cls, url: str, *, what: str, patience_s: float = PATIENCE_S) -> RemotePath:
@@ -249,9 +251,6 @@ class RemotePath:
     def replace(self, data: bytes) -> None:
         system, key = self.store.system, self._key
         self._ask("write", lambda: system.pipe_file(key, data))
-
-    most_readers = 1
-    """Not every file system of fsspec may be asked by several threads."""
 
     @contextmanager
     def open(self, *, until: int | None = None) -> Iterator[BinaryIO]:

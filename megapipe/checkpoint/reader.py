@@ -48,7 +48,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self._slots = slots_by_file(manifest)
-        self._stored: dict[str, dict[Slot, Placed]] = {}
+        self._placed: dict[str, dict[Slot, Placed]] = {}
 
     @classmethod
     def open(cls, path: Place, files: Container[str] | None = None) -> "Checkpoint":
@@ -189,7 +189,7 @@ class Checkpoint:
         names = list(self.manifest.files if files is None else files)
         self._check_lengths(names)
         for name in names:
-            self._stored.pop(name, None)  # what was found sound may not be so any more
+            self._placed.pop(name, None)  # what was found sound may not be so any more
         runs = [run for name in names for run in self._runs(name)]
         with ThreadPoolExecutor(readers(self.path)) as threads:
             for _ in threads.map(lambda run: examine(*run, finite=finite), runs):
@@ -201,15 +201,15 @@ class Checkpoint:
     def _tensors(self, file: str) -> Mapping[Slot, Placed]:
         """The tensors of a file, in the order in which they are stored; checks the file's header
         when they are first asked for."""
-        if file not in self._stored:
+        if file not in self._placed:
             head, slots = self._header(file), self._slots[file]
             check_header(self.path / file, head)
             starts = accumulate((slot.nbytes for slot in slots), initial=len(head))
-            self._stored[file] = {
+            self._placed[file] = {
                 slot: Placed(slot, start, wanted)
                 for (slot, wanted), start in zip(slots.items(), starts, strict=False)
             }
-        return self._stored[file]
+        return self._placed[file]
 
     def _runs(self, file: str) -> Iterator[tuple[Place, list[Placed]]]:
         """The tensors of a file in runs of about as many bytes each, for threads to share."""

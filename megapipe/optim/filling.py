@@ -33,6 +33,7 @@ def filled(
     ]
     memory = [torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(threads + 1)]
 
+    @torch.no_grad()  # that of the caller holds in its own thread alone
     def work(number: int) -> Tensor:
         spec, turn = places[number][1].spec, memory[number % len(memory)]
         values = turn[: sizes[number]].view(dtypes[number]).view(spec.sizes)

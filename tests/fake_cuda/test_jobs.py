@@ -68,16 +68,9 @@ def check_run(folder: Path, steps: int) -> None:
 EIGHT = {**SMALL, "train.global_batch": "8", "model.layers": "4"}
 
 
-@pytest.mark.parametrize(
-    "visible",
-    [
-        "3 5",
-        pytest.param("", marks=pytest.mark.full),
-        pytest.param("0,1 0,1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("visible", ["3 5", "0,1 0,1", ""])
 def test_two_devices(visible: str, tmp_path: Path) -> None:
-    """One that each process sees, two of eight that both see, two that both see; and resuming."""
+    """One that each process sees, two that both see, two of eight that both see; and resuming."""
     settings = {**tiny(tmp_path), **SMALL, "parallel.pp": "2"}
     reports = run(tmp_path, 2, *arguments(settings), visible=visible)
     assert all(report.ledger.communicators > 0 for report in reports), "it ran on gloo"
@@ -87,18 +80,11 @@ def test_two_devices(visible: str, tmp_path: Path) -> None:
     check_run(tmp_path, 6)
 
 
-@pytest.mark.slow
-def test_quickstart_on_eight_devices(tmp_path: Path) -> None:
+def test_quickstart_on_eight_devices_goes_on_in_another_layout(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **EIGHT}
     reports = run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))
     assert all(report.ledger.communicators > 0 for report in reports), "it ran on gloo"
     check_run(tmp_path, 4)
-
-
-@pytest.mark.full
-def test_quickstart_goes_on_in_another_layout(tmp_path: Path) -> None:
-    settings = {**tiny(tmp_path), **EIGHT}
-    run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))
     settings |= {"train.steps": "6", "parallel.tp": "1", "parallel.pp": "4", "optimizer.zero": "2"}
     settings |= {"pipeline.schedule": "zb_h1", "pipeline.chunks": "1", "optimizer.offload": "host"}
     run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))

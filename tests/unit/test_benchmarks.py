@@ -17,6 +17,7 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.proof.validate import validate
 from tests.parity.launches import fork_script
 
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 SHARED = (
     "common.py",

@@ -18,6 +18,7 @@ import pytest
 
 from tests.unit.stand_ins import write_program
 
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 SHELL_FILES = [
     path

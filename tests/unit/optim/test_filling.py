@@ -93,5 +93,18 @@ def test_an_error_comes_in_its_turn_and_ends_the_threads(threads: int) -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("threads", [0, 2])
+def test_what_needs_gradients_may_be_copied(threads: int) -> None:
+    source = torch.ones(8, 8, requires_grad=True)
+
+    def fill(spec: LocalParameter, out: Tensor) -> None:
+        out.copy_(source[: out.shape[0], : out.shape[1]])
+
+    with torch.no_grad():
+        for _, _, values in filled(PLACES, fill, threads):
+            assert not values.requires_grad
+            assert values.numpy().all()
+
+
 def test_nothing_to_fill() -> None:
     assert list(filled([], Slow(), 2)) == []

@@ -476,8 +476,7 @@ class LateCopies:
     def end(self) -> None:
         for copy in self.queue[self.done :]:
             copy()
-        self.queue.clear()
-        self.done = 0
+        self.queue, self.done = [], 0
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
