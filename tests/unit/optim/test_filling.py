@@ -33,9 +33,12 @@ def number(spec: LocalParameter) -> float:
 
 
 class Slow:
-    """Fills the true rows of a parameter with its number, after a time that differs."""
+    """Fills the true rows of a parameter with its number, after a time that differs; the first
+    `together` parameters are filled at the same time, or not at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: int = 0) -> None:
+        self.together = together
+        self.first = threading.Barrier(max(1, together), timeout=30)
         self.lock, self.now, self.most = threading.Lock(), 0, 0
         self.threads: set[int] = set()
 
@@ -44,6 +47,8 @@ class Slow:
             self.now += 1
             self.most = max(self.most, self.now)
             self.threads.add(threading.get_ident())
+        if number(spec) <= self.together:
+            self.first.wait()
         rows = out[: spec.shape[0]]
         rows.fill_(-1.0)
         time.sleep((number(spec) * 7 % 5) / 2000)
@@ -54,7 +59,7 @@ class Slow:
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_each_has_its_own_values_until_the_next_are_asked_for(threads: int) -> None:
-    fill, seen, memory = Slow(), [], set()
+    fill, seen, memory = Slow(threads), [], set()
     for (shard, entry, values), given in zip(filled(PLACES, fill, threads), PLACES, strict=True):
         assert (shard, entry) == given
         time.sleep(0.002)  # others are filled meanwhile
