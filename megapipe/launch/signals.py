@@ -101,17 +101,28 @@ class StopRequest(Listener):
         """There is nothing to save yet, a step to save, or nothing left to save."""
         self.speaks = False
         """Whether this process tells the user what a first Ctrl-C does."""
-        self.leave: Callable[[Preempted], int] | None = None
-        """Ends the job in the phase ``setup``, whatever the main thread waits for, and returns the
-        exit code; None: the job ends after its first step."""
         self.launcher: int | None = None
         """The process that started this one, if that is to end it; else None."""
         self.steady = threading.Lock()
         """Whoever holds it is not ended by `leave`."""
         self._last: float | None = None
         """When the last SIGINT or SIGTERM came that counts, monotonic seconds."""
+        self._leave: Callable[[Preempted], int] | None = None
         self._leaves = threading.Lock()
         super().__init__(STOP_SIGNALS)
+
+    @property
+    def leave(self) -> Callable[[Preempted], int] | None:
+        """Ends the job in the phase ``setup``, whatever the main thread waits for, and returns the
+        exit code; None: the job ends after its first step. A request that came before it was set
+        ends the job when it is."""
+        return self._leave
+
+    @leave.setter
+    def leave(self, leave: Callable[[Preempted], int]) -> None:
+        self._leave = leave
+        if self.signal is not None:
+            self._ask(self.signal)
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -145,9 +156,9 @@ class StopRequest(Listener):
         unsaved = self.phase == "setup" and number != signal.SIGINT and self.leave is not None
         if unsaved and self._leaves.acquire(blocking=False):
             # in a thread of its own: this one has to hear a second signal
-            threading.Thread(target=self._leave, args=(number,), daemon=True).start()
+            threading.Thread(target=self._end, args=(number,), daemon=True).start()
 
-    def _leave(self, number: signal.Signals) -> None:
+    def _end(self, number: signal.Signals) -> None:
         with self.steady:
             leave = self.leave
         assert leave is not None
