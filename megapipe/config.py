@@ -10,6 +10,7 @@ from pydantic import Field
 
 from megapipe.batch_ramp import BatchRamp
 from megapipe.checkpoint_config import CheckpointConfig
+from megapipe.context_config import ContextConfig
 from megapipe.data_config import DataConfig
 from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
@@ -429,6 +430,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
+    context: ContextConfig = ContextConfig()
     pipeline: PipelineConfig = PipelineConfig()
     activations: ActivationsConfig = ActivationsConfig()
     data: DataConfig = DataConfig()

@@ -35,8 +35,8 @@ class ParallelConfig(Section):
     """Tensor-parallel ranks: heads, MLP and vocabulary are split over them."""
     pp: int = Field(1, ge=1)
     """Pipeline ranks."""
-    cp: Literal[1] = 1
-    """Context-parallel ranks (only 1 so far)."""
+    cp: int = Field(1, ge=1)
+    """Context-parallel ranks: positions of each sequence are split over them (section context)."""
     layouts: Annotated[
         dict[str, OtherLayout],
         Expected("layouts by names of your own, as in parallel.layouts.half.pp=2"),

@@ -16,7 +16,6 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import itertools
 import math
 import os
 import warnings
@@ -91,10 +90,21 @@ class Grid:
         return list(self._along(self.coordinates_of(rank), axis))
 
     def holders(self, rank: int, pp_indices: Sequence[int]) -> list[int]:
-        """Ranks with the cp and tp index of `rank`, on the given pipeline indices, for all dp."""
+        """Ranks with the tp index of `rank`, on the given pipeline indices, for all dp and cp:
+        they compute with the same weights. Ascending."""
         at = self.coordinates_of(rank)
-        rows = (self._along(at._replace(pp=pp), "dp") for pp in pp_indices)
-        return list(itertools.chain.from_iterable(rows))
+        return [
+            self.rank_of(Coordinates(pp, dp, cp, at.tp))
+            for pp in pp_indices
+            for dp in range(self.dp)
+            for cp in range(self.cp)
+        ]
+
+    def copy_of(self, rank: int) -> int:
+        """Number of a rank's copy of the weights among the dp x cp of its pipeline index: those of
+        one context-parallel group are neighbours."""
+        at = self.coordinates_of(rank)
+        return at.dp * self.cp + at.cp
 
     def _along(self, at: Coordinates, axis: AxisName) -> range:
         """The line of ranks through `at` along `axis`: they are equally far apart."""

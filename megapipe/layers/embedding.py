@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter, functional
 
+from megapipe.context.positions import Positions
 from megapipe.distributed.collectives import (
     Wait,
     all_reduce,
@@ -115,7 +117,7 @@ class WordEmbedding(nn.Module):
 @dataclass
 class _PositionTask:
     layer: PositionEmbedding
-    start: int
+    here: Positions
     positions: Tensor | None  # [s(/tp), b]
     grad: Tensor  # [s(/tp), b, h]
 
@@ -132,8 +134,11 @@ class _PositionTask:
             source = self.grad.flatten(0, 1).to(target.dtype)
             target.index_add_(0, self.positions.flatten(), source)
             return
-        first, stop = self.layer.rows(self.start, self.grad.shape[0])
-        target[first:stop].add_(self.grad.sum(1, dtype=target.dtype))
+        row = 0
+        for run in self.here.runs:
+            part = self.grad[row : row + run.length]
+            target[run.here].add_(part.sum(1, dtype=target.dtype))
+            row += run.length
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.grad,) if self.positions is None else (self.grad, self.positions)
@@ -146,21 +151,18 @@ class _PositionFunction(Function):
         x: Tensor,
         weight: Parameter,
         layer: PositionEmbedding,
-        start: int,
+        here: Positions,
         positions: Tensor | None,
     ) -> Tensor:
-        ctx.layer, ctx.start = layer, start
+        ctx.layer, ctx.here, ctx.positions = layer, here, positions
         if positions is not None:
-            first, stop = layer.rows(0, x.shape[0])
-            ctx.positions = positions[first:stop]
-            return x + weight[ctx.positions]
-        ctx.positions = None
-        first, stop = layer.rows(start, x.shape[0])
-        return x + weight[first:stop].unsqueeze(1)
+            return x + weight[positions]
+        runs = [weight[run.here] for run in here.runs]
+        return x + (runs[0] if len(runs) == 1 else torch.cat(runs)).unsqueeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        ctx.layer.sharding.queue.put(_PositionTask(ctx.layer, ctx.start, ctx.positions, grad))
+        ctx.layer.sharding.queue.put(_PositionTask(ctx.layer, ctx.here, ctx.positions, grad))
         return grad, None, None, None, None
 
 
@@ -172,12 +174,11 @@ class PositionEmbedding(nn.Module):
         self.sharding = sharding
         self.weight = new_parameter(sharding, weight)
 
-    def rows(self, start: int, length: int) -> tuple[int, int]:
-        """Range of the `length` positions that this rank has of a slice that begins at `start`."""
-        first = start + (length * self.sharding.tp.index if self.sharding.sequence_split else 0)
-        return first, first + length
-
-    def forward(self, x: Tensor, start: int = 0, positions: Tensor | None = None) -> Tensor:
-        """Add the vectors to x; `start` is its first position. `positions` [s, b] give each token
-        its own, those of all tp ranks."""
-        return _PositionFunction.apply(x, self.weight, self, start, positions)
+    def forward(self, x: Tensor, here: Positions, positions: Tensor | None = None) -> Tensor:
+        """Add the vectors to x. `here` are the positions of its rows, and those of other tp ranks
+        among which the sequence is split; `positions` [s, b] give each token its own instead."""
+        if self.sharding.sequence_split:
+            here = here.part(self.sharding.tp.index, self.sharding.tp.size)
+            if positions is not None:
+                positions = positions.chunk(self.sharding.tp.size)[self.sharding.tp.index]
+        return _PositionFunction.apply(x, self.weight, self, here, positions)

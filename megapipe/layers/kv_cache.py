@@ -26,17 +26,20 @@ class KVCache:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        """Positions of the whole sequence."""
+        """Positions of the whole sequence that are here."""
         self._rows: dict[int, tuple[_Rows, _Rows]] = {}
 
-    def extend(self, layer: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(
+        self, layer: int, start: int, k: Tensor, v: Tensor, *, gathered: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """k and v [slice, b, groups, d] of a slice -> those of positions 0 .. its end.
 
         Slices come in ascending order of `start`, their first position, and their backwards in
-        descending order.
+        descending order. `gathered`: positions are those of so many ranks that split heads.
         """
         if layer not in self._rows:
-            self._rows[layer] = _Rows(self.length, k), _Rows(self.length, v)
+            length = self.length * gathered
+            self._rows[layer] = _Rows(length, k), _Rows(length, v)
         keys, values = self._rows[layer]
         return _Extend.apply(k, keys, start), _Extend.apply(v, values, start)
 

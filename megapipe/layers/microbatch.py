@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megapipe.context.positions import Positions
+from megapipe.context.split import Held
 from megapipe.ops.documents import Documents
 
 
@@ -33,9 +35,18 @@ class MicroBatch:
     first_row: int = 0
     """Number of the first row, where these are some of the micro-batch's rows."""
     start: int = 0
-    """First position, where these are a slice of the sequence."""
+    """Number of the first position among those here, where these are a slice of the sequence."""
+    held: Held | None = None
+    """Which positions of the sequence are here, where it is split over context-parallel ranks; by
+    default all, in order."""
     positions: Tensor | None = None
     """[s, b]: position of each token, where rows begin with padding (in generation) or positions
     begin anew in each document; by default they count from `start`."""
     sequence_length: int | None = None
-    """Length of the whole sequence, given where the sequences are cut into slices."""
+    """Positions of the whole sequence that are here, given where it is cut into slices."""
+
+    def here(self, rows: int) -> Positions:
+        """The positions of so many rows of hidden states."""
+        if self.held is None:
+            return Positions.whole(rows, self.start)
+        return self.held.own.rows(self.start, self.start + rows)

@@ -32,7 +32,7 @@ def check(config: Config, family: Family, dp: int, processes: int) -> None:
         if isinstance(value, str):
             refuse_user_info(key, value)
     declaration(config.optimizer.rule)  # raises where there is none
-    _check_optimizer(config.optimizer, config.train.steps, dp)
+    _check_optimizer(config.optimizer, config.train.steps, dp, config.parallel.cp)
     _check_post_validation(config)
     _check_precision(config.optimizer, config.model.dtype)
     _check_kernels(config, family)
@@ -157,16 +157,17 @@ def _check_sequence(config: Config) -> None:
         )
 
 
-def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int) -> None:
+def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int, cp: int) -> None:
     if optimizer.shard_size is not None and not optimizer.zero:
         raise ConfigError(
             f"optimizer.shard_size={optimizer.shard_size} is for optimizer.zero=1 or more: with 0 "
             "nothing is sharded; expected null"
         )
-    if optimizer.shard_size is not None and dp % optimizer.shard_size:
+    if optimizer.shard_size is not None and dp * cp % optimizer.shard_size:
+        copies = f"dp {dp}" + (f" x cp {cp}" if cp > 1 else "")
         raise ConfigError(
-            f"optimizer.shard_size={optimizer.shard_size} does not divide dp {dp}: "
-            f"{choices('shard_size', dp, optimizer.shard_size)}"
+            f"optimizer.shard_size={optimizer.shard_size} does not divide {copies}: "
+            f"{choices('shard_size', dp * cp, optimizer.shard_size)}"
         )
     if optimizer.min_lr > optimizer.lr and not optimizer.own_schedule:
         raise ConfigError(

@@ -7,6 +7,7 @@ from functools import cache
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.layout.context_checks import length_multiple, split_of
 from megapipe.layout.slice_time import SliceTime
 from megapipe.layout.slices import balanced_slices, fastest_slices
 from megapipe.model.interface import Family
@@ -60,6 +61,11 @@ def balanced_cut(config: Config, family: Family, slices: int) -> tuple[int, ...]
 def check_timeable(config: Config, slices: int) -> None:
     """Refuse to time slices (``--time-slices``) of uncut or very short sequences."""
     length, least = config.train.sequence_length, 4 * multiple_of(config)
+    if config.parallel.cp > 1:
+        raise ConfigError(
+            f"--time-slices: parallel.cp={config.parallel.cp}: times are of one process' slices: "
+            "expected 1"
+        )
     if slices == 1:
         raise ConfigError(
             f"--time-slices: pipeline.schedule={config.pipeline.schedule} does not cut sequences "
@@ -72,8 +78,8 @@ def check_timeable(config: Config, slices: int) -> None:
 
 
 def multiple_of(config: Config) -> int:
-    """The number that divides every slice length: tp under sequence parallelism, else 1."""
-    return config.parallel.tp if config.parallel.sequence_parallel else 1
+    """The number that divides every slice length."""
+    return length_multiple(config, split_of(config))
 
 
 @contextmanager

@@ -66,6 +66,7 @@ def conditions_of(config: Config, device: DeviceKind | None = None) -> Condition
     parallel, train, cuda = config.parallel, config.train, (device or device_kind(config)) == "cuda"
     return Conditions(
         sequence_length=train.sequence_length,
+        cp=parallel.cp,
         microbatch=train.microbatch,
         tp=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megapipe.context.split import Split
 from megapipe.layers.policy import Span
+from megapipe.layout.context_plan import ContextPlans
 from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Cost
@@ -41,6 +43,10 @@ class Layout:
     """Positions of each slice of a sequence; one where the schedule does not cut them."""
     loss_chunk: int
     """Most tokens whose logits exist at a time; 0: all tokens of a micro-batch."""
+    split: Split
+    """How positions are split over context-parallel ranks."""
+    context: ContextPlans = field(repr=False)
+    """How these attend to each other's positions."""
     replicas: ReplicaPolicy
     """The ZeRO stage in force, and when replicas communicate."""
     schedule: Schedule = field(repr=False)
@@ -62,6 +68,21 @@ class Layout:
     def chunks(self) -> int:
         """Virtual stages per pipeline rank, rounded up."""
         return -(-self.stages // self.pp)
+
+    @property
+    def dp_cp(self) -> int:
+        """Processes that compute with the same weights, whose gradients are added up."""
+        return self.dp * self.cp
+
+    @property
+    def local_lengths(self) -> tuple[int, ...]:
+        """Positions of each slice that a context-parallel rank holds."""
+        return tuple(length // self.cp for length in self.slice_lengths)
+
+    @property
+    def local_length(self) -> int:
+        """Positions of a sequence that a context-parallel rank holds."""
+        return sum(self.local_lengths)
 
     @property
     def pipeline_processes(self) -> int:

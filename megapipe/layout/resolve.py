@@ -11,6 +11,8 @@ from megapipe.config import Config, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
 from megapipe.layout.checks import check, check_compile, check_slices
+from megapipe.layout.context_checks import check_context, split_of
+from megapipe.layout.context_plan import context_plans
 from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
@@ -98,6 +100,8 @@ def _resolve(
         schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
     check_slices(config, family, schedule.slices)
+    split = split_of(config)
+    check_context(config, family, split, schedule.slices)
     stages = _partition(config, family, schedule.placement)
     tuples = sends_tuples(config, family, stages)
     scatter = scatters(config, tuples)
@@ -136,7 +140,11 @@ def _resolve(
         scatters=scatter,
         slice_lengths=slice_lengths,
         loss_chunk=family.conditions.loss_chunk,
-        replicas=replica_policy(config.optimizer, dp, loss_chunk=family.conditions.loss_chunk),
+        split=split,
+        context=context_plans(config, split),
+        replicas=replica_policy(
+            config.optimizer, dp * parallel.cp, loss_chunk=family.conditions.loss_chunk
+        ),
         schedule=schedule,
         smaller=_smaller(config, dp, schedule, cost, len(slice_lengths) if by_time else None),
         proof=proof,

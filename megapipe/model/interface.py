@@ -43,6 +43,7 @@ class Conditions:
     microbatch: int
     """Samples of a whole micro-batch."""
     tp: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     cuda: bool = False
     loss_chunk: int = 0
@@ -189,11 +190,12 @@ Feature = Literal[
     "loss_chunk",
     "kv_cache",
     "lora",
+    "context",
 ]
 """Features that a family may support: tensor parallelism, sequence parallelism, slices of
 sequences, recomputation of modules or of whole layers, activations in host memory, torch.compile,
-attention that ends at documents, a loss in chunks, a key/value cache for generation, and low-rank
-adapters."""
+attention that ends at documents, a loss in chunks, a key/value cache for generation, low-rank
+adapters, and context parallelism."""
 
 
 class Family(ABC):

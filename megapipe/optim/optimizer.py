@@ -62,7 +62,7 @@ class Optimizer:
         self.config = config
         self.mesh = mesh
         self.stages = stages
-        self.policy = ZeroPolicy.of(config, mesh.grid.dp)
+        self.policy = ZeroPolicy.of(config, mesh.grid.dp * mesh.grid.cp)
         self.rule = build_rule(config, mesh.tp, kernel)
         self.count = 0
         """Steps that the states have seen."""

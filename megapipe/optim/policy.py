@@ -42,7 +42,7 @@ class ZeroPolicy:
 
     stage: int = 1
     shard_size: int | None = None
-    """Data-parallel replicas that share one copy; None: all of them."""
+    """Processes that share one copy of the state; None: all of dp x cp."""
     prefetch: int = 1
     """Stages whose weights are gathered before they are needed (stage 3)."""
     reduce_dtype: torch.dtype | None = None
@@ -51,10 +51,10 @@ class ZeroPolicy:
     """Least size of the buckets in which a stage's gradients are reduced; None: in one."""
 
     @classmethod
-    def of(cls, config: OptimizerConfig, dp: int) -> ZeroPolicy:
-        """The policy of `dp` replicas."""
+    def of(cls, config: OptimizerConfig, copies: int) -> ZeroPolicy:
+        """The policy of so many processes that compute with the same weights, dp x cp."""
         return cls(
-            zero_stage(config, dp),
+            zero_stage(config, copies),
             config.shard_size,
             config.prefetch,
             _DTYPES[config.reduce_dtype],
@@ -81,7 +81,7 @@ class BucketGroups:
             self._made[mesh.dp.ranks] = mesh.dp
 
     def axes_of(self, holders: Sequence[int]) -> BucketAxes:
-        """The axes of a bucket that the pipeline indices `holders` hold, on all replicas.
+        """The axes of a bucket that the pipeline indices `holders` hold, on all dp and cp indices.
 
         All processes that share a bucket ask in the same order.
         """
@@ -96,14 +96,14 @@ class BucketGroups:
             return [rank], members
         if policy.shard_size is None and not policy.shards_weights:
             return members, [rank]
-        size = policy.shard_size or grid.dp
-        here = grid.coordinates_of(rank)
+        size = policy.shard_size or grid.dp * grid.cp
+        stage, copy = grid.coordinates_of(rank).pp, grid.copy_of(rank)
         shard, replicate = [], []
         for member in members:
-            there = grid.coordinates_of(member)
-            if there.pp == here.pp and there.dp // size == here.dp // size:
+            its_stage, its_copy = grid.coordinates_of(member).pp, grid.copy_of(member)
+            if its_stage == stage and its_copy // size == copy // size:
                 shard.append(member)
-            if there.dp % size == here.dp % size:
+            if its_copy % size == copy % size:
                 replicate.append(member)
         return shard, replicate
 

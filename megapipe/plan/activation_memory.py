@@ -113,9 +113,9 @@ def _cache(op: Op, piece: _Piece) -> dict[_Owner, Activations]:
 
 
 def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -> _Piece:
-    model, lengths, spec = layout.model, layout.slice_lengths, layout.stage_layers[stage]
+    model, lengths, spec = layout.model, layout.local_lengths, layout.stage_layers[stage]
     cuda, split = layout.device == "cuda", config.parallel.sequence_parallel
-    sizes = Sizes(config.train.sequence_length, rows, layout.tp, split, cuda)
+    sizes = Sizes(layout.local_length, rows, layout.tp, split, cuda)
     cached = gradients = 0
     if layout.schedule.slices > 1:
         sizes = sizes._replace(sequence=lengths[slice_], before=sum(lengths[:slice_]))

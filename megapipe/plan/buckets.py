@@ -79,7 +79,8 @@ class Group:
 
     axis: str
     """dp or a part of it (dp:shard, dp:replicate), times the pipeline indices if there are several,
-    as in dp*pp[0,3]; pp for all of them without dp."""
+    as in dp*pp[0,3]; pp for all of them without dp. dp*cp in the place of dp where positions are
+    split."""
     members: int
 
 
@@ -186,22 +187,24 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
 
 def _groups(config: Config, layout: Layout, holders: tuple[int, ...]) -> tuple[Group, Group]:
     """Who shards and who replicates a bucket of these pipeline indices; see optim.policy."""
-    dp, own = layout.dp, holders[:1]
+    copies, own = layout.dp_cp, holders[:1]
+    name = "dp" if layout.cp == 1 else "dp*cp"
 
     def group(members: int, stride: int, pp_indices: tuple[int, ...]) -> Group:
-        """`members` replicas, `stride` apart, at each of the pipeline indices."""
+        """`members` copies, `stride` apart, at each of the pipeline indices."""
         parts = []
         if members > 1:
-            parts.append("dp" if members == dp else "dp:shard" if stride == 1 else "dp:replicate")
+            part = "" if members == copies else ":shard" if stride == 1 else ":replicate"
+            parts.append(f"{name}{part}")
         if len(pp_indices) > 1:
             whole = len(pp_indices) == layout.pp and not parts
             parts.append("pp" if whole else f"pp[{','.join(map(str, pp_indices))}]")
-        return Group("*".join(parts) or "dp", members * len(pp_indices))
+        return Group("*".join(parts) or name, members * len(pp_indices))
 
     zero, shard_size = layout.replicas.zero, config.optimizer.shard_size
     if zero == 0:
-        return group(1, 1, own), group(dp, 1, holders)
+        return group(1, 1, own), group(copies, 1, holders)
     if shard_size is None and zero < 3:
-        return group(dp, 1, holders), group(1, 1, own)
-    size = shard_size or dp
-    return group(size, 1, own), group(dp // size, size, holders)
+        return group(copies, 1, holders), group(1, 1, own)
+    size = shard_size or copies
+    return group(size, 1, own), group(copies // size, size, holders)

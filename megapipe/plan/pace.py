@@ -73,7 +73,7 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
     The device's peak must be known.
     """
     assert speeds.tflops is not None
-    tokens = config.train.sequence_length * config.train.microbatch
+    tokens = layout.local_length * config.train.microbatch
     rate = speeds.tflops * 1e12 * speeds.efficiency
     computed = scaled(layout.cost, tokens / layout.tp / rate)
     reduce, gather, buckets = _replicas(config, layout)
@@ -119,9 +119,8 @@ def _message(config: Config, layout: Layout, stage: int, source: int) -> float:
     alone = layout.in_process
     if alone or not 0 <= source < len(row) or row[source] == row[stage] or not layout.scatters:
         return 0.0
-    train = config.train
     before = min(stage, source)
-    size = message_bytes(layout, before, train.microbatch, train.sequence_length)
+    size = message_bytes(layout, before, config.train.microbatch, layout.local_length)
     return float((layout.tp - 1) * size)
 
 

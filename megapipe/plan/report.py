@@ -120,7 +120,7 @@ def _sharded(config: Config, layout: Layout) -> str:
     """The share of a process' parameters that it keeps under ZeRO-3."""
     if layout.replicas.zero < 3:
         return ""
-    parts = config.optimizer.shard_size or layout.dp
+    parts = config.optimizer.shard_size or layout.dp_cp
     return f", of which it keeps 1/{parts} of each stage between uses"
 
 
@@ -166,7 +166,7 @@ def _traffic_line(config: Config, layout: Layout) -> str:
 def _sent(config: Config, layout: Layout) -> int:
     """Bytes of hidden states and their gradients in a step of the whole job."""
     sent = (pipeline_messages(config, layout, rank) for rank in range(layout.pp))
-    return sum(each.bytes for own in sent for each in own) * layout.tp * layout.dp
+    return sum(each.bytes for own in sent for each in own) * layout.tp * layout.dp_cp
 
 
 def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str]:

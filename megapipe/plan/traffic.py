@@ -33,6 +33,7 @@ from megapipe.layers.policy import loss_chunk
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import Collective, TensorTraffic, bytes_of
 from megapipe.plan.buckets import BucketPlan, Group, process_buckets
+from megapipe.plan.context_traffic import Sent, attention_traffic, attentions
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 from megapipe.schedule.ir import Kind
 
@@ -68,10 +69,12 @@ class Exchange:
 def step_traffic(config: Config, layout: Layout, rank: int) -> list[Exchange]:
     """Collectives and messages of each process at pipeline index `rank` in a training step.
 
-    All dp, cp and tp indices exchange alike. Groups of one exchange nothing and are left out.
+    All dp, cp and tp indices exchange alike, but for what those of cp send while they attend: then
+    it is the one that sends most. Groups of one exchange nothing and are left out.
     """
     exchanges = [
         *_tensor_parallel(config, layout, rank),
+        *_context_parallel(config, layout, rank),
         *_data_parallel(config, layout, rank),
         *_pipeline(config, layout, rank),
         *_scalars(config, layout),
@@ -108,7 +111,7 @@ def largest_message(config: Config, layout: Layout) -> int:
     train = config.train
     return max(
         (
-            message_bytes(layout, stage, train.microbatch, train.sequence_length)
+            message_bytes(layout, stage, train.microbatch, layout.local_length)
             for stage in range(layout.stages - 1)
         ),
         default=0,
@@ -121,7 +124,7 @@ def operation_traffic(config: Config, layout: Layout, stage: int, kind: str) -> 
     if layout.tp == 1:
         return Fraction(0)
     traffic = _stage_traffic(layout, stage, fused=kind == "B")
-    tokens = config.train.sequence_length * config.train.microbatch
+    tokens = layout.local_length * config.train.microbatch
     whole = tokens * DTYPE_BYTES[layout.model.dtype]
     sent = [
         Exchange("tp", collective, what, count, values * whole, layout.tp).wire
@@ -167,6 +170,34 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
             )
 
 
+def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
+    """Exchanges of attention over cp, of the rank that sends most."""
+    if layout.cp == 1:
+        return
+    counts: Counter[tuple[str, str, Collective, int]] = Counter()
+    amounts: Counter[tuple[str, str, Collective, int]] = Counter()
+    for stage in layout.process_stages(rank):
+        for tokens in (
+            each
+            for fused in (False, True)
+            for each in _pieces(config, layout, stage, rank, fused=fused)
+        ):
+            for what, times in attentions(layout, stage):
+                for sent in _most_sent(layout, tokens)[what]:
+                    key = sent.axis, what, sent.collective, sent.members
+                    counts[key] += times * sent.calls
+                    amounts[key] += times * sent.bytes
+    for (axis, what, collective, members), count in counts.items():
+        size = amounts[axis, what, collective, members]
+        yield Exchange(axis, collective, what, count, size, members)
+
+
+def _most_sent(layout: Layout, tokens: int) -> dict[str, list[Sent]]:
+    """In one attention of a piece, of the context-parallel rank that sends most."""
+    ranks = [attention_traffic(layout, tokens, index) for index in range(layout.cp)]
+    return max(ranks, key=lambda sent: sum(each.bytes for of in sent.values() for each in of))
+
+
 def _pieces(config: Config, layout: Layout, stage: int, rank: int, *, fused: bool) -> Iterator[int]:
     """Tokens of each piece that `stage` computes on pipeline rank `rank` and whose backward is a B
     (`fused`), or an I and a W (otherwise)."""
@@ -176,7 +207,7 @@ def _pieces(config: Config, layout: Layout, stage: int, rank: int, *, fused: boo
         for op in schedule.rank_ops(own):
             if op.stage == stage and op.kind == kind:
                 rows = int(schedule.size_of(op.microbatch) * config.train.microbatch)
-                yield rows * layout.slice_lengths[op.slice]
+                yield rows * layout.local_lengths[op.slice]
 
 
 def _stage_traffic(layout: Layout, stage: int, *, fused: bool) -> TensorTraffic:
@@ -268,7 +299,7 @@ def pipeline_messages(config: Config, layout: Layout, rank: int) -> Iterator[Exc
             messages[peer] += count * schedule.slices
             amounts[peer] += count * sum(
                 message_bytes(layout, stage, rows, length, gradient=rank == border[1])
-                for length in layout.slice_lengths
+                for length in layout.local_lengths
             )
     for peer, count in sorted(messages.items()):
         yield Exchange("pp", "send", f"to {peer}", count, amounts[peer], layout.pp)
@@ -280,7 +311,7 @@ def _scalars(config: Config, layout: Layout) -> Iterator[Exchange]:
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pipeline_processes}
     ends = {homes[-1] for homes in layout.schedule.placement.table}
     for what, axes, length in (
-        ("tokens", ("dp", "pp") if len(ends) > 1 else ("dp",), 1),
+        ("tokens", ("cp", "dp", "pp") if len(ends) > 1 else ("cp", "dp"), 1),
         ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + _OTHER_TOTALS),
     ):
         for axis in axes:

@@ -44,7 +44,7 @@ def evaluate(step: TrainStep, rows: Rows, samples: int, stop: Callable[[], bool]
         m = min(left, MICROBATCHES)
         loss, own = step.run_forward(masked, first, m)
         sums = torch.tensor([loss, own, stop()], dtype=torch.float64)
-        loss_sum, seen, stopped = step.mesh.ordered_sum(sums, "tp", "dp", "pp").tolist()
+        loss_sum, seen, stopped = step.mesh.ordered_sum(sums, "tp", "cp", "dp", "pp").tolist()
         total += loss_sum
         tokens += int(seen)
         if stopped:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config
+from megapipe.context.split import Held
 from megapipe.data.batch import Samples
 from megapipe.data.sources import prefetches
 from megapipe.distributed.mesh import AxisName, ParallelMesh
@@ -109,7 +110,9 @@ class _Read(NamedTuple):
     samples: list[int]
     """Numbers of those that first stages of this process are given."""
     length: int | None
-    """Of a whole sequence, where sequences are cut into slices."""
+    """Of what is here of a whole sequence, where sequences are cut into slices."""
+    held: Held | None
+    """The positions that are here, where not all are."""
     take: Callable[[], list[Tensor]]
     """Gives what was copied."""
 
@@ -188,7 +191,8 @@ class Feed:
                 documents=documents,
                 by_source=losses[-1] if mixed else None,
                 first_row=piece.rows.start,
-                start=piece.positions.start,
+                start=piece.positions.start // self.layout.cp,
+                held=read.held,
                 positions=positions,
                 sequence_length=read.length,
             )
@@ -264,21 +268,35 @@ class Feed:
         own = torch.zeros(1 + self.sources, dtype=torch.int64)
         for piece, is_first, is_last in self._pieces(place.schedule):
             if is_last:
-                own += self._count(samples[piece.whole].mask[piece.rows, piece.positions])
+                own += self._count(self._own(samples[piece.whole].mask, piece))
             if is_first and piece.positions.start == 0:
                 numbers += self._numbers(place, piece.whole)[piece.rows]
             at = len(copied) if is_first or is_last else None
             ids = self._document_ids(samples, piece)
             if at is not None:
-                copied += [x[piece.rows, piece.positions] for x in samples[piece.whole][:3]]
+                copied += [self._own(x, piece) for x in samples[piece.whole][:3]]
             if at is not None and self._resets:
                 assert ids is not None, "positions begin anew where documents do"
-                copied.append(positions_in(ids)[:, piece.positions].t())
+                copied.append(self._own(positions_in(ids), piece._replace(rows=slice(None))).t())
             documents = None if ids is None else Documents(ids, self.mesh.device)
             found.append(_ReadPiece(piece, documents, at, is_last))
         lengths = self._lengths(place.schedule)
-        length = sum(lengths) if len(lengths) > 1 else None
-        return _Read(found, tuple(own.tolist()), numbers, length, self._uploads.start(copied))
+        length = sum(lengths) // self.layout.cp if len(lengths) > 1 else None
+        held = self._held(lengths)
+        return _Read(found, tuple(own.tolist()), numbers, length, held, self._uploads.start(copied))
+
+    def _own(self, samples: Tensor, piece: Piece) -> Tensor:
+        """The part of a piece, at the positions that are here, of tensors [b, s] of samples."""
+        split, here = self.layout.split, piece.positions
+        if split.cp == 1:
+            return samples[piece.rows, here]
+        own = split.own(here.start, here.stop - here.start, self.mesh.cp.index)
+        return torch.cat([samples[piece.rows, run.here] for run in own.runs], dim=1)
+
+    def _held(self, lengths: Sequence[int]) -> Held | None:
+        """The positions that are here of sequences in slices of these lengths; None: all."""
+        split = self.layout.split
+        return None if split.cp == 1 else split.held(lengths, self.mesh.cp.index)
 
     def _document_ids(self, samples: Wholes, piece: Piece) -> Tensor | None:
         """Documents of the piece's tokens, and of the tokens before it in the same samples."""
@@ -295,7 +313,7 @@ class Feed:
         """
         count = torch.tensor([own], dtype=torch.float64)
         several = len({homes[-1] for homes in schedule.placement.table}) > 1
-        axes: tuple[AxisName, ...] = ("dp", "pp") if several else ("dp",)
+        axes: tuple[AxisName, ...] = ("cp", "dp", "pp") if several else ("cp", "dp")
         return int(self.mesh.ordered_sum(count, *axes).item())
 
     def _numbers(self, place: _Place, whole: int) -> Sequence[int]:

@@ -12,6 +12,7 @@ from megapipe.config import Config
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import LaunchError, MegapipeError
+from megapipe.layers.context import Context
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import KernelNeeds
@@ -109,10 +110,12 @@ def select_kernels(
     )
 
 
-def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Sharding:
+def make_sharding(
+    config: Config, mesh: ParallelMesh, kernels: Kernels, context: Context | None = None
+) -> Sharding:
     """The :class:`Sharding` of one stage, with a weight-gradient queue of its own."""
-    dtype = TORCH_DTYPES[config.model.dtype]
-    return Sharding(mesh.tp, config.parallel.sequence_parallel, dtype, kernels=kernels)
+    dtype, split = TORCH_DTYPES[config.model.dtype], config.parallel.sequence_parallel
+    return Sharding(mesh.tp, split, dtype, kernels=kernels, context=context)
 
 
 def _selected(config: Config, needs: KernelNeeds, mesh: ParallelMesh, *, cut: bool) -> Kernels:

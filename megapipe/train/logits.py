@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from megapipe.engine.channels import MessageShape
 from megapipe.engine.stage import Stage
 from megapipe.errors import DataError
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layout.context_checks import length_multiple
 from megapipe.ops.documents import Documents, document_ids, positions_in
 from megapipe.schedule.generators import forward_only
 
@@ -32,26 +34,32 @@ class _LogitsStage:
         return self._module.logits(x, mb)
 
 
-def read(step: TrainStep, tokens: Tensor, shape: MessageShape, end: int | None) -> Tensor:
+def read(
+    step: TrainStep, tokens: Tensor, shape_of: Callable[[int, int], MessageShape], end: int | None
+) -> Tensor:
     """Logits [b, s, V] of `tokens` [b, s], in fp32 (fp64 for fp64), on every rank.
 
-    `shape` is that of messages of so many tokens; `end` is the token that ends a document where
-    attention ends at documents.
+    `shape_of` gives the shape of messages of so many sequences of a length; `end` is the token that
+    ends a document where attention ends at documents.
     """
     mesh, placement = step.mesh, step.placement
     tokens = tokens.to(mesh.device)
     ids = None if end is None else document_ids(tokens.cpu(), end)
+    split, length = step.layout.split, tokens.shape[1]
+    own_positions = list(split.own(0, length, mesh.cp.index))
+    shape = shape_of(len(tokens), len(own_positions))
     mb = MicroBatch(
         index=0,
         step=0,
         seed=step.config.run.seed,
-        tokens=tokens,
+        tokens=tokens[:, own_positions],
         documents=None if ids is None else Documents(ids, mesh.device),
         positions=(
-            positions_in(ids).t().to(mesh.device)
+            positions_in(ids)[:, own_positions].t().to(mesh.device)
             if ids is not None and step.config.resets_positions
             else None
         ),
+        held=None if split.cp == 1 else split.held([length], mesh.cp.index),
     )
     schedule = forward_only(placement, 1)
     stages = dict(step.stages)
@@ -70,27 +78,29 @@ def read(step: TrainStep, tokens: Tensor, shape: MessageShape, end: int | None) 
         if step.layout.model.splits_logits(step.layout.stage_layers[last]):
             columns = all_gather(columns, mesh.tp)
         own = columns[:vocabulary].permute(1, 2, 0).to(dtype).contiguous()
-    if mesh.pp.group is None:
+    if mesh.pp.group is None and split.cp == 1:
         assert own is not None
         return own
-    if own is None:
-        own = torch.zeros(*tokens.shape, vocabulary, dtype=dtype, device=mesh.device)
-    return all_reduce(own, mesh.pp)  # of zeros, but for one rank
+    whole = torch.zeros(*tokens.shape, vocabulary, dtype=dtype, device=mesh.device)
+    if own is not None:
+        whole[:, own_positions] = own
+    # of zeros, but for one rank at each position
+    return all_reduce(all_reduce(whole, mesh.cp), mesh.pp)
 
 
 def check(step: TrainStep, tokens: Tensor) -> None:
     """Raise :class:`DataError` for tokens that the model cannot read."""
     longest = step.config.train.sequence_length
     vocabulary = step.layout.model.vocab_size
-    split = step.layout.tp if step.config.parallel.sequence_parallel else 1
+    multiple = length_multiple(step.config, step.layout.split)
     if tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
         found = f"{tokens.dtype} of shape {list(tokens.shape)}".removeprefix("torch.")
         raise DataError(f"logits: tokens are {found}: expected whole numbers [samples, tokens]")
-    if tokens.shape[1] > longest or tokens.shape[1] % split:
-        multiple = f" and a multiple of parallel.tp={split}" if split > 1 else ""
+    if tokens.shape[1] > longest or tokens.shape[1] % multiple:
+        divided = f" and a multiple of {multiple} (parallel.cp, tp)" if multiple > 1 else ""
         raise DataError(
             f"logits: sequences of {tokens.shape[1]} tokens: expected at most "
-            f"train.sequence_length={longest}{multiple}"
+            f"train.sequence_length={longest}{divided}"
         )
     if vocabulary is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
         raise DataError(

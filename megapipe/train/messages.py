@@ -24,7 +24,7 @@ class Messages:
         """The tensors of a message, by what produced it: the output of a stage, or the gradient of
         its input, which is the output of the stage before."""
         train, layout = self._train, self._layout
-        lengths = layout.slice_lengths if schedule.slices > 1 else (train.sequence_length,)
+        lengths = layout.local_lengths if schedule.slices > 1 else (layout.local_length,)
 
         def shape(message: Op) -> Any:
             rows = int(schedule.size_of(message.microbatch) * train.microbatch)

@@ -50,6 +50,7 @@ from megapipe.optim.state_store import StatePolicy
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
 from megapipe.train import checkpoint_io, evaluation, logits, resume
+from megapipe.train.context import make_context
 from megapipe.train.evaluation import Evaluation
 from megapipe.train.feed import Counted, Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
@@ -100,7 +101,7 @@ class TrainStep:
         self.placement = self.schedule.placement
         self._check_schedule()
         self.kernels = kernels or agreed_kernels(config, layout, mesh, self.schedule)
-        self.policy = ZeroPolicy.of(config.optimizer, layout.dp)
+        self.policy = ZeroPolicy.of(config.optimizer, layout.dp_cp)
         self._messages = Messages(layout, config.train)
         self.pipeline = Pipeline(
             mesh,
@@ -115,8 +116,9 @@ class TrainStep:
             receive_ahead=config.pipeline.receive_ahead,
             ctas=config.pipeline.channel_ctas,
         )
+        sharding = partial(make_sharding, config, mesh, self.kernels, make_context(layout, mesh))
         self.modules = {
-            s: layout.model.build(layout.stage_layers[s], make_sharding(config, mesh, self.kernels))
+            s: layout.model.build(layout.stage_layers[s], sharding())
             for rank in self.pipeline.ranks
             for s in self.placement.stages_of(rank)
         }
@@ -458,9 +460,7 @@ class TrainStep:
         """
         self._require_settled("logits")
         logits.check(self, tokens)
-        return logits.read(
-            self, tokens, self._messages.of_size(*tokens.shape), self._feed.document_end
-        )
+        return logits.read(self, tokens, self._messages.of_size, self._feed.document_end)
 
     def records(self) -> list[Record]:
         """The last recorded step of all pipeline ranks, on processes of the first; else empty."""

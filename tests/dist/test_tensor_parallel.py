@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.checkpoint.regions import Region, intersect, whole
+from megapipe.context.positions import Positions
 from megapipe.distributed.collectives import (
     all_gather,
     all_reduce,
@@ -173,7 +174,7 @@ def check_embedding(shardings: list[Sharding]) -> int:
             ),
         )
         give_values(layer, {name: tensor.detach() for name, tensor in full.items()})
-        out = layer(tokens)
+        out = layer[1](layer[0](tokens), Positions.whole(S))
         assert_close(out, by_sequence(y.detach(), sharding), "output")
         backward(out, by_sequence(grad, sharding), layer, sharding)
         assert_main_grads(layer, grads(full), sharding)

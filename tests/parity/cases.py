@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megapipe.config import Config
+from megapipe.distributed.mesh import Grid
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.schedule.generators import build
@@ -31,6 +32,9 @@ class Case:
     """One layout of one small model. Defaults are the plainest."""
 
     dp: int = 1
+    cp: int = 1
+    context: str = "ring"
+    """Of CONTEXTS, where positions are split."""
     tp: int = 1
     pp: int = 1
     chunks: int | None = None
@@ -89,11 +93,16 @@ class Case:
     @property
     def replicated(self) -> bool:
         """Whether some gradient is the sum of what several processes have."""
-        return self.dp > 1 or (self.tied and self.pp > 1 and not self.in_process)
+        return self.dp * self.cp > 1 or (self.tied and self.pp > 1 and not self.in_process)
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * (1 if self.in_process else self.pp)
+        return self.dp * self.cp * self.tp * (1 if self.in_process else self.pp)
+
+    @property
+    def grid(self) -> Grid:
+        """Of its processes."""
+        return Grid(1 if self.in_process else self.pp, self.dp, self.cp, self.tp)
 
     @property
     def name(self) -> str:
@@ -175,6 +184,22 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+CONTEXTS: dict[str, dict[str, Any]] = {
+    "ring": {},
+    "striped": {"order": "striped"},
+    "contiguous": {"order": "contiguous"},
+    "double ring": {"plan": "double_ring", "inner": 2},
+    "helpers": {"plan": "helpers", "order": "contiguous"},
+    "teams": {"plan": "teams", "team": 2},
+    "all_gather": {"plan": "all_gather"},
+    "queries travel": {"travels": "queries"},
+    "ulysses": {},
+    "usp": {"ulysses": 2},
+    "usp, context first": {"ulysses": 2, "ranks": "context_first"},
+}
+"""The section by name; of ulysses, all ranks of cp split heads."""
+
+
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "keep": {},
     "stage": {"policy": "stage"},
@@ -224,10 +249,12 @@ def configure(case: Case) -> tuple[Config, Layout]:
             "lora": _lora(case),
             "parallel": {
                 "dp": case.dp,
+                "cp": case.cp,
                 "tp": case.tp,
                 "pp": case.pp,
                 "sequence_parallel": case.sequence_parallel,
             },
+            "context": context_of(case),
             "pipeline": {
                 "schedule": case.schedule,
                 "chunks": case.chunks,
@@ -282,6 +309,12 @@ def configure(case: Case) -> tuple[Config, Layout]:
         assert sum(case.lengths) == case.sequence
         resolved = replace(resolved, slice_lengths=case.lengths)
     return config, resolved
+
+
+def context_of(case: Case) -> dict[str, Any]:
+    if case.context == "ulysses":
+        return {"ulysses": case.cp}
+    return CONTEXTS[case.context]
 
 
 def _lora(case: Case) -> dict[str, Any]:
@@ -349,6 +382,8 @@ def plain(case: Case) -> Case:
     return replace(
         case,
         dp=1,
+        cp=1,
+        context="ring",
         tp=1,
         pp=1,
         chunks=None,

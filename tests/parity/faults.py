@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.attention.bias import causal_upper_left
 
+from megapipe.context.positions import Positions
 from megapipe.distributed.collectives import Wait, done
 from megapipe.engine import channels
 from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Key, Stage
 from megapipe.layers import kv_cache, linear, lora
-from megapipe.layers.embedding import PositionEmbedding
 from megapipe.layers.lora_specs import Rows
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, new_parameter, spec_of
@@ -293,15 +293,12 @@ def updated_weights_not_gathered() -> Patch:
 
 def positions_start_at_zero_on_every_sequence_shard() -> Patch:
     return mock.patch.object(
-        PositionEmbedding, "rows", lambda self, start, length: (start, start + length)
+        Positions, "part", lambda self, _, parts: self.rows(0, self.count // parts)
     )
 
 
 def positions_start_at_zero_in_every_slice() -> Patch:
-    rows = PositionEmbedding.rows
-    return mock.patch.object(
-        PositionEmbedding, "rows", lambda self, start, length: rows(self, 0, length)
-    )
+    return mock.patch.object(MicroBatch, "here", lambda _, rows: Positions.whole(rows))
 
 
 def a_slice_attends_as_if_it_were_the_first() -> Patch:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.parity.cases import Case
+from tests.parity.cases import CONTEXTS, Case
 
 SCHEDULES = (
     ("1f1b", 1),
@@ -19,11 +19,18 @@ SCHEDULES = (
     ("zb_h1", 1),
 )
 LAYOUTS = [
-    (dp, tp, 3 if (dp, tp, pp) == (1, 1, 4) else pp)
+    (dp, 1, tp, 3 if (dp, tp, pp) == (1, 1, 4) else pp)
     for dp, tp, pp in itertools.product((1, 2, 4), repeat=3)
     if dp * tp * pp <= 8
 ]
-LAYOUTS.append((1, 1, 5))
+LAYOUTS.append((1, 1, 1, 5))
+SPLIT = [
+    (dp, cp, tp, pp)
+    for dp, cp, tp, pp in itertools.product((1, 2), (2, 4), (1, 2), (1, 2))
+    if dp * cp * tp * pp <= 8
+]
+"""Layouts whose ranks share the positions of a sequence."""
+LAYOUTS += SPLIT
 STATES = [
     ("fp32", "fp32", "stochastic"),
     ("bf16", "fp32", "stochastic"),
@@ -36,6 +43,7 @@ STATES = [
 """State dtype, master, rounding."""
 DIMENSIONS: dict[str, list[Any]] = {
     "layout": LAYOUTS,
+    "context": list(CONTEXTS),
     "schedule": list(SCHEDULES),
     "m": [2, 1, 3, 4, 5, 6, 7, 8, 9],
     "sequence_parallel": [False, True],
@@ -68,7 +76,7 @@ DIMENSIONS: dict[str, list[Any]] = {
 }
 """Every switch and its values, the plain one first."""
 JOINT = {
-    "layout": ("dp", "tp", "pp"),
+    "layout": ("dp", "cp", "tp", "pp"),
     "schedule": ("schedule", "chunks"),
     "state": ("state_dtype", "master", "rounding"),
 }
@@ -103,6 +111,7 @@ PLAIN_SHARE = {
 blocks are compiled, and else that the reference's own training is no longer what is expected."""
 DRAWS = 500
 """Choices of which the best is taken."""
+HEADS = Case.heads
 LARGEST_COMPILED = 4
 """Ranks: each traces for itself, and there are few cores."""
 
@@ -111,39 +120,58 @@ Choice = dict[str, Any]
 
 def excluded(c: Mapping[str, Any]) -> bool:
     """Whether values exclude each other, or one does nothing beside another."""
-    dp, tp, pp = c["layout"]
+    dp, cp, tp, pp = c["layout"]
+    copies = dp * cp
     stages = pp * c["schedule"][1]
-    world = dp * tp * (1 if c["in_process"] else pp)
+    world = copies * tp * (1 if c["in_process"] else pp)
     state_dtype, master, _ = c["state"]
     sharded = c["shard_size"] is not None
     return (
         (c["kv_heads"] == 2 and tp > 2)
         or (c["uneven"] and stages == 1)
-        or (sharded and (dp % c["shard_size"] > 0 or not c["zero"]))
-        or (c["shard_size"] == dp > 1)
-        or (c["zero"] >= 2 and 1 in (dp, c["shard_size"]))
+        or (sharded and (copies % c["shard_size"] > 0 or not c["zero"]))
+        or (c["shard_size"] == copies > 1)
+        or (c["zero"] >= 2 and 1 in (copies, c["shard_size"]))
         or (c["prefetch"] == 0 and c["zero"] < 3)
-        or (c["reduce_dtype"] is not None and dp == 1)
-        or (c["reduce_chunk_mib"] is not None and dp == 1)
+        or (c["reduce_dtype"] is not None and copies == 1)
+        or (c["reduce_chunk_mib"] is not None and copies == 1)
         or (master == "none" and c["dtype"] != "bf16")
         or (state_dtype == "bf16" and c["dtype"] == "fp64")
         or (c["model"] in ("bloom", "gemma") and c["dropout"])
         or (c["post_validation"] and not _can_be_undone(c))
         or (c["scatter"] == "on" and not _are_messages_alike(c))
         or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
+        or not _can_be_split(c)
     )
+
+
+def _can_be_split(c: Mapping[str, Any]) -> bool:
+    """Whether a context has ranks, and goes with the rest."""
+    _, cp, tp, _ = c["layout"]
+    context, heads = c["context"], (c["kv_heads"] or HEADS) // tp
+    if cp == 1:
+        return context == "ring"
+    if c["dropout"] or c["compile"] or c["model"] in ("bloom", "gemma"):
+        return False
+    if c["reduce_dtype"] is not None:  # its bound is that of parts of rows: test_context
+        return False
+    if c["documents"] and context == "striped":
+        return False
+    ulysses = cp if context == "ulysses" else 2 if "usp" in context else 1
+    fits = HEADS // tp % ulysses == 0 and max(heads, ulysses) % min(heads, ulysses) == 0
+    return fits and (cp == 4 or context not in ("teams", "usp", "usp, context first"))
 
 
 def _can_be_undone(c: Mapping[str, Any]) -> bool:
     elementwise = c["rule"] not in ("muon", "lars", "lamb")
     here = c["offload"] == "none" and not c["in_process"]
-    several = c["layout"][2] > 1
+    several = c["layout"][-1] > 1
     return elementwise and here and several and c["zero"] < 3
 
 
 def _are_messages_alike(c: Mapping[str, Any]) -> bool:
     """Whether tp ranks send the same."""
-    _, tp, pp = c["layout"]
+    *_, tp, pp = c["layout"]
     return tp > 1 and pp > 1 and not (c["sequence_parallel"] or c["in_process"])
 
 
@@ -162,17 +190,23 @@ def to_case(choice: Mapping[str, Any]) -> Case:
         group=1 + m // 2 if deep else None,
         layers=max(3, stages + values["uneven"]),
         batch=1 if m > 4 else 2,
+        sequence=8 if values["cp"] < 4 else 16,
         loss_scale=2.0**10 if choice["dtype"] == "fp16" else None,
         **values,
     )
 
 
-def draw(rng: random.Random) -> Choice:
-    """A value for each dimension."""
+def draw(rng: random.Random, given: Mapping[str, Any]) -> Choice:
+    """A value for each dimension, some of them `given`."""
     choice = {}
     for name, values in DIMENSIONS.items():
         plain = rng.random() < PLAIN_SHARE.get(name, 0)
         choice[name] = values[0] if plain else rng.choice(values)
+    choice |= given
+    if "layout" not in given and choice["context"] != "ring" and "context" in given:
+        choice["layout"] = rng.choice(SPLIT)
+    if "context" not in given and choice["layout"][1] == 1:
+        choice["context"] = "ring"
     return choice
 
 
@@ -211,7 +245,7 @@ def covering(rng: random.Random) -> list[Choice]:
     choices: list[Choice] = []
     while missing:
         pair = next(iter(missing))
-        drawn = (draw(rng) | dict(pair) for _ in range(DRAWS))
+        drawn = (draw(rng, dict(pair)) for _ in range(DRAWS))
         legal = [choice for choice in drawn if not excluded(choice)]
         if not legal and (last := completion(dict(pair))) is not None:
             legal = [last]
@@ -241,6 +275,7 @@ def plainer(choices: list[Choice]) -> list[Choice]:
 def layouts_in_full(rng: random.Random) -> Iterator[Choice]:
     """The full product of layouts, schedules and micro-batches, other values drawn for each."""
     for layout, schedule, m in itertools.product(LAYOUTS, SCHEDULES, sorted(DIMENSIONS["m"])):
-        while excluded(choice := draw(rng) | {"layout": layout, "schedule": schedule, "m": m}):
+        given = {"layout": layout, "schedule": schedule, "m": m}
+        while excluded(choice := draw(rng, given)):
             pass
         yield choice

@@ -27,6 +27,7 @@ WINDOW = "model.window=4"
 OWN_MODEL = "model.source=tests.parity.own_models:plain model.options.depth=2"
 MARKS = "data.fim_rate=0.5 data.fim_tokens=[<a>,<b>,<c>]"
 MIXED = "data.source=stdlib data.mixture.a.source=x data.mixture.b.source=y"
+FOUR = "parallel.cp=4"
 BESIDE = {
     "activations.modules": "activations.policy=selective",
     "activations.span": "activations.policy=full",
@@ -60,6 +61,12 @@ BESIDE = {
     "model.options": OWN_MODEL,
     "optimizer.master": "model.dtype=bf16",
     "optimizer.loss_scale": "model.dtype=fp16",
+    **dict.fromkeys(
+        ("context.plan", "context.order", "context.ulysses", "context.travels"), "parallel.cp=2"
+    ),
+    "context.inner": "parallel.cp=2 context.plan=double_ring context.inner=2",
+    "context.ranks": f"{FOUR} context.ulysses=2",
+    "context.team": f"{FOUR} context.plan=teams context.team=2",
     "pipeline.placement": "pipeline.schedule=auto parallel.pp=2",
     "pipeline.group": "pipeline.schedule=interleaved_1f1b parallel.pp=2 pipeline.chunks=2",
     "pipeline.pairs": "pipeline.schedule=chimera parallel.pp=2",
@@ -79,7 +86,6 @@ FORMS = {
 BELOW = {"data.mixture": "a.source=x", "parallel.layouts": "a.pp=2"}
 """Settings below keys that hold several sections by name."""
 ALONE = {
-    "parallel.cp": "there is one value so far",
     "parallel.dp": "follows from the number of processes and the other axes; it differs with them",
 }
 """Keys that have no other valid value, and why."""
@@ -144,4 +150,4 @@ def outcome(given: list[str]) -> dict[str, Any]:
 
 
 def resolved(given: list[str]) -> Config:
-    return resolve(parse(given).config, WORLD, 257)[0]
+    return resolve(parse(given).config, None if FOUR in given else WORLD, 257)[0]

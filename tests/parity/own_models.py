@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.config import Config
-from megapipe.distributed.mesh import Grid
 from megapipe.layers import ColumnLinear, Linear, RowLinear
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
@@ -182,8 +181,7 @@ def run_own(world: World, all_of_them: Sequence[Own]) -> list[Outcome]:
         try:
             config, layout = settle(own)
             case = own.case
-            grid = Grid(pp=1 if case.in_process else case.pp, dp=case.dp, tp=case.tp)
-            step = TrainStep(config, layout, world.mesh(grid))
+            step = TrainStep(config, layout, world.mesh(case.grid))
             results.append(train(step, case, validate=False))
         except Exception as error:
             error.add_note(f"{own.model}: {own.case.name}")

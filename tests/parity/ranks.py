@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megapipe.distributed.mesh import Grid
 from megapipe.schedule.generators import gpipe_on
 from megapipe.schedule.ir import Schedule
 from megapipe.testing import World
@@ -28,8 +27,7 @@ from tests.parity.outcome import assemble as assemble
 def run_case(world: World, case: Case, *, validate: bool = True, device: str = "cpu") -> Outcome:
     """Train a case on this rank of a world of `case.world`."""
     config, layout = configure(case)
-    grid = Grid(pp=1 if case.in_process else case.pp, dp=case.dp, tp=case.tp)
-    mesh = world.mesh(grid, device)
+    mesh = world.mesh(case.grid, device)
     swapped = as_gpipe(layout.schedule) if case.swap else None
     step = TrainStep(config, layout, mesh, schedule=swapped, document_end=END)
     params = reference.init_random(config.model, seed=3, lora=config.lora)

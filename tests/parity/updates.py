@@ -32,8 +32,11 @@ def states_of(values: Values, name: str) -> Params:
 
 
 def rounds(case: Case, values: Values) -> bool:
-    """Whether anything is kept in bf16 that is updated in fp32."""
-    return case.master == "none" or (case.state_dtype == "bf16" and len(values) > 1)
+    """Whether anything is kept in bf16 that is updated in fp32, and is compared per element:
+    Muon's matrices, which all adapters are, are not."""
+    elementwise = not (case.rule == "muon" and case.lora is not None)
+    master = case.master == "none" and elementwise
+    return master or (case.state_dtype == "bf16" and len(values) > 1)
 
 
 @dataclass

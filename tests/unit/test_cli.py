@@ -108,7 +108,7 @@ def test_help_wins(argv: list[str], topic: str) -> None:
         ("optimizer.zero=4", "expected one of 0, 1, 2, 3"),
         ("optimizer.zero=true", "optimizer.zero=true: expected one of 0, 1, 2, 3"),
         ("optimizer.zero=1.0", "optimizer.zero=1.0: expected one of 0, 1, 2, 3"),
-        ("parallel.cp=2", "parallel.cp=2: expected 1"),
+        ("parallel.cp=0", "parallel.cp=0: expected a whole number >= 1"),
         ("pipeline.chunks=0", "pipeline.chunks=0: expected a whole number >= 1, or null"),
         ("pipeline.slices=1.5", "pipeline.slices=1.5: expected a whole number >= 1, or null"),
         ("pipeline.memory_limit=0", "pipeline.memory_limit=0: expected a number > 0, or null"),

@@ -36,6 +36,7 @@ FLOORS = (
     "keys",
     "config",
     "checkpoint_config",
+    "context_config",
     "data_config",
     "lora_config",
     "numbers_config",
@@ -50,6 +51,7 @@ FLOORS = (
     "distributed",
     "checkpoint",
     "schedule",
+    "context",
     "presets",
     "strict_yaml",
     "section",
@@ -86,6 +88,7 @@ WITHOUT_GROUPS = {"megapipe.convert.dcp": "torch.distributed.checkpoint"}
 """Who may use a part of torch.distributed that needs no process group."""
 WITHOUT_TORCH = (
     "megapipe.schedule",
+    "megapipe.context",
     "megapipe.plan",
     "megapipe.config",
     "megapipe.cli",
@@ -223,10 +226,10 @@ def test_one_upward_import_is_noticed() -> None:
     ]
 
 
-def test_schedules_need_no_package_but_numpy() -> None:
+def test_schedules_and_plans_need_no_package_but_numpy() -> None:
     seen = 0
     for name, tree in parsed():
-        if not inside(name, ("megapipe.schedule",)):
+        if not inside(name, ("megapipe.schedule", "megapipe.context")):
             continue
         for module in imports(tree):
             seen += 1

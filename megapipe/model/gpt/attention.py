@@ -113,10 +113,15 @@ class Attention(nn.Module):
         value.
         """
         q, k, v = self.heads(qkv) if self.q_norm is None else self._normed(qkv, rotary)
+        context = self.sharding.context
+        shares = self.q_norm is None and self.queries > 1 and self.groups > 1
+        if shares and (cache is None or context is not None):
+            k, v = k.contiguous(), v.contiguous()  # q is a copy: let go of what it comes from
+        if context is not None:
+            y = context.attend(q, k, v, mb, self.scores.scale, self.layer, cache)
+            return self.out(y.flatten(2), graph_only)
         if cache is not None:
             k, v = cache.extend(self.layer, mb.start, k, v)
-        elif self.q_norm is None and self.queries > 1 and self.groups > 1:
-            k, v = k.contiguous(), v.contiguous()  # q is a copy: let go of what it comes from
         y = self._attend(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), mb)
         return self.out(joined(y), graph_only)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import backward
 
+from megapipe.context.positions import Positions
 from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, spec_of
@@ -70,7 +71,7 @@ def check_compiled(
     split = sharding.tp.size if sharding.sequence_split else 1
     tables = Rotaries(None)
     if config.positions == "rotary":
-        tables = rotaries(config, length, device, sharding.dtype)
+        tables = rotaries(config, Positions.whole(length), device, sharding.dtype)
     kinds = {config.window_of(layer): layer for layer in range(config.layers)}
     for block, number in itertools.product(map(new_block, kinds.values()), sorted(rows)):
         rotary = block.tables(tables)

@@ -160,7 +160,8 @@ class GPT(Family):
         from megapipe.model.gpt import saved
 
         blocks = len(stage.layers)
-        whole = sizes._replace(sequence=self.conditions.sequence_length, before=None)
+        given = self.conditions
+        whole = sizes._replace(sequence=given.sequence_length // given.cp, before=None)
         return (
             saved.cache_bytes(self.model, blocks, whole),
             saved.cache_gradients(self.model, blocks, sizes),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megapipe.context.positions import Positions
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import known
 
@@ -28,21 +29,21 @@ class Rotaries(NamedTuple):
 
 
 def rotaries(
-    config: ModelConfig, length: int, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, here: Positions, device: torch.device, dtype: torch.dtype
 ) -> Rotaries:
-    """The tables of a resolved model with rotary positions."""
-    whole = rotary_tables(config, length, device, dtype)
+    """The tables of a resolved model with rotary positions, of the positions `here`."""
+    whole = rotary_tables(config, here, device, dtype)
     if config.rotary_local_base is None:
         return Rotaries(whole)
     local = {"rotary_base": config.rotary_local_base, "rotary_scaling": "none"}
     own = config.model_copy(update=local)
-    return Rotaries(whole, rotary_tables(own, length, device, dtype))
+    return Rotaries(whole, rotary_tables(own, here, device, dtype))
 
 
 def rotary_tables(
-    config: ModelConfig, length: int, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, here: Positions, device: torch.device, dtype: torch.dtype
 ) -> Tables:
-    """The tables of a resolved model's first `length` positions.
+    """The tables of a resolved model, of the positions `here`.
 
     Computed in fp32 (fp64 for fp64), then cast.
     """
@@ -50,8 +51,12 @@ def rotary_tables(
     width = config.rotary_width
     exponent = torch.arange(0, width, 2, dtype=high, device=device) / width
     frequency, size = _stretched(config, config.rotary_base**-exponent)
-    angle = torch.outer(torch.arange(length, dtype=high, device=device), frequency)
-    angle = torch.cat((angle, angle), dim=-1).view(length, 1, 1, 1, width)
+    runs = [
+        torch.arange(run.first, run.last + 1, run.step, dtype=high, device=device)
+        for run in here.runs
+    ]
+    angle = torch.outer(torch.cat(runs), frequency)
+    angle = torch.cat((angle, angle), dim=-1).view(here.count, 1, 1, 1, width)
     return (angle.cos() * size).to(dtype), (angle.sin() * size).to(dtype)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megapipe.context.positions import Positions
 from megapipe.layers.cross_entropy import masked_sum, soft_capped, vocab_parallel_cross_entropy
 from megapipe.layers.dropout import dropout
 from megapipe.layers.embedding import PositionEmbedding, WordEmbedding
@@ -86,7 +87,7 @@ class GPTStage(nn.Module):
         if spec.head:
             self.final_norm = new_norm(sharding, config, named, "final_norm")
             self.head = ColumnParallelLinear(sharding, *with_adapters(config, [head(config)], lora))
-        self._rotary: tuple[int, Rotaries] | None = None
+        self._rotary: tuple[Positions, Rotaries] | None = None
 
     def use(self, spans: Sequence[Span]) -> None:
         """Set which activations the blocks keep: `spans` cover all blocks in order."""
@@ -167,7 +168,7 @@ class GPTStage(nn.Module):
                 scale = torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu")
                 x = x * scale.item()
             if self.position is not None:
-                x = self.position(x, mb.start, mb.positions)
+                x = self.position(x, mb.here(self._rows(x)), mb.positions)
             if self.embedding_norm is not None:
                 x = self.embedding_norm(x)
             p = self.config.dropout if self.training else 0.0
@@ -183,11 +184,11 @@ class GPTStage(nn.Module):
         return [] if self._rotary is None else self._rotary[1].tensors()
 
     def _rotary_for(self, x: Tensor, mb: MicroBatch) -> Rotaries:
-        split = self.sharding.tp.size if self.sharding.sequence_split else 1
-        here = x.shape[0] * split
+        here = self._rows(x)
         length = mb.sequence_length or here
-        if self._rotary is None or self._rotary[0] != length:
-            self._rotary = length, rotaries(self.config, length, x.device, x.dtype)
+        own = Positions.whole(length) if mb.held is None else mb.held.own
+        if self._rotary is None or self._rotary[0] != own:
+            self._rotary = own, rotaries(self.config, own, x.device, x.dtype)
 
         def here_of(table: Tensor) -> Tensor:
             if mb.positions is not None:  # [s, b] of [length, 1, 1, 1, d] -> [s, b, 1, 1, d]
@@ -196,3 +197,7 @@ class GPTStage(nn.Module):
 
         pairs = ((here_of(pair[0]), here_of(pair[1])) if pair else None for pair in self._rotary[1])
         return Rotaries(*pairs)
+
+    def _rows(self, x: Tensor) -> int:
+        """Positions of hidden states [s(/tp), b, h] on all tensor-parallel ranks together."""
+        return x.shape[0] * (self.sharding.tp.size if self.sharding.sequence_split else 1)

@@ -1,0 +1,90 @@
+"""Messages between members of a group that leave and are expected at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+
+TAG = 4
+"""Of these messages on gloo; :mod:`megapipe.distributed.gloo` has others."""
+
+
+class Letter(NamedTuple):
+    """A tensor for a member of the group, or the memory for one from it."""
+
+    tensor: Tensor
+    member: int
+
+
+class Exchange(NamedTuple):
+    """Messages on their way."""
+
+    received: Callable[[], None]
+    """Waits for what is expected."""
+    sent: Callable[[], None]
+    """Waits until what was sent may be changed."""
+
+
+def start_exchange(sends: Sequence[Letter], receives: Sequence[Letter], axis: Axis) -> Exchange:
+    """Begin to send and to receive. All members call it equally often.
+
+    Between two members, letters are received in the order in which they are sent. On NCCL they are
+    one group of operations.
+    """
+    number = axis.line.count()
+    if dist.get_backend(axis.group) == "nccl":
+        works, staged = _start_nccl(sends, receives, axis), []
+        of_sends = of_receives = works
+    else:
+        host = [_on_host(letter) for letter in receives]
+        staged = [
+            (letter.tensor, own.tensor)
+            for letter, own in zip(receives, host, strict=True)
+            if own is not letter
+        ]
+        group: Any = axis.group
+        of_receives = [group.recv([own.tensor], own.member, TAG) for own in host]
+        copies = [_on_host(letter, copy=True) for letter in sends]
+        of_sends = [group.send([own.tensor], own.member, TAG) for own in copies]
+        sends = copies
+    kept: list[Any] = [sends, receives]
+
+    def received() -> None:
+        axis.line.wait(number, lambda: _wait(of_receives))
+        while staged:
+            target, source = staged.pop()
+            target.copy_(source)
+
+    def sent() -> None:
+        axis.line.wait(number, lambda: _wait(of_sends))
+        kept.clear()
+
+    return Exchange(received, sent)
+
+
+def _start_nccl(sends: Sequence[Letter], receives: Sequence[Letter], axis: Axis) -> list[Any]:
+    operations = [
+        dist.P2POp(of, letter.tensor, group=axis.group, group_peer=letter.member)
+        for of, letters in ((dist.isend, sends), (dist.irecv, receives))
+        for letter in letters
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _on_host(letter: Letter, *, copy: bool = False) -> Letter:
+    """The letter, or one in host memory for it: gloo sends no other."""
+    if letter.tensor.device.type == "cpu":
+        return letter
+    near = letter.tensor.cpu() if copy else torch.empty_like(letter.tensor, device="cpu")
+    return letter._replace(tensor=near)
+
+
+def _wait(works: list[Any]) -> None:
+    while works:
+        works.pop(0).wait()

@@ -1,0 +1,52 @@
+"""Attention over positions that are split over context-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.reshard import reshard
+from megapipe.layers.ring_attention import Ring, Rows, ring_attention
+
+
+@dataclass(frozen=True)
+class Context:
+    """The context-parallel group of a process: ranks that split heads while they attend, and rings
+    of them over which positions stay split (USP, 2405.07719)."""
+
+    ring: Ring
+    ulysses: Axis
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mb: MicroBatch,
+        scale: float | None,
+        layer: int,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """q [s, b, heads, d], k and v [s, b, groups, d] of this rank's positions -> [s, b, heads,
+        d]. `cache` holds keys and values of slices, with heads split over `ulysses`."""
+        assert mb.held is not None
+        n = self.ulysses.size
+        k, v = (self._enough(x) for x in (k, v))
+        q, k, v = (reshard(x, 2, 0, self.ulysses) for x in (q, k, v))
+        start, stop = mb.start * n, mb.start * n + len(q)
+        if cache is not None:
+            k, v = cache.extend(layer, start, k, v, gathered=n)
+        blocks = mb.held.blocks
+        queries = tuple(block.rows(start, stop) for block in blocks)
+        keys = tuple(block.rows(0, stop) for block in blocks)
+        y = ring_attention(q, k, v, self.ring, Rows(queries, keys, scale, mb.documents))
+        return reshard(y, 0, 2, self.ulysses)
+
+    def _enough(self, x: Tensor) -> Tensor:
+        """Keys or values with a head for each rank that splits them: copies, if there are fewer."""
+        copies = self.ulysses.size // x.shape[2]
+        return x.repeat_interleave(copies, dim=2) if copies > 1 else x

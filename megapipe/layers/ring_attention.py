@@ -1,0 +1,364 @@
+"""Causal attention of queries to keys that are split over ranks, as a plan says.
+
+Each rank holds rows of queries and of keys (with values). In every round it computes one block of
+the plan, while the blocks of later rounds are on their way. Nobody ever has all keys, and no scores
+outlive a kernel. Ring Attention (2310.01889) is one such plan; :mod:`megapipe.context.plans` has
+all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megapipe.context.documents import within_documents
+from megapipe.context.entries import Entry, entries
+from megapipe.context.plan import Kind, Message, Plan
+from megapipe.context.positions import Positions
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.collectives import all_gather, reduce_scatter
+from megapipe.distributed.exchange import Exchange, Letter, start_exchange
+from megapipe.ops.block_attention import BlockKernel, accumulation, merge
+from megapipe.ops.documents import Documents
+
+Tensors = tuple[Tensor, ...]
+Bundle = tuple[Kind, int]
+"""Its kind and its home."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks over which positions are split while attending, and what they do."""
+
+    axis: Axis
+    forward: Plan
+    backward: Plan
+    """That of the forward, or one in which queries travel in the place of keys."""
+    gathers: bool
+    """Keys are gathered at once, in the place of their visits."""
+    kernel: BlockKernel
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The positions of the rows of each member, and how scores are scaled."""
+
+    queries: tuple[Positions, ...]
+    keys: tuple[Positions, ...]
+    scale: float | None
+    documents: Documents | None = None
+    """Those at which attention ends, of all positions."""
+
+    def entries(self, queries: int, keys: int) -> Sequence[Entry]:
+        """The scores to compute between the queries of a member and the keys of another."""
+        q, k, documents = self.queries[queries], self.keys[keys], self.documents
+        found = entries(q, k)
+        if documents is None:
+            return found
+        ids = documents.ids.numpy()
+        inside: list[Entry] = documents.kept((q, k), lambda: [*within_documents(found, q, k, ids)])
+        return inside
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, rows: Rows) -> Tensor:
+    """q [s, b, heads, d], k and v [t, b, groups, d] of this rank's rows -> [s, b, heads, d].
+
+    All members of the ring call it, and its backward, in the same order.
+    """
+    return _RingAttention.apply(q, k, v, ring, rows)
+
+
+class _RingAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, rows: Rows) -> Tensor:
+        total, lse = _Forward(ring, rows, q, k, v).run()
+        out = total.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring, ctx.rows = ring, rows
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = _Backward(ctx.ring, ctx.rows, q, k, v, grad, out, lse).run()
+        return (*(total.to(q.dtype) for total in grads), None, None)
+
+
+class _Run(ABC):
+    """One rank's part of a plan, forward or backward.
+
+    Queries are [s, b, heads, d] and keys [t, b, groups, d], here and on the way.
+    """
+
+    def __init__(
+        self, ring: Ring, rows: Rows, plan: Plan, messages: Sequence[Sequence[Message]]
+    ) -> None:
+        self.ring, self.rows, self.plan = ring, rows, plan
+        self.me = ring.axis.index
+        self.messages = () if ring.gathers else messages
+        self._bundles: dict[Bundle, Tensors] = {}
+        self._arriving: dict[Message, tuple[Tensors, Exchange]] = {}
+        self._sent: list[Exchange] = []
+        self._needed: dict[Bundle, int] = defaultdict(int)
+        """The last round in which a bundle is used here or sent on."""
+        for bundle, visits in plan.visits.items():
+            self._needed[bundle] = max((v.last for v in visits if v.rank == self.me), default=0)
+        self._incoming: dict[tuple[str, Bundle], list[Message]] = defaultdict(list)
+        for message in (each for exchange in self.messages for each in exchange):
+            bundle = message.kind, message.home
+            if message.target == self.me:
+                self._incoming[message.what, bundle].append(message)
+            if message.source == self.me and message.what == "bundle":
+                self._needed[bundle] = max(self._needed[bundle], message.sent)
+
+    def rounds(self) -> None:
+        """Exchange and compute, until all is done but what comes home."""
+        if self.ring.gathers:
+            self._gather()
+        for number in range(max(self.plan.length, len(self.messages))):
+            if not self.ring.gathers:
+                self._exchange(number)
+            pair = self.plan.rounds[number][self.me] if number < self.plan.length else None
+            if pair is not None:
+                self.compute(*pair)
+            for bundle in [b for b in self._bundles if self._needed[b] <= number]:
+                del self._bundles[bundle]
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+        for exchange in self._sent:
+            exchange.sent()
+
+    def bundle(self, kind: Kind, home: int) -> Tensors:
+        """The tensors of the home of a bundle, once they are here."""
+        key = kind, home
+        if home == self.me:
+            return self.own(kind)
+        if key not in self._bundles:
+            (self._bundles[key],) = self.arrived("bundle", key)
+        return self._bundles[key]
+
+    def arrived(self, what: str, bundle: Bundle) -> list[Tensors]:
+        """Tensors that have come of a bundle, in the order of its visits; waits for them."""
+        found = []
+        order = [visit.rank for visit in self.plan.visits[bundle]]
+        for message in sorted(self._incoming[what, bundle], key=lambda m: order.index(m.source)):
+            tensors, exchange = self._arriving.pop(message)
+            exchange.received()
+            found.append(tensors)
+        return found
+
+    def _exchange(self, number: int) -> None:
+        """Send and expect the messages before a round, or after the last."""
+        messages = self.messages[number] if number < len(self.messages) else ()
+        sends = [
+            Letter(tensor.contiguous(), message.target)
+            for message in messages
+            if message.source == self.me
+            for tensor in self.content(message)
+        ]
+        expected = {m: self.memory(m) for m in messages if m.target == self.me}
+        receives = [
+            Letter(tensor, message.source)
+            for message, tensors in expected.items()
+            for tensor in tensors
+        ]
+        exchange = start_exchange(sends, receives, self.ring.axis)
+        self._sent.append(exchange)
+        for message, tensors in expected.items():
+            self._arriving[message] = tensors, exchange
+
+    def _gather(self) -> None:
+        """All keys at once."""
+        own = torch.stack(self.own("keys")).unsqueeze(0)  # [1, 2, t, b, groups, d]
+        for home, pair in enumerate(all_gather(own, self.ring.axis)):
+            self._bundles["keys", home] = (pair[0], pair[1])
+
+    @abstractmethod
+    def own(self, kind: Kind) -> Tensors:
+        """This rank's bundle."""
+
+    @abstractmethod
+    def compute(self, queries: int, keys: int) -> None:
+        """Compute a pair of bundles, by their homes."""
+
+    @abstractmethod
+    def content(self, message: Message) -> Tensors:
+        """The tensors that this rank sends."""
+
+    @abstractmethod
+    def memory(self, message: Message) -> Tensors:
+        """Memory for what it will receive."""
+
+
+class _Forward(_Run):
+    def __init__(self, ring: Ring, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().__init__(ring, rows, ring.forward, ring.forward.forward)
+        self._own: dict[Kind, Tensors] = {"queries": (q,), "keys": (k, v)}
+        self._results: dict[int, Tensors] = {}
+        """By home of queries: output [s, b, heads, d] and LSE [b, heads, s] so far."""
+
+    def run(self) -> Tensors:
+        """Output and LSE of this rank's queries, in the type of accumulation."""
+        self.rounds()
+        out, lse = self._result(self.me)
+        for partial, its_lse in self.arrived("partial", ("queries", self.me)):
+            merge(_heads(out), lse, _heads(partial), its_lse)
+        self.finish()
+        return out, lse
+
+    def own(self, kind: Kind) -> Tensors:
+        return self._own[kind]
+
+    def compute(self, queries: int, keys: int) -> None:
+        (q,), (k, v) = self.bundle("queries", queries), self.bundle("keys", keys)
+        for entry in self.rows.entries(queries, keys):
+            block, its_lse = self.ring.kernel.forward(
+                q=_at(q, entry.queries, entry),
+                k=_at(k, entry.keys, entry),
+                v=_at(v, entry.keys, entry),
+                causal=entry.causal,
+                scale=self.rows.scale,
+            )
+            whole = block.shape[::2] == (q.shape[1], len(q))
+            if queries not in self._results and whole:
+                wide = block.to(accumulation(q.dtype)).permute(2, 0, 1, 3)
+                self._results[queries] = wide, its_lse
+                continue
+            out, lse = self._result(queries)
+            merge(_at(out, entry.queries, entry), _lse_at(lse, entry), block, its_lse)
+
+    def _result(self, queries: int) -> Tensors:
+        if queries not in self._results:
+            (q,) = self._own["queries"]
+            self._results[queries] = _nothing(q)
+        return self._results[queries]
+
+    def content(self, message: Message) -> Tensors:
+        if message.what == "bundle":
+            return self.bundle(message.kind, message.home)
+        self._result(message.home)
+        return self._results.pop(message.home)
+
+    def memory(self, message: Message) -> Tensors:
+        if message.what == "bundle":
+            return tuple(map(_like, self._own[message.kind]))
+        (q,) = self._own["queries"]
+        return _nothing(q)
+
+
+class _Backward(_Run):
+    def __init__(
+        self,
+        ring: Ring,
+        rows: Rows,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        super().__init__(ring, rows, ring.backward, ring.backward.backward)
+        self._own: dict[Kind, Tensors] = {"queries": (q, grad, out, lse), "keys": (k, v)}
+        self._grads: dict[Bundle, Tensors] = {}
+        """Sums so far of q's, or of k's and v's, in the type of accumulation."""
+
+    def run(self) -> Tensors:
+        """Gradients of this rank's queries, keys and values, in the type of accumulation."""
+        self.rounds()
+        (q,) = self._sum("queries", self.me)
+        k, v = self._scatter() if self.ring.gathers else self._sum("keys", self.me)
+        self.finish()
+        return q, k, v
+
+    def own(self, kind: Kind) -> Tensors:
+        return self._own[kind]
+
+    def compute(self, queries: int, keys: int) -> None:
+        q, grad, out, lse = self.bundle("queries", queries)
+        k, v = self.bundle("keys", keys)
+        grads = self._grads_of("queries", queries), self._grads_of("keys", keys)
+        for entry in self.rows.entries(queries, keys):
+            found = self.ring.kernel.backward(
+                grad=_at(grad, entry.queries, entry),
+                q=_at(q, entry.queries, entry),
+                k=_at(k, entry.keys, entry),
+                v=_at(v, entry.keys, entry),
+                out=_at(out, entry.queries, entry),
+                lse=_lse_at(lse, entry),
+                causal=entry.causal,
+                scale=self.rows.scale,
+            )
+            places = (entry.queries, entry.keys, entry.keys)
+            for total, here, part in zip((*grads[0], *grads[1]), places, found, strict=True):
+                _at(total, here, entry).add_(part)
+
+    def _grads_of(self, kind: Kind, home: int) -> Tensors:
+        if (kind, home) not in self._grads:
+            like = self._own[kind][:1] if kind == "queries" else self._own[kind]
+            self._grads[kind, home] = tuple(_like(x, wide=True).zero_() for x in like)
+        return self._grads[kind, home]
+
+    def _sum(self, kind: Kind, home: int) -> Tensors:
+        """The sum of what was found here and on the way to here, which is let go of."""
+        totals = self._grads_of(kind, home)
+        del self._grads[kind, home]
+        for parts in self.arrived("gradient", (kind, home)):
+            for total, part in zip(totals, parts, strict=True):
+                total.add_(part)
+        return totals
+
+    def _scatter(self) -> Tensors:
+        """The sums over all ranks of what each has found of this rank's keys."""
+        homes = range(self.ring.axis.size)
+        whole = torch.stack([torch.stack(self._grads_of("keys", home)) for home in homes])
+        k, v = reduce_scatter(whole, self.ring.axis)[0]
+        return k, v
+
+    def content(self, message: Message) -> Tensors:
+        if message.what == "bundle":
+            return self.bundle(message.kind, message.home)
+        return self._sum(message.kind, message.home)
+
+    def memory(self, message: Message) -> Tensors:
+        own = self._own[message.kind]
+        if message.what == "bundle":
+            return tuple(map(_like, own))
+        return tuple(_like(x, wide=True) for x in (own[:1] if message.kind == "queries" else own))
+
+
+def _like(x: Tensor, *, wide: bool = False) -> Tensor:
+    """Memory for a tensor of this shape; `wide`: in the type of accumulation."""
+    dtype = accumulation(x.dtype) if wide else x.dtype
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def _nothing(q: Tensor) -> Tensors:
+    """Output and LSE of queries that have seen nothing."""
+    s, b, heads, _ = q.shape
+    out = _like(q, wide=True).zero_()
+    return out, out.new_full((b, heads, s), float("-inf"))
+
+
+def _heads(rows: Tensor) -> Tensor:
+    """[s, b, heads, d] -> [b, heads, s, d]."""
+    return rows.permute(1, 2, 0, 3)
+
+
+def _at(x: Tensor, rows: slice, entry: Entry) -> Tensor:
+    """Positions of [s, b, heads, d], of the entry's samples: [b or 1, heads, n, d]."""
+    return _heads(x[rows] if entry.row is None else x[rows, entry.row : entry.row + 1])
+
+
+def _lse_at(lse: Tensor, entry: Entry) -> Tensor:
+    """LSE [b, heads, s] of an entry's queries and samples."""
+    here = lse[..., entry.queries]
+    return here if entry.row is None else here[entry.row : entry.row + 1]

@@ -1,0 +1,165 @@
+"""Keys that do not go together with context parallelism, or do nothing without it."""
+
+from __future__ import annotations
+
+from megapipe.config import Config
+from megapipe.context.split import Split
+from megapipe.context_config import ContextConfig
+from megapipe.errors import ConfigError
+from megapipe.model.interface import Family
+from megapipe.words import choices, multiples
+
+
+def split_of(config: Config) -> Split:
+    """How a configuration splits positions. Raises :class:`ConfigError` where it cannot."""
+    cp, context = config.parallel.cp, config.context
+    if cp % context.ulysses:
+        raise ConfigError(
+            f"context.ulysses={context.ulysses} does not divide parallel.cp={cp}: "
+            f"{choices('ulysses', cp, context.ulysses)}"
+        )
+    return Split(
+        ring=cp // context.ulysses,
+        ulysses=context.ulysses,
+        order=context.order,
+        heads_first=context.ranks == "heads_first",
+    )
+
+
+def check_context(config: Config, family: Family, split: Split, slices: int) -> None:
+    """Raise :class:`ConfigError` for what context parallelism cannot do, or where a key of it has
+    no effect."""
+    _check_effect(config.context, split)
+    if split.cp == 1:
+        return
+    context, where = config.context, f"parallel.cp={split.cp}"
+    if "context" not in family.supports:
+        raise ConfigError(f"{where}: {family.name} has no support for it; expected 1")
+    _check_plan(config.context, split)
+    _check_model(config, where)
+    _check_heads(config, split)
+    _check_length(config, split)
+    if slices > 1:
+        _check_slices(context)
+    if context.order == "striped" and config.data.masks_documents:
+        raise ConfigError(
+            "context.order=striped does not go with attention that ends at documents "
+            "(data.document_mask, or data.samples that are packed): expected zigzag or contiguous"
+        )
+    for wrong, expected in (
+        (config.kernels.compile, "kernels.compile=false"),
+        (config.kernels.attention != "auto", "kernels.attention=auto"),
+    ):
+        if wrong:
+            raise ConfigError(f"{where} needs {expected}")
+
+
+def _check_effect(context: ContextConfig, split: Split) -> None:
+    """Refuse a key that would do nothing."""
+    in_ring, both = split.ring > 1, split.ring > 1 and split.ulysses > 1
+    ring = f"a ring of ranks (parallel.cp / context.ulysses is {split.ring})"
+    for key, acts, needs in (
+        ("plan", in_ring, ring),
+        ("order", in_ring, ring),
+        ("inner", context.plan == "double_ring", "context.plan=double_ring"),
+        ("team", context.plan == "teams", "context.plan=teams"),
+        (
+            "travels",
+            in_ring and context.plan in ("ring", "double_ring"),
+            "a ring of ranks and context.plan=ring or double_ring",
+        ),
+        ("ranks", both, "both a ring of ranks and context.ulysses above 1"),
+    ):
+        given, default = getattr(context, key), ContextConfig.model_fields[key].default
+        if given != default and not acts:
+            usual = "null" if default is None else default
+            raise ConfigError(
+                f"context.{key}={given} has no effect without {needs}: expected {usual}"
+            )
+
+
+def _check_plan(context: ContextConfig, split: Split) -> None:
+    n = split.ring
+    if context.plan == "double_ring" and (context.inner is None or n % context.inner):
+        raise ConfigError(
+            f"context.inner={_null(context.inner)} does not divide the ring of {n}, which "
+            f"context.plan=double_ring needs: {choices('inner', n, context.inner or 1)}"
+        )
+    if context.plan == "teams" and (context.team is None or n % context.team**2):
+        fitting = [str(c) for c in range(1, n + 1) if n % c**2 == 0]
+        raise ConfigError(
+            f"context.team={_null(context.team)}: its square does not divide the ring of {n}, "
+            f"which context.plan=teams needs; expected {' or '.join(fitting)}"
+        )
+    if context.plan == "helpers" and context.order != "contiguous":
+        raise ConfigError(
+            f"context.order={context.order}: context.plan=helpers is for blocks of which the last "
+            "is the most work; expected contiguous"
+        )
+
+
+def _check_slices(context: ContextConfig) -> None:
+    """Refuse what cannot attend from one slice of a sequence to those before it."""
+    for key, value, fits in (
+        ("order", context.order, "zigzag or contiguous"),
+        ("plan", context.plan, "ring, double_ring or all_gather"),
+    ):
+        if value not in fits:
+            raise ConfigError(
+                f"context.{key}={value} does not go with slices of sequences, which "
+                f"pipeline.schedule makes: expected {fits}"
+            )
+
+
+def _null(value: int | None) -> str:
+    return "null" if value is None else str(value)
+
+
+def _check_model(config: Config, where: str) -> None:
+    model = config.model
+    for wrong, expected in (
+        (model.dropout, f"model.dropout=0, not {model.dropout:g}"),
+        (model.window, f"model.window=null, not {model.window}"),
+        (
+            model.attention_softcap,
+            f"model.attention_softcap=null, not {model.attention_softcap}",
+        ),
+        (model.positions == "alibi", "model.positions=learned, rotary or none, not alibi"),
+    ):
+        if wrong:
+            raise ConfigError(f"{where} needs {expected}")
+
+
+def _check_heads(config: Config, split: Split) -> None:
+    n, tp = split.ulysses, config.parallel.tp
+    heads, groups = config.model.heads // tp, (config.model.kv_heads or 1) // tp
+    each = f" / parallel.tp={tp}" if tp > 1 else ""
+    if heads % n:
+        raise ConfigError(
+            f"context.ulysses={n} does not divide model.heads{each} = {heads}: "
+            f"{choices('ulysses', heads, n)}"
+        )
+    if groups % n and n % groups:
+        raise ConfigError(
+            f"context.ulysses={n} and model.kv_heads{each} = {groups}: expected one to divide the "
+            "other"
+        )
+
+
+def length_multiple(config: Config, split: Split) -> int:
+    """The number that divides the length of every sequence, or slice: ranks of cp, and of tp under
+    sequence parallelism, have equal parts of it."""
+    return split.multiple * (config.parallel.tp if config.parallel.sequence_parallel else 1)
+
+
+def _check_length(config: Config, split: Split) -> None:
+    tp = config.parallel.tp if config.parallel.sequence_parallel else 1
+    length, multiple = config.train.sequence_length, length_multiple(config, split)
+    if length % multiple:
+        parts = f"parallel.cp={split.cp}"
+        parts += f" and parallel.tp={tp}" if tp > 1 else ""
+        order = f" in context.order={split.order}" if split.ring > 1 else ""
+        raise ConfigError(
+            f"train.sequence_length={length} is not divisible by {multiple}, as {parts}{order} "
+            f"need: {multiples(length, multiple)}"
+        )

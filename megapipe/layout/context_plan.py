@@ -1,0 +1,64 @@
+"""The plans by which a run attends over split positions, proved."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megapipe.config import Config
+from megapipe.context import plans
+from megapipe.context.entries import entries
+from megapipe.context.plan import Plan
+from megapipe.context.split import Split
+from megapipe.dtypes import DTYPE_BYTES, main_bytes
+
+
+class ContextPlans(NamedTuple):
+    """Of a ring."""
+
+    forward: Plan
+    backward: Plan
+    gathers: bool = False
+    """Keys are gathered at once, in the place of what the plans would send."""
+
+
+def context_plans(config: Config, split: Split) -> ContextPlans:
+    """Raises :class:`~megapipe.context.plan.PlanError` for a plan that is wrong."""
+    forward = _plan(config, split.ring)
+    if split.ring == 1:
+        return ContextPlans(forward, forward)
+    backward = forward
+    if config.context.plan in ("ring", "double_ring") and queries_travel(config, split):
+        backward = plans.travelling_queries(forward)
+    held = split.held([config.train.sequence_length], 0)
+    for plan in (forward, backward):
+        plan.prove(lambda i, j: bool(entries(held.blocks[i], held.blocks[j])))
+    return ContextPlans(forward, backward, config.context.plan == "all_gather")
+
+
+def _plan(config: Config, n: int) -> Plan:
+    context = config.context
+    if context.plan == "double_ring":
+        assert context.inner is not None
+        return plans.double_ring(n, context.inner)
+    if context.plan == "teams":
+        assert context.team is not None
+        return plans.teams(n, context.team)
+    return plans.helpers(n) if context.plan == "helpers" else plans.ring(n)
+
+
+def queries_travel(config: Config, split: Split) -> bool:
+    """Whether in the backward queries go around, with output, LSE and gradient; else keys do.
+
+    By bytes of a position: keys are K and V with their gradients in the main type, queries are Q,
+    its output, the gradient of that, LSE, and the gradient of Q (BurstAttention, 2403.09347).
+    """
+    if config.context.travels != "auto":
+        return config.context.travels == "queries"
+    model, tp = config.model, config.parallel.tp
+    assert model.kv_heads is not None
+    assert model.head_dim is not None
+    heads = model.heads // tp // split.ulysses
+    groups = max(model.kv_heads // tp, split.ulysses) // split.ulysses
+    size, main = DTYPE_BYTES[model.dtype], main_bytes(model.dtype)
+    keys = 2 * groups * model.head_dim * (size + main)
+    return heads * (model.head_dim * (3 * size + main) + main) < keys

@@ -1,0 +1,39 @@
+"""The context-parallel group of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megapipe.distributed.mesh import Axis, ParallelMesh
+from megapipe.layers.context import Context
+from megapipe.layers.ring_attention import Ring
+from megapipe.layout.layout import Layout
+from megapipe.ops.block_attention import block_kernel
+
+
+def make_context(layout: Layout, mesh: ParallelMesh) -> Context | None:
+    """Groups and plans of this process; None where positions are not split. All ranks call it."""
+    split = layout.split
+    if split.cp == 1:
+        return None
+    ring, ulysses = split.place(mesh.cp.index)
+    return Context(
+        ring=Ring(
+            axis=_group(mesh, [split.index(i, ulysses) for i in range(split.ring)]),
+            forward=layout.context.forward,
+            backward=layout.context.backward,
+            gathers=layout.context.gathers,
+            kernel=block_kernel(mesh.device),
+        ),
+        ulysses=_group(mesh, [split.index(ring, j) for j in range(split.ulysses)]),
+    )
+
+
+def _group(mesh: ParallelMesh, indices: Sequence[int]) -> Axis:
+    """The ranks of these indices along cp; all members of all such groups make them alike."""
+    ranks = [mesh.cp.ranks[index] for index in indices]
+    if len(ranks) == 1:
+        return Axis.alone(mesh.rank)
+    if len(ranks) == mesh.cp.size:
+        return mesh.cp
+    return mesh.connected(mesh.group_of(ranks))

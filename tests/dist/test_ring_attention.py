@@ -1,0 +1,270 @@
+"""Attention over split positions: what every plan computes, and the messages that it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megapipe.cli import parse
+from megapipe.context.entries import Entry
+from megapipe.distributed.exchange import Exchange, Letter, start_exchange
+from megapipe.distributed.mesh import Grid
+from megapipe.layers import ring_attention
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.reshard import reshard
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.ops.block_attention import CpuFlash, Explicit
+from megapipe.plan.context_traffic import attention_traffic
+from megapipe.testing import World, run_world
+from megapipe.train.context import make_context
+
+B, D = 2, 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A context-parallel group and what it attends with."""
+
+    cp: int
+    keys: tuple[str, ...] = ()
+    heads: int = 4
+    groups: int = 4
+    explicit: bool = False
+
+    def __str__(self) -> str:
+        words = " ".join(key.removeprefix("context.") for key in self.keys) or "ring"
+        return f"cp {self.cp} {words} heads {self.heads}:{self.groups}"
+
+    @property
+    def length(self) -> int:
+        return 4 * self.cp
+
+    def layout(self) -> Layout:
+        config = parse(
+            [
+                f"parallel.cp={self.cp}",
+                f"model.heads={self.heads}",
+                f"model.kv_heads={self.groups}",
+                f"model.hidden={self.heads * D}",
+                "model.positions=rotary",
+                "model.vocab_size=300",
+                "model.dtype=fp64",
+                f"train.sequence_length={self.length}",
+                f"train.microbatch={B}",
+                "train.global_batch=2",
+                *(f"context.{key}" for key in self.keys),
+            ]
+        ).config
+        return resolve(config, self.cp, None)[1]
+
+
+DOUBLE = ("plan=double_ring", "inner=2")
+HELPERS = ("plan=helpers", "order=contiguous")
+SETTINGS = [
+    *(Setting(n) for n in (2, 3, 4, 8)),
+    *(Setting(n, ("order=striped",)) for n in (2, 3, 4)),
+    *(Setting(n, ("order=contiguous",)) for n in (2, 3)),
+    *(Setting(n, ("travels=queries",), groups=g) for n, g in ((2, 4), (3, 2), (4, 1))),
+    *(Setting(n, HELPERS) for n in (2, 3, 4, 8)),
+    *(Setting(n, DOUBLE) for n in (4, 6, 8)),
+    Setting(6, ("plan=double_ring", "inner=3", "travels=queries")),
+    Setting(8, ("plan=double_ring", "inner=4")),
+    *(Setting(n, ("plan=teams", "team=2")) for n in (4, 8)),
+    *(Setting(n, ("plan=all_gather",)) for n in (2, 4)),
+    *(Setting(n, (f"ulysses={n}",), groups=g) for n, g in ((2, 4), (4, 2), (4, 1))),
+    Setting(4, ("ulysses=2",), groups=2),
+    Setting(4, ("ulysses=2", "ranks=context_first"), groups=1),
+    Setting(8, ("ulysses=2", *DOUBLE)),
+    Setting(4, groups=2, explicit=True),
+]
+
+
+def full_tensors(setting: Setting) -> list[Tensor]:
+    """q, k, v and the gradient of the output, of all positions: [s, b, heads, d] fp64."""
+    generator = torch.Generator().manual_seed(setting.cp)
+    counts = (setting.heads, setting.groups, setting.groups, setting.heads)
+    return [
+        torch.randn(setting.length, B, n, D, generator=generator, dtype=torch.float64)
+        for n in counts
+    ]
+
+
+class Seen(NamedTuple):
+    results: list[Any]
+    """Output and gradients of this rank's rows."""
+    rows: list[int]
+    letters: list[tuple[int, int, int, int, int]]
+    """Of each message in order: exchange, sender, receiver, place among those that the sender has
+    for the receiver then, bytes; as the sender and as the receiver sees it."""
+    sent: dict[str, int]
+    """Bytes of messages of the forward and of the backward."""
+
+
+def attend(world: World, settings: Sequence[Setting]) -> list[Seen]:
+    return [attend_once(world, setting) for setting in settings]
+
+
+def attend_once(world: World, setting: Setting) -> Seen:
+    layout = setting.layout()
+    mesh = world.mesh(Grid(cp=setting.cp))
+    context = make_context(layout, mesh)
+    assert context is not None
+    if setting.explicit:
+        object.__setattr__(context.ring, "kernel", Explicit())
+    else:
+        assert isinstance(context.ring.kernel, CpuFlash)
+    held = layout.split.held([setting.length], mesh.cp.index)
+    rows = list(held.own)
+    q, k, v, grad = (x[rows] for x in full_tensors(setting))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    letters: list[tuple[int, int, int, int, int]] = []
+    sent = {"F": 0, "I": 0}
+    phase, number = "F", 0
+    axis = context.ring.axis
+
+    def spy(sends: Sequence[Letter], receives: Sequence[Letter], on: Any) -> Exchange:
+        nonlocal number
+        assert on is axis
+        for mine, theirs in ((sends, True), (receives, False)):
+            places: dict[int, int] = {}
+            for letter in mine:
+                place = places[letter.member] = places.get(letter.member, -1) + 1
+                ends = (axis.ranks[axis.index], axis.ranks[letter.member])
+                size = letter.tensor.nbytes
+                letters.append((number, *(ends if theirs else ends[::-1]), place, size))
+                sent[phase] += size if theirs else 0
+        number += 1
+        return start_exchange(sends, receives, on)
+
+    with mock.patch.object(ring_attention, "start_exchange", spy):
+        mb = MicroBatch(0, 0, 0, held=held)
+        out = context.attend(*leaves, mb, None, 0)
+        phase = "I"
+        grads = torch.autograd.grad(out, leaves, grad)
+    results = [x.detach().numpy() for x in (out, *grads)]
+    return Seen(results, rows, letters, sent)
+
+
+@pytest.mark.parametrize("cp", sorted({setting.cp for setting in SETTINGS}))
+def test_plans(cp: int) -> None:
+    """Rows 6.02 to 6.09 and 6.11: output and gradients are those of one process, and each rank
+    sends what the plan says, in an order that sender and receiver share."""
+    settings = [setting for setting in SETTINGS if setting.cp == cp]
+    for setting, *seen in zip(settings, *run_world(cp, attend, settings), strict=True):
+        try:
+            check(setting, seen)
+        except AssertionError as error:
+            error.add_note(str(setting))
+            raise
+
+
+def check(setting: Setting, seen: Sequence[Seen]) -> None:
+    q, k, v, grad = full_tensors(setting)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    heads = [x.permute(1, 2, 0, 3) for x in leaves]
+    out = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
+    exact = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    assert sorted(row for each in seen for row in each.rows) == list(range(setting.length))
+    for each in seen:
+        for found, wanted in zip(each.results, exact, strict=True):
+            here = torch.from_numpy(found)
+            torch.testing.assert_close(here, wanted[each.rows], rtol=1e-12, atol=1e-12)
+    # every letter is told once by its sender and once by its receiver
+    told = sorted(letter for each in seen for letter in each.letters)
+    assert told[::2] == told[1::2]
+    layout = setting.layout()
+    tokens = B * layout.local_length
+    for index, each in enumerate(seen):
+        for what, total in each.sent.items():
+            planned = attention_traffic(layout, tokens, index)[what]
+            assert total == sum(s.bytes for s in planned if s.collective == "send"), what
+
+
+def test_bytes_of_the_field() -> None:
+    """What a rank sends for b L G d values of e bytes: the formulas of the papers, in fp64."""
+    unit = B * 4 * 4 * D * 8  # of queries, or of keys, of 4 positions, 4 heads
+
+    def sent(setting: Setting) -> dict[str, int]:
+        layout = setting.layout()
+        found = attention_traffic(layout, B * layout.local_length, 0)
+        return {what: sum(s.bytes for s in of) for what, of in found.items()}
+
+    lse = B * 4 * 4 * 8
+    assert sent(Setting(4)) == {"F": 3 * 2 * unit, "I": 3 * 4 * unit}
+    assert sent(Setting(4, DOUBLE)) == sent(Setting(4))
+    assert sent(Setting(4, ("travels=queries",)))["I"] == 3 * (4 * unit + lse)
+    teams = sent(Setting(4, ("plan=teams", "team=2")))["F"]
+    assert teams == 4 * unit + lse, "4 units against the ring's 6 (row 6.11)"
+    assert sent(Setting(4, ("ulysses=4",))) == {"F": 4 * unit, "I": 4 * unit}
+
+
+def by_parts(world: World) -> list[Any]:
+    """A transformer over space and time, split over one of them at a time: two exchanges."""
+    mesh = world.mesh(Grid(cp=world.size))
+    x, weight, grad = space_and_time()
+    own = x.chunk(world.size, 1)[mesh.cp.index].clone().requires_grad_()
+    weight.requires_grad_()
+    with mock.patch(
+        "megapipe.layers.reshard.start_all_to_all", side_effect=_all_to_all()
+    ) as exchanges:
+        y = over(own, weight, 0)
+        y = reshard(y, 0, 1, mesh.cp)
+        y = over(y, weight, 1)
+        grads = torch.autograd.grad(y, [own, weight], grad.chunk(world.size, 0)[mesh.cp.index])
+    return [y.detach().numpy(), *(g.numpy() for g in grads), exchanges.call_count]
+
+
+def _all_to_all() -> Any:
+    from megapipe.distributed.collectives import start_all_to_all
+
+    return start_all_to_all
+
+
+def space_and_time() -> tuple[Tensor, Tensor, Tensor]:
+    """[space, time, h], a projection and the output's gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (8, 4, 6), (6, 18), (8, 4, 6)
+    x, weight, grad = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return x, weight, grad
+
+
+def over(x: Tensor, weight: Tensor, dim: int) -> Tensor:
+    """Attention along a dimension of [space, time, h], for each index of the other."""
+    q, k, v = (x @ weight).transpose(0, 1 - dim).chunk(3, -1)
+    return x + scaled_dot_product_attention(q, k, v).transpose(0, 1 - dim)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_sequence_of_two_dimensions(n: int) -> None:
+    """Row 6.10: one exchange per switch, and one back."""
+    x, weight, grad = space_and_time()
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    y = over(over(x, weight, 0), weight, 1)
+    grad_x, grad_weight = torch.autograd.grad(y, leaves, grad)
+    seen = run_world(n, by_parts)
+    joined = [torch.cat([torch.from_numpy(s[i]) for s in seen], dim) for i, dim in ((0, 0), (1, 1))]
+    torch.testing.assert_close(joined[0], y.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(joined[1], grad_x, rtol=1e-12, atol=1e-12)
+    total = sum(torch.from_numpy(s[2]) for s in seen)
+    torch.testing.assert_close(total, grad_weight, rtol=1e-12, atol=1e-12)
+    assert [s[3] for s in seen] == [2] * n
+
+
+def test_no_scores_beyond_a_block() -> None:
+    """Row 6.02: a block of the plan is the most that a kernel is given, 1/n of keys and queries."""
+    layout = Setting(4).layout()
+    held = layout.split.held([16], 0)
+    rows = ring_attention.Rows(held.blocks, held.blocks, None)
+    entries: list[Entry] = [
+        entry for i in range(4) for j in range(4) for entry in rows.entries(i, j)
+    ]
+    assert max(e.queries.stop - e.queries.start for e in entries) == 4
+    assert max(e.keys.stop - e.keys.start for e in entries) == 4

@@ -1,0 +1,99 @@
+"""Blocks of attention, and how they are joined."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megapipe.ops.block_attention import BlockKernel, CpuFlash, Explicit, merge
+
+KERNELS = [CpuFlash(), Explicit()]
+B, HEADS, GROUPS, S, D = 2, 4, 2, 12, 8
+
+
+def given(dtype: torch.dtype = torch.float64, groups: int = GROUPS) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (HEADS, groups, groups, HEADS)
+    return [
+        torch.randn(S, B, n, D, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .permute(1, 2, 0, 3)
+        for n in heads
+    ]
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float | None) -> tuple[Tensor, ...]:
+    """Output and gradients of causal attention."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True, scale=scale)
+    return (out.detach(), *torch.autograd.grad(out, leaves, grad))
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)
+def test_blocks_make_the_whole(kernel: BlockKernel, groups: int, scale: float | None) -> None:
+    """In any order, and where rows see nothing at first; gradients of blocks add up."""
+    q, k, v, grad = given(groups=groups)
+    cuts = [0, 4, 8, S]
+    blocks = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+    out = torch.zeros(B, HEADS, S, D, dtype=q.dtype)
+    lse = torch.full((B, HEADS, S), float("-inf"), dtype=q.dtype)
+    pairs = [(i, j) for i in blocks for j in blocks if j.start <= i.start]
+    for i, j in reversed(pairs):
+        block = kernel.forward(q[:, :, i], k[:, :, j], v[:, :, j], i == j, scale)
+        merge(out[:, :, i], lse[:, :, i], *block)
+    wanted, *grads = whole(q, k, v, grad, scale)
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    found = [torch.zeros_like(x) for x in (q, k, v)]
+    for i, j in pairs:
+        parts = kernel.backward(
+            grad[:, :, i],
+            q[:, :, i],
+            k[:, :, j],
+            v[:, :, j],
+            out[:, :, i],
+            lse[:, :, i],
+            i == j,
+            scale,
+        )
+        for total, here, part in zip(found, (i, j, j), parts, strict=True):
+            total[:, :, here] += part
+    for total, exact in zip(found, grads, strict=True):
+        torch.testing.assert_close(total, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)
+def test_types(kernel: BlockKernel, dtype: torch.dtype) -> None:
+    q, k, v, grad = given(dtype)
+    out, lse = kernel.forward(q, k, v, True, None)
+    grads = kernel.backward(grad, q, k, v, out, lse, True, None)
+    assert lse.dtype == torch.float32
+    assert {x.dtype for x in (out, *grads)} == {dtype}
+    wide = [x.double() for x in (q, k, v, grad)]
+    rounding = torch.finfo(dtype).eps
+    for found, exact in zip((out, *grads), whole(*wide, None), strict=True):
+        error = (found.double() - exact).norm() / exact.norm()
+        assert error < 4 * rounding
+
+
+def test_rows_that_see_nothing() -> None:
+    """Nothing merged with nothing stays so, and nothing changes what is known."""
+    out, lse = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), float("-inf"))
+    nothing = out.clone(), lse.clone()
+    merge(out, lse, *nothing)
+    assert not out.any()
+    assert lse.isneginf().all()
+    known = torch.ones(1, 1, 2, 3), torch.full((1, 1, 2), 700.0)
+    merge(out, lse, *known)
+    assert out.equal(known[0])
+    assert lse.equal(known[1])
+    merge(out, lse, *nothing)
+    assert out.equal(known[0])
+    assert lse.equal(known[1])
