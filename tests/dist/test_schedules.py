@@ -47,6 +47,26 @@ def check(cases_of_one: Sequence[Case]) -> None:
                 raise
 
 
+SOME = [
+    pytest.param(name, marks=[pytest.mark.slow] * (i % 6 > 0)) for i, name in enumerate(names())
+]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_trains_with_split_positions(name: str) -> None:
+    """Slices of sequences, which rings and Ulysses attend to, and whole ones."""
+    of = [replace(each, cp=2, sequence=32, model="llama") for each in registry_cases.settings(name)]
+    cases = [case for case in of if case.pp == 2]
+    check([replace(case, context=("ring", "ulysses")[i % 2]) for i, case in enumerate(cases)])
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_swaps_bitwise_with_split_positions(name: str) -> None:
+    case = next(case for case in registry_cases.settings(name) if case.pp == 2)
+    case = replace(case, cp=2, dtype="fp32", masked=0.3, m=case.m + case.m % 2 + 2, sequence=32)
+    assert_bitwise(*outcomes_of([case, replace(case, swap=True)]))
+
+
 @pytest.mark.parametrize("name", names())
 def test_swaps_bitwise(name: str) -> None:
     """Gradients come in micro-batch order, so gpipe of the same pieces on the same placement

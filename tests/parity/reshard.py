@@ -15,7 +15,6 @@ from torch import Tensor
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.regions import Region
 from megapipe.checkpoint.writer import Piece
-from megapipe.distributed.mesh import Grid
 from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.buffers import Entry
 from megapipe.optim.optimizer import Optimizer
@@ -53,6 +52,9 @@ LAYOUTS: dict[str, Case] = {
     "dp 2 pp 2, replicas, ZeRO 0": SMALL(dp=2, pp=2, schedule="dualpipe", zero=0),
     "dp 2 tp 2 pp 2": SMALL(dp=2, tp=2, pp=2, sequence_parallel=True),
     "dp 2 pp 4, replicas": SMALL(dp=2, pp=4, schedule="chimera"),
+    "cp 2": SMALL(cp=2),
+    "cp 2 dp 2, hybrid ZeRO 3": SMALL(cp=2, dp=2, zero=3, shard_size=2, context="ulysses"),
+    "cp 4 tp 2": SMALL(cp=4, tp=2, sequence=16, context="usp", sequence_parallel=True),
 }
 SIZES = sorted({case.world for case in LAYOUTS.values()})
 
@@ -79,7 +81,7 @@ def new_step(world: World, name: str) -> TrainStep:
     """A layout, with initial weights of its own."""
     case = LAYOUTS[name]
     config, layout = configure(case)
-    mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
+    mesh = world.mesh(case.grid)
     seed = 100 + list(LAYOUTS).index(name)
     return TrainStep(config, layout, mesh, initial=lambda spec, out: spec.initialise(out, seed))
 

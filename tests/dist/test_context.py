@@ -1,0 +1,60 @@
+"""Training with positions that are split over ranks, beside the parity matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megapipe.testing import run_world
+from tests.parity.context_faults import FAULTS, run_faults
+from tests.parity.faults import outcomes_of_faults
+from tests.parity.ranks import Case, check_case, run_cases
+
+DOCUMENTS = Case(cp=4, context="usp", documents=True, masked=0.3, sequence=16)
+CASES = [
+    Case(cp=3, model="llama", sequence=12),
+    Case(cp=3, context="helpers", documents=True, sequence=12),
+    replace(DOCUMENTS, model="qwen", kv_heads=2),
+    Case(cp=4, context="ulysses", model="llama", kv_heads=1, sequence=16),
+    Case(cp=2, pp=2, schedule="seq1f1b", slices=2, m=3, sequence=16),
+    Case(
+        cp=4, context="usp", schedule="terapipe", slices=3, m=2, sequence=24, documents=True,
+        model="llama", kv_heads=2,
+    ),
+    Case(cp=2, tp=2, schedule="seq1f1b", slices=2, sequence=16, sequence_parallel=True),
+    Case(cp=4, context="all_gather", schedule="seq1f1b", slices=2, m=2, sequence=16),
+    Case(cp=4, context="double ring", schedule="seq1f1b", slices=2, m=2, sequence=16),
+    Case(cp=2, pp=2, schedule="chimera", dp=2, zero=2, tied=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", sorted({case.world for case in CASES}))
+def test_cases(world: int) -> None:
+    cases = [case for case in CASES if case.world == world]
+    results = run_world(world, run_cases, cases)
+    for i, case in enumerate(cases):
+        try:
+            check_case(case, [rank[i] for rank in results])
+        except AssertionError as error:
+            raise AssertionError(f"{case.name}: {error}") from None
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
+    with pytest.raises(AssertionError, match=r"difference is|own it"):
+        check_case(FAULTS[fault], outcomes[fault.__name__])
+
+
+def test_the_cases_pass_without_a_fault() -> None:
+    for size in sorted({case.world for case in FAULTS.values()}):
+        cases: list[Case] = [case for case in set(FAULTS.values()) if case.world == size]
+        results = run_world(size, run_cases, cases)
+        for i, case in enumerate(cases):
+            check_case(case, [rank[i] for rank in results])
