@@ -134,6 +134,10 @@ class ActivationsConfig(Section):
     modules: list[ActivationModule] = Field(["norm", "attention", "mlp_activation"])
     """selective: what is run again. norm: both norms; attention: all between the projections;
     mlp_activation: the function between the matrices. The linear layers are not run again."""
+    keep_attention: bool = False
+    """Whether blocks, modules and stages that are run again keep the results of attention (its
+    output, and a number per head and position) and do not attend a second time; worth its memory
+    where sequences are long (DistFlashAttn, Li et al., 2310.03294)."""
     blocks: int | list[int] | None = None
     """Blocks of a stage, counted from its first, that `policy` and `offload` apply to; the others
     keep. Default: all. One number, or a list with one for each virtual stage."""

@@ -53,6 +53,7 @@ class Stage:
         self.is_last = module.is_last
         self.recompute = recompute
         self._offloads_input = bool(spans) and spans[0].policy.offloads_input
+        self._keeps_attention = any(span.policy.keeps_attention for span in spans)
         if spans:
             module.use(spans)
         self.queue: WeightGradQueue = module.queue
@@ -89,6 +90,8 @@ class Stage:
         if not self.recompute:
             return self._emit(key, self._build(key, x, mb))
         assert mb.sequence_length is None, "a stage that recomputes takes whole sequences only"
+        if self._keeps_attention:
+            mb = mb.with_results()
         self._inputs[key] = x, mb
         with torch.no_grad():
             return self._emit(key, self.module(x, mb))

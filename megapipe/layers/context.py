@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megapipe.context.positions import Positions
 from megapipe.distributed.axis import Axis
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
@@ -33,17 +34,20 @@ class Context:
     ) -> Tensor:
         """q [s, b, heads, d], k and v [s, b, groups, d] of this rank's positions -> [s, b, heads,
         d]. `cache` holds keys and values of slices, with heads split over `ulysses`."""
-        assert mb.held is not None
         n = self.ulysses.size
         k, v = (self._enough(x) for x in (k, v))
         q, k, v = (reshard(x, 2, 0, self.ulysses) for x in (q, k, v))
         start, stop = mb.start * n, mb.start * n + len(q)
         if cache is not None:
             k, v = cache.extend(layer, start, k, v, gathered=n)
-        blocks = mb.held.blocks
+        blocks = (Positions.whole(stop),) if mb.held is None else mb.held.blocks
         queries = tuple(block.rows(start, stop) for block in blocks)
         keys = tuple(block.rows(0, stop) for block in blocks)
-        y = ring_attention(q, k, v, self.ring, Rows(queries, keys, scale, mb.documents))
+        rows = Rows(queries, keys, scale, mb.documents)
+        known = None if mb.results is None else mb.results.pop(layer, None)
+        y, results = ring_attention(q, k, v, self.ring, rows, known)
+        if mb.results is not None and known is None:
+            mb.results[layer] = results
         return reshard(y, 0, 2, self.ulysses)
 
     def _enough(self, x: Tensor) -> Tensor:

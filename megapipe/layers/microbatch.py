@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -44,6 +44,14 @@ class MicroBatch:
     begin anew in each document; by default they count from `start`."""
     sequence_length: int | None = None
     """Positions of the whole sequence that are here, given where it is cut into slices."""
+
+    results: dict[int, tuple[Tensor, Tensor]] | None = None
+    """By layer, what attention has found in a first run of what is run again: output and LSE, taken
+    out by the second. None: nothing is to be kept."""
+
+    def with_results(self) -> MicroBatch:
+        """The same, that keeps results of attention from a first run for a second."""
+        return replace(self, results={})
 
     def here(self, rows: int) -> Positions:
         """The positions of so many rows of hidden states."""

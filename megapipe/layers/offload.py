@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from megapipe.layers.policy import BlockPolicy
-from megapipe.layers.recompute import Keeping, Segment, keep, recompute
+from megapipe.layers.recompute import Keeping, Segment, keep, recompute, recompute_but_attention
 
 
 class HostMemory:
@@ -157,5 +157,8 @@ class _Parcel:
 
 def keeping(policy: BlockPolicy, module: str, host: HostMemory) -> Keeping:
     """The way of keeping that `policy` has for a module of a block; `host` is the stage's."""
-    inner = recompute if module in policy.recompute else keep
+    again: Keeping = recompute
+    if policy.keeps_attention and module in ("block", "attention"):
+        again = recompute_but_attention
+    inner = again if module in policy.recompute else keep
     return partial(host.offload, inner) if module in policy.offload else inner

@@ -29,6 +29,8 @@ class BlockPolicy:
     """Modules that are run again in the backward, from their input."""
     offload: frozenset[str] = frozenset()
     """Modules whose activations, the input among them, wait in host memory."""
+    keeps_attention: bool = False
+    """Whether results of attention are kept where what holds it is run again."""
 
     @property
     def offloads_input(self) -> bool:

@@ -54,6 +54,17 @@ def recompute(segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = Fal
     return _Recomputed.apply(x, segment, rest)
 
 
+def recompute_but_attention(
+    segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False
+) -> Tensor:
+    """The same of a segment that attends, whose second argument is the micro-batch: results of
+    attention are kept, too, and found again in the second run (the checkpoints of DistFlashAttn,
+    2310.03294)."""
+    assert not graph_only, "a segment that is run again holds a segment that is, too"
+    mb, *others = rest
+    return _Recomputed.apply(x, segment, (mb.with_results(), *others))
+
+
 class _Recomputed(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, segment: Segment, rest: tuple[Any, ...]) -> Tensor:
@@ -65,8 +76,10 @@ class _Recomputed(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_()
+        rest, ctx.rest = ctx.rest, ()
         with torch.enable_grad():
-            y = ctx.segment(x, *ctx.rest, graph_only=True)
+            y = ctx.segment(x, *rest, graph_only=True)
+        del rest
         edge = get_gradient_edge(y)
         del y
         run_backward((edge,), (grad,), False, False, (), True, True)

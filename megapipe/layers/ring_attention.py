@@ -29,6 +29,8 @@ from megapipe.ops.block_attention import BlockKernel, accumulation, merge
 from megapipe.ops.documents import Documents
 
 Tensors = tuple[Tensor, ...]
+Results = tuple[Tensor, Tensor]
+"""Output [s, b, heads, d] and LSE [b, heads, s]."""
 Bundle = tuple[Kind, int]
 """Its kind and its home."""
 
@@ -67,28 +69,45 @@ class Rows:
         return inside
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, rows: Rows) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, ring: Ring, rows: Rows, known: Results | None = None
+) -> tuple[Tensor, Results]:
     """q [s, b, heads, d], k and v [t, b, groups, d] of this rank's rows -> [s, b, heads, d].
 
-    All members of the ring call it, and its backward, in the same order.
+    Also returns output and LSE by themselves, which may be given as `known` to a second call with
+    the same inputs: that computes nothing but what its backward needs. All members of the ring call
+    it, and its backward, in the same order.
     """
-    return _RingAttention.apply(q, k, v, ring, rows)
+    y, lse = _RingAttention.apply(q, k, v, ring, rows, known)
+    return y, (y.detach(), lse)
 
 
 class _RingAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, rows: Rows) -> Tensor:
-        total, lse = _Forward(ring, rows, q, k, v).run()
-        out = total.to(q.dtype)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ring: Ring,
+        rows: Rows,
+        known: Results | None,
+    ) -> Results:
+        if known is None:
+            total, lse = _Forward(ring, rows, q, k, v).run()
+            known = total.to(q.dtype), lse
+        out, lse = known
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         ctx.ring, ctx.rows = ring, rows
-        return out
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         grads = _Backward(ctx.ring, ctx.rows, q, k, v, grad, out, lse).run()
-        return (*(total.to(q.dtype) for total in grads), None, None)
+        return (*(total.to(q.dtype) for total in grads), None, None, None)
 
 
 class _Run(ABC):

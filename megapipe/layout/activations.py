@@ -32,9 +32,10 @@ def stage_spans(
         if i in again:
             affected = 0
         whole = config.span if policy == "full" else max(affected, 1)
-        treated = BlockPolicy(*_modules(config, policy))
+        treated = BlockPolicy(*_modules(config, policy), config.keep_attention)
         counts = [min(whole, affected - start) for start in range(0, affected, whole)]
-        rest = [Span(layers - affected, BlockPolicy())] if affected < layers else []
+        others = BlockPolicy(keeps_attention=config.keep_attention)
+        rest = [Span(layers - affected, others)] if affected < layers else []
         spans.append((*(Span(count, treated) for count in counts), *rest))
     return tuple(spans)
 
@@ -43,7 +44,7 @@ def repeated(config: ActivationsConfig) -> Repeated | None:
     """The policy that all layers share; None if it depends on a layer's stage."""
     if config.blocks is not None or not isinstance(config.policy, str):
         return None
-    policy = BlockPolicy(*_modules(config, config.policy))
+    policy = BlockPolicy(*_modules(config, config.policy), config.keep_attention)
     return Repeated(policy, config.span, config.policy == "stage")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from megapipe.config import Config
+from collections.abc import Collection, Sequence
+
+from megapipe.config import ActivationsConfig, Config
 from megapipe.context.split import Split
 from megapipe.context_config import ContextConfig
 from megapipe.errors import ConfigError
+from megapipe.layers.policy import Span
 from megapipe.model.interface import Family
 from megapipe.words import choices, multiples
 
@@ -29,12 +32,15 @@ def split_of(config: Config) -> Split:
 def check_context(config: Config, family: Family, split: Split, slices: int) -> None:
     """Raise :class:`ConfigError` for what context parallelism cannot do, or where a key of it has
     no effect."""
-    _check_effect(config.context, split)
-    if split.cp == 1:
-        return
     context, where = config.context, f"parallel.cp={split.cp}"
+    _check_effect(context, split)
+    if split.cp == 1 and config.activations.keep_attention:
+        where = "activations.keep_attention=true"
+    elif split.cp == 1:
+        return
     if "context" not in family.supports:
-        raise ConfigError(f"{where}: {family.name} has no support for it; expected 1")
+        usual = "1" if split.cp > 1 else "false"
+        raise ConfigError(f"{where}: {family.name} has no support for it; expected {usual}")
     _check_plan(config.context, split)
     _check_model(config, where)
     _check_heads(config, split)
@@ -52,6 +58,19 @@ def check_context(config: Config, family: Family, split: Split, slices: int) -> 
     ):
         if wrong:
             raise ConfigError(f"{where} needs {expected}")
+
+
+def check_keep_attention(
+    activations: ActivationsConfig, spans: Sequence[Sequence[Span]], again: Collection[int]
+) -> None:
+    """Refuse to keep results for a second run where nothing that attends is run again."""
+    policies = [span.policy for stage in spans for span in stage]
+    attends = any({"block", "attention"} & policy.recompute for policy in policies)
+    if activations.keep_attention and not (attends or again):
+        raise ConfigError(
+            "activations.keep_attention=true has no effect where attention is not run again: "
+            "expected false, or activations.policy=full, stage or selective with attention"
+        )
 
 
 def _check_effect(context: ContextConfig, split: Split) -> None:

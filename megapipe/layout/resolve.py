@@ -11,7 +11,7 @@ from megapipe.config import Config, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
 from megapipe.layout.checks import check, check_compile, check_slices
-from megapipe.layout.context_checks import check_context, split_of
+from megapipe.layout.context_checks import check_context, check_keep_attention, split_of
 from megapipe.layout.context_plan import context_plans
 from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
@@ -106,6 +106,7 @@ def _resolve(
     tuples = sends_tuples(config, family, stages)
     scatter = scatters(config, tuples)
     spans = stage_spans(config.activations, stages, schedule.recompute)
+    check_keep_attention(config.activations, spans, schedule.recompute)
     work = stage_work(family, stages, spans, schedule.recompute)
     if by_time and model.vocab_size is not None:
         whole = relative_cost(config, family, work, ())

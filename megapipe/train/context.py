@@ -12,9 +12,11 @@ from megapipe.ops.block_attention import block_kernel
 
 
 def make_context(layout: Layout, mesh: ParallelMesh) -> Context | None:
-    """Groups and plans of this process; None where positions are not split. All ranks call it."""
+    """Groups and plans of this process; None where positions are not split, and no results of
+    attention are kept for a second run. All ranks call it."""
     split = layout.split
-    if split.cp == 1:
+    keeps = any(span.policy.keeps_attention for spans in layout.spans for span in spans)
+    if split.cp == 1 and not keeps:
         return None
     ring, ulysses = split.place(mesh.cp.index)
     return Context(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from megapipe.testing import run_world
+from megapipe.ops.block_attention import CpuFlash
+from megapipe.testing import World, run_world
 from tests.parity.context_faults import FAULTS, run_faults
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.ranks import Case, check_case, run_cases
+from tests.parity.ranks import Case, check_case, run_case, run_cases
 
 DOCUMENTS = Case(cp=4, context="usp", documents=True, masked=0.3, sequence=16)
+KEPT = Case(cp=2, context="ulysses", model="llama", kv_heads=1)
 CASES = [
     Case(cp=3, model="llama", sequence=12),
     Case(cp=3, context="helpers", documents=True, sequence=12),
@@ -27,6 +30,11 @@ CASES = [
     Case(cp=4, context="all_gather", schedule="seq1f1b", slices=2, m=2, sequence=16),
     Case(cp=4, context="double ring", schedule="seq1f1b", slices=2, m=2, sequence=16),
     Case(cp=2, pp=2, schedule="chimera", dp=2, zero=2, tied=False),
+    *(
+        replace(KEPT, activations=policy)
+        for policy in ("full, attention kept", "selective, attention kept", "stage, attention kept")
+    ),
+    Case(activations="full, attention kept", documents=True, model="llama"),
 ]  # fmt: skip
 
 
@@ -41,17 +49,35 @@ def test_cases(world: int) -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
+def count_attentions(world: World, case: Case) -> int:
+    """Attentions of the steps of a case, by the calls of a kernel for whole sequences."""
+    with mock.patch.object(CpuFlash, "forward", autospec=True, side_effect=CpuFlash.forward) as f:
+        run_case(world, case, validate=False)
+    return f.call_count
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_how_often_what_is_run_again_attends(kept: bool) -> None:
+    """Row 6.05: once per micro-batch and layer where results are kept, twice without."""
+    policy = "full, attention kept" if kept else "full"
+    case = replace(KEPT, activations=policy, layers=3, m=2)
+    passes = case.steps * case.m * case.layers
+    assert run_world(2, count_attentions, case) == [passes if kept else 2 * passes] * 2
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Any]]:
     return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"difference is|own it"):
         check_case(FAULTS[fault], outcomes[fault.__name__])
 
 
+@pytest.mark.full
 def test_the_cases_pass_without_a_fault() -> None:
     for size in sorted({case.world for case in FAULTS.values()}):
         cases: list[Case] = [case for case in set(FAULTS.values()) if case.world == size]

@@ -153,7 +153,13 @@ def attend_once(world: World, setting: Setting) -> Seen:
     return Seen(results, rows, letters, sent)
 
 
-@pytest.mark.parametrize("cp", sorted({setting.cp for setting in SETTINGS}))
+@pytest.mark.parametrize(
+    "cp",
+    [
+        pytest.param(cp, marks=[pytest.mark.full] * (cp not in (3, 4)))
+        for cp in sorted({setting.cp for setting in SETTINGS})
+    ],
+)
 def test_plans(cp: int) -> None:
     """Rows 6.02 to 6.09 and 6.11: output and gradients are those of one process, and each rank
     sends what the plan says, in an order that sender and receiver share."""

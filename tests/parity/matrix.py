@@ -68,7 +68,10 @@ DIMENSIONS: dict[str, list[Any]] = {
     "loss_chunk": [None, 0, 5],
     "lora": [None, "all", "some", "heads together"],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "gemma"],
-    "activations": ["keep", "stage", "full, two together", "of each some"],
+    "activations": [
+        *("keep", "stage", "full, two together", "of each some"),
+        "full, attention kept",
+    ],
     "in_process": [False, True],
     "scatter": ["off", "on"],
     "debug": [False, True],
@@ -149,10 +152,11 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
     """Whether a context has ranks, and goes with the rest."""
     _, cp, tp, _ = c["layout"]
     context, heads = c["context"], (c["kv_heads"] or HEADS) // tp
+    by_blocks = cp > 1 or c["activations"] == "full, attention kept"
+    if by_blocks and (c["dropout"] or c["compile"] or c["model"] in ("bloom", "gemma")):
+        return False
     if cp == 1:
         return context == "ring"
-    if c["dropout"] or c["compile"] or c["model"] in ("bloom", "gemma"):
-        return False
     if c["reduce_dtype"] is not None:  # its bound is that of parts of rows: test_context
         return False
     if c["documents"] and context == "striped":

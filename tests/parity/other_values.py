@@ -29,6 +29,7 @@ MARKS = "data.fim_rate=0.5 data.fim_tokens=[<a>,<b>,<c>]"
 MIXED = "data.source=stdlib data.mixture.a.source=x data.mixture.b.source=y"
 FOUR = "parallel.cp=4"
 BESIDE = {
+    "activations.keep_attention": "activations.policy=full",
     "activations.modules": "activations.policy=selective",
     "activations.span": "activations.policy=full",
     **dict.fromkeys(("data.fim_spm_rate", "data.fim_rate", "data.fim_tokens"), MARKS),

@@ -131,6 +131,11 @@ CONTEXT = [
         ("parallel.cp=2 needs model.dropout=0, not 0.1",)),
     Bad("a window over split positions", "parallel.cp=2 model.window=4", 2,
         ("parallel.cp=2 needs model.window=null, not 4",)),
+    Bad("activations.keep_attention does nothing", "activations.keep_attention=true", 2,
+        ("activations.keep_attention=true has no effect", "expected false, or")),
+    Bad("results of attention that drops out are not kept", "activations.keep_attention=true "
+        "activations.policy=full model.dropout=0.1", 2,
+        ("activations.keep_attention=true needs model.dropout=0",)),
     Bad("an attention kernel over split positions", "parallel.cp=2 kernels.attention=math", 2,
         ("parallel.cp=2 needs kernels.attention=auto",)),
 ]  # fmt: skip
