@@ -26,7 +26,7 @@ from megapipe.context.positions import Positions, Run
 Order = Literal["zigzag", "striped", "contiguous"]
 
 
-class Held(NamedTuple):
+class HeldPositions(NamedTuple):
     """The positions of a sequence, or of all its slices one after the other."""
 
     own: Positions
@@ -86,7 +86,7 @@ class Split:
         ring, ulysses = self.place(index)
         return self.block(first, length, ring).part(ulysses, self.ulysses)
 
-    def held(self, lengths: Sequence[int], index: int) -> Held:
+    def held(self, lengths: Sequence[int], index: int) -> HeldPositions:
         """The parts of a rank, and of the members of its ring, of slices of these lengths, each of
         which is split by itself."""
         starts = [0, *accumulate(lengths)]
@@ -100,4 +100,4 @@ class Split:
             joined([self.block(first, length, ring) for first, length in slices])
             for ring in range(self.ring)
         )
-        return Held(own, tuple(blocks))
+        return HeldPositions(own, tuple(blocks))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megapipe.context.positions import Positions
-from megapipe.context.split import Held
+from megapipe.context.split import HeldPositions
 from megapipe.ops.documents import Documents
 
 
@@ -36,7 +36,7 @@ class MicroBatch:
     """Number of the first row, where these are some of the micro-batch's rows."""
     start: int = 0
     """Number of the first position among those here, where these are a slice of the sequence."""
-    held: Held | None = None
+    held: HeldPositions | None = None
     """Which positions of the sequence are here, where it is split over context-parallel ranks; by
     default all, in order."""
     positions: Tensor | None = None

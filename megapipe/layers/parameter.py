@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from megapipe.layers.rng import draw_normal, draw_uniform
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.weight_grad import WeightGradQueue
 from megapipe.ops.kernels import Kernels
-
-if TYPE_CHECKING:
-    from megapipe.layers.context import Context
 
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -39,8 +36,6 @@ class Sharding:
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
     kernels: Kernels = field(default_factory=Kernels)
 
-    context: Context | None = None
-    """How it attends where positions are split over context-parallel ranks."""
     copy: int = 0
     """Which of the tensor-parallel ranks that compute the same this is, where `tp` is one alone."""
 

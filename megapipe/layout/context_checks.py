@@ -52,10 +52,7 @@ def check_context(config: Config, family: Family, split: Split, slices: int) -> 
             "context.order=striped does not go with attention that ends at documents "
             "(data.document_mask, or data.samples that are packed): expected zigzag or contiguous"
         )
-    for wrong, expected in (
-        (config.kernels.compile, "kernels.compile=false"),
-        (config.kernels.attention != "auto", "kernels.attention=auto"),
-    ):
+    for wrong, expected in ((config.kernels.attention != "auto", "kernels.attention=auto"),):
         if wrong:
             raise ConfigError(f"{where} needs {expected}")
 

@@ -29,6 +29,7 @@ from megapipe.user_code import FAILURES, UserCode
 if TYPE_CHECKING:
     from torch import Tensor, device
 
+    from megapipe.context.split import HeldPositions
     from megapipe.layers.kv_cache import KVCache
     from megapipe.layers.microbatch import MicroBatch
     from megapipe.layers.parameter import Sharding
@@ -362,8 +363,10 @@ class Family(ABC):
         again: bool,
         documents: bool,
         device: device,
+        held: HeldPositions | None = None,
     ) -> None:
-        """Compare compiled layers with uncompiled ones; :class:`ConfigError` where they differ."""
+        """Compare compiled layers with uncompiled ones; :class:`ConfigError` where they differ.
+        `held` are the positions that are here, where they are split over ranks."""
         raise NotImplementedError(f"{self.name} does not support torch.compile")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
@@ -17,11 +19,30 @@ from megapipe.ops.swiglu import SwigluKernel, torch_swiglu
 from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 
 
+class SplitAttention(Protocol):
+    """Attention by blocks: :class:`megapipe.layers.context.Context`."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mb: Any,
+        scale: float | None,
+        layer: int,
+        cache: Any = None,
+    ) -> Tensor:
+        """q [s, b, heads, d], k and v [s, b, groups, d] of the positions of a micro-batch that are
+        here -> [s, b, heads, d]."""
+
+
 @dataclass(frozen=True)
 class Kernels:
     """One kernel per purpose; without arguments torch's own."""
 
     attention: AttentionKernel = field(default_factory=Sdpa)
+    context: SplitAttention | None = None
+    """In the place of `attention`, where positions are split over ranks or results are kept."""
     norm: NormKernel = torch_norm
     rotary: RotaryKernel = torch_rotate
     swiglu: SwigluKernel = torch_swiglu

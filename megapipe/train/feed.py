@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config
-from megapipe.context.split import Held
+from megapipe.context.split import HeldPositions
 from megapipe.data.batch import Samples
 from megapipe.data.sources import prefetches
 from megapipe.distributed.mesh import AxisName, ParallelMesh
@@ -111,7 +111,7 @@ class _Read(NamedTuple):
     """Numbers of those that first stages of this process are given."""
     length: int | None
     """Of what is here of a whole sequence, where sequences are cut into slices."""
-    held: Held | None
+    held: HeldPositions | None
     """The positions that are here, where not all are."""
     take: Callable[[], list[Tensor]]
     """Gives what was copied."""
@@ -293,7 +293,7 @@ class Feed:
         own = split.own(here.start, here.stop - here.start, self.mesh.cp.index)
         return torch.cat([samples[piece.rows, run.here] for run in own.runs], dim=1)
 
-    def _held(self, lengths: Sequence[int]) -> Held | None:
+    def _held(self, lengths: Sequence[int]) -> HeldPositions | None:
         """The positions that are here of sequences in slices of these lengths; None: all."""
         split = self.layout.split
         return None if split.cp == 1 else split.held(lengths, self.mesh.cp.index)

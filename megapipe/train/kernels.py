@@ -12,7 +12,6 @@ from megapipe.config import Config
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import LaunchError, MegapipeError
-from megapipe.layers.context import Context
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import KernelNeeds
@@ -23,6 +22,7 @@ from megapipe.ops.compiler import torch_compile
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.probe import Choice, Unavailable, choose
 from megapipe.schedule.ir import Schedule
+from megapipe.train.context import make_context
 from megapipe.update_rules import declaration
 
 
@@ -36,9 +36,16 @@ def agreed_kernels(
     A rank whose compiler fails raises alone: its tp peers may be in a collective of the block.
     """
     kernels = _selected(config, layout.model.kernels, mesh, cut=schedule.slices > 1)
+    context = make_context(layout, mesh)
+    if context is not None:
+        others = [choice for choice in kernels.choices if choice.purpose != "attention"]
+        name = f"{type(context.ring.kernel).__name__} by blocks"
+        own = Choice("attention", name, _blocks(config, layout), kernels.attention)
+        kernels = replace(kernels, context=context, choices=[own, *others])
     if kernels.compiler is not None:
         rows = config.train.microbatch
         sizes = map(schedule.size_of, range(schedule.microbatches))
+        split, length = layout.split, config.train.sequence_length
         layout.model.check_compiled(
             make_sharding(config, mesh, kernels),
             rows={rows, *(int(size * rows) for size in sizes)},  # whole ones: validation
@@ -46,6 +53,7 @@ def agreed_kernels(
             or any(span.policy.recompute for span in chain(*layout.spans)),
             documents=config.data.masks_documents,
             device=mesh.device,
+            held=None if split.cp == 1 else split.held([length], mesh.cp.index),
         )
     return kernels
 
@@ -110,12 +118,10 @@ def select_kernels(
     )
 
 
-def make_sharding(
-    config: Config, mesh: ParallelMesh, kernels: Kernels, context: Context | None = None
-) -> Sharding:
+def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Sharding:
     """The :class:`Sharding` of one stage, with a weight-gradient queue of its own."""
     dtype, split = TORCH_DTYPES[config.model.dtype], config.parallel.sequence_parallel
-    return Sharding(mesh.tp, split, dtype, kernels=kernels, context=context)
+    return Sharding(mesh.tp, split, dtype, kernels=kernels)
 
 
 def _selected(config: Config, needs: KernelNeeds, mesh: ParallelMesh, *, cut: bool) -> Kernels:
@@ -138,6 +144,17 @@ def _selected(config: Config, needs: KernelNeeds, mesh: ParallelMesh, *, cut: bo
         )
     all_or_none(mesh, error)
     return kernels
+
+
+def _blocks(config: Config, layout: Layout) -> str:
+    """Why attention goes by blocks, and how."""
+    split, context = layout.split, config.context
+    if split.cp == 1:
+        return "activations.keep_attention"
+    parts = [f"parallel.cp={split.cp}"]
+    parts += [f"heads over {split.ulysses}"] if split.ulysses > 1 else []
+    parts += [f"{context.plan} of {split.ring}, {context.order}"] if split.ring > 1 else []
+    return ", ".join(parts)
 
 
 def _attention(wanted: str, given: Attended) -> Choice[AttentionKernel]:

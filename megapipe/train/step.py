@@ -50,7 +50,6 @@ from megapipe.optim.state_store import StatePolicy
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
 from megapipe.train import checkpoint_io, evaluation, logits, resume
-from megapipe.train.context import make_context
 from megapipe.train.evaluation import Evaluation
 from megapipe.train.feed import Counted, Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
@@ -116,9 +115,8 @@ class TrainStep:
             receive_ahead=config.pipeline.receive_ahead,
             ctas=config.pipeline.channel_ctas,
         )
-        sharding = partial(make_sharding, config, mesh, self.kernels, make_context(layout, mesh))
         self.modules = {
-            s: layout.model.build(layout.stage_layers[s], sharding())
+            s: layout.model.build(layout.stage_layers[s], make_sharding(config, mesh, self.kernels))
             for rank in self.pipeline.ranks
             for s in self.placement.stages_of(rank)
         }

@@ -41,6 +41,7 @@ STATES = [
     ("bf16", "none", "nearest"),
 ]
 """State dtype, master, rounding."""
+KEPT = "full, attention kept"
 DIMENSIONS: dict[str, list[Any]] = {
     "layout": LAYOUTS,
     "context": list(CONTEXTS),
@@ -70,7 +71,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "gemma"],
     "activations": [
         *("keep", "stage", "full, two together", "of each some"),
-        "full, attention kept",
+        KEPT,
     ],
     "in_process": [False, True],
     "scatter": ["off", "on"],
@@ -152,8 +153,8 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
     """Whether a context has ranks, and goes with the rest."""
     _, cp, tp, _ = c["layout"]
     context, heads = c["context"], (c["kv_heads"] or HEADS) // tp
-    by_blocks = cp > 1 or c["activations"] == "full, attention kept"
-    if by_blocks and (c["dropout"] or c["compile"] or c["model"] in ("bloom", "gemma")):
+    by_blocks = cp > 1 or c["activations"] == KEPT
+    if by_blocks and (c["dropout"] or c["model"] in ("bloom", "gemma")):
         return False
     if cp == 1:
         return context == "ring"
@@ -180,7 +181,7 @@ def _are_messages_alike(c: Mapping[str, Any]) -> bool:
 
 
 def _can_be_compiled(c: Mapping[str, Any]) -> bool:
-    return not (c["dropout"] or c["lora"]) and c["activations"] in ("keep", "stage")
+    return not (c["dropout"] or c["lora"]) and c["activations"] in ("keep", "stage", KEPT)
 
 
 def to_case(choice: Mapping[str, Any]) -> Case:

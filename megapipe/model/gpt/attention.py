@@ -113,7 +113,7 @@ class Attention(nn.Module):
         value.
         """
         q, k, v = self.heads(qkv) if self.q_norm is None else self._normed(qkv, rotary)
-        context = self.sharding.context
+        context = self.sharding.kernels.context
         shares = self.q_norm is None and self.queries > 1 and self.groups > 1
         if shares and (cache is None or context is not None):
             k, v = k.contiguous(), v.contiguous()  # q is a copy: let go of what it comes from

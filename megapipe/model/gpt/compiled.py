@@ -39,11 +39,14 @@ class CompiledBlock:
     """Runs the blocks of a stage, which have the same sizes, by shared graphs.
 
     The first call of a kind compiles its graph: there is one for each shape, in training, with
-    `graph_only`, and without gradients. Dropout and slices are for uncompiled blocks.
+    `graph_only`, and without gradients. Dropout and slices are for uncompiled blocks. Where
+    positions are split over ranks there are two graphs, one before attention and one after it.
     """
 
     def __init__(self, compiler: Compiler) -> None:
         self._run = compiler(run_block)
+        self._before = compiler(before_attention)
+        self._after = compiler(after_attention)
 
     def __call__(
         self, block: Block, x: Tensor, mb: MicroBatch, rotary: Rotary, graph_only: bool
@@ -58,9 +61,30 @@ class CompiledBlock:
         else:
             x = x.detach()  # one graph, whatever x could be differentiated for
         linears = [_linear(layer, sink) for layer, sink in zip(layers, sinks, strict=True)]
+        if block.sharding.kernels.context is not None:
+            return self._around_attention(block, x, mb, rotary, linears, harvest, graph_only)
         length = layers[0].output_shape(x)[0]
         mask = None if mb.documents is None else mb.documents.mask(length)
         y, harvest.inputs = self._run(block, x, rotary, mask, linears, graph_only)
+        return y
+
+    def _around_attention(
+        self,
+        block: Block,
+        x: Tensor,
+        mb: MicroBatch,
+        rotary: Rotary,
+        linears: Sequence[_Linear],
+        harvest: _Harvest,
+        graph_only: bool,
+    ) -> Tensor:
+        """By two graphs, with attention between them, whose ranks send each other messages."""
+        context, attention = block.sharding.kernels.context, block.attention
+        assert context is not None
+        normed, q, k, v = self._before(block, x, rotary, linears[0])
+        mixed = context.attend(q, k, v, mb, attention.scores.scale, attention.layer).flatten(2)
+        y, inputs = self._after(block, x, mixed, linears[1:], graph_only)
+        harvest.inputs = normed, *inputs
         return y
 
 
@@ -161,19 +185,37 @@ def run_block(
     graph_only: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The function that is compiled: the output [s(/tp), b, h], and the linear layers' inputs."""
-    sharding, attention, mlp = block.sharding, block.attention, block.mlp
-    qkv, out, up, down = linears
+    attention = block.attention
     documents = None if mask is None else cast(Documents, _Masked(mask))
+    normed, q, k, v = before_attention(block, x, rotary, linears[0])
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    attend = block.sharding.kernels.attention
+    mixed = joined(attend(q, k, v, 0.0, documents, attention.scores))
+    y, inputs = after_attention(block, x, mixed, linears[1:], graph_only)
+    return y, (normed, *inputs)
 
+
+def before_attention(
+    block: Block, x: Tensor, rotary: Rotary, qkv: _Linear
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The linear layer's input, queries [s, b, heads / tp, d], keys and values."""
+    attention = block.attention
     normed = block.attention_norm(x)
-    q, k, v = attention.heads(_Product.apply(normed, *qkv, sharding, True))
+    q, k, v = attention.heads(_Product.apply(normed, *qkv, block.sharding, True))
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
     if rotary is not None:
         cos, sin = (table.squeeze(2) for table in rotary)
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    mixed = joined(sharding.kernels.attention(q, k, v, 0.0, documents, attention.scores))
+    return normed.detach(), q, k, v
+
+
+def after_attention(
+    block: Block, x: Tensor, mixed: Tensor, linears: Sequence[_Linear], graph_only: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """From attention's output [s, b, h / tp] to the block's, and the inputs of linear layers."""
+    sharding, mlp = block.sharding, block.mlp
+    out, up, down = linears
     attended = _Product.apply(mixed, *out, sharding, False)
     if block.attention_post_norm is not None:
         attended = block.attention_post_norm(attended)
@@ -184,4 +226,4 @@ def run_block(
         y = y + block.mlp_post_norm(_Product.apply(active, *down, sharding, False))
     else:
         y = y + _Product.apply(active, *down, sharding, False, graph_only)
-    return y, tuple(t.detach() for t in (normed, mixed, widened, active))
+    return y, tuple(t.detach() for t in (mixed, widened, active))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import backward
 
 from megapipe.context.positions import Positions
+from megapipe.context.split import HeldPositions
 from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, spec_of
@@ -39,13 +40,15 @@ def check_compiled(
     again: bool,
     documents: bool,
     device: torch.device,
+    held: HeldPositions | None = None,
 ) -> None:
     """Compare a compiled block of random weights with the same block uncompiled.
 
     For each number in `rows`, two micro-batches of that many sequences of `length` tokens are in
     flight at once. Compared are outputs, with a graph and without, input gradients, gradients of
     norms, and all that is queued for the weight gradients; if forwards are run `again`, also with
-    `graph_only`. All processes of a tp group call it. Raises :class:`ConfigError`.
+    `graph_only`. `held` are the positions that are here, where not all are. All processes of a tp
+    or cp group call it. Raises :class:`ConfigError`.
 
     This compiles all graphs of training steps and validation before they begin. Compiling waits for
     the device, which within a step would wait for a receive, and so for another pipeline rank.
@@ -68,17 +71,19 @@ def check_compiled(
                 parameter.copy_(spec.fill + drawn / 10 if spec.std is None else drawn * spec.std)
         return block
 
+    here = Positions.whole(length) if held is None else held.own
     split = sharding.tp.size if sharding.sequence_split else 1
     tables = Rotaries(None)
     if config.positions == "rotary":
-        tables = rotaries(config, Positions.whole(length), device, sharding.dtype)
+        tables = rotaries(config, here, device, sharding.dtype)
     kinds = {config.window_of(layer): layer for layer in range(config.layers)}
     for block, number in itertools.product(map(new_block, kinds.values()), sorted(rows)):
         rotary = block.tables(tables)
-        shape = (length // split, number, config.hidden)
+        shape = (here.count // split, number, config.hidden)
         data = [(draw(shape), draw(shape)) for _ in range(2)]
         ids = (torch.arange(length) * 3 // length).expand(number, length)
-        mb = MicroBatch(0, 0, 0, documents=Documents(ids, device) if documents else None)
+        ends = Documents(ids, device) if documents else None
+        mb = MicroBatch(0, 0, 0, documents=ends, held=held)
         for graph_only in (False, True) if again else (False,):
             block.compiled = compiled
             try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, get_args
 
+from megapipe.context.split import HeldPositions
 from megapipe.dtypes import Dtype
 from megapipe.layers.policy import Span
 from megapipe.layers.specs import ParameterSpec
@@ -223,6 +224,7 @@ class GPT(Family):
         again: bool,
         documents: bool,
         device: device,
+        held: HeldPositions | None = None,
     ) -> None:
         from megapipe.model.gpt.compiled_check import check_compiled
 
@@ -234,4 +236,5 @@ class GPT(Family):
             again=again,
             documents=documents,
             device=device,
+            held=held,
         )
