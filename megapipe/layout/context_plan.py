@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from megapipe.config import Config
 from megapipe.context import plans
 from megapipe.context.entries import entries
-from megapipe.context.plan import Plan
+from megapipe.context.plan import Message, Plan
 from megapipe.context.split import Split
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
+
+Pass = Literal["F", "I"]
+"""Forward and backward of attention, by the operation that they are part of."""
+PASSES: tuple[Pass, ...] = ("F", "I")
 
 
 class ContextPlans(NamedTuple):
@@ -19,6 +24,17 @@ class ContextPlans(NamedTuple):
     backward: Plan
     gathers: bool = False
     """Keys are gathered at once, in the place of what the plans would send."""
+
+    @property
+    def turned(self) -> bool:
+        """Whether queries travel in the backward, and keys in the forward."""
+        return self.backward is not self.forward
+
+    def of(self, what: Pass) -> tuple[Plan, Sequence[Sequence[Message]]]:
+        """The plan of the forward or the backward, and its messages by exchange."""
+        if what == "F":
+            return self.forward, self.forward.forward
+        return self.backward, self.backward.backward
 
 
 def context_plans(config: Config, split: Split) -> ContextPlans:

@@ -89,6 +89,10 @@ class Sizes(NamedTuple):
     cuda: bool = False
     before: int | None = None
     """Positions of the slices before it; None for whole sequences."""
+    cp: int = 1
+    """Ranks over which the sequence is split; `sequence` are the positions of one."""
+    ulysses: int = 1
+    """Those of them that split heads while they attend."""
 
     @property
     def attended(self) -> int:
@@ -105,6 +109,9 @@ class Held(NamedTuple):
     """From F to I, in host memory."""
     queued: int
     """From I to W, on the device, with the weight gradients that wait."""
+    results: int = 0
+    """From F to R or I, on the device, where the stage is run again as a whole but does not attend
+    again: beside its input."""
 
 
 class Peaks(NamedTuple):

@@ -90,7 +90,8 @@ def _moments(
             after = _cache(op, piece) if op.kind == Kind.F else {}
             yield {owner: Activations(getattr(within, op.kind.name), host), **after}
         if op.kind == Kind.F:
-            kept = Activations(piece.received, 0) if again else full
+            alone = Activations(piece.received + piece.held.results, 0)
+            kept = alone if again else full
             yield {owner: kept, **_cache(op, piece)}
         elif op.kind == Kind.R:
             built.add(owner)
@@ -115,7 +116,15 @@ def _cache(op: Op, piece: _Piece) -> dict[_Owner, Activations]:
 def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -> _Piece:
     model, lengths, spec = layout.model, layout.local_lengths, layout.stage_layers[stage]
     cuda, split = layout.device == "cuda", config.parallel.sequence_parallel
-    sizes = Sizes(layout.local_length, rows, layout.tp, split, cuda)
+    sizes = Sizes(
+        layout.local_length,
+        rows,
+        layout.tp,
+        split,
+        cuda,
+        cp=layout.cp,
+        ulysses=layout.split.ulysses,
+    )
     cached = gradients = 0
     if layout.schedule.slices > 1:
         sizes = sizes._replace(sequence=lengths[slice_], before=sum(lengths[:slice_]))

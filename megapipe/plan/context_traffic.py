@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megapipe.context.plan import Message
-from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.context.split import Split
+from megapipe.dtypes import DTYPE_BYTES, Dtype, main_bytes
 from megapipe.layers.policy import Span
+from megapipe.layout.context_plan import PASSES, ContextPlans, Pass
 from megapipe.layout.layout import Layout
-from megapipe.model.interface import Collective
+from megapipe.model.interface import AttentionNeeds, Collective
 
 
 class Sent(NamedTuple):
@@ -24,30 +26,48 @@ class Sent(NamedTuple):
     members: int
 
 
-class _Attention(NamedTuple):
-    """Sizes of what one rank attends with, within its ring."""
+class Attention(NamedTuple):
+    """The attention of a layer on one rank: a piece of which it holds so many tokens."""
 
-    rows: int
-    """Of queries, and of its own keys, of all samples of a piece."""
+    split: Split
+    plans: ContextPlans
+    tokens: int
     heads: int
+    """Of queries, on one tensor-parallel rank."""
     groups: int
+    """Key/value heads, copies for ranks that split them included."""
     head_dim: int
     size: int
     """Bytes of a value."""
     main: int
     """Bytes of a value in the type of accumulation."""
 
+    @classmethod
+    def of(
+        cls,
+        split: Split,
+        plans: ContextPlans,
+        needs: AttentionNeeds,
+        dtype: Dtype,
+        tokens: int,
+    ) -> Attention:
+        """Of a model that `needs` such attention."""
+        groups, sizes = max(needs.groups, split.ulysses), (DTYPE_BYTES[dtype], main_bytes(dtype))
+        return cls(split, plans, tokens, needs.heads, groups, needs.head_dim, *sizes)
+
     @property
     def queries(self) -> int:
-        return self.rows * self.heads * self.head_dim
+        """Values of the queries of a member of the ring: more positions, fewer heads."""
+        return self.tokens * self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        return 2 * self.rows * self.groups * self.head_dim
+        """Values of its keys and values."""
+        return 2 * self.tokens * self.groups * self.head_dim
 
     @property
     def lse(self) -> int:
-        return self.rows * self.heads * self.main
+        return self.tokens * self.heads * self.main
 
     def bytes_of(self, message: Message, *, backward: bool) -> int:
         """Of a message of the forward, or of the backward."""
@@ -60,58 +80,46 @@ class _Attention(NamedTuple):
             return self.keys * self.size
         return (3 * self.queries * self.size + self.lse) if backward else self.queries * self.size
 
+    @property
+    def resharded(self) -> Sent:
+        """The all-to-alls of queries, keys, values and output, in the forward or the backward."""
+        heads = 2 * self.heads + 2 * self.groups
+        size = self.tokens * heads * self.head_dim * self.size
+        return Sent("ulysses", "all_to_all", 4, size, self.split.ulysses)
 
-def attention_traffic(layout: Layout, tokens: int, index: int) -> dict[str, list[Sent]]:
+    def sent(self, what: Pass, index: int) -> list[Sent]:
+        """All that the rank of a context-parallel index sends."""
+        ring, n = self.split.place(index)[0], self.split.ring
+        found = [self.resharded]
+        if self.plans.gathers:
+            found.append(Sent("cp", "all_gather", 1, n * self.keys * self.size, n))
+            if what == "I":
+                found.append(Sent("cp", "reduce_scatter", 1, n * self.keys * self.main, n))
+        else:
+            own = [m for exchange in self.plans.of(what)[1] for m in exchange if m.source == ring]
+            total = sum(self.bytes_of(message, backward=what == "I") for message in own)
+            found.append(Sent("cp", "send", len(own), total, n))
+        return [each for each in found if each.members > 1 and each.calls]
+
+
+def attention_traffic(layout: Layout, tokens: int, index: int) -> dict[Pass, list[Sent]]:
     """All that the context-parallel rank of `index` sends in one layer's attention, forward (F) and
     backward (I), of a piece of which it holds `tokens` tokens."""
-    needs, split = layout.model.kernels.attention, layout.split
-    if split.cp == 1 or needs is None:
+    needs = layout.model.kernels.attention
+    if layout.split.cp == 1 or needs is None:
         return {"F": [], "I": []}
-    groups, ring = max(needs.groups, split.ulysses), split.place(index)[0]
-    size, main = DTYPE_BYTES[layout.model.dtype], main_bytes(layout.model.dtype)
-    here = _Attention(
-        rows=tokens * split.ulysses,
-        heads=needs.heads // split.ulysses,
-        groups=groups // split.ulysses,
-        head_dim=needs.head_dim,
-        size=size,
-        main=main,
-    )
-    heads = [needs.heads, groups, groups, needs.heads]
-    resharded = Sent(
-        "ulysses",
-        "all_to_all",
-        len(heads),
-        tokens * sum(heads) * needs.head_dim * size,
-        split.ulysses,
-    )
-    found: dict[str, list[Sent]] = {"F": [resharded], "I": [resharded]}
-    if layout.context.gathers:
-        gathered = Sent("cp", "all_gather", 1, split.ring * here.keys * size, split.ring)
-        grads = Sent("cp", "reduce_scatter", 1, split.ring * here.keys * main, split.ring)
-        found["F"].append(gathered)
-        found["I"] += [gathered, grads]
-    else:
-        for what, messages in (
-            ("F", layout.context.forward.forward),
-            ("I", layout.context.backward.backward),
-        ):
-            own = [m for exchange in messages for m in exchange if m.source == ring]
-            total = sum(here.bytes_of(m, backward=what == "I") for m in own)
-            found[what].append(Sent("cp", "send", len(own), total, split.ring))
-    return {what: [s for s in sent if s.members > 1 and s.calls] for what, sent in found.items()}
+    own = Attention.of(layout.split, layout.context, needs, layout.model.dtype, tokens)
+    return {what: own.sent(what, index) for what in PASSES}
 
 
-def attentions(layout: Layout, stage: int) -> Iterator[tuple[str, int]]:
-    """How often the layers of a stage attend in the F of a piece and in its I: ("F", forwards) and
-    ("I", backwards); forwards that are run again count with the F."""
+def attentions(layout: Layout, stage: int, what: Pass, axis: str) -> int:
+    """How often the layers of a stage exchange over cp, or ulysses, in the F of a piece (with
+    forwards that are run again) or in its I. A second run that finds the results of attention moves
+    heads and positions again, but does not attend."""
     spans: Sequence[Span] = layout.spans[stage]
     blocks = sum(span.blocks for span in spans)
-    again = stage in layout.schedule.recompute
-    rerun = sum(
-        span.blocks
-        for span in spans
-        if again or {"block", "attention"} & set(span.policy.recompute)
-    )
-    yield "F", blocks + rerun
-    yield "I", blocks
+    if what == "I" or (axis == "cp" and any(span.policy.keeps_attention for span in spans)):
+        return blocks
+    again, modules = stage in layout.schedule.recompute, {"block", "attention"}
+    rerun = sum(span.blocks for span in spans if again or modules & set(span.policy.recompute))
+    return blocks + rerun

@@ -20,7 +20,7 @@ from megapipe.plan.pace import Speeds, expected
 from megapipe.plan.traffic import by_axis, pipeline_messages, step_traffic
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
-from megapipe.schedule.ir import Schedule
+from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.memory import peak_held, weight_copies
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.timing.simulate import Timeline
@@ -107,6 +107,7 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
             f"{layout.microbatches:,} micro-batches of {train.microbatch} per replica"
         ),
         *([_slices_line(config, layout)] if schedule.slices > 1 else []),
+        *(_context_lines(config, layout) if layout.cp > 1 else []),
         (
             f"compute       {per_token * tokens:.4g} FLOPs per step, {per_token:.4g} per token, "
             f"{per_token * tokens / layout.world:.4g} per process and step on average"
@@ -151,6 +152,27 @@ def _slices_line(config: Config, layout: Layout) -> str:
         f"slices        of {', '.join(map(str, lengths))} tokens, with {', '.join(shares)} of "
         + ("a layer's FLOPs" if by_flops else "the time of a whole sequence")
     )
+
+
+def _context_lines(config: Config, layout: Layout) -> list[str]:
+    """How positions are split and attended to, and what that makes of a step's operations."""
+    split, context = layout.split, config.context
+    parts = [f"{layout.local_length:,} of {config.train.sequence_length:,} positions per rank"]
+    if split.ulysses > 1:
+        parts.append(f"heads over {split.ulysses} ranks ({context.ranks})")
+    if split.ring > 1:
+        travels = "queries" if layout.context.turned else "keys"
+        back = "" if layout.context.gathers else f", {travels} travel back"
+        parts.append(f"{context.plan} of {split.ring}, {context.order}{back}")
+    work = [layout.cost.table(layout.stages)[Kind[kind]] for kind in "FIW"]
+    F, I, W = (float(sum(each)) for each in work)  # noqa: E741
+    return [
+        f"context       {'; '.join(parts)}",
+        (
+            f"operations    F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by FLOPs, which a schedule can "
+            f"take as costs (scripts/schedule.py --cost F=1,I={I / F:.2f},W={W / F:.2f})"
+        ),
+    ]
 
 
 def _traffic_line(config: Config, layout: Layout) -> str:

@@ -30,6 +30,7 @@ from megapipe.config import Config
 from megapipe.distributed.shares import share
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
 from megapipe.layers.policy import loss_chunk
+from megapipe.layout.context_plan import Pass
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import Collective, TensorTraffic, bytes_of
 from megapipe.plan.buckets import BucketPlan, Group, process_buckets
@@ -174,25 +175,26 @@ def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exc
     """Exchanges of attention over cp, of the rank that sends most."""
     if layout.cp == 1:
         return
-    counts: Counter[tuple[str, str, Collective, int]] = Counter()
-    amounts: Counter[tuple[str, str, Collective, int]] = Counter()
+    counts: Counter[tuple[str, Pass, Collective, int]] = Counter()
+    amounts: Counter[tuple[str, Pass, Collective, int]] = Counter()
     for stage in layout.process_stages(rank):
         for tokens in (
             each
             for fused in (False, True)
             for each in _pieces(config, layout, stage, rank, fused=fused)
         ):
-            for what, times in attentions(layout, stage):
-                for sent in _most_sent(layout, tokens)[what]:
-                    key = sent.axis, what, sent.collective, sent.members
+            for of, exchanges in _most_sent(layout, tokens).items():
+                for sent in exchanges:
+                    times = attentions(layout, stage, of, sent.axis)
+                    key = sent.axis, of, sent.collective, sent.members
                     counts[key] += times * sent.calls
                     amounts[key] += times * sent.bytes
-    for (axis, what, collective, members), count in counts.items():
-        size = amounts[axis, what, collective, members]
-        yield Exchange(axis, collective, what, count, size, members)
+    for key, count in counts.items():
+        axis, what, collective, members = key
+        yield Exchange(axis, collective, what, count, amounts[key], members)
 
 
-def _most_sent(layout: Layout, tokens: int) -> dict[str, list[Sent]]:
+def _most_sent(layout: Layout, tokens: int) -> dict[Pass, list[Sent]]:
     """In one attention of a piece, of the context-parallel rank that sends most."""
     ranks = [attention_traffic(layout, tokens, index) for index in range(layout.cp)]
     return max(ranks, key=lambda sent: sum(each.bytes for of in sent.values() for each in of))

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megapipe.distributed.mesh import Grid
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layout.layout import Layout
 from megapipe.model.gpt.saved import Sizes, held, held_tensors
 from megapipe.model.gpt.workspace import peaks
 from megapipe.testing import World, run_world
@@ -84,11 +84,43 @@ def measure_all(world: World, given: list[Case]) -> list[Alive]:
     alive = []
     for case in given:
         config, layout = configure(case)
-        step = TrainStep(config, layout, world.mesh(Grid(pp=1, dp=1, tp=case.tp)))
-        local = case.sequence // (case.tp if case.sequence_parallel else 1)
+        mesh, split = world.mesh(case.grid), layout.split
+        step = TrainStep(config, layout, mesh)
+        local = layout.local_length // (case.tp if case.sequence_parallel else 1)
         x = torch.ones(local, case.batch, config.model.hidden, dtype=torch.float64)
-        alive.append(measure(step.stages[1], x, MicroBatch(index=0, step=0, seed=1)))
+        held = None if split.cp == 1 else split.held([case.sequence], mesh.cp.index)
+        mb = MicroBatch(index=0, step=0, seed=1, held=held)
+        alive.append(measure(step.stages[1], x, mb))
     return alive
+
+
+def sizes_of(case: Case, layout: Layout) -> Sizes:
+    return Sizes(
+        layout.local_length,
+        case.batch,
+        case.tp,
+        case.sequence_parallel,
+        cp=case.cp,
+        ulysses=layout.split.ulysses,
+    )
+
+
+def test_bytes_where_positions_are_split() -> None:
+    base = Case(cp=2, pp=4, in_process=True, layers=8)
+    check_bytes(
+        [
+            replace(base, activations=name, model=model, context=context, kv_heads=kv_heads)
+            for name, model, context, kv_heads in (
+                ("keep", "gpt2", "ring", None),
+                ("keep", "llama", "ring", 2),
+                ("keep", "llama", "ulysses", 2),
+                ("keep", "qwen", "ulysses", 1),
+                ("full, attention kept", "llama", "ring", 2),
+                ("selective, attention kept", "llama", "ring", 2),
+                ("selective, attention kept", "llama", "ulysses", 1),
+            )
+        ]
+    )
 
 
 def test_bytes_on_a_tensor_parallel_rank() -> None:
@@ -103,10 +135,15 @@ def test_bytes_on_a_tensor_parallel_rank() -> None:
             ("of each some", "llama", False),
         )
     ]
+    check_bytes(given)
+
+
+def check_bytes(given: list[Case]) -> None:
+    """Of ranks of two."""
     for results in run_world(2, measure_all, given, timeout_s=120):
         for case, alive in zip(given, results, strict=True):
             config, layout = configure(case)
-            sizes = Sizes(case.sequence, case.batch, case.tp, case.sequence_parallel)
+            sizes = sizes_of(case, layout)
             promised = list(held_tensors(config.model, layout.spans[1], sizes))
             on_device = sorted(tensor.bytes for tensor, in_host in promised if not in_host)
             assert alive.device == on_device, case.name

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layers.lora_specs import Lora, Rows
-from megapipe.layers.policy import Span, padded_vocabulary
+from megapipe.layers.policy import BlockPolicy, Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.lora import places
 from megapipe.model.gpt.parameters import known
@@ -90,6 +90,8 @@ def held_tensors(
     for blocks, policy in spans:
         if "block" in policy.recompute:
             yield saved[0], "block" in policy.offload
+            for tensor in _results(saved, policy) * blocks:
+                yield tensor, False
             is_held = False
             continue
         for tensor in saved * blocks:
@@ -99,6 +101,18 @@ def held_tensors(
             if is_held or (tensor.is_input if again else tensor.is_saved):
                 yield tensor, tensor.has_grad and tensor.module in policy.offload
             is_held = False
+        if policy.recompute and "attention" in policy.recompute:
+            for tensor in _results(saved, policy) * blocks:
+                yield tensor, False
+
+
+def _results(saved: Sequence[Saved], policy: BlockPolicy) -> tuple[Saved, ...]:
+    """What a block that is run again keeps of attention: its output and LSE."""
+    if not policy.keeps_attention:
+        return ()
+    of_heads = any(tensor.name == "output of some heads" for tensor in saved)
+    kept = ("output of some heads" if of_heads else "output", "logsumexp")
+    return tuple(t for t in saved if t.module == "attention" and t.name in kept)
 
 
 def held(model: ModelConfig, spans: Sequence[Span], sizes: Sizes, lora: Lora | None = None) -> Held:
@@ -124,7 +138,7 @@ def stage_held(
     `loss_chunk` is ``kernels.loss_chunk``. Left out: a few numbers per piece, and the tokens,
     labels and masks themselves.
     """
-    device, host, queued = held(model, spans, sizes, lora)
+    device, host, queued, _ = held(model, spans, sizes, lora)
     w = Widths.of(model, sizes)
     size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
     residual, trains = w.local_tokens * model.hidden * size, lora is None
@@ -147,7 +161,10 @@ def stage_held(
             # exponentials; a factor, a column (int64), if it is here, and whether masked, per token
             device += logits * high + w.tokens * (high + 8 + 1 + 1)
             queued += trains * (residual + logits * size)
-    return Held(device, host, queued)
+    results = 0
+    for blocks, policy in spans:
+        results += blocks * sum(t.bytes for t in _results(saved_tensors(model, sizes), policy))
+    return Held(device, host, queued, results)
 
 
 def queued_bytes(model: ModelConfig, sizes: Sizes, lora: Lora | None = None) -> int:
@@ -262,6 +279,9 @@ def _attention(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
     # keys and values of a slice are in the cache: its queries alone are viewed
     is_viewed = not is_gathered and (is_fused if is_slice else not is_copied)
     qkv = (queries + 2 * keys) * size
+    if sizes.ulysses > 1:
+        yield from _of_some_heads(model, sizes)
+        return
     yield Saved("attention", "qkv", qkv, is_input=True, is_saved=is_viewed or model.qk_norm)
     if model.qk_norm:
         yield Saved("attention", "rstd of queries", rows * high, has_grad=False)
@@ -291,6 +311,26 @@ def _attention(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
         yield Saved("attention", "dropped weights", scores * high)
     yield Saved("attention", "output", queries * size)
     yield from _residual_mask("attention", model, sizes)
+
+
+def _of_some_heads(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
+    """The same where ranks exchange positions for heads, and back: as many values, but for copies
+    of keys, in tensors of their own."""
+    size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
+    w = Widths.of(model, sizes)
+    queries, keys = w.tokens * w.queries, w.tokens * w.keys
+    copied = keys * max(1, sizes.ulysses // w.groups)
+    qkv = (queries + 2 * keys) * size
+    yield Saved("attention", "qkv", qkv, is_input=True, is_saved=model.qk_norm)
+    if model.qk_norm:
+        yield Saved("attention", "rstd of queries", w.tokens * w.heads * high, has_grad=False)
+        yield Saved("attention", "rstd of keys", w.tokens * w.groups * high, has_grad=False)
+    yield Saved("attention", "queries of some heads", queries * size)
+    for name in () if sizes.before is not None else ("keys", "values"):
+        yield Saved("attention", f"{name} of some heads", copied * size)
+    yield Saved("attention", "logsumexp", w.tokens * w.heads * high, has_grad=False)
+    yield Saved("attention", "output of some heads", queries * size)
+    yield Saved("attention", "output", queries * size)
 
 
 def _is_written_out(model: ModelConfig, sizes: Sizes) -> bool:

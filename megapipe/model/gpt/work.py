@@ -53,12 +53,13 @@ def part_costs(once: Once, repeated: Repeated | None) -> tuple[Fraction, Fractio
     layer, head = Fraction(3 * once.layer), Fraction(3 * once.head)
     if repeated is None:
         return layer, head
+    kept = once.scores if repeated.policy.keeps_attention else 0
     if repeated.stage:
-        return layer + once.layer, head + once.last + once.head
+        return layer + once.layer - kept, head + once.last + once.head
     if "block" in repeated.policy.recompute:
-        layer += once.layer - Fraction(once.last, repeated.span)
+        layer += once.layer - kept - Fraction(once.last, repeated.span)
     elif "attention" in repeated.policy.recompute:
-        layer += once.scores
+        layer += once.scores - kept
     return layer, head
 
 
@@ -77,14 +78,16 @@ def stage_work(
     """
     each = [once(layer) for layer in stage.layers]
     whole, scores = sum(one.layer for one in each), sum(one.scores for one in each)
-    repeated = start = 0
+    repeated = start = found = 0
     for blocks, policy in spans:
         here = each[start : start + blocks]
         start += blocks
+        kept = sum(one.scores for one in here) if policy.keeps_attention else 0
+        found += kept
         if "block" in policy.recompute:
-            repeated += sum(one.layer for one in here) - once(0).last
+            repeated += sum(one.layer for one in here) - once(0).last - kept
         elif "attention" in policy.recompute:
-            repeated += sum(one.scores for one in here)
+            repeated += sum(one.scores for one in here) - kept
     head = once(0).head if stage.head else 0
     left_out = once(0).last if each and not stage.head else 0
     return Work(
@@ -92,5 +95,5 @@ def stage_work(
         F=whole + (head if again or not chunked else 0),
         I=whole + scores + repeated + (3 * head if chunked else head),
         W=whole - scores + (0 if chunked else head),
-        R=again * (whole - left_out + (0 if chunked else head)),
+        R=again * (whole - found - left_out + (0 if chunked else head)),
     )

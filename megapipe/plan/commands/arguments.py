@@ -1,0 +1,28 @@
+"""The configuration that commands are given, as train.py takes it."""
+
+import argparse
+
+from megapipe.cli import parse
+from megapipe.command_line import Parser
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.layout.resolve import resolve
+
+
+def add_configuration(parser: Parser) -> None:
+    """Add the argument of :func:`configuration`."""
+    parser.add_argument(
+        "keys",
+        nargs="+",
+        metavar="CONFIG or section.key=value",
+        help="as train.py takes them; parallel.cp above 1 is needed",
+    )
+
+
+def configuration(given: argparse.Namespace) -> Config:
+    """The resolved configuration; its vocabulary does not matter here. Raises
+    :class:`ConfigError`."""
+    config, _ = resolve(parse(given.keys).config, None, None)
+    if config.parallel.cp == 1:
+        raise ConfigError("parallel.cp=1 splits no positions: expected parallel.cp=2 or more")
+    return config

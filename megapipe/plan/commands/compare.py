@@ -1,0 +1,109 @@
+"""Lists every plan, order of positions and split of heads that a model and a number of ranks allow,
+the fastest first: bytes that a rank sends per layer and micro-batch, forward and backward, within
+its node and to others, and the time of attention by simulation. Speeds are those of
+parallel.node_gb_s, network_gb_s and per_node, log.device and log.efficiency.
+
+example: context.py compare configs/llama_8b.yaml parallel.cp=8 train.sequence_length=131072
+"""
+
+import argparse
+import csv
+import json
+import sys
+from typing import Any
+
+from megapipe.command_line import Parser
+from megapipe.errors import ConfigError
+from megapipe.plan.commands.arguments import add_configuration, configuration
+from megapipe.plan.context_choice import Cost, costs
+from megapipe.plan.demand import size_text
+from megapipe.plan.pace import Speeds
+
+PURPOSE = "all ways to attend over split positions, with what they cost"
+HEADINGS = {
+    "plan": "plan",
+    "order": "order",
+    "ulysses": "ulysses",
+    "ranks": "ranks",
+    "within": "in node",
+    "between": "to others",
+    "rounds": "rounds",
+    "work": "slowest/mean",
+    "ms": "ms",
+    "exposed": "exposed",
+    "bundles": "bundles",
+}
+
+
+def add(parser: Parser) -> None:
+    add_configuration(parser)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print CSV, bytes and seconds as numbers")
+    form.add_argument("--json", action="store_true", help="print a JSON list of the same")
+
+
+def run(given: argparse.Namespace) -> None:
+    config = configuration(given)
+    speeds = Speeds.of(config)
+    if speeds.tflops is None:
+        raise ConfigError(
+            "the speed of the device is not known: set log.device (as in H100) or log.peak_tflops"
+        )
+    found = costs(config, speeds)
+    if given.json:
+        print(json.dumps([plain(cost) for cost in found]))
+    elif given.csv:
+        writer = csv.DictWriter(sys.stdout, tuple(plain(found[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(plain, found))
+    else:
+        print(table(found))
+        keys = " ".join(found[0].keys) or "as by default"
+        print(f"\nfastest: {keys}; this configuration: {own_place(found, config.context)}")
+
+
+def plain(cost: Cost) -> dict[str, Any]:
+    """The row of a way to attend, in bytes and seconds."""
+    return {
+        **cost.context.model_dump(),
+        **{key: value for key, value in cost._asdict().items() if key != "context"},
+    }
+
+
+def own_place(found: list[Cost], own: Any) -> str:
+    """The place of a section among those that were found."""
+    for number, cost in enumerate(found, start=1):
+        if cost.context == own.model_copy(update={"travels": cost.context.travels}):
+            return f"number {number} of {len(found)}"
+    return "not among them"
+
+
+def table(found: list[Cost]) -> str:
+    """Rows for a reader."""
+    rows = [list(HEADINGS.values())]
+    for cost in found:
+        context = cost.context
+        both = context.ulysses > 1 and cost.rounds > 1
+        rows.append(
+            [
+                cost.name if cost.rounds > 1 else "-",
+                context.order if cost.rounds > 1 else "-",
+                str(context.ulysses),
+                context.ranks if both else "-",
+                size_text(cost.within),
+                size_text(cost.between),
+                str(cost.rounds),
+                f"{cost.work:.2f}",
+                f"{1000 * cost.seconds:.3g}",
+                f"{cost.exposed / cost.seconds:.0%}",
+                str(cost.bundles),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index < 2 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

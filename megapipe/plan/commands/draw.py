@@ -1,0 +1,104 @@
+"""Draws the plan of a configuration: which rank computes which block of scores in which round. A
+cell "3:1" stands for the queries of rank 3 and the keys of rank 1; "-" is a round in which a rank
+has nothing to do. In the SVG a cell is darker the more of its scores are computed.
+
+example: context.py draw parallel.cp=4 context.plan=teams context.team=2 -o teams.svg
+"""
+
+import argparse
+from pathlib import Path
+
+from megapipe.command_line import Parser
+from megapipe.context.entries import entries
+from megapipe.context.plan import Plan
+from megapipe.context.positions import Positions
+from megapipe.errors import ConfigError
+from megapipe.layout.context_checks import split_of
+from megapipe.layout.context_plan import context_plans
+from megapipe.plan.commands.arguments import add_configuration, configuration
+from megapipe.schedule.render.scene import IDLE, Rectangle, Scene, Words
+from megapipe.schedule.render.vector import to_svg
+
+PURPOSE = "who computes which block when"
+CELL, HEIGHT, LEFT, TOP = 58, 26, 64, 40
+PALE, DARK = (236, 243, 251), (74, 127, 196)
+
+
+def add(parser: Parser) -> None:
+    add_configuration(parser)
+    parser.add_argument("--backward", action="store_true", help="the plan of the backward")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write an SVG")
+
+
+def run(given: argparse.Namespace) -> None:
+    config = configuration(given)
+    split = split_of(config)
+    plans = context_plans(config, split)
+    plan = plans.backward if given.backward else plans.forward
+    blocks = split.held([config.train.sequence_length], 0).blocks
+    words = f"{plan.name}, {split.order}: {split.ring} ranks, {plan.length} rounds"
+    if given.output is not None:
+        try:
+            given.output.write_text(to_svg(scene(plan, blocks, words)), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"-o {given.output}: {error.strerror}") from None
+        return
+    print(words)
+    print(text(plan, blocks))
+
+
+def share(blocks: tuple[Positions, ...], pair: tuple[int, int] | None) -> float:
+    """The scores of a pair that are computed, of a whole block's."""
+    if pair is None:
+        return 0.0
+    queries, keys = blocks[pair[0]], blocks[pair[1]]
+    computed = sum(entry.scores for entry in entries(queries, keys))
+    return computed / (queries.count * keys.count)
+
+
+def label(blocks: tuple[Positions, ...], pair: tuple[int, int] | None) -> str:
+    return f"{pair[0]}:{pair[1]}" if pair is not None and share(blocks, pair) else "-"
+
+
+def text(plan: Plan, blocks: tuple[Positions, ...]) -> str:
+    """A row per rank, a column per round."""
+    rows = [["", *(f"round {number}" for number in range(plan.length))]]
+    for rank in range(plan.ranks):
+        cells = [label(blocks, pairs[rank]) for pairs in plan.rounds]
+        rows.append([f"rank {rank}", *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    sent = {"bundle": 0, "partial": 0}
+    for message in (each for exchange in plan.forward for each in exchange):
+        sent[message.what] += 1
+    lines.append(
+        f"{sent['bundle']} bundles and {sent['partial']} results sent; at most "
+        f"{plan.held['keys']} key bundles on a rank, its own included"
+    )
+    return "\n".join(lines)
+
+
+def scene(plan: Plan, blocks: tuple[Positions, ...], words: str) -> Scene:
+    """The same as shapes."""
+    drawn = Scene(LEFT + CELL * plan.length + 8, TOP + HEIGHT * plan.ranks + 8)
+    drawn.shapes.append(Words(8, 16, words, anchor="start"))
+    for number, pairs in enumerate(plan.rounds):
+        x = LEFT + CELL * number
+        drawn.shapes.append(Words(x + CELL / 2, 33, f"round {number}", size=9))
+        for rank, pair in enumerate(pairs):
+            y, part = TOP + HEIGHT * rank, share(blocks, pair)
+            fill = _mixed(part) if part else IDLE
+            drawn.shapes.append(Rectangle(x, y, CELL - 2, HEIGHT - 2, fill))
+            drawn.shapes.append(Words(x + CELL / 2 - 1, y + 16, label(blocks, pair)))
+    for rank in range(plan.ranks):
+        drawn.shapes.append(Words(8, TOP + HEIGHT * rank + 16, f"rank {rank}", anchor="start"))
+    return drawn
+
+
+def _mixed(part: float) -> str:
+    """Darker the larger the part."""
+    channels = (round(a + (b - a) * min(1.0, part)) for a, b in zip(PALE, DARK, strict=True))
+    return "#" + "".join(f"{channel:02x}" for channel in channels)

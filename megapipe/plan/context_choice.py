@@ -1,0 +1,220 @@
+"""Every way to attend over split positions that a configuration allows, with what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain, product
+from typing import Any, NamedTuple
+
+from megapipe.config import Config
+from megapipe.context.entries import entries
+from megapipe.context.plan import Message
+from megapipe.context.simulate import Link, simulate
+from megapipe.context_config import ContextConfig
+from megapipe.errors import ConfigError
+from megapipe.layout.context_checks import check_context, split_of
+from megapipe.layout.context_plan import PASSES, Pass, context_plans
+from megapipe.layout.family import family_of
+from megapipe.model.interface import AttentionNeeds
+from megapipe.plan.context_traffic import Attention
+from megapipe.plan.pace import Speeds
+
+GEMMS = {"F": 2, "I": 5}
+"""Products of a query with a key that each score takes: two in the forward, five in the backward,
+which computes the scores again."""
+
+
+class Cost(NamedTuple):
+    """A way to attend, and its costs of one layer and micro-batch, forward and backward."""
+
+    context: ContextConfig
+    within: int
+    """Bytes that the rank which sends most sends to others of its node."""
+    between: int
+    """The same to other nodes."""
+    rounds: int
+    work: float
+    """Work of the slowest rank, round by round, by that of the mean rank."""
+    seconds: float
+    """Until the last rank is through."""
+    exposed: float
+    """Of these, the seconds in which it waits: for messages, and for others with more work."""
+    bundles: int
+    """Key bundles that a rank has or expects at a time, its own included."""
+
+    @property
+    def name(self) -> str:
+        """The plan in a few words."""
+        context = self.context
+        more = [f"inner {context.inner}"] if context.inner else []
+        more += [f"team {context.team}"] if context.team else []
+        return " ".join([context.plan, *more])
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the configuration that are not as by default."""
+        given = self.context.model_dump()
+        default = ContextConfig().model_dump()
+        return [f"context.{key}={value}" for key, value in given.items() if value != default[key]]
+
+
+def costs(config: Config, speeds: Speeds) -> list[Cost]:
+    """All that are possible, the fastest first, of a resolved configuration and its device's speed.
+
+    Raises :class:`ConfigError` where its model attends otherwise than plans can.
+    """
+    found = []
+    problem: ConfigError | None = None
+    for context in _candidates(config.parallel.cp):
+        made = config.model_copy(update={"context": context})
+        try:
+            found.append(_cost(made, speeds))
+        except ConfigError as error:
+            problem = problem or error
+    if not found and problem is not None:
+        raise problem
+    return sorted(found, key=lambda cost: (cost.seconds, cost.between, cost.within, cost.bundles))
+
+
+def cost_of(config: Config, speeds: Speeds) -> Cost:
+    """The cost of a resolved configuration's own way."""
+    return _cost(config, speeds)
+
+
+def _candidates(cp: int) -> Iterator[ContextConfig]:
+    """Sections, of which some are refused."""
+    for ulysses in (n for n in range(1, cp + 1) if cp % n == 0):
+        ring = cp // ulysses
+        both = ring > 1 and ulysses > 1
+        of_ring: list[dict[str, Any]] = [{}]
+        if ring > 1:
+            orders = ("zigzag", "striped", "contiguous")
+            of_ring = [{"order": order} for order in orders]
+            of_ring += [
+                {"plan": "double_ring", "inner": i, "order": order}
+                for i in range(2, ring)
+                for order in orders[:2]
+                if ring % i == 0
+            ]
+            of_ring += [{"plan": "helpers", "order": "contiguous"}]
+            of_ring += [
+                {"plan": "teams", "team": c} for c in range(2, ring + 1) if ring % c**2 == 0
+            ]
+            of_ring += [{"plan": "all_gather", "order": order} for order in ("zigzag", "striped")]
+        ranks = ("heads_first", "context_first") if both else ("heads_first",)
+        for own, first in product(of_ring, ranks):
+            yield ContextConfig.model_validate({"ulysses": ulysses, "ranks": first, **own})
+
+
+class _Places(NamedTuple):
+    """Where ranks are, and how fast they reach each other."""
+
+    config: Config
+
+    def same_node(self, one: int, other: int) -> bool:
+        """Whether two context-parallel ranks of a group are on one node."""
+        parallel = self.config.parallel
+        return one * parallel.tp // parallel.per_node == other * parallel.tp // parallel.per_node
+
+    def rate(self, *, within: bool) -> float:
+        """Bytes per second."""
+        parallel = self.config.parallel
+        return 1e9 * (parallel.node_gb_s if within else parallel.network_gb_s)
+
+
+def _cost(config: Config, speeds: Speeds) -> Cost:
+    split, family = split_of(config), family_of(config, "cuda")
+    check_context(config, family, split, 1)
+    plans, places = context_plans(config, split), _Places(config)
+    needs: AttentionNeeds | None = family.kernels.attention
+    assert needs is not None
+    assert speeds.tflops is not None
+    rate = speeds.tflops * 1e12 * speeds.efficiency
+    length, rows = config.train.sequence_length, config.train.microbatch
+    tokens = rows * length // split.cp
+    own = Attention.of(split, plans, needs, family.dtype, tokens)
+    blocks = split.held([length], 0).blocks
+    heads = own.heads // split.ulysses
+
+    def scores(i: int, j: int) -> int:
+        return sum(entry.scores for entry in entries(blocks[i], blocks[j]))
+
+    def seconds_of(what: Pass, i: int, j: int) -> float:
+        flops = 2 * GEMMS[what] * scores(i, j) * rows * heads * own.head_dim
+        return flops / rate
+
+    sent = {True: [0] * split.cp, False: [0] * split.cp}
+    whole = busy = 0.0
+    for what in PASSES:
+        plan, messages = plans.of(what)
+
+        def link(message: Message, what: Pass = what) -> Link:
+            ends = split.index(message.source, 0), split.index(message.target, 0)
+            within = places.same_node(*ends)
+            size = own.bytes_of(message, backward=what == "I")
+            return Link(within, size / places.rate(within=within))
+
+        work = partial(seconds_of, what)
+        timed = simulate(plan, () if plans.gathers else messages, work, link)
+        whole, busy = whole + timed.whole, busy + timed.busy
+        for index in range(split.cp):
+            for within, size in _bytes(own, places, what, index):
+                sent[within][index] += size
+        whole += _blocking(own, places, what)
+    mean = sum(scores(i, j) for i in range(split.ring) for j in range(split.ring)) / split.ring
+    slowest = sum(
+        max(0 if pair is None else scores(*pair) for pair in pairs)
+        for pairs in plans.forward.rounds
+    )
+    return Cost(
+        context=config.context,
+        within=max(sent[True]),
+        between=max(sent[False]),
+        rounds=plans.forward.length,
+        work=slowest / mean,
+        seconds=whole,
+        exposed=whole - busy,
+        bundles=split.ring if plans.gathers else plans.forward.held["keys"],
+    )
+
+
+def _bytes(own: Attention, places: _Places, what: Pass, index: int) -> Iterator[tuple[bool, int]]:
+    """Bytes that a rank sends, each with whether to its own node."""
+    yield from _collective_bytes(own, places, what, index)
+    split = own.split
+    ring, ulysses = split.place(index)
+    for message in () if own.plans.gathers else chain(*own.plans.of(what)[1]):
+        if message.source == ring:
+            peer = split.index(message.target, ulysses)
+            within = places.same_node(index, peer)
+            yield within, own.bytes_of(message, backward=what == "I")
+
+
+def _collective_bytes(
+    own: Attention, places: _Places, what: Pass, index: int
+) -> Iterator[tuple[bool, int]]:
+    """The same of exchanges of heads and positions, and of gathered keys."""
+    split, n = own.split, own.split.ulysses
+    ring, ulysses = split.place(index)
+    for other in range(n):
+        if other != ulysses:
+            peer = split.index(ring, other)
+            yield places.same_node(index, peer), own.resharded.bytes // n
+    if own.plans.gathers:
+        for other in range(split.ring):
+            if other != ring:
+                peer = split.index(other, ulysses)
+                size = own.keys * (own.size + (own.main if what == "I" else 0))
+                yield places.same_node(index, peer), size
+
+
+def _blocking(own: Attention, places: _Places, what: Pass) -> float:
+    """Seconds of the collectives during which nothing is computed, of the slowest rank."""
+    most = 0.0
+    for index in range(own.split.cp):
+        sent = {True: 0, False: 0}
+        for within, size in _collective_bytes(own, places, what, index):
+            sent[within] += size
+        most = max(most, *(size / places.rate(within=w) for w, size in sent.items()))
+    return most

@@ -1,0 +1,150 @@
+"""Ways to attend over split positions, compared and drawn."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.layout.resolve import resolve
+from megapipe.plan.commands import main
+from megapipe.plan.context_choice import Cost, cost_of, costs
+from megapipe.plan.pace import Speeds
+
+LONG = (
+    "model.heads=32",
+    "model.kv_heads=8",
+    "model.hidden=4096",
+    "model.layers=2",
+    "model.positions=rotary",
+    "model.vocab_size=300",
+    "model.dtype=bf16",
+    "train.sequence_length=16384",
+    "train.microbatch=1",
+    "log.device=H100",
+)
+
+
+def config(*keys: str) -> Config:
+    return resolve(parse([*LONG, *keys]).config, None, None)[0]
+
+
+def found(*keys: str) -> list[Cost]:
+    given = config(*keys)
+    return costs(given, Speeds.of(given))
+
+
+def test_all_that_is_legal_is_there_once() -> None:
+    rows = found("parallel.cp=8")
+    sections = [cost.context.model_dump_json() for cost in rows]
+    assert len(set(sections)) == len(sections)
+    assert {cost.context.plan for cost in rows} == {
+        *("ring", "double_ring", "helpers", "teams", "all_gather")
+    }
+    assert {cost.context.ulysses for cost in rows} == {1, 2, 4, 8}
+    assert rows == sorted(rows, key=lambda cost: cost.seconds)
+    for cost in rows:  # what is listed can be configured
+        made = resolve(parse([*LONG, "parallel.cp=8", *cost.keys]).config, None, None)[0]
+        assert made.context == cost.context
+
+
+def test_bytes_within_nodes_and_between() -> None:
+    """Two nodes of two: a flat ring crosses once per round, Ulysses with heads first does not."""
+    given = ("parallel.cp=4", "parallel.per_node=2")
+    block = 16384 // 4 * 8 * 128 * 2  # keys of a rank: values of K and V
+    forward, backward = block * 2, block * (2 + 4)
+    ring = cost_of(config(*given), Speeds.of(config(*given)))
+    assert (ring.within, ring.between) == (3 * (forward + backward),) * 2
+    own = config(*given, "context.ulysses=2")
+    usp = cost_of(own, Speeds.of(own))
+    assert usp.between == forward + backward
+    heads = 2 * (32 + 8) * 128 * 2 * 16384 // 4
+    assert usp.within == 2 * heads // 2
+    turned = config(*given, "context.ulysses=2", "context.ranks=context_first")
+    other = cost_of(turned, Speeds.of(turned))
+    assert (other.within, other.between) == (usp.between, usp.within)
+
+
+def test_slow_links_change_the_order() -> None:
+    """With heads split within nodes and keys between them less time is exposed."""
+    keys = ("parallel.cp=8", "parallel.per_node=4", "parallel.network_gb_s=1")
+    best = found(*keys)[0].context
+    assert best.ulysses == 4
+    assert best.ranks == "heads_first"
+    slowest = found(*keys)[-1]
+    assert slowest.exposed > 0.5 * slowest.seconds
+
+
+def test_models_that_cannot() -> None:
+    from megapipe.errors import ConfigError
+
+    given = config()
+    alibi = given.model_copy(
+        update={
+            "model": given.model.model_copy(update={"positions": "alibi"}),
+            "parallel": given.parallel.model_copy(update={"cp": 2}),
+        }
+    )
+    with pytest.raises(ConfigError, match=r"parallel\.cp=2 needs model\.positions="):
+        costs(alibi, Speeds.of(given))
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *LONG, "parallel.cp=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["plan", "order", "ulysses"]
+    assert any(line.startswith("ring") for line in lines)
+    assert lines[-1].startswith("fastest: ")
+    assert "this configuration: number " in lines[-1]
+
+
+def test_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--json", *LONG, "parallel.cp=2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert main(["compare", "--csv", *LONG, "parallel.cp=2"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["plan"] for row in rows] == [row["plan"] for row in told]
+    assert float(rows[0]["seconds"]) == told[0]["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["compare", *LONG], "parallel.cp=1 splits no positions"),
+        (["compare", "parallel.cp=2", "log.device=null"], "the speed of the device is not known"),
+        (["draw", *LONG, "parallel.cp=2", "-o", "/nowhere/x.svg"], "-o /nowhere/x.svg: No such"),
+        (["draw", *LONG, "parallel.cp=2", "context.plan=helpers"], "context.order=zigzag"),
+    ],
+)
+def test_bad_input(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megapipe.plan.pace.local_device", lambda: None)
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert words in said
+
+
+def test_a_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("parallel.cp=3", "context.plan=helpers", "context.order=contiguous")
+    length = "train.sequence_length=12288"
+    assert main(["draw", *LONG, *keys, length]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "helpers, contiguous: 3 ranks, 2 rounds",
+        "        round 0  round 1",
+        "rank 0  0:0      2:0",
+        "rank 1  1:1      1:0",
+        "rank 2  2:2      2:1",
+        "3 bundles and 1 results sent; at most 2 key bundles on a rank, its own included",
+    ]
+    out = tmp_path / "plan.svg"
+    assert main(["draw", *LONG, *keys, length, "--backward", "-o", str(out)]) == 0
+    drawn = out.read_text()
+    assert drawn.startswith("<svg")
+    assert ">2:1</text>" in drawn
