@@ -23,11 +23,11 @@ class Timed(NamedTuple):
     whole: float
     """Until the last rank is through."""
     busy: float
-    """That the rank with most work computes."""
+    """That a rank computes, on average."""
 
     @property
     def exposed(self) -> float:
-        """Seconds that messages and uneven rounds cost."""
+        """Seconds that messages, uneven work and uneven rounds cost."""
         return self.whole - self.busy
 
 
@@ -70,4 +70,4 @@ def simulate(
                 seconds = 0.0 if pair is None else work(*pair)
                 clock[rank] += seconds
                 busy[rank] += seconds
-    return Timed(max([*clock, *arrived.values()]), max(busy))
+    return Timed(max([*clock, *arrived.values()]), sum(busy) / plan.ranks)

@@ -29,6 +29,8 @@ from megapipe.ops.block_attention import BlockKernel, accumulation, merge
 from megapipe.ops.documents import Documents
 
 Tensors = tuple[Tensor, ...]
+UNDER_WAY = 2
+"""Exchanges whose messages may not have left yet; their tensors are held."""
 Results = tuple[Tensor, Tensor]
 """Output [s, b, heads, d] and LSE [b, heads, s]."""
 Bundle = tuple[Kind, int]
@@ -189,6 +191,8 @@ class _Run(ABC):
             for message, tensors in expected.items()
             for tensor in tensors
         ]
+        while len(self._sent) >= UNDER_WAY:
+            self._sent.pop(0).sent()
         exchange = start_exchange(sends, receives, self.ring.axis)
         self._sent.append(exchange)
         for message, tensors in expected.items():

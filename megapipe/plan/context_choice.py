@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from megapipe.layout.context_plan import PASSES, Pass, context_plans
 from megapipe.layout.family import family_of
 from megapipe.model.interface import AttentionNeeds
 from megapipe.plan.context_traffic import Attention
-from megapipe.plan.pace import Speeds
+from megapipe.plan.speeds import Speeds
 
 GEMMS = {"F": 2, "I": 5}
 """Products of a query with a key that each score takes: two in the forward, five in the backward,
@@ -38,8 +38,9 @@ class Cost(NamedTuple):
     """Work of the slowest rank, round by round, by that of the mean rank."""
     seconds: float
     """Until the last rank is through."""
-    exposed: float
-    """Of these, the seconds in which it waits: for messages, and for others with more work."""
+    exposed: Mapping[Pass, float]
+    """Of the seconds of the forward and the backward those in which an average rank waits: for
+    messages, and for others with more work."""
     bundles: int
     """Key bundles that a rank has or expects at a time, its own included."""
 
@@ -145,7 +146,7 @@ def _cost(config: Config, speeds: Speeds) -> Cost:
         return flops / rate
 
     sent = {True: [0] * split.cp, False: [0] * split.cp}
-    whole = busy = 0.0
+    whole, exposed = 0.0, {}
     for what in PASSES:
         plan, messages = plans.of(what)
 
@@ -157,11 +158,12 @@ def _cost(config: Config, speeds: Speeds) -> Cost:
 
         work = partial(seconds_of, what)
         timed = simulate(plan, () if plans.gathers else messages, work, link)
-        whole, busy = whole + timed.whole, busy + timed.busy
+        blocking = _blocking(own, places, what)
+        whole += timed.whole + blocking
+        exposed[what] = timed.exposed + blocking
         for index in range(split.cp):
             for within, size in _bytes(own, places, what, index):
                 sent[within][index] += size
-        whole += _blocking(own, places, what)
     mean = sum(scores(i, j) for i in range(split.ring) for j in range(split.ring)) / split.ring
     slowest = sum(
         max(0 if pair is None else scores(*pair) for pair in pairs)
@@ -174,7 +176,7 @@ def _cost(config: Config, speeds: Speeds) -> Cost:
         rounds=plans.forward.length,
         work=slowest / mean,
         seconds=whole,
-        exposed=whole - busy,
+        exposed=exposed,
         bundles=split.ring if plans.gathers else plans.forward.held["keys"],
     )
 

@@ -8,7 +8,7 @@ from megapipe.layout.layout import Layout
 from megapipe.plan.activation_memory import Activations, peak_activations
 from megapipe.plan.communicators import outside_torch
 from megapipe.plan.memory import COPIES_KEPT, ModelMemory, model_memory
-from megapipe.plan.pace import Speeds
+from megapipe.plan.speeds import Speeds
 from megapipe.schedule.timing.simulate import Timeline
 
 

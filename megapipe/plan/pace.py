@@ -9,16 +9,18 @@ share of the peak has to cover them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, groupby
 
 from megapipe.config import Config
 from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layout.costs import scaled
-from megapipe.layout.devices import device, local_device
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import speed
 from megapipe.plan.buckets import BucketPlan, process_buckets
+from megapipe.plan.context_choice import cost_of
+from megapipe.plan.context_traffic import attentions
+from megapipe.plan.speeds import Speeds
 from megapipe.plan.traffic import (
     Exchange,
     largest_message,
@@ -30,32 +32,6 @@ from megapipe.schedule.cost import WHOLE, Buckets, Cost, Leaving
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.timing.simulate import Timeline, simulate
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Assumptions on devices and links; None where nothing is known."""
-
-    name: str | None
-    """Name of the device."""
-    memory_gb: float | None
-    tflops: float | None
-    """Peak of the device in TFLOP/s."""
-    efficiency: float
-    """Share of the peak that is reached."""
-
-    @classmethod
-    def of(cls, config: Config) -> "Speeds":
-        """From the configuration, or where that says nothing from known figures of the device."""
-        log, cpu = config.log, config.parallel.device == "cpu"
-        name = log.device or (None if cpu else local_device())
-        known = None if name is None else device(name)
-        return cls(
-            name=name,
-            memory_gb=log.device_gb or (known and known.memory_gb),
-            tflops=log.peak_tflops or (known and known.tflops),
-            efficiency=log.efficiency,
-        )
 
 
 def expected(config: Config, layout: Layout, speeds: Speeds) -> Timeline:
@@ -80,12 +56,15 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
     stride = layout.tp * layout.cp * layout.dp
 
     kinds = ("F", "I", "W", "B")
+    waits = cost_of(config, speeds).exposed if layout.cp > 1 else {"F": 0.0, "I": 0.0}
     link, own = 1e9 * speed(config, layout.tp), computed.table(layout.stages)
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for stage in range(layout.stages):
         F, I, W = (float(own[Kind[kind]][stage]) for kind in "FIW")  # noqa: E741
         sent = {k: float(operation_traffic(config, layout, stage, k)) / link for k in kinds}
         hidden = config.kernels.overlap
+        F += attentions(layout, stage, "F", "cp") * waits["F"]
+        I += attentions(layout, stage, "I", "cp") * waits["I"]  # noqa: E741
         F += _message(config, layout, stage, stage - 1) / link
         I += _message(config, layout, stage, stage + 1) / link  # noqa: E741
         times["F"].append(F + sent["F"])

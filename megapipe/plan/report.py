@@ -16,7 +16,8 @@ from megapipe.layout.layout import Layout
 from megapipe.model.partition import format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.communicators import communicators
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
-from megapipe.plan.pace import Speeds, expected
+from megapipe.plan.pace import expected
+from megapipe.plan.speeds import Speeds
 from megapipe.plan.traffic import by_axis, pipeline_messages, step_traffic
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
@@ -169,8 +170,8 @@ def _context_lines(config: Config, layout: Layout) -> list[str]:
     return [
         f"context       {'; '.join(parts)}",
         (
-            f"operations    F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by FLOPs, which a schedule can "
-            f"take as costs (scripts/schedule.py --cost F=1,I={I / F:.2f},W={W / F:.2f})"
+            f"operations    F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by FLOPs "
+            f"(scripts/schedule.py --cost F=1,I={I / F:.2f},W={W / F:.2f})"
         ),
     ]
 

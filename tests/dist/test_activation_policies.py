@@ -162,6 +162,20 @@ def measure_within(world: World, given: list[Case]) -> list[dict[str, int]]:
     ]
 
 
+def test_peaks_within_operations_where_attention_is_kept() -> None:
+    base = Case(cp=2, pp=4, in_process=True, layers=8, sequence=64, model="llama")
+    check_peaks(
+        [
+            replace(base, activations=name, kv_heads=kv_heads, context=context)
+            for name, kv_heads, context in (
+                ("full, attention kept", 2, "ring"),
+                ("selective, attention kept", 2, "ring"),
+                ("full, attention kept", 1, "ulysses"),
+            )
+        ]
+    )
+
+
 def test_peaks_within_operations_on_a_tensor_parallel_rank() -> None:
     base = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64)
     given = [
@@ -169,10 +183,15 @@ def test_peaks_within_operations_on_a_tensor_parallel_rank() -> None:
         for name, model in (("keep", "gpt2"), ("full", "llama"), ("selective", "gpt2"))
         for split in (False, True)
     ]
+    check_peaks(given)
+
+
+def check_peaks(given: list[Case]) -> None:
+    """Of ranks of two."""
     for results in run_world(2, measure_within, given, timeout_s=120):
         for case, within in zip(given, results, strict=True):
             config, layout = configure(case)
-            sizes = Sizes(case.sequence, case.batch, case.tp, case.sequence_parallel)
+            sizes = sizes_of(case, layout)
             spec, spans = layout.stage_layers[1], layout.spans[1]
             formula = peaks(config.model, spec, spans, sizes, most_tokens=0)
             for kind, measured in within.items():

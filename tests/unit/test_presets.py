@@ -8,7 +8,8 @@ import pytest
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
 from megapipe.plan.demand import memory_lines
-from megapipe.plan.pace import Speeds, expected
+from megapipe.plan.pace import expected
+from megapipe.plan.speeds import Speeds
 from megapipe.schedule.timing.simulate import simulate
 from tests.parity.families import count
 
@@ -29,6 +30,8 @@ PARAMETERS = {
     "gpt3_175b": 174_604_259_328,
     "llama_1b": 1_235_814_400,
     "llama_8b": 8_030_261_248,
+    "llama_8b_128k": 8_030_261_248,
+    "llama_8b_1m": 8_030_261_248,
     "llama_70b": 70_553_706_496,
     "llama3.1_8b": 8_030_261_248,
     "llama3.1_70b": 70_553_706_496,
@@ -59,7 +62,7 @@ BUBBLES = {"mt_nlg_530b": 0.07}
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 def test_preset(path: Path, replicas: int) -> None:
     config = parse([str(path)]).config
-    inner = config.parallel.tp * config.parallel.pp
+    inner = config.parallel.tp * config.parallel.cp * config.parallel.pp
     if config.parallel.dp is not None and config.parallel.dp != replicas:
         return
     config, layout = resolve(config, replicas * inner, None)

@@ -90,7 +90,7 @@ def held_tensors(
     for blocks, policy in spans:
         if "block" in policy.recompute:
             yield saved[0], "block" in policy.offload
-            for tensor in _results(saved, policy) * blocks:
+            for tensor in results(saved, policy) * blocks:
                 yield tensor, False
             is_held = False
             continue
@@ -102,11 +102,11 @@ def held_tensors(
                 yield tensor, tensor.has_grad and tensor.module in policy.offload
             is_held = False
         if policy.recompute and "attention" in policy.recompute:
-            for tensor in _results(saved, policy) * blocks:
+            for tensor in results(saved, policy) * blocks:
                 yield tensor, False
 
 
-def _results(saved: Sequence[Saved], policy: BlockPolicy) -> tuple[Saved, ...]:
+def results(saved: Sequence[Saved], policy: BlockPolicy) -> tuple[Saved, ...]:
     """What a block that is run again keeps of attention: its output and LSE."""
     if not policy.keeps_attention:
         return ()
@@ -161,10 +161,10 @@ def stage_held(
             # exponentials; a factor, a column (int64), if it is here, and whether masked, per token
             device += logits * high + w.tokens * (high + 8 + 1 + 1)
             queued += trains * (residual + logits * size)
-    results = 0
+    kept = 0
     for blocks, policy in spans:
-        results += blocks * sum(t.bytes for t in _results(saved_tensors(model, sizes), policy))
-    return Held(device, host, queued, results)
+        kept += blocks * sum(t.bytes for t in results(saved_tensors(model, sizes), policy))
+    return Held(device, host, queued, kept)
 
 
 def queued_bytes(model: ModelConfig, sizes: Sizes, lora: Lora | None = None) -> int:

@@ -63,7 +63,7 @@ class _Way(Parts):
         for blocks, policy in self.spans:
             for i in range(blocks):
                 in_graph = keep and "block" not in policy.recompute
-                self._block_forward(tape, policy, keep=in_graph)
+                self._block_forward(tape, policy, keep=in_graph, kept=policy.keeps_attention)
                 kept = policy.offloads_input is False and (in_graph or (keep and i == 0))
                 if not kept and not is_held:
                     tape.drop(self.local)  # the block's input
@@ -84,15 +84,28 @@ class _Way(Parts):
                 tape.drop(self.local, self.statistics)
         self.dropped(tape, keep)
 
-    def _block_forward(self, tape: Tape, policy: BlockPolicy, *, keep: bool) -> None:
-        """The block's input is held before and after; its output comes on top."""
+    def _block_forward(
+        self,
+        tape: Tape,
+        policy: BlockPolicy,
+        *,
+        keep: bool,
+        kept: bool = False,
+        known: bool = False,
+    ) -> None:
+        """The block's input is held before and after; its output comes on top. Results of attention
+        are `kept` for a second run, or `known` from a first."""
         again, away = (policy.recompute, policy.offload) if keep else (frozenset(), frozenset())
         stays = {module: keep and module not in again for module in self.saved}
         self._norm_and_column(tape, self.qkv, stays["norm"], "norm" in away)
         if self.model.qk_norm:
             self.norm_heads(tape, 2)
         tape.pass_by(self.turned)
+        if known:
+            tape.drop(self.results)  # they are taken over
         let_go = self._attend(tape, stays["attention"])
+        if kept and not stays["attention"]:
+            let_go -= self.results
         self.row_product(tape)
         tape.drop(let_go)
         self.dropped(tape, stays["attention"])
@@ -205,7 +218,7 @@ class _Way(Parts):
             tape.take(self.local)
         plain = BlockPolicy()
         for i in range(blocks):
-            self._block_forward(tape, plain, keep=True)
+            self._block_forward(tape, plain, keep=True, known=policy.keeps_attention)
             if i == blocks - 1:
                 tape.drop(self.local)  # the output
         for i in reversed(range(blocks)):
@@ -259,6 +272,8 @@ class _Way(Parts):
         again, away = "attention" in policy.recompute, "attention" in policy.offload
         kept, saved = self.qkv if again or self.keeps_qkv else 0, self.attended
         if again:
+            if policy.keeps_attention:
+                tape.drop(self.results)  # they are taken over
             tape.take(kept if away else 0)
             if self.unfused is not None:
                 tape.pass_by(self.unfused.copies + self.unfused.forward)

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megapipe.dtypes import DTYPE_BYTES
-from megapipe.layers.policy import Span, loss_chunk, padded_vocabulary
+from megapipe.layers.policy import BlockPolicy, Span, loss_chunk, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.explicit import Explicit
 from megapipe.model.gpt.parameters import known
-from megapipe.model.gpt.saved import Widths, norm_tensors, saved_tensors, stage_held
+from megapipe.model.gpt.saved import Widths, norm_tensors, results, saved_tensors, stage_held
 from megapipe.model.gpt.unfused import Unfused
 from megapipe.model.interface import Sizes
 from megapipe.model.partition import StageSpec
@@ -66,6 +66,9 @@ class Parts:
             if t.has_grad and not t.is_input and t.name not in ("output", "residual mask")
         )
         """The part of `attended` that is offloaded with the attention."""
+        keeping = BlockPolicy(keeps_attention=True)
+        self.results = sum(t.bytes for t in results(self.saved["attention"], keeping))
+        """The part of attention's results that is kept where it is not run again with a block."""
         self.unfused = Unfused.of(model, sizes, self.attended)
         self.keeps_qkv = self.saved["attention"][0].is_saved
         hidden, tp = model.hidden, sizes.tp

@@ -17,7 +17,7 @@ from megapipe.errors import ConfigError
 from megapipe.plan.commands.arguments import add_configuration, configuration
 from megapipe.plan.context_choice import Cost, costs
 from megapipe.plan.demand import size_text
-from megapipe.plan.pace import Speeds
+from megapipe.plan.speeds import Speeds
 
 PURPOSE = "all ways to attend over split positions, with what they cost"
 HEADINGS = {
@@ -66,8 +66,15 @@ def plain(cost: Cost) -> dict[str, Any]:
     """The row of a way to attend, in bytes and seconds."""
     return {
         **cost.context.model_dump(),
-        **{key: value for key, value in cost._asdict().items() if key != "context"},
+        **{
+            key: value for key, value in cost._asdict().items() if key not in ("context", "exposed")
+        },
+        **{f"exposed_{what}": seconds for what, seconds in cost.exposed.items()},
     }
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f}" if seconds >= 0.1 else f"{1000 * seconds:.3g}"
 
 
 def own_place(found: list[Cost], own: Any) -> str:
@@ -94,8 +101,8 @@ def table(found: list[Cost]) -> str:
                 size_text(cost.between),
                 str(cost.rounds),
                 f"{cost.work:.2f}",
-                f"{1000 * cost.seconds:.3g}",
-                f"{cost.exposed / cost.seconds:.0%}",
+                _milliseconds(cost.seconds),
+                f"{sum(cost.exposed.values()) / cost.seconds:.0%}",
                 str(cost.bundles),
             ]
         )

@@ -12,8 +12,9 @@ from megapipe.layout.resolve import resolve
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.buckets import process_buckets
 from megapipe.plan.memory import model_memory
-from megapipe.plan.pace import Speeds, expected, timed_cost
+from megapipe.plan.pace import expected, timed_cost
 from megapipe.plan.report import report
+from megapipe.plan.speeds import Speeds
 from megapipe.plan.traffic import step_traffic
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.timing.simulate import simulate
@@ -107,7 +108,7 @@ def test_a_process_that_runs_all_ranks_runs_them_one_after_the_other() -> None:
 
 
 def test_what_is_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapipe.plan.pace.local_device", lambda: None)
+    monkeypatch.setattr("megapipe.plan.speeds.local_device", lambda: None)
     words = "time          not known: set log.device (as in H100) or log.peak_tflops\n"
     for key, known in (("log.device=H100", True), ("log.device=null", False)):
         text = report(*plan("parallel.tp=2", "log.peak_tflops=null", key))
@@ -115,7 +116,7 @@ def test_what_is_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_device_of_this_machine_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapipe.plan.pace.local_device", lambda: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr("megapipe.plan.speeds.local_device", lambda: "NVIDIA A100-SXM4-40GB")
 
     def known(*overrides: str) -> tuple[Any, ...]:
         speeds = Speeds.of(parse(list(overrides)).config)

@@ -1,0 +1,32 @@
+"""Assumptions on devices and links, for plans."""
+
+from dataclasses import dataclass
+
+from megapipe.config import Config
+from megapipe.layout.devices import device, local_device
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Assumptions on devices and links; None where nothing is known."""
+
+    name: str | None
+    """Name of the device."""
+    memory_gb: float | None
+    tflops: float | None
+    """Peak of the device in TFLOP/s."""
+    efficiency: float
+    """Share of the peak that is reached."""
+
+    @classmethod
+    def of(cls, config: Config) -> "Speeds":
+        """From the configuration, or where that says nothing from known figures of the device."""
+        log, cpu = config.log, config.parallel.device == "cpu"
+        name = log.device or (None if cpu else local_device())
+        known = None if name is None else device(name)
+        return cls(
+            name=name,
+            memory_gb=log.device_gb or (known and known.memory_gb),
+            tflops=log.peak_tflops or (known and known.tflops),
+            efficiency=log.efficiency,
+        )
