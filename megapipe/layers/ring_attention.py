@@ -293,12 +293,21 @@ class _Backward(_Run):
         self._own: dict[Kind, Tensors] = {"queries": (q, grad, out, lse), "keys": (k, v)}
         self._grads: dict[Bundle, Tensors] = {}
         """Sums so far of q's, or of k's and v's, in the type of accumulation."""
+        self._of_all: Tensor | None = None
+        """Those of all keys, where these are gathered: [n, 2, t, b, groups, d]."""
+        if ring.gathers:
+            self._of_all = k.new_zeros((ring.axis.size, 2, *k.shape), dtype=accumulation(k.dtype))
+            for home, pair in enumerate(self._of_all):
+                self._grads["keys", home] = pair[0], pair[1]
 
     def run(self) -> Tensors:
         """Gradients of this rank's queries, keys and values, in the type of accumulation."""
         self.rounds()
         (q,) = self._sum("queries", self.me)
-        k, v = self._scatter() if self.ring.gathers else self._sum("keys", self.me)
+        if self._of_all is None:
+            k, v = self._sum("keys", self.me)
+        else:
+            k, v = reduce_scatter(self._of_all, self.ring.axis)[0]
         self.finish()
         return q, k, v
 
@@ -338,13 +347,6 @@ class _Backward(_Run):
             for total, part in zip(totals, parts, strict=True):
                 total.add_(part)
         return totals
-
-    def _scatter(self) -> Tensors:
-        """The sums over all ranks of what each has found of this rank's keys."""
-        homes = range(self.ring.axis.size)
-        whole = torch.stack([torch.stack(self._grads_of("keys", home)) for home in homes])
-        k, v = reduce_scatter(whole, self.ring.axis)[0]
-        return k, v
 
     def content(self, message: Message) -> Tensors:
         if message.what == "bundle":

@@ -93,6 +93,9 @@ class Sizes(NamedTuple):
     """Ranks over which the sequence is split; `sequence` are the positions of one."""
     ulysses: int = 1
     """Those of them that split heads while they attend."""
+    exchanging: tuple[int, int] = (0, 0)
+    """The most bytes at once in a layer's attention, forward and backward, where positions are
+    split, besides inputs, output, LSE and gradients."""
 
     @property
     def attended(self) -> int:

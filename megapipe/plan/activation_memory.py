@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megapipe.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import Held, Peaks, Sizes, bytes_of
+from megapipe.plan.context_memory import attention_workspace
 from megapipe.schedule.ir import Kind, Op
 
 _Owner = tuple[int, int, int | None]
@@ -129,6 +130,8 @@ def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -
     if layout.schedule.slices > 1:
         sizes = sizes._replace(sequence=lengths[slice_], before=sum(lengths[:slice_]))
         cached, gradients = model.cached(spec, sizes)
+    exchanging = attention_workspace(layout, rows, sizes.sequence, sizes.before or 0)
+    sizes = sizes._replace(exchanging=exchanging)
 
     def message(stage: int) -> int:
         """Bytes between a stage and the one that follows."""

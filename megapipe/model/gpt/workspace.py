@@ -144,7 +144,7 @@ class _Way(Parts):
             let_go = self.unfused.copies + self.queries
             saved *= stays
         tape.take(saved, self.queries)
-        tape.pass_by(self.explicit.forward)
+        tape.pass_by(self.explicit.forward + self.sizes.exchanging[0])
         return let_go if stays else let_go + saved + self.queries
 
     def _norm_and_column(self, tape: Tape, out: int, stays: bool, away: bool) -> None:
@@ -289,7 +289,7 @@ class _Way(Parts):
         elif self.unfused is not None:
             tape.pass_by(self.unfused.backward)
         tape.take(self.qkv)  # three gradients
-        tape.pass_by(self.explicit.backward)
+        tape.pass_by(self.explicit.backward + self.sizes.exchanging[1])
         tape.drop(self.queries, saved)
         if self.model.qk_norm:
             self.norm_heads(tape, 4)
