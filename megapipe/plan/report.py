@@ -5,6 +5,7 @@ from fractions import Fraction
 from itertools import chain
 
 from megapipe.config import Config
+from megapipe.dtypes import DTYPE_BYTES
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import padded_vocabulary
 from megapipe.layers.specs import held_numel
@@ -165,6 +166,9 @@ def _context_lines(config: Config, layout: Layout) -> list[str]:
         travels = "queries" if layout.context.turned else "keys"
         back = "" if layout.context.gathers else f", {travels} travel back"
         parts.append(f"{context.plan} of {split.ring}, {context.order}{back}")
+    scores = config.train.microbatch * config.model.heads // layout.tp * layout.local_length
+    stored = scores * config.train.sequence_length * DTYPE_BYTES[config.model.dtype]
+    parts.append(f"scores of a layer, which nobody stores: {size_text(stored)}")
     work = [layout.cost.table(layout.stages)[Kind[kind]] for kind in "FIW"]
     F, I, W = (float(sum(each)) for each in work)  # noqa: E741
     return [

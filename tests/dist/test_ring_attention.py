@@ -206,6 +206,10 @@ def test_bytes_of_the_field() -> None:
     lse = B * 4 * 4 * 8
     assert sent(Setting(4)) == {"F": 3 * 2 * unit, "I": 3 * 4 * unit}
     assert sent(Setting(4, DOUBLE)) == sent(Setting(4))
+    # one head of keys for four of queries: what is fewer bytes travels by itself
+    grouped, back = Setting(4, groups=1), Setting(4, ("travels=queries",), groups=1)
+    assert sent(grouped)["I"] == 3 * 4 * unit // 4 < sent(back)["I"]
+    assert sent(Setting(4))["I"] < sent(Setting(4, ("travels=queries",)))["I"]
     assert sent(Setting(4, ("travels=queries",)))["I"] == 3 * (4 * unit + lse)
     teams = sent(Setting(4, ("plan=teams", "team=2")))["F"]
     assert teams == 4 * unit + lse, "4 units against the ring's 6 (row 6.11)"
