@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.section import Section
+from megapipe.section import Expected, Section
+from megapipe.user_code import names_or_code
+
+PLANS = ("ring", "double_ring", "helpers", "teams", "all_gather")
 
 
 class ContextConfig(Section):
@@ -16,11 +19,14 @@ class ContextConfig(Section):
     ulysses: int = Field(1, ge=1)
     """Ranks over which heads are split while attending, positions being gathered in exchange; the
     cp / ulysses others form a ring. parallel.cp: DeepSpeed-Ulysses; 1: a ring alone."""
-    plan: Literal["ring", "double_ring", "helpers", "teams", "all_gather"] = "ring"
+    plan: Annotated[
+        str, Expected(f"one of {', '.join(PLANS)}, or a function of your own as module:name")
+    ] = Field("ring", pattern=names_or_code(PLANS))
     """Of the ring. ring: keys go around. double_ring: around rings of `inner` neighbours, and from
     ring to ring beside that. helpers: ranks that would have nothing to do compute for others
     (order=contiguous). teams: `team` ranks share their queries, columns of them their keys.
-    all_gather: all keys at once."""
+    all_gather: all keys at once. Or a function of your own as `module:name`, which gives a plan for
+    a number of ranks (docs/context.md)."""
     order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     """Which positions a member of the ring holds. zigzag: a part from the beginning and the same
     from the end, so that all have the same work. striped: every n-th. contiguous: a piece, of which

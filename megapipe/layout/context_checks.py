@@ -10,6 +10,7 @@ from megapipe.context_config import ContextConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import Span
 from megapipe.model.interface import Family
+from megapipe.user_code import is_user_code
 from megapipe.words import choices, multiples
 
 
@@ -118,9 +119,9 @@ def _check_slices(context: ContextConfig) -> None:
     """Refuse what cannot attend from one slice of a sequence to those before it."""
     for key, value, fits in (
         ("order", context.order, "zigzag or contiguous"),
-        ("plan", context.plan, "ring, double_ring or all_gather"),
+        ("plan", context.plan, "ring, double_ring, all_gather or a plan of your own"),
     ):
-        if value not in fits:
+        if value not in fits and not is_user_code(value):
             raise ConfigError(
                 f"context.{key}={value} does not go with slices of sequences, which "
                 f"pipeline.schedule makes: expected {fits}"

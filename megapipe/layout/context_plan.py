@@ -8,9 +8,11 @@ from typing import Literal, NamedTuple
 from megapipe.config import Config
 from megapipe.context import plans
 from megapipe.context.entries import entries
-from megapipe.context.plan import Message, Plan
+from megapipe.context.plan import Message, Plan, PlanError
 from megapipe.context.split import Split
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.errors import ConfigError
+from megapipe.user_code import UserCode, is_user_code
 
 Pass = Literal["F", "I"]
 """Forward and backward of attention, by the operation that they are part of."""
@@ -38,7 +40,7 @@ class ContextPlans(NamedTuple):
 
 
 def context_plans(config: Config, split: Split) -> ContextPlans:
-    """Raises :class:`~megapipe.context.plan.PlanError` for a plan that is wrong."""
+    """Raises :class:`ConfigError` for a plan that does not compute each block once."""
     forward = _plan(config, split.ring)
     if split.ring == 1:
         return ContextPlans(forward, forward)
@@ -46,8 +48,11 @@ def context_plans(config: Config, split: Split) -> ContextPlans:
     if config.context.plan in ("ring", "double_ring") and queries_travel(config, split):
         backward = plans.travelling_queries(forward)
     held = split.held([config.train.sequence_length], 0)
-    for plan in (forward, backward):
-        plan.prove(lambda i, j: bool(entries(held.blocks[i], held.blocks[j])))
+    try:
+        for plan in (forward, backward):
+            plan.prove(lambda i, j: bool(entries(held.blocks[i], held.blocks[j])))
+    except PlanError as error:
+        raise ConfigError(f"context.plan={config.context.plan}: {error}") from None
     return ContextPlans(forward, backward, config.context.plan == "all_gather")
 
 
@@ -59,7 +64,28 @@ def _plan(config: Config, n: int) -> Plan:
     if context.plan == "teams":
         assert context.team is not None
         return plans.teams(n, context.team)
+    if is_user_code(context.plan):
+        return _own_plan(context.plan, n)
     return plans.helpers(n) if context.plan == "helpers" else plans.ring(n)
+
+
+def _own_plan(spec: str, n: int) -> Plan:
+    """A function of the user's gives for each round and rank (queries of, keys of), or None."""
+    code = UserCode(spec, what="context.plan=", error=ConfigError)
+    given = code.call({"ranks": n}, ("ranks",))
+    try:
+        rounds = tuple(
+            tuple(None if pair is None else (int(pair[0]), int(pair[1])) for pair in pairs)
+            for pairs in given
+        )
+    except (TypeError, ValueError, IndexError):
+        raise code.problem(
+            "it returns no list of rounds: expected for each round a list with a pair (queries of, "
+            "keys of) or None for each rank"
+        ) from None
+    if not rounds or any(len(pairs) != n for pairs in rounds):
+        raise code.problem(f"expected rounds of {n} pairs, one for each rank")
+    return Plan(spec, rounds)
 
 
 def queries_travel(config: Config, split: Split) -> bool:

@@ -30,6 +30,8 @@ CASES = [
     Case(cp=4, context="all_gather", schedule="seq1f1b", slices=2, m=2, sequence=16),
     Case(cp=4, context="double ring", schedule="seq1f1b", slices=2, m=2, sequence=16),
     Case(cp=2, pp=2, schedule="chimera", dp=2, zero=2, tied=False),
+    Case(cp=4, context="own", documents=True, sequence=16),
+    Case(cp=2, context="own", schedule="seq1f1b", slices=2, sequence=16),
     *(
         replace(KEPT, activations=policy)
         for policy in ("full, attention kept", "selective, attention kept", "stage, attention kept")

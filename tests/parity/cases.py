@@ -196,6 +196,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "ulysses": {},
     "usp": {"ulysses": 2},
     "usp, context first": {"ulysses": 2, "ranks": "context_first"},
+    "own": {"plan": "tests.parity.own_code:backwards_ring"},
 }
 """The section by name; of ulysses, all ranks of cp split heads."""
 

@@ -44,7 +44,7 @@ STATES = [
 KEPT = "full, attention kept"
 DIMENSIONS: dict[str, list[Any]] = {
     "layout": LAYOUTS,
-    "context": list(CONTEXTS),
+    "context": [name for name in CONTEXTS if name != "own"],
     "schedule": list(SCHEDULES),
     "m": [2, 1, 3, 4, 5, 6, 7, 8, 9],
     "sequence_parallel": [False, True],

@@ -75,6 +75,7 @@ BESIDE = {
 """Other settings of both ranks, without which another value would be refused or have no effect."""
 FORMS = {
     "checkpoint.folder": "s3://bucket/runs",
+    "context.plan": "all_gather",
     "data.fim_tokens": "[<a>,<b>,<d>]",
     "log.device": "H100",
     "lora.targets": "[mlp.up]",

@@ -108,3 +108,17 @@ class Windows:
 def unlike(split: str, sequence_length: int) -> list[list[int]]:
     """A data set that is another in every process."""
     return [[os.getpid() % 251] * (sequence_length + 1)] * 9
+
+
+def backwards_ring(ranks: int) -> list[list[tuple[int, int]]]:
+    """Keys go the other way around."""
+    return [[(p, (p + t) % ranks) for p in range(ranks)] for t in range(ranks)]
+
+
+def half_a_ring(ranks: int) -> list[list[tuple[int, int]]]:
+    """Not all that is needed."""
+    return backwards_ring(ranks)[:1]
+
+
+def no_plan(ranks: int) -> int:
+    return ranks
