@@ -18,6 +18,7 @@ COMMANDS = {
         "perplexity, multiple choice, tasks of lm_eval",
     ),
     "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
+    "context": ("megapipe.plan.commands", "attention over split positions: costs, drawings"),
     "prepare-data": ("megapipe.data.commands", "texts to token files, and token files to others"),
     "convert": ("megapipe.convert.commands", "models to Hugging Face's form and back"),
     "checkpoint": (

@@ -144,7 +144,7 @@ class _Run(ABC):
         if self.ring.gathers:
             self._gather()
         for number in range(max(self.plan.length, len(self.messages))):
-            if not self.ring.gathers:
+            if not self.ring.gathers and self.ring.axis.group is not None:
                 self._exchange(number)
             pair = self.plan.rounds[number][self.me] if number < self.plan.length else None
             if pair is not None:

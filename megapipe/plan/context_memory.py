@@ -47,7 +47,7 @@ def attention_workspace(layout: Layout, rows: int, length: int, start: int = 0) 
 
 @dataclass(frozen=True)
 class _Whole:
-    """What the members of a ring have in common."""
+    """All that the members of a ring have in common."""
 
     own: Attention
     queries: Sequence[Positions]
