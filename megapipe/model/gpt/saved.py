@@ -107,7 +107,7 @@ def held_tensors(
 
 
 def results(saved: Sequence[Saved], policy: BlockPolicy) -> tuple[Saved, ...]:
-    """What a block that is run again keeps of attention: its output and LSE."""
+    """The part of attention that a block keeps which is run again: its output and LSE."""
     if not policy.keeps_attention:
         return ()
     of_heads = any(tensor.name == "output of some heads" for tensor in saved)
