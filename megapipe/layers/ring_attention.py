@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class Ring:
     gathers: bool
     """Keys are gathered at once, in the place of their visits."""
     kernel: BlockKernel
+    met: set[Any] = field(default_factory=set, compare=False)
+    """Sizes of what was attended to before."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,13 @@ class _Run(ABC):
     """
 
     def __init__(
-        self, ring: Ring, rows: Rows, plan: Plan, messages: Sequence[Sequence[Message]]
+        self,
+        ring: Ring,
+        rows: Rows,
+        q: Tensor,
+        k: Tensor,
+        plan: Plan,
+        messages: Sequence[Sequence[Message]],
     ) -> None:
         self.ring, self.rows, self.plan = ring, rows, plan
         self.me = ring.axis.index
@@ -127,6 +135,11 @@ class _Run(ABC):
         self._bundles: dict[Bundle, Tensors] = {}
         self._arriving: dict[Message, tuple[Tensors, Exchange]] = {}
         self._sent: list[Exchange] = []
+        sizes = type(self), q.shape, k.shape, q.dtype
+        self._is_first = q.is_cuda and sizes not in ring.met
+        """On a GPU, where a receive is a kernel that waits, others may not be loaded meanwhile: at
+        first nothing is computed beside messages."""
+        ring.met.add(sizes)
         self._needed: dict[Bundle, int] = defaultdict(int)
         """The last round in which a bundle is used here or sent on."""
         for bundle, visits in plan.visits.items():
@@ -195,6 +208,9 @@ class _Run(ABC):
             self._sent.pop(0).sent()
         exchange = start_exchange(sends, receives, self.ring.axis)
         self._sent.append(exchange)
+        if self._is_first:
+            exchange.received()
+            torch.cuda.current_stream().synchronize()
         for message, tensors in expected.items():
             self._arriving[message] = tensors, exchange
 
@@ -223,7 +239,7 @@ class _Run(ABC):
 
 class _Forward(_Run):
     def __init__(self, ring: Ring, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(ring, rows, ring.forward, ring.forward.forward)
+        super().__init__(ring, rows, q, k, ring.forward, ring.forward.forward)
         self._own: dict[Kind, Tensors] = {"queries": (q,), "keys": (k, v)}
         self._results: dict[int, Tensors] = {}
         """By home of queries: output [s, b, heads, d] and LSE [b, heads, s] so far."""
@@ -289,7 +305,7 @@ class _Backward(_Run):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        super().__init__(ring, rows, ring.backward, ring.backward.backward)
+        super().__init__(ring, rows, q, k, ring.backward, ring.backward.backward)
         self._own: dict[Kind, Tensors] = {"queries": (q, grad, out, lse), "keys": (k, v)}
         self._grads: dict[Bundle, Tensors] = {}
         """Sums so far of q's, or of k's and v's, in the type of accumulation."""

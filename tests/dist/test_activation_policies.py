@@ -71,7 +71,11 @@ def test_over_a_wire() -> None:
 
 def test_dropout_is_the_same_bitwise() -> None:
     """Norms that have one gradient for their input are run again to the same bits."""
-    given = [replace(case, model="gpt2", dropout=0.2) for case in cases(2, SCHEDULES[::3])]
+    given = [
+        replace(case, model="gpt2", dropout=0.2)
+        for case in cases(2, SCHEDULES[::3])
+        if "attention kept" not in case.activations
+    ]
     plain = [replace(case, activations="keep") for case in given]
     unique = list(dict.fromkeys(plain))
     for outcomes in run_world(2, run_cases, [*given, *unique], timeout_s=120):

@@ -145,9 +145,11 @@ def test_a_scheduler_stops_all_ranks_before_the_first_step(
     with Job(tmp_path) as job:
         job.ranks(2, {0: given, 1: given})
         job.await_handlers()
+        job.processes[0].send_signal(signal.SIGSTOP)  # nobody trains without it
         time.sleep(seconds)
         for process in job.processes:
             process.send_signal(number)
+        job.processes[0].send_signal(signal.SIGCONT)
         outcome = job.end()
     outcome.assert_one_line(75, f"stopped by {number.name} before the first step")
 

@@ -26,10 +26,10 @@ CASES = [
     Case(pp=2, m=3, schedule="zb_v", activations="offload"),
     Case(dp=2, zero=3, prefetch=0, dtype="fp16", loss_scale=2.0**10),
     Case(cp=2, model="llama", kv_heads=2, masked=0.3),
-    Case(cp=2, context="ulysses", documents=True, activations="full, attention kept"),
+    Case(cp=2, context="ulysses", masked=0.3, activations="full, attention kept"),
     # four
     Case(cp=4, context="teams", sequence=16, model="llama"),
-    Case(cp=2, dp=2, context="queries travel", zero=3, documents=True),
+    Case(cp=2, dp=2, context="queries travel", zero=3),
     Case(cp=2, pp=2, context="all_gather", schedule="seq1f1b", slices=2, m=3, sequence=16),
     replace(SHARDED, zero=2, reduce_chunk_mib=0.01),
     replace(SHARDED, zero=3, activations="offload", model="llama"),

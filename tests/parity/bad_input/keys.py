@@ -116,7 +116,7 @@ CONTEXT = [
         ("context.order=striped does not go with slices", "expected zigzag or contiguous")),
     Bad("helpers of slices", "parallel.cp=2 context.plan=helpers context.order=contiguous "
         "pipeline.schedule=seq1f1b pipeline.slices=2", 2,
-        ("context.plan=helpers does not go with slices", "expected ring, double_ring or")),
+        ("context.plan=helpers does not go with slices", "expected ring, double_ring, ")),
     Bad("context.plan is unknown", "parallel.cp=2 context.plan=star", 2,
         ("context.plan=star: expected one of ring, double_ring", "module:name")),
     Bad("a plan of one's own leaves something out",
