@@ -36,7 +36,7 @@ LONG = (
     *("post_validation", "scale", "state_precision", "step", "tensor_parallel", "zero"),
 )
 """Those that time whole steps or commands, or beside a peer's, at any size."""
-COUNTING = ("memory", "scale", "zero")
+COUNTING = ("context_parallel", "memory", "scale", "zero")
 """Benchmarks that compare bytes and calls with formulas, which no machine makes slower."""
 
 

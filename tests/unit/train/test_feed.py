@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config, RunConfig, TrainConfig
+from megapipe.context.split import Split
 from megapipe.data.batch import Samples
 from megapipe.data_config import DataConfig
 from megapipe.distributed.mesh import Axis
@@ -51,7 +52,7 @@ class FakeMesh:
         self.elsewhere = elsewhere
 
     def ordered_sum(self, vector: Tensor, *axes: str) -> Tensor:
-        assert axes in (("dp",), ("dp", "pp"))
+        assert axes in (("cp", "dp"), ("cp", "dp", "pp"))
         return vector + self.elsewhere
 
 
@@ -67,7 +68,7 @@ def fetch(
 ) -> tuple[dict[Key, MicroBatch], int, list[list[int]]]:
     """The micro-batches of a process, the tokens of all, and which samples it has asked for."""
     config = Config(train=TrainConfig(microbatch=ROWS), run=RunConfig(seed=SEED))
-    layout: Any = SimpleNamespace(dp=dp, slice_lengths=slice_lengths)
+    layout: Any = SimpleNamespace(dp=dp, cp=1, split=Split(), slice_lengths=slice_lengths)
     mesh: Any = FakeMesh(Axis(dp, index, tuple(range(dp)), None), elsewhere)
     source = Source()
     result, count = Feed(config, layout, mesh, ranks).fetch(schedule, source, 5, first)
@@ -221,7 +222,7 @@ def new_feed(**data: Any) -> Feed:
     config = Config(
         train=TrainConfig(microbatch=ROWS), run=RunConfig(seed=SEED), data=DataConfig(**data)
     )
-    layout: Any = SimpleNamespace(dp=1, slice_lengths=(LENGTH,))
+    layout: Any = SimpleNamespace(dp=1, cp=1, split=Split(), slice_lengths=(LENGTH,))
     mesh: Any = FakeMesh(Axis(1, 0, (0,), None), 0)
     return Feed(config, layout, mesh, [0])
 
