@@ -29,6 +29,8 @@ from megapipe.errors import MegapipeError
 Pair = tuple[int, int]
 """(home of queries, home of keys)."""
 Kind = Literal["queries", "keys"]
+UNDER_WAY = 2
+"""Exchanges whose messages may not have left yet; the executor holds their tensors."""
 KINDS: tuple[Kind, ...] = ("queries", "keys")
 
 

@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from megapipe.context.documents import within_documents
 from megapipe.context.entries import Entry, entries
-from megapipe.context.plan import Kind, Message, Plan
+from megapipe.context.plan import UNDER_WAY, Kind, Message, Plan
 from megapipe.context.positions import Positions
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, reduce_scatter
@@ -29,8 +29,6 @@ from megapipe.ops.block_attention import BlockKernel, accumulation, merge
 from megapipe.ops.documents import Documents
 
 Tensors = tuple[Tensor, ...]
-UNDER_WAY = 2
-"""Exchanges whose messages may not have left yet; their tensors are held."""
 Results = tuple[Tensor, Tensor]
 """Output [s, b, heads, d] and LSE [b, heads, s]."""
 Bundle = tuple[Kind, int]

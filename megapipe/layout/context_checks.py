@@ -10,7 +10,6 @@ from megapipe.context_config import ContextConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import Span
 from megapipe.model.interface import Family
-from megapipe.user_code import is_user_code
 from megapipe.words import choices, multiples
 
 
@@ -53,9 +52,8 @@ def check_context(config: Config, family: Family, split: Split, slices: int) -> 
             "context.order=striped does not go with attention that ends at documents "
             "(data.document_mask, or data.samples that are packed): expected zigzag or contiguous"
         )
-    for wrong, expected in ((config.kernels.attention != "auto", "kernels.attention=auto"),):
-        if wrong:
-            raise ConfigError(f"{where} needs {expected}")
+    if config.kernels.attention != "auto":
+        raise ConfigError(f"{where} needs kernels.attention=auto")
 
 
 def check_keep_attention(
@@ -117,14 +115,14 @@ def _check_plan(context: ContextConfig, split: Split) -> None:
 
 def _check_slices(context: ContextConfig) -> None:
     """Refuse what cannot attend from one slice of a sequence to those before it."""
-    for key, value, fits in (
-        ("order", context.order, "zigzag or contiguous"),
-        ("plan", context.plan, "ring, double_ring, all_gather or a plan of your own"),
+    for key, value, wrong, expected in (
+        ("order", context.order, ("striped",), "zigzag or contiguous"),
+        ("plan", context.plan, ("helpers", "teams"), "ring, double_ring, all_gather or your own"),
     ):
-        if value not in fits and not is_user_code(value):
+        if value in wrong:
             raise ConfigError(
                 f"context.{key}={value} does not go with slices of sequences, which "
-                f"pipeline.schedule makes: expected {fits}"
+                f"pipeline.schedule makes: expected {expected}"
             )
 
 
@@ -141,7 +139,7 @@ def _check_model(config: Config, where: str) -> None:
             model.attention_softcap,
             f"model.attention_softcap=null, not {model.attention_softcap}",
         ),
-        (model.positions == "alibi", "model.positions=learned, rotary or none, not alibi"),
+        (model.positions == "alibi", "model.positions=learned or rotary, not alibi"),
     ):
         if wrong:
             raise ConfigError(f"{where} needs {expected}")

@@ -70,17 +70,12 @@ def costs(config: Config, speeds: Speeds) -> list[Cost]:
     for context in _candidates(config.parallel.cp):
         made = config.model_copy(update={"context": context})
         try:
-            found.append(_cost(made, speeds))
+            found.append(cost_of(made, speeds))
         except ConfigError as error:
             problem = problem or error
     if not found and problem is not None:
         raise problem
     return sorted(found, key=lambda cost: (cost.seconds, cost.between, cost.within, cost.bundles))
-
-
-def cost_of(config: Config, speeds: Speeds) -> Cost:
-    """The cost of a resolved configuration's own way."""
-    return _cost(config, speeds)
 
 
 def _candidates(cp: int) -> Iterator[ContextConfig]:
@@ -124,7 +119,8 @@ class _Places(NamedTuple):
         return 1e9 * (parallel.node_gb_s if within else parallel.network_gb_s)
 
 
-def _cost(config: Config, speeds: Speeds) -> Cost:
+def cost_of(config: Config, speeds: Speeds) -> Cost:
+    """The cost of a resolved configuration's own way. Raises :class:`ConfigError`."""
     split, family = split_of(config), family_of(config, "cuda")
     check_context(config, family, split, 1)
     plans, places = context_plans(config, split), _Places(config)

@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapipe.context.entries import Entry, entries
-from megapipe.context.plan import KINDS, Kind, Message
+from megapipe.context.plan import KINDS, UNDER_WAY, Kind, Message
 from megapipe.context.positions import Positions
 from megapipe.layout.context_plan import Pass
 from megapipe.layout.layout import Layout
 from megapipe.model.tape import Tape
 from megapipe.plan.context_traffic import Attention
-
-UNDER_WAY = 2
-"""Exchanges that may not have left yet, as the executor has it."""
 
 
 def attention_workspace(layout: Layout, rows: int, length: int, start: int = 0) -> tuple[int, int]:
