@@ -141,7 +141,8 @@ def test_bytes_on_a_tensor_parallel_rank() -> None:
             ("of each some", "llama", False),
         )
     ]
-    check_bytes(given)
+    kept = replace(base, activations="full, attention kept", dropout=0.0)
+    check_bytes([*given, kept, replace(kept, model="llama", sequence_parallel=True)])
 
 
 def check_bytes(given: list[Case]) -> None:

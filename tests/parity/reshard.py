@@ -25,7 +25,7 @@ from megapipe.train.step import TrainStep
 from tests.parity.held_state import Held, held
 from tests.parity.ranks import STEPS, Case, Rows, configure
 
-SMALL = partial(Case, layers=6, vocab=301, dtype="fp32", m=4)
+SMALL = partial(Case, layers=6, vocab=301, sequence=16, dtype="fp32", m=4)
 """Tied embeddings, whose vocabulary neither 2 nor 4 divides."""
 CUT = 1 / 1024
 """A size of buckets, MiB, at which stages have several."""
@@ -54,7 +54,7 @@ LAYOUTS: dict[str, Case] = {
     "dp 2 pp 4, replicas": SMALL(dp=2, pp=4, schedule="chimera"),
     "cp 2": SMALL(cp=2),
     "cp 2 dp 2, hybrid ZeRO 3": SMALL(cp=2, dp=2, zero=3, shard_size=2, context="ulysses"),
-    "cp 4 tp 2": SMALL(cp=4, tp=2, sequence=16, context="usp", sequence_parallel=True),
+    "cp 4 tp 2": SMALL(cp=4, tp=2, context="usp", sequence_parallel=True),
 }
 SIZES = sorted({case.world for case in LAYOUTS.values()})
 
