@@ -33,6 +33,7 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.observe.storages import LiveStorages
+from megapipe.ops.block_attention import CpuFlash
 from megapipe.plan.traffic import step_traffic
 from megapipe.testing import World, run_world
 from megapipe.train.context import make_context
@@ -173,7 +174,7 @@ def attention(world: World, size: Size, rounds: int) -> dict[str, list[float]]:
     for name, context in WAYS.items():
         model = Model(1, size.heads * size.head_dim, size.heads, size.length)
         _, layout = layout_of(model, cp=CP, **context)
-        made = make_context(layout, mesh)
+        made = make_context(layout, mesh, CpuFlash())
         held = layout.split.held([size.length], rank)
         sides[name], rows_of[name] = own_of(made, held), list(held.own)
     whole = [x.contiguous() if rank == 0 else torch.empty_like(q) for x in alone() or [q] * 4]

@@ -291,7 +291,10 @@ class KernelsConfig(Section):
     ] = "auto"
     """flash, efficient, cudnn, math: backends of torch's scaled_dot_product_attention, among which
     auto lets torch choose; flash_attn: the package flash-attn; varlen, flex: torch's kernels for
-    documents of any length (see data.document_mask), of which auto takes varlen."""
+    documents of any length (see data.document_mask), of which auto takes varlen. Where
+    parallel.cp or activations.keep_attention has attention go by blocks, kernels that give sums of
+    exponentials: flash, efficient, cudnn, flash_attn, of which auto takes the first that can be
+    used, or plain arithmetic."""
     norm: Literal["auto", "torch", "apex", "liger"] = "auto"
     """Layernorm and rmsnorm: torch's, NVIDIA apex's or Liger's."""
     rotary: Literal["auto", "torch", "inductor"] = "auto"

@@ -12,6 +12,9 @@ from megapipe.layers.policy import Span
 from megapipe.model.interface import Family
 from megapipe.words import choices, multiples
 
+WITH_LSE = ("auto", "flash", "efficient", "cudnn", "flash_attn")
+"""Kernels of attention whose results over some keys can be merged with those over others."""
+
 
 def split_of(config: Config) -> Split:
     """How a configuration splits positions. Raises :class:`ConfigError` where it cannot."""
@@ -52,8 +55,12 @@ def check_context(config: Config, family: Family, split: Split, slices: int) -> 
             "context.order=striped does not go with attention that ends at documents "
             "(data.document_mask, or data.samples that are packed): expected zigzag or contiguous"
         )
-    if config.kernels.attention != "auto":
-        raise ConfigError(f"{where} needs kernels.attention=auto")
+    kernel = config.kernels.attention
+    if kernel not in WITH_LSE:
+        raise ConfigError(
+            f"{where} needs sums of exponentials, which kernels.attention={kernel} does not give: "
+            f"expected {', '.join(WITH_LSE[:-1])} or {WITH_LSE[-1]}"
+        )
 
 
 def check_keep_attention(

@@ -75,6 +75,12 @@ class Layout:
         return self.dp * self.cp
 
     @property
+    def attends_by_blocks(self) -> bool:
+        """Whether positions are split, or results of attention are kept for a second run."""
+        kept = any(span.policy.keeps_attention for spans in self.spans for span in spans)
+        return self.split.cp > 1 or kept
+
+    @property
     def local_lengths(self) -> tuple[int, ...]:
         """Positions of each slice that a context-parallel rank holds."""
         return tuple(length // self.cp for length in self.slice_lengths)

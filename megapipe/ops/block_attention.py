@@ -113,11 +113,6 @@ class Explicit:
         return x, k, v
 
 
-def block_kernel(device: torch.device) -> BlockKernel:
-    """The kernel that computes blocks on a device."""
-    return CpuFlash() if device.type == "cpu" else Explicit()
-
-
 def accumulation(dtype: torch.dtype) -> torch.dtype:
     """The type in which results of blocks are added up."""
     return torch.promote_types(dtype, torch.float32)

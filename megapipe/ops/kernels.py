@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
+from megapipe.ops.block_attention import BlockKernel
 from megapipe.ops.compiler import Compiler
 from megapipe.ops.loss import LossKernel, TorchLoss
 from megapipe.ops.norm import NormKernel, torch_norm
@@ -41,8 +42,10 @@ class Kernels:
     """One kernel per purpose; without arguments torch's own."""
 
     attention: AttentionKernel = field(default_factory=Sdpa)
-    context: SplitAttention | None = None
+    blocks: BlockKernel | None = None
     """In the place of `attention`, where positions are split over ranks or results are kept."""
+    context: SplitAttention | None = None
+    """What attends by these blocks."""
     norm: NormKernel = torch_norm
     rotary: RotaryKernel = torch_rotate
     swiglu: SwigluKernel = torch_swiglu

@@ -8,16 +8,13 @@ from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layers.context import Context
 from megapipe.layers.ring_attention import Ring
 from megapipe.layout.layout import Layout
-from megapipe.ops.block_attention import block_kernel
+from megapipe.ops.block_attention import BlockKernel
 
 
-def make_context(layout: Layout, mesh: ParallelMesh) -> Context | None:
-    """Groups and plans of this process; None where positions are not split, and no results of
-    attention are kept for a second run. All ranks call it."""
+def make_context(layout: Layout, mesh: ParallelMesh, kernel: BlockKernel) -> Context:
+    """Groups and plans of this process, whose blocks are computed by `kernel`. All ranks call it,
+    where attention goes by blocks."""
     split = layout.split
-    keeps = any(span.policy.keeps_attention for spans in layout.spans for span in spans)
-    if split.cp == 1 and not keeps:
-        return None
     ring, ulysses = split.place(mesh.cp.index)
     return Context(
         ring=Ring(
@@ -25,7 +22,7 @@ def make_context(layout: Layout, mesh: ParallelMesh) -> Context | None:
             forward=layout.context.forward,
             backward=layout.context.backward,
             gathers=layout.context.gathers,
-            kernel=block_kernel(mesh.device),
+            kernel=kernel,
         ),
         ulysses=_group(mesh, [split.index(ring, j) for j in range(split.ulysses)]),
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megapipe.config import Config
+from megapipe.context.split import Split
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import LaunchError, MegapipeError
@@ -18,6 +19,8 @@ from megapipe.model.interface import KernelNeeds
 from megapipe.ops import adam, attention_choice, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.attention import AttentionKernel
 from megapipe.ops.attention_choice import Attended, torch_choice
+from megapipe.ops.block_attention import BlockKernel
+from megapipe.ops.block_choice import block_candidates
 from megapipe.ops.compiler import torch_compile
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.probe import Choice, Unavailable, choose
@@ -35,13 +38,9 @@ def agreed_kernels(
     :class:`LaunchError` if one would use other kernels than rank 0, as where a package is missing.
     A rank whose compiler fails raises alone: its tp peers may be in a collective of the block.
     """
-    kernels = _selected(config, layout.model.kernels, mesh, cut=schedule.slices > 1)
-    context = make_context(layout, mesh)
-    if context is not None:
-        others = [choice for choice in kernels.choices if choice.purpose != "attention"]
-        name = f"{type(context.ring.kernel).__name__} by blocks"
-        own = Choice("attention", name, _blocks(config, layout), kernels.attention)
-        kernels = replace(kernels, context=context, choices=[own, *others])
+    kernels = _selected(config, layout, mesh, cut=schedule.slices > 1)
+    if kernels.blocks is not None:
+        kernels = replace(kernels, context=make_context(layout, mesh, kernels.blocks))
     if kernels.compiler is not None:
         rows = config.train.microbatch
         sizes = map(schedule.size_of, range(schedule.microbatches))
@@ -65,12 +64,13 @@ def select_kernels(
     dtype: torch.dtype,
     *,
     cut: bool = False,
+    split: Split | None = None,
 ) -> Kernels:
     """The kernels of a resolved configuration, those that its model `needs`; `dtype` is its type.
 
     Each one that is not torch's own is compared with torch's on small data first. `cut`: the
-    schedule cuts sequences into slices. Raises :class:`ConfigError` where a kernel is asked for by
-    name and cannot be used.
+    schedule cuts sequences into slices. `split`: attention goes by blocks of positions that are
+    split so. Raises :class:`ConfigError` where a kernel is asked for by name and cannot be used.
     """
     wanted = config.kernels
     main = torch.float64 if dtype == torch.float64 else torch.float32
@@ -85,7 +85,10 @@ def select_kernels(
             cut=cut,
             compiled=wanted.compile,
         )
-        found["attention"] = _attention(wanted.attention, attended)
+        if split is None:
+            found["attention"] = _attention(wanted.attention, attended)
+        else:
+            found["blocks"] = _of_blocks(config, attended, split)
     if needs.norm is not None:
         norms = norm.candidates(
             device=device, dtype=dtype, **needs.norm._asdict(), compiled=wanted.compile
@@ -124,15 +127,16 @@ def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Shard
     return Sharding(mesh.tp, split, dtype, kernels=kernels)
 
 
-def _selected(config: Config, needs: KernelNeeds, mesh: ParallelMesh, *, cut: bool) -> Kernels:
+def _selected(config: Config, layout: Layout, mesh: ParallelMesh, *, cut: bool) -> Kernels:
     """Kernels that are usable here, if all ranks agree; on CPUs there is no choice. `cut`:
     sequences come in slices."""
-    dtype = TORCH_DTYPES[config.model.dtype]
+    given = config, layout.model.kernels, mesh.device, TORCH_DTYPES[config.model.dtype]
+    split = layout.split if layout.attends_by_blocks else None
     if mesh.device.type == "cpu":
-        return select_kernels(config, needs, mesh.device, dtype, cut=cut)
+        return select_kernels(*given, cut=cut, split=split)
     kernels, error = Kernels(), None
     try:
-        kernels = select_kernels(config, needs, mesh.device, dtype, cut=cut)
+        kernels = select_kernels(*given, cut=cut, split=split)
     except MegapipeError as problem:
         error = problem
     own = ", ".join(f"{choice.purpose} {choice.name}" for choice in kernels.choices)
@@ -146,15 +150,24 @@ def _selected(config: Config, needs: KernelNeeds, mesh: ParallelMesh, *, cut: bo
     return kernels
 
 
-def _blocks(config: Config, layout: Layout) -> str:
-    """Why attention goes by blocks, and how."""
-    split, context = layout.split, config.context
-    if split.cp == 1:
-        return "activations.keep_attention"
-    parts = [f"parallel.cp={split.cp}"]
-    parts += [f"heads over {split.ulysses}"] if split.ulysses > 1 else []
-    parts += [f"{context.plan} of {split.ring}, {context.order}"] if split.ring > 1 else []
-    return ", ".join(parts)
+def _of_blocks(config: Config, given: Attended, split: Split) -> Choice[BlockKernel]:
+    """The kernel of blocks; the banner says why there are any, and how they are split."""
+    of_rank = replace(
+        given,
+        heads=given.heads // split.ulysses,
+        groups=max(1, given.groups // split.ulysses),
+        length=given.length // split.ring,
+        documents=False,
+        cut=False,
+        compiled=False,
+    )
+    choice = choose("attention", config.kernels.attention, block_candidates(of_rank))
+    reasons = ["activations.keep_attention" if split.cp == 1 else f"parallel.cp={split.cp}"]
+    reasons += [f"heads over {split.ulysses}"] if split.ulysses > 1 else []
+    context = config.context
+    reasons += [f"{context.plan} of {split.ring}, {context.order}"] if split.ring > 1 else []
+    why = "; ".join([", ".join(reasons), *([choice.why] if choice.why else [])])
+    return replace(choice, name=f"{choice.name} by blocks", why=why)
 
 
 def _attention(wanted: str, given: Attended) -> Choice[AttentionKernel]:

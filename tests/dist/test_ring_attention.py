@@ -115,12 +115,7 @@ def attend(world: World, settings: Sequence[Setting]) -> list[Seen]:
 def attend_once(world: World, setting: Setting) -> Seen:
     layout = setting.layout()
     mesh = world.mesh(Grid(cp=setting.cp))
-    context = make_context(layout, mesh)
-    assert context is not None
-    if setting.explicit:
-        object.__setattr__(context.ring, "kernel", Explicit())
-    else:
-        assert isinstance(context.ring.kernel, CpuFlash)
+    context = make_context(layout, mesh, Explicit() if setting.explicit else CpuFlash())
     held = layout.split.held([setting.length], mesh.cp.index)
     rows = list(held.own)
     q, k, v, grad = (x[rows] for x in full_tensors(setting))

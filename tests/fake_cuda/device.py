@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.fake_cuda import attention
+
 CLOCK_HZ = 2e9
 """Of ``torch.cuda._sleep``."""
 
@@ -66,6 +68,8 @@ class Device:
 
 installed: list[Device] = []
 """The device of this process, once it has one."""
+kernels: list[Any] = []
+"""What keeps its kernels that are Python."""
 
 
 def install(library: Path) -> Device:
@@ -80,6 +84,7 @@ def install(library: Path) -> Device:
     _install_streams(cuda)
     _install_memory(cuda, device)
     _install_random(cuda, device)
+    kernels.append(attention.install())
     installed.append(device)
     return device
 

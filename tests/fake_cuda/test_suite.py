@@ -1,6 +1,6 @@
 """The tests that need a CUDA device, on this one: those whose kernels the host has too.
 
-Left out are real kernels (``test_ops.py``) and the benchmarks.
+Left out are real kernels (``test_ops.py``, but for blocks of attention) and the benchmarks.
 """
 
 from __future__ import annotations
@@ -20,21 +20,17 @@ FILES = {
     "test_state_windows": "not dtype3",
     "test_activations_cuda": "not overtake",
     "test_cuda": "not bf16 and not deterministic",
+    "test_ops": "blocks",
 }
 """Files of tests/gpu, and what of each is run: large sizes take too long on the host."""
 
-IN_CI = ("test_cuda", "test_activations_cuda")
+IN_CI = ("test_cuda", "test_activations_cuda", "test_ops")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=[] if name in ("test_cuda", "test_activations_cuda") else pytest.mark.slow
-        )
-        for name in FILES
-    ],
+    [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.slow) for name in FILES],
 )
 def test_a_file_for_gpus(name: str) -> None:
     environ = {

@@ -16,6 +16,8 @@ from megapipe.ops import adam, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.attention_choice import Attended, candidates, torch_choice
+from megapipe.ops.block_attention import BlockKernel, Explicit, accumulation, merge
+from megapipe.ops.block_choice import block_candidates
 from megapipe.ops.documents import Documents
 from megapipe.ops.probe import choose
 from megapipe.testing import run_world
@@ -84,6 +86,47 @@ def test_attention(
     exact = run_attention(plain, [x.double() for x in inputs], documents)
     usual = run_attention(plain, inputs, documents)
     assert_as_good(run_attention(kernel, inputs, documents), usual, exact)
+
+
+def run_blocks(kernel: BlockKernel, inputs: list[Tensor], s: int) -> list[Tensor]:
+    """Output, LSE and gradients of a causal block of the last queries, and of one before it."""
+    q, k, v, grad = inputs
+    own = slice(k.shape[2] - s, None)
+    before = slice(0, k.shape[2] - s)
+    out = torch.zeros_like(q, dtype=accumulation(q.dtype))
+    lse = out.new_full(q.shape[:3], float("-inf"))
+    for keys, causal in ((own, True), (before, False)):
+        merge(out, lse, *kernel.forward(q, k[:, :, keys], v[:, :, keys], causal, None))
+    grads = [torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v)]
+    for keys, causal in ((own, True), (before, False)):
+        part = k[:, :, keys], v[:, :, keys], out.to(q.dtype), lse, causal, None
+        grad_q, grad_k, grad_v = kernel.backward(grad, q, *part)
+        grads[0] += grad_q
+        grads[1][:, :, keys] += grad_k
+        grads[2][:, :, keys] += grad_v
+    return [out, lse, *grads]
+
+
+@pytest.mark.parametrize(("s", "groups"), [(512, 8), (512, 2), (300, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "flash_attn"])
+def test_blocks_of_attention(name: str, dtype: torch.dtype, s: int, groups: int) -> None:
+    given = Attended(DEVICE, dtype, 8, groups, 64, s)
+    try:
+        kernel = choose("attention", name, block_candidates(given)).kernel
+    except ConfigError as error:
+        pytest.skip(str(error))  # what a kernel cannot do here, torch says
+    torch.manual_seed(0)
+    shapes = [(2, 8, s, 64), (2, groups, s + 500, 64), (2, groups, s + 500, 64), (2, 8, s, 64)]
+    inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    exact = run_blocks(Explicit(), [x.double() for x in inputs], s)
+    usual = run_blocks(Explicit(), inputs, s)
+    assert_as_good(run_blocks(kernel, inputs, s), usual, exact)
+
+
+def test_auto_takes_a_fused_kernel_for_blocks() -> None:
+    given = Attended(DEVICE, torch.bfloat16, 32, 8, 128, 4096)
+    assert choose("attention", "auto", block_candidates(given)).name == "flash"
 
 
 def test_auto_does_not_fall_back_to_plain_arithmetic() -> None:

@@ -145,7 +145,8 @@ CONTEXT = [
         "activations.policy=full model.dropout=0.1", 2,
         ("activations.keep_attention=true needs model.dropout=0",)),
     Bad("an attention kernel over split positions", "parallel.cp=2 kernels.attention=math", 2,
-        ("parallel.cp=2 needs kernels.attention=auto",)),
+        ("parallel.cp=2 needs sums of exponentials, which kernels.attention=math does not give",
+         "expected auto, flash, efficient, cudnn or flash_attn")),
 ]  # fmt: skip
 PIPELINE = [
     Bad("pipeline.schedule is nearly known", "pipeline.schedule=zb_h2x", 2,

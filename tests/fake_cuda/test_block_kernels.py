@@ -1,0 +1,33 @@
+"""A GPU's kernels of blocks, called as their rules want it, give what plain arithmetic gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megapipe.ops.attention_choice import Attended
+from megapipe.ops.block_attention import BlockKernel
+from megapipe.ops.block_choice import check_blocks
+from megapipe.ops.block_kernels import Cudnn, Efficient, Flash
+from tests.fake_cuda.world import run_world
+
+KERNELS: list[tuple[BlockKernel, tuple[torch.dtype, ...]]] = [
+    (Flash(), (torch.bfloat16, torch.float16)),
+    (Cudnn(), (torch.bfloat16, torch.float16)),
+    (Efficient(), (torch.float32, torch.bfloat16, torch.float16)),
+]
+
+
+def check_all(world: Any) -> int:
+    checked = 0
+    for kernel, dtypes in KERNELS:
+        for dtype in dtypes:
+            for groups in (1, 2, 4):
+                check_blocks(Attended(torch.device("cuda"), dtype, 4, groups, 16, 64), kernel)
+                checked += 1
+    return checked
+
+
+def test_each_gives_what_plain_arithmetic_gives() -> None:
+    assert run_world(1, check_all) == [21]
