@@ -118,8 +118,8 @@ class PipelineConfig(Section):
     multiprocessor of its own while a message is under way or awaited. How many pay, and how far
     ahead to receive, log.timeline tells: it prints the bubble as measured beside the simulated."""
     debug: bool = False
-    """Send a header with each message and check it on arrival; fill buffers with NaN before
-    a receive."""
+    """Send a header with each message and check it on arrival; fill buffers with NaN before a
+    receive; compare checksums of the samples that ranks of cp and of tp are given."""
 
 
 class ActivationsConfig(Section):

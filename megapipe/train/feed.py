@@ -27,6 +27,7 @@ from megapipe.ops.documents import Documents, document_ids, positions_in
 from megapipe.ops.transfer import Uploads
 from megapipe.schedule.ir import Schedule
 from megapipe.train.reading import Reading
+from megapipe.train.same_data import check_same_data, checksum
 
 Rows = Callable[[Sequence[int]], Samples | tuple[Tensor, Tensor, Tensor]]
 """Global sample indices -> tokens [b, s], labels [b, s], mask [b, s], which is bool, or of a
@@ -115,6 +116,8 @@ class _Read(NamedTuple):
     """The positions that are here, where not all are."""
     take: Callable[[], list[Tensor]]
     """Gives what was copied."""
+    checksum: int
+    """Of all samples that were read, where these are compared (pipeline.debug)."""
 
 
 class Feed:
@@ -168,6 +171,8 @@ class Feed:
             read, self._ahead = self._ahead[1], None
         else:
             read = self._start(place, self._take(place))
+        if self.config.pipeline.debug:
+            check_same_data(read.checksum, step, self.mesh)
         self.samples_read = read.samples
         tokens_here, *by_source = read.own
         total = self._over_replicas(schedule, tokens_here)
@@ -282,8 +287,17 @@ class Feed:
             found.append(_ReadPiece(piece, documents, at, is_last))
         lengths = self._lengths(place.schedule)
         length = sum(lengths) // self.layout.cp if len(lengths) > 1 else None
-        held = self._held(lengths)
-        return _Read(found, tuple(own.tolist()), numbers, length, held, self._uploads.start(copied))
+        return _Read(
+            found,
+            tuple(own.tolist()),
+            numbers,
+            length,
+            self._held(lengths),
+            self._uploads.start(copied),
+            checksum(x for _, read in sorted(samples.items()) for x in read if x is not None)
+            if self.config.pipeline.debug
+            else 0,
+        )
 
     def _own(self, samples: Tensor, piece: Piece) -> Tensor:
         """The part of a piece, at the positions that are here, of tensors [b, s] of samples."""

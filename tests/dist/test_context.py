@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
+from torch import Tensor
 
+from megapipe.errors import DataError
 from megapipe.ops.block_attention import CpuFlash
 from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
 from tests.parity.context_faults import FAULTS, run_faults
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.ranks import Case, check_case, run_case, run_cases
+from tests.parity.ranks import Case, Rows, check_case, configure, run_case, run_cases
 
 DOCUMENTS = Case(cp=4, context="usp", documents=True, masked=0.3, sequence=16)
 KEPT = Case(cp=2, context="ulysses", model="llama", kv_heads=1)
@@ -65,6 +69,42 @@ def test_how_often_what_is_run_again_attends(kept: bool) -> None:
     case = replace(KEPT, activations=policy, layers=3, m=2)
     passes = case.steps * case.m * case.layers
     assert run_world(2, count_attentions, case) == [passes if kept else 2 * passes] * 2
+
+
+class _Elsewhere(Rows):
+    """The samples of one rank are others."""
+
+    def __init__(self, case: Case, *, other: bool) -> None:
+        super().__init__(case)
+        self.other = other
+
+    def __call__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, labels, mask = super().__call__(indices)
+        return (tokens.roll(1, 0) if self.other else tokens), labels, mask
+
+
+def told(world: World, case: Case, other: int | None) -> str:
+    config, layout = configure(case)
+    step = TrainStep(config, layout, world.mesh(case.grid))
+    try:
+        step.train(0, _Elsewhere(case, other=world.rank == other))
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("other", "of"), [(1, "0"), (2, "3"), (3, "2"), (None, "")])
+def test_ranks_that_share_samples_compare_them(other: int | None, of: str) -> None:
+    """With pipeline.debug, on every rank; ranks 0 and 1 are of a cp group, and 2 and 3."""
+    case = Case(dp=2, cp=2, debug=True, batch=2, m=2)
+    lines = run_world(4, told, case, other)
+    if other is None:
+        assert lines == [""] * 4
+        return
+    (line,) = set(lines)
+    wrong, right = max(other, int(of)), min(other, int(of))
+    assert line.startswith(f"rank {wrong} was given other samples for step 0 than rank {right}, ")
+    assert "(parallel.cp)" in line
 
 
 @pytest.fixture(scope="module")

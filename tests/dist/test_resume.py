@@ -39,6 +39,7 @@ from tests.parity.stopped_runs import (
 
 pytestmark = pytest.mark.full
 
+CP = {"parallel.dp": "1", "parallel.cp": "4", "context.ulysses": "2"}
 CASES = {
     "dp2 pp2 dropout fp32": DP,
     "dp2 pp2 dropout bf16": {**DP, "model.dtype": "bf16"},
@@ -55,10 +56,15 @@ CASES = {
     "dp2 pp2 no masters, disk": {**DP, "model.dtype": "bf16", "optimizer.master": "none",
                                  "optimizer.state_dtype": "bf16", "optimizer.offload": "disk"},
     "tp2 pp2 slices": {**TP, "model.dropout": "0.1", "pipeline.schedule": "seq1f1b"},
+    "cp4 usp, bf16, attention kept": {**CP, "model.dtype": "bf16", "activations.policy": "full",
+                                      "activations.keep_attention": "true"},
+    "cp2 dp2 zero 3, queries travel": {**CP, "parallel.dp": "2", "parallel.cp": "2",
+                                       "context.ulysses": "1", "context.travels": "queries",
+                                       "optimizer.zero": "3"},
 }  # fmt: skip
 
 
-IN_CI = ("tp2 pp2 tied bf16", "dp2 pp2 muon, zero 3")
+IN_CI = ("tp2 pp2 tied bf16", "dp2 pp2 muon, zero 3", "cp4 usp, bf16, attention kept")
 
 
 @pytest.mark.parametrize(
