@@ -198,10 +198,16 @@ class Watch:
         return call
 
     def totals(self, mesh: ParallelMesh) -> dict[Seen, Amount]:
-        """What was seen, by the name of the axis; messages are all of axis pp."""
+        """What was seen, by the name of the axis. Messages are of axis pp, or of cp; what moves
+        heads over cp is of axis ulysses."""
         result: dict[Seen, Amount] = {}
         for (ranks, collective), count in self.calls.items():
-            axis = "pp" if collective == "send" else axis_name(mesh, ranks)
+            within = set(ranks) <= set(mesh.cp.ranks)
+            if collective == "send":
+                axis = "cp" if within else "pp"
+            else:
+                moves = within and collective == "all_to_all"
+                axis = "ulysses" if moves else axis_name(mesh, ranks)
             seen = Seen(axis, collective)
             calls, size = result.get(seen, Amount(0, 0))
             result[seen] = Amount(calls + count, size + self.bytes[ranks, collective])
@@ -214,14 +220,15 @@ def axis_name(mesh: ParallelMesh, ranks: tuple[int, ...]) -> str:
         if getattr(mesh, axis).ranks == ranks:
             return axis
     places = [mesh.grid.coordinates_of(rank) for rank in ranks]
-    replicas = sorted({at.dp for at in places})
+    copies = sorted({mesh.grid.copy_of(rank) for rank in ranks})
     indices = sorted({at.pp for at in places})
-    assert len(ranks) == len(replicas) * len(indices), f"{ranks} is no group of holders"
+    assert len(ranks) == len(copies) * len(indices), f"{ranks} is no group of holders"
     parts = []
-    if len(replicas) > 1:
-        near = replicas[-1] - replicas[0] + 1 == len(replicas)
-        part = "dp:shard" if near else "dp:replicate"
-        parts.append("dp" if len(replicas) == mesh.grid.dp else part)
+    if len(copies) > 1:
+        whole = "dp" if mesh.grid.cp == 1 else "dp*cp"
+        near = copies[-1] - copies[0] + 1 == len(copies)
+        part = f"{whole}:shard" if near else f"{whole}:replicate"
+        parts.append(whole if len(copies) == mesh.grid.dp * mesh.grid.cp else part)
     if len(indices) > 1:
         parts.append(f"pp[{','.join(map(str, indices))}]")
     return "*".join(parts)

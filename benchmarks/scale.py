@@ -15,7 +15,7 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,6 +98,34 @@ CASES = {
 }
 
 
+CONTEXT_WORLDS = {512: 4, 4096: 8, 16384: 16}
+"""Processes of the job, and how many of what tp and pp leave positions are split over."""
+CONTEXT_CASES = {
+    "cp, ring": (),
+    "cp, sp, ring, queries travel, ZeRO-2": (
+        "parallel.sequence_parallel=true",
+        "context.travels=queries",
+        "optimizer.zero=2",
+    ),
+    "cp, ring, slices": ("pipeline.schedule=terapipe", "pipeline.slices=3"),
+    "cp, all_gather, slices": (
+        "context.plan=all_gather",
+        "pipeline.schedule=seq1f1b",
+        "pipeline.slices=2",
+    ),
+    "cp, heads over 2, ZeRO-3, bf16": (
+        "context.ulysses=2",
+        "optimizer.zero=3",
+        "optimizer.shard_size=2",
+        "model.dtype=bf16",
+    ),
+    "cp, attention kept, blocks run again": (
+        "activations.policy=full",
+        "activations.keep_attention=true",
+    ),
+}
+
+
 TRILLION = (
     "model.layers=128",
     "model.hidden=25600",
@@ -160,10 +188,13 @@ def configure(*keys: str) -> tuple[Config, Layout]:
     return resolve(parse(list(keys)).config, None, None)
 
 
-def toy(world: int, *keys: str) -> tuple[Config, Layout]:
+def toy(world: int, *keys: str, cp: int = 1) -> tuple[Config, Layout]:
     """A small model on `world` processes, two micro-batches per pipeline rank."""
     tp, pp = WORLDS[world]
-    dp = world // (tp * pp)
+    dp = world // (tp * pp * cp)
+    if cp > 1:
+        more = ("model.heads=32", "model.kv_heads=16", "model.hidden=64", "model.layers=16")
+        keys = (*more, "train.sequence_length=768", f"parallel.cp={cp}", *keys)
     return configure(
         *TOY,
         f"parallel.tp={tp}",
@@ -222,10 +253,11 @@ def unlike(seen: dict[Seen, Amount], formula: dict[Seen, Amount]) -> list[Seen]:
     return [name for name in names if seen.get(name) != formula.get(name)]
 
 
-def traffic_claim(name: str, keys: Sequence[str], worlds: Sequence[int]) -> Result:
+def traffic_claim(name: str, keys: Sequence[str], worlds: Mapping[int, int]) -> Result:
+    """Of worlds by their size, each with its cp."""
     wrong = checked = 0
-    for world in worlds:
-        config, layout = toy(world, *keys)
+    for world, cp in worlds.items():
+        config, layout = toy(world, *keys, cp=cp)
         for rank in ranks_of(grid_of(layout)):
             formula = expected(config, layout, rank)
             differing = unlike(observed(config, layout, rank), formula)
@@ -266,7 +298,7 @@ def cheapest(dp: int, rounds: int) -> Cost:
 
 
 def set_up_claims(worlds: Sequence[int], rounds: int) -> list[Result]:
-    table = Table(title="Scenario up one process, tp 2, pp 2", title_justify="left")
+    table = Table(title="Setting up one process, tp 2, pp 2", title_justify="left")
     for heading in ("world", "groups, ms", "rest, ms", "memory, MiB"):
         table.add_column(heading, justify="right")
     costs = []
@@ -339,7 +371,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     worlds, rounds, giants = list(WORLDS), given.rounds, GIANTS
     if given.quick:
         worlds, rounds, giants = worlds[:1], 1, {"toy": SMALL_GIANT}
-    results = [traffic_claim(name, keys, worlds) for name, keys in CASES.items()]
+    context_worlds = CONTEXT_WORLDS
+    if given.quick:
+        context_worlds = dict(list(context_worlds.items())[:1])
+    results = [traffic_claim(name, keys, dict.fromkeys(worlds, 1)) for name, keys in CASES.items()]
+    results += [traffic_claim(name, keys, context_worlds) for name, keys in CONTEXT_CASES.items()]
     results += set_up_claims(worlds if len(worlds) > 1 else [8, 64], rounds)
     for name, keys in giants.items():
         results += giant_claims(name, keys)

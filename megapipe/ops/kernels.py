@@ -45,7 +45,7 @@ class Kernels:
     blocks: BlockKernel | None = None
     """In the place of `attention`, where positions are split over ranks or results are kept."""
     context: SplitAttention | None = None
-    """What attends by these blocks."""
+    """Attends by these blocks."""
     norm: NormKernel = torch_norm
     rotary: RotaryKernel = torch_rotate
     swiglu: SwigluKernel = torch_swiglu

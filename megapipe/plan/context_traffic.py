@@ -41,6 +41,8 @@ class Attention(NamedTuple):
     """Bytes of a value."""
     main: int
     """Bytes of a value in the type of accumulation."""
+    earlier: int = 0
+    """Tokens of earlier slices that the rank holds, whose keys are attended to."""
 
     @classmethod
     def of(
@@ -50,10 +52,11 @@ class Attention(NamedTuple):
         needs: AttentionNeeds,
         dtype: Dtype,
         tokens: int,
+        earlier: int = 0,
     ) -> Attention:
         """Of a model that `needs` such attention."""
         groups, sizes = max(needs.groups, split.ulysses), (DTYPE_BYTES[dtype], main_bytes(dtype))
-        return cls(split, plans, tokens, needs.heads, groups, needs.head_dim, *sizes)
+        return cls(split, plans, tokens, needs.heads, groups, needs.head_dim, *sizes, earlier)
 
     @property
     def queries(self) -> int:
@@ -63,7 +66,7 @@ class Attention(NamedTuple):
     @property
     def keys(self) -> int:
         """Values of its keys and values."""
-        return 2 * self.tokens * self.groups * self.head_dim
+        return 2 * (self.tokens + self.earlier) * self.groups * self.head_dim
 
     @property
     def lse(self) -> int:
@@ -79,6 +82,15 @@ class Attention(NamedTuple):
         if not of_queries:
             return self.keys * self.size
         return (3 * self.queries * self.size + self.lse) if backward else self.queries * self.size
+
+    @staticmethod
+    def letters(message: Message, *, backward: bool) -> int:
+        """How many tensors a message is."""
+        if message.kind == "keys":
+            return 2
+        if message.what == "bundle":
+            return 4 if backward else 1
+        return 2 if message.what == "partial" else 1
 
     @property
     def resharded(self) -> Sent:
@@ -96,19 +108,24 @@ class Attention(NamedTuple):
             if what == "I":
                 found.append(Sent("cp", "reduce_scatter", 1, n * self.keys * self.main, n))
         else:
+            backward = what == "I"
             own = [m for exchange in self.plans.of(what)[1] for m in exchange if m.source == ring]
-            total = sum(self.bytes_of(message, backward=what == "I") for message in own)
-            found.append(Sent("cp", "send", len(own), total, n))
+            total = sum(self.bytes_of(message, backward=backward) for message in own)
+            letters = sum(self.letters(message, backward=backward) for message in own)
+            found.append(Sent("cp", "send", letters, total, n))
         return [each for each in found if each.members > 1 and each.calls]
 
 
-def attention_traffic(layout: Layout, tokens: int, index: int) -> dict[Pass, list[Sent]]:
+def attention_traffic(
+    layout: Layout, tokens: int, index: int, earlier: int = 0
+) -> dict[Pass, list[Sent]]:
     """All that the context-parallel rank of `index` sends in one layer's attention, forward (F) and
-    backward (I), of a piece of which it holds `tokens` tokens."""
+    backward (I), of a piece of which it holds `tokens` tokens, and `earlier` ones of the slices
+    before it."""
     needs = layout.model.kernels.attention
     if layout.split.cp == 1 or needs is None:
         return {"F": [], "I": []}
-    own = Attention.of(layout.split, layout.context, needs, layout.model.dtype, tokens)
+    own = Attention.of(layout.split, layout.context, needs, layout.model.dtype, tokens, earlier)
     return {what: own.sent(what, index) for what in PASSES}
 
 

@@ -141,7 +141,8 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
         return
     for stage in layout.process_stages(rank):
         split, fused = (
-            list(_pieces(config, layout, stage, rank, fused=fused)) for fused in (False, True)
+            [tokens for tokens, _ in _pieces(config, layout, stage, rank, fused=fused)]
+            for fused in (False, True)
         )
         per_pass = [_stage_traffic(layout, stage, fused=fused) for fused in (False, True)]
         size = DTYPE_BYTES[layout.model.dtype]
@@ -178,12 +179,12 @@ def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exc
     counts: Counter[tuple[str, Pass, Collective, int]] = Counter()
     amounts: Counter[tuple[str, Pass, Collective, int]] = Counter()
     for stage in layout.process_stages(rank):
-        for tokens in (
+        for tokens, earlier in (
             each
             for fused in (False, True)
             for each in _pieces(config, layout, stage, rank, fused=fused)
         ):
-            for of, exchanges in _most_sent(layout, tokens).items():
+            for of, exchanges in _most_sent(layout, tokens, earlier).items():
                 for sent in exchanges:
                     times = attentions(layout, stage, of, sent.axis)
                     key = sent.axis, of, sent.collective, sent.members
@@ -194,22 +195,25 @@ def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exc
         yield Exchange(axis, collective, what, count, amounts[key], members)
 
 
-def _most_sent(layout: Layout, tokens: int) -> dict[Pass, list[Sent]]:
+def _most_sent(layout: Layout, tokens: int, earlier: int) -> dict[Pass, list[Sent]]:
     """In one attention of a piece, of the context-parallel rank that sends most."""
-    ranks = [attention_traffic(layout, tokens, index) for index in range(layout.cp)]
+    ranks = [attention_traffic(layout, tokens, index, earlier) for index in range(layout.cp)]
     return max(ranks, key=lambda sent: sum(each.bytes for of in sent.values() for each in of))
 
 
-def _pieces(config: Config, layout: Layout, stage: int, rank: int, *, fused: bool) -> Iterator[int]:
+def _pieces(
+    config: Config, layout: Layout, stage: int, rank: int, *, fused: bool
+) -> Iterator[tuple[int, int]]:
     """Tokens of each piece that `stage` computes on pipeline rank `rank` and whose backward is a B
-    (`fused`), or an I and a W (otherwise)."""
+    (`fused`), or an I and a W (otherwise); and those of earlier slices."""
     schedule = layout.schedule
     kind = Kind.B if fused else Kind.I
     for own in layout.process_ranks(rank):
         for op in schedule.rank_ops(own):
             if op.stage == stage and op.kind == kind:
                 rows = int(schedule.size_of(op.microbatch) * config.train.microbatch)
-                yield rows * layout.local_lengths[op.slice]
+                lengths = layout.local_lengths
+                yield rows * lengths[op.slice], rows * sum(lengths[: op.slice])
 
 
 def _stage_traffic(layout: Layout, stage: int, *, fused: bool) -> TensorTraffic:

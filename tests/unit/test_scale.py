@@ -58,6 +58,15 @@ def test_a_step_says_what_the_formulas_say(scale: Any, keys: tuple[str, ...]) ->
         assert seen == scale.expected(config, layout, rank)
 
 
+def test_a_step_over_split_positions_says_so_too(scale: Any) -> None:
+    """Where cp has the ranks of no other axis; slices attend to the keys of earlier ones."""
+    for keys in scale.CONTEXT_CASES.values():
+        config, layout = scale.toy(512, *keys, "model.layers=8", cp=4)
+        seen = scale.observed(config, layout, 511)
+        assert seen == scale.expected(config, layout, 511), keys
+        assert any(name.axis == "cp" for name in seen), keys
+
+
 @pytest.mark.parametrize("zero", [1, 2])
 def test_one_process_may_run_the_whole_pipeline(scale: Any, zero: int) -> None:
     keys = (*SHAPE, FEW_LAYERS, "pipeline.channels=in_process", f"optimizer.zero={zero}")
