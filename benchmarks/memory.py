@@ -6,13 +6,15 @@ are alive are added up per rank: after each operation, and within it at each all
 formula, that of ``--dry-run`` (:mod:`megapipe.plan.activation_memory`), adds up what the operations
 of the same schedule should hold. Messages on their way are in neither.
 
-Then the same for what a process holds of the model, in :mod:`model_memory`.
+Then the same where positions are split over two processes on gloo, of the one that holds most; and
+then the same for what a process holds of the model, in :mod:`model_memory`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import model_memory
@@ -21,7 +23,7 @@ from common import Result, parser, report
 from torch import Tensor
 
 from megapipe.config import Config, KernelsConfig
-from megapipe.distributed.mesh import Axis
+from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
 from megapipe.engine.channels import InProcessChannels
 from megapipe.engine.executor import Executor, run_together
 from megapipe.engine.stage import Key, Stage
@@ -34,6 +36,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.observe.storages import LiveStorages
+from megapipe.ops.block_attention import CpuFlash
 from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.plan.activation_memory import peak_activations
@@ -41,6 +44,8 @@ from megapipe.schedule.generators import names
 from megapipe.schedule.ir import Op
 from megapipe.schedule.lower import lower
 from megapipe.schedule.proof.validate import validate
+from megapipe.testing import World, run_world
+from megapipe.train.context import make_context
 from megapipe.train.feed import pieces
 
 RANKS, ROWS, VOCABULARY = 4, 4, 257
@@ -58,6 +63,20 @@ POLICIES: dict[str, dict[str, Any]] = {
     "offload": {"offload": ALL},
     "norms again, offload": {"policy": "selective", "modules": ["norm"], "offload": ALL},
 }
+CP, TIMES = 2, 3
+"""Ranks over which positions are split; and how often each is measured there: gloo's threads may let
+go of what they have sent a moment late."""
+CONTEXTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ring": ({}, {}),
+    "Ulysses": ({"ulysses": CP}, {}),
+    "all_gather": ({"plan": "all_gather"}, {}),
+    "ring, attention kept": ({}, {"policy": "full", "keep_attention": True}),
+    "Ulysses, selective, attention kept": (
+        {"ulysses": CP},
+        {"policy": "selective", "keep_attention": True},
+    ),
+}
+"""Sections context and activations."""
 
 
 class Alive(NamedTuple):
@@ -158,8 +177,12 @@ class Measured(Stage):
         return Alive(sum(device.values()), sum(host.values()), activations=counted)
 
 
-def configure(schedule: str, activations: dict[str, Any], sequence: int) -> tuple[Config, Layout]:
-    """With as few micro-batches, from LEAST_MICROBATCHES on, as the schedule takes."""
+def configure(
+    schedule: str, activations: dict[str, Any], sequence: int, context: dict[str, Any] | None = None
+) -> tuple[Config, Layout]:
+    """With as few micro-batches, from LEAST_MICROBATCHES on, as the schedule takes; with a section
+    `context` positions are split."""
+    cp = 1 if context is None else CP
     refusal: ConfigError | None = None
     for microbatches in range(LEAST_MICROBATCHES, LEAST_MICROBATCHES + 2 * RANKS):
         config = Config.model_validate(
@@ -171,7 +194,8 @@ def configure(schedule: str, activations: dict[str, Any], sequence: int) -> tupl
                     "vocab_size": VOCABULARY,
                     "tied_embeddings": False,
                 },
-                "parallel": {"pp": RANKS, "device": "cpu"},
+                "parallel": {"pp": RANKS, "cp": cp, "device": "cpu"},
+                "context": context or {},
                 "pipeline": {"schedule": schedule, "channels": "in_process"},
                 "activations": activations,
                 "train": {
@@ -182,19 +206,24 @@ def configure(schedule: str, activations: dict[str, Any], sequence: int) -> tupl
             }
         )
         try:
-            return resolve(config, 1, VOCABULARY)
+            return resolve(config, cp, VOCABULARY)
         except ConfigError as error:
             refusal = error
     assert refusal is not None
     raise refusal
 
 
-def measure(config: Config, layout: Layout) -> list[Alive]:
-    """Per rank, the most that was alive after any of its operations."""
+def measure(config: Config, layout: Layout, mesh: ParallelMesh | None = None) -> list[Alive]:
+    """Per rank, the most that was alive after any of its operations; of one of the processes of a
+    `mesh` over which positions are split."""
     schedule, model = layout.schedule, config.model
+    kernels, place = KERNELS, 0
+    if mesh is not None:
+        kernels = replace(KERNELS, context=make_context(layout, mesh, CpuFlash()))
+        place = mesh.cp.index
     modules = []
     for index, spec in enumerate(layout.stage_layers):
-        sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype], kernels=KERNELS)
+        sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype], kernels=kernels)
         modules.append(GPTStage(model, spec, sharding))
         Bucket(index, list(owned_parameters(modules[-1])), Axis.alone(), torch.device("cpu"))
         for parameter in modules[-1].parameters():
@@ -213,22 +242,25 @@ def measure(config: Config, layout: Layout) -> list[Alive]:
 
         def shape(message: Op) -> tuple[int, int, int]:
             rows = int(schedule.size_of(message.microbatch) * ROWS)
-            return layout.slice_lengths[message.slice], rows, model.hidden
+            return layout.local_lengths[message.slice], rows, model.hidden
 
         executors.append(Executor(program, rank.stages, channels, shape=shape, train=True))
-    run_together(executors, microbatches(layout))
+    run_together(executors, microbatches(layout, place))
     left = [stage.alive() for rank in ranks for stage in rank.stages.values()]
     assert not any(map(any, left)), "something outlived its W"
     return [rank.peak._replace(within=rank.live.peak) for rank in ranks]
 
 
-def microbatches(layout: Layout) -> dict[Key, MicroBatch]:
-    """Random tokens for each piece that the schedule has."""
+def microbatches(layout: Layout, place: int) -> dict[Key, MicroBatch]:
+    """Random tokens for each piece that the schedule has, at the positions of a context-parallel
+    index."""
     result = {}
     generator = torch.Generator().manual_seed(0)
-    length = sum(layout.slice_lengths)
+    length, cp = layout.local_length, layout.cp
+    held = layout.split.held(layout.slice_lengths, place) if cp > 1 else None
     for piece in pieces(layout.schedule, ROWS, layout.slice_lengths):
-        shape = piece.rows.stop - piece.rows.start, piece.positions.stop - piece.positions.start
+        positions = piece.positions.stop - piece.positions.start
+        shape = piece.rows.stop - piece.rows.start, positions // cp
         tokens = torch.randint(VOCABULARY, shape, generator=generator)
         result[piece.key] = MicroBatch(
             index=piece.whole,
@@ -239,7 +271,8 @@ def microbatches(layout: Layout) -> dict[Key, MicroBatch]:
             mask=torch.ones(shape, dtype=torch.bool),
             scale=1.0 / length,
             first_row=piece.rows.start,
-            start=piece.positions.start,
+            start=piece.positions.start // cp,
+            held=held,
             sequence_length=length if layout.schedule.slices > 1 else None,
         )
     return result
@@ -265,21 +298,61 @@ def compare(
 
     Adds to `refused` what the layout says of schedules that do not go with the policy.
     """
-    worst: dict[str, tuple[float, str]] = dict.fromkeys(Alive._fields, (0.0, ""))
-    compared = 0
+    cases: dict[str, tuple[Config, Layout]] = {}
     for name in schedules:
         try:
-            config, layout = configure(name, POLICIES[policy], sequence)
+            cases[name] = configure(name, POLICIES[policy], sequence)
         except ConfigError as error:
             refused.append(f"policy {policy}: {error}")
-            continue
-        compared += 1
-        ranks = zip(measure(config, layout), predict(config, layout), strict=True)
+    assert cases, f"policy {policy}: every schedule is refused"
+    measured = {name: measure(*case) for name, case in cases.items()}
+    yield from claims(f"policy {policy}", cases, measured)
+
+
+def compare_split(
+    schedules: Collection[str], name: str, sequence: int, refused: list[str]
+) -> Iterator[Result]:
+    """The same where positions are split over CP processes as CONTEXTS[name] says."""
+    cases: dict[str, tuple[Config, Layout]] = {}
+    context, activations = CONTEXTS[name]
+    for schedule in schedules:
+        try:
+            cases[schedule] = configure(schedule, activations, sequence, context)
+        except ConfigError as error:
+            refused.append(f"cp {CP}, {name}: {error}")
+    assert cases, f"{name}: every schedule is refused"
+    members = run_world(CP, measure_split, list(cases.values()), timeout_s=3600)
+    measured = {
+        schedule: [Alive(*map(max, zip(*ranks, strict=True))) for ranks in zip(*found, strict=True)]
+        for schedule, found in zip(cases, zip(*members, strict=True), strict=True)
+    }
+    yield from claims(f"cp {CP}, {name}", cases, measured)
+
+
+def measure_split(world: World, cases: Sequence[tuple[Config, Layout]]) -> list[list[Alive]]:
+    """Of one member: by case and pipeline rank the least of some times."""
+    mesh = world.mesh(Grid(cp=CP))
+    found = []
+    for config, layout in cases:
+        times = [measure(config, layout, mesh) for _ in range(TIMES)]
+        ranks = zip(*times, strict=True)
+        found.append([Alive(*map(min, zip(*of_rank, strict=True))) for of_rank in ranks])
+    return found
+
+
+def claims(
+    what: str,
+    cases: Mapping[str, tuple[Config, Layout]],
+    found: Mapping[str, Sequence[Alive]],
+) -> Iterator[Result]:
+    """The largest relative differences of any rank of any of the schedules."""
+    worst: dict[str, tuple[float, str]] = dict.fromkeys(Alive._fields, (0.0, ""))
+    for name, case in cases.items():
+        ranks = zip(found[name], predict(*case), strict=True)
         for rank, (measured, predicted) in enumerate(ranks):
-            for what, ours, formula in zip(Alive._fields, measured, predicted, strict=True):
+            for field, ours, formula in zip(Alive._fields, measured, predicted, strict=True):
                 difference = abs(ours - formula) / max(formula, 1)
-                worst[what] = max(worst[what], (difference, f": {name}, rank {rank}"))
-    assert compared, f"policy {policy}: every schedule is refused"
+                worst[field] = max(worst[field], (difference, f": {name}, rank {rank}"))
     of_bytes = max(worst["device"], worst["host"])
     for claim, (difference, where), tolerance in (
         ("bytes", of_bytes, TOLERANCE),
@@ -287,11 +360,11 @@ def compare(
         ("pieces", worst["activations"], 0.0),
     ):
         yield Result(
-            claim=f"policy {policy}: {claim} held at the peak",
+            claim=f"{what}: {claim} held at the peak",
             value=100 * difference,
             target=100 * tolerance,
             unit="% off",
-            peer=f"formula, {compared} schedules{where if difference else ''}",
+            peer=f"formula, {len(cases)} schedules{where if difference else ''}",
         )
 
 
@@ -305,6 +378,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     refused: list[str] = []
     results = [
         result for policy in POLICIES for result in compare(schedules, policy, sequence, refused)
+    ]
+    results += [
+        result for name in CONTEXTS for result in compare_split(schedules, name, sequence, refused)
     ]
     results += model_memory.compare(["interleaved_1f1b"] if given.quick else names(), refused)
     print(*(f"refused: {line}" for line in refused), sep="\n")

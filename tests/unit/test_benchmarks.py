@@ -234,7 +234,7 @@ def test_collectives_unlike_the_formula_are_counted(
     load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scale = load("scale")
-    case = ("toy", ["parallel.tp=2", "parallel.pp=2"], [8])
+    case = ("toy", ["parallel.tp=2", "parallel.pp=2"], {8: 1})
     right = scale.traffic_claim(*case)
     assert (right.value, right.met) == (0, True)
     expected = scale.expected
