@@ -1,8 +1,8 @@
 """Which rank a hanging job waits for, by the journals of all ranks.
 
 A rank that waits for an exchange waits for those of its members that have not begun it. Following
-them leads to a rank that waits for nobody: it is stopped, it holds Python's lock, or it is busy
-with something that does not end. Or it leads to an exchange that all members have begun and one of
+them leads to a rank that waits for nobody: its process is gone or stopped, it holds Python's lock, or
+it is busy with something that does not end. Or it leads to an exchange that all members have begun and one of
 them still waits for: then a message is lost.
 """
 
@@ -17,6 +17,9 @@ from megapipe.words import ranges
 BEATLESS_S = 3.0
 """Seconds without a beat of a rank's heart, which beats four times a second, after which something
 holds Python's lock there."""
+GONE_S = 5.0
+"""Seconds for which one waits in vain for a rank whose process is gone. As a rule a connection tells
+at once; and where the rank has failed by itself, it has told the store."""
 
 
 class View(NamedTuple):
@@ -30,11 +33,13 @@ class View(NamedTuple):
     stopped: bool
     """A signal has stopped the process."""
     host: str
+    gone: bool = False
+    """The process has ended, and has not said that it leaves."""
 
     @property
     def frozen(self) -> bool:
-        """Whether it hears nothing: it is stopped, or its heart does not beat."""
-        return self.stopped or self.beatless_s >= BEATLESS_S
+        """Whether it hears nothing: it is gone or stopped, or its heart does not beat."""
+        return self.gone or self.stopped or self.beatless_s >= BEATLESS_S
 
     @property
     def waits(self) -> bool:
@@ -42,7 +47,7 @@ class View(NamedTuple):
         return self.state.line is not None and not self.frozen
 
 
-Why = Literal["stopped", "holds the lock", "busy", "sent nothing", "unclear", "unknown"]
+Why = Literal["gone", "stopped", "holds the lock", "busy", "sent nothing", "unclear", "unknown"]
 ORDER: tuple[Why, ...] = get_args(Why)
 """Kinds of evidence, the surest first."""
 
@@ -59,18 +64,24 @@ class Culprit(NamedTuple):
 
 
 def find(views: Mapping[int, View], limit_s: float) -> Culprit | None:
-    """The culprit, where a rank has waited for `limit_s` seconds and is still there to tell; else
-    None. Of several the one with the surest evidence, and of these the one that stands still the
-    longest."""
-    late = [rank for rank, view in views.items() if view.waits and view.still_s >= limit_s]
-    if not late:
+    """The culprit, where a rank has waited for `limit_s` seconds, or for GONE_S for one that is
+    gone, and is still there to tell; else None. Of several the one with the surest evidence, and of
+    these the one that stands still the longest."""
+    gone = [found for found in _followed(views, _late(views, GONE_S)) if found[0] == "gone"]
+    evidence = gone or list(_followed(views, _late(views, limit_s)))
+    if not evidence:
         return None
     waiting = sorted(rank for rank, view in views.items() if view.waits)
     why, rank = min(
-        _followed(views, late),
+        evidence,
         key=lambda found: (ORDER.index(found[0]), -_seconds(views, found[1]), found[1]),
     )
     return Culprit(rank, why, _seconds(views, rank), tuple(r for r in waiting if r != rank))
+
+
+def _late(views: Mapping[int, View], seconds: float) -> list[int]:
+    """The ranks that have waited for so long."""
+    return [rank for rank, view in views.items() if view.waits and view.still_s >= seconds]
 
 
 def _seconds(views: Mapping[int, View], rank: int) -> float:
@@ -89,6 +100,8 @@ def _followed(views: Mapping[int, View], late: Iterable[int]) -> Iterator[tuple[
         view = views.get(rank)
         if view is None:
             yield "unknown", rank
+        elif view.gone:
+            yield "gone", rank
         elif view.stopped:
             yield "stopped", rank
         elif view.beatless_s >= BEATLESS_S:
@@ -127,6 +140,11 @@ def told(culprit: Culprit, views: Mapping[int, View], limit_s: float) -> str:
     who_it_is = [part for part in (state.place, f"process {state.pid} on {view.host}") if part]
     step = f"step {state.step}" if state.step else ""
     does = ": ".join(part for part in (step, state.does) if part)
+    whose = f"rank {culprit.rank} ({'; '.join(who_it_is)})"
+    since = f"for {culprit.seconds:.0f} s{f' at {does}' if does else ''}"
+    if culprit.why == "gone":
+        lost = f"rank{'s' * (len(waiting) > 1)} {ranges(waiting)} lost contact with {whose}"
+        return f"{lost}, whose process has ended without a word, {since}"
     what = {
         "stopped": "is stopped by a signal",
         "holds the lock": "does not answer, as something holds Python's lock",
@@ -135,7 +153,5 @@ def told(culprit: Culprit, views: Mapping[int, View], limit_s: float) -> str:
         "unclear": "waits for an exchange that all its members have begun",
     }[culprit.why]
     return (
-        f"the job hangs: rank {culprit.rank} ({'; '.join(who_it_is)}) {what}, for "
-        f"{culprit.seconds:.0f} s{f' at {does}' if does else ''}; {who} for it "
-        f"(parallel.timeout_s={limit_s:g})"
+        f"the job hangs: {whose} {what}, {since}; {who} for it (parallel.timeout_s={limit_s:g})"
     )

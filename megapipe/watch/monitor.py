@@ -1,8 +1,8 @@
 """A process of a node that finds ranks which hang: ``python -m megapipe.watch``.
 
 It reads the journals of the node's ranks four times a second, and no rank can hold it up. Where one
-has waited for its peers for longer than the limit, it finds out for whom
-(:mod:`megapipe.watch.culprit`), has all ranks of the node write down their stacks, and gives the
+has waited for its peers for longer than the limit, or for a moment for one whose process is gone, it
+finds out for whom (:mod:`megapipe.watch.culprit`), has all ranks of the node write down their stacks, and gives the
 verdict to the ranks, which end by it; those that cannot are killed. Of several nodes one monitor
 decides, to which the others tell what they see (:mod:`megapipe.watch.nodes`).
 
@@ -85,14 +85,21 @@ class _Rank:
 
     @property
     def ended(self) -> bool:
-        """Whether it is leaving or gone: another process may have its number by now."""
+        """Whether it is leaving or gone."""
+        return self.state.left or self.gone
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended without leaving: another may have its number by now."""
         began = start_of(self.state.pid)
-        return self.state.left or began is None or began != self.began
+        return not self.state.left and (began is None or began != self.began)
 
     def view(self) -> View:
         """Its state, and how it looks from outside."""
-        stopped = is_stopped(self.state.pid)
-        return View(self.state, self.still_s, self.beatless_s, stopped, socket.gethostname())
+        gone = self.gone
+        stopped = not gone and is_stopped(self.state.pid)
+        host = socket.gethostname()
+        return View(self.state, self.still_s, self.beatless_s, stopped, host, gone)
 
     def send(self, number: int) -> None:
         """Send it a signal."""
@@ -144,7 +151,7 @@ class Monitor:
     def _verdict(self) -> str | None:
         """One line on a hang; None as long as there is none."""
         limit = self._settings.limit_s
-        own = {number: rank.view() for number, rank in self._ranks.items() if not rank.ended}
+        own = {number: rank.view() for number, rank in self._ranks.items() if not rank.state.left}
         if self._spoke is not None and self._spoke.is_heard:
             return self._spoke.exchange(own)
         views = {**own, **(self._hub.views() if self._hub is not None else {})}

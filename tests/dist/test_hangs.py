@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.hanging import TIMEOUT_S, Fault, run_hanging
+from tests.parity.hanging import TIMEOUT_S, Fault, run_hanging, write_script
 from tests.parity.jobs import ENDLESS, Job, arguments, tiny
 
 pytestmark = pytest.mark.full
@@ -59,6 +59,19 @@ def test_without_a_watchdog_communication_notices(tmp_path: Path) -> None:
     hang.outcome.assert_one_line(4, "rank 0 lost contact with a peer")
     assert hang.seconds < TIMEOUT_S + LEAVE_S
     assert not (tmp_path / "runs/run/hangs").exists()
+
+
+def test_a_killed_rank_whose_connections_stay_open(tmp_path: Path) -> None:
+    """Nobody has to wait for the time-out, and torchrun's request to stop does not keep it up."""
+    fault = Fault(1, "die", action=3, seconds=15.0)
+    given = arguments({**tiny(tmp_path), **ENDLESS, "parallel.tp": "2", "parallel.timeout_s": "60"})
+    script = str(write_script(tmp_path, fault))
+    with Job(tmp_path) as job:
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        job.start([*run, script, *given])
+        outcome = job.end(left_behind_s=15.0)
+    outcome.assert_one_line(-9, "rank 0 lost contact with rank 1 (", "ended without a word")
+    assert outcome.seconds < 40.0
 
 
 def test_a_rank_of_another_node(tmp_path: Path) -> None:

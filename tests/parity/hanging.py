@@ -40,6 +40,11 @@ def hang():
     elif fault["kind"] == "spin":
         while True:
             pass
+    elif fault["kind"] == "die":
+        if os.fork() == 0:  # keeps the connections open
+            time.sleep(fault["seconds"])
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
     elif fault["kind"] == "lock":
         mute, _ = os.pipe()
         # which the signal for stacks does not end
@@ -92,7 +97,8 @@ sys.exit(main(sys.argv[1:]))
 @dataclass(frozen=True)
 class Fault:
     """A rank hangs: it is stopped by a signal (stop), runs for ever (spin) or holds Python's lock
-    (lock), or the next message that it sends is lost (lose)."""
+    (lock), or the next message that it sends is lost (lose). Or it is killed (die), while a process
+    that it has started keeps its connections open for so many `seconds`."""
 
     rank: int
     kind: str
@@ -100,6 +106,7 @@ class Fault:
     action: int = 0
     """Of its program, counted from 0, unless it is in a `hook`."""
     hook: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,17 +120,23 @@ class Hang:
     """From the fault to the end of the job."""
 
 
-def run_hanging(
-    folder: Path, world: int, fault: Fault, *options: str, nodes: int = 1, **settings: str
-) -> Hang:
-    """A job that is launched with `options`, on as many `nodes` of `world` ranks, to its end; the
-    fault comes once."""
+def write_script(folder: Path, fault: Fault) -> Path:
+    """A training script with a fault that comes once."""
     mark = folder / "fault"
     mark.touch()
     script = folder / "hanging.py"
     script.write_text(
         SCRIPT.format(root=str(ROOT), mark=str(mark), fault=json.dumps(asdict(fault)))
     )
+    return script
+
+
+def run_hanging(
+    folder: Path, world: int, fault: Fault, *options: str, nodes: int = 1, **settings: str
+) -> Hang:
+    """A job that is launched with `options`, on as many `nodes` of `world` ranks, to its end; the
+    fault comes once."""
+    script = write_script(folder, fault)
     given = {**tiny(folder), **ENDLESS, "parallel.timeout_s": str(TIMEOUT_S)}
     given |= {"train.validate_every": "3", "checkpoint.every": "3", **settings}
     launch = ["-m", "megapipe.launch", "--nproc", str(world), *options]

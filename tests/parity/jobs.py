@@ -187,8 +187,8 @@ class Job:
             assert time.monotonic() < self.began + self.limit_s, self.text
             time.sleep(0.01)
 
-    def end(self) -> Outcome:
-        """Wait for all processes, of which none may be left behind."""
+    def end(self, left_behind_s: float = 5.0) -> Outcome:
+        """Wait for all processes, of which none may be left behind for longer."""
         codes = []
         for process in self.processes:
             try:
@@ -196,7 +196,7 @@ class Job:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"the job does not end:\n{self.text}") from None
         seconds = time.monotonic() - self.began
-        for _ in range(50):
+        for _ in range(int(left_behind_s / 0.1)):
             if not (left := list(self.alive())):
                 break
             time.sleep(0.1)

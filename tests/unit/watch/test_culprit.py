@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapipe.watch.culprit import BEATLESS_S, Culprit, View, find, told
+from megapipe.watch.culprit import BEATLESS_S, GONE_S, Culprit, View, find, told
 from megapipe.watch.journal import State
 
 LIMIT_S = 10.0
@@ -18,12 +18,13 @@ def view(
     still_s: float = LIMIT_S,
     beatless_s: float = 0.1,
     stopped: bool = False,
+    gone: bool = False,
 ) -> View:
     given = {} if line is None else {line: exchange}
     state = State(
         7, 9, 3, "F stage 0", "pp 0", {**given, **(begun or {})}, line, exchange, heeds, False
     )
-    return View(state, still_s, beatless_s, stopped, "node1")
+    return View(state, still_s, beatless_s, stopped, "node1", gone)
 
 
 def test_nobody_who_waits_is_no_hang() -> None:
@@ -88,6 +89,24 @@ def test_a_rank_of_which_nothing_is_known() -> None:
         "the job hangs: rank 0 waits for rank 9, of which nothing is known, for 10 s "
         "(parallel.timeout_s)"
     )
+
+
+def test_a_rank_that_is_gone() -> None:
+    """Nobody waits for it until the limit, whatever else there is to see."""
+    waits = view("a", 4, (0, 1), still_s=GONE_S)
+    gone = view("b", 2, (1, 2), begun={"a": 3}, still_s=GONE_S, beatless_s=GONE_S, gone=True)
+    stopped = view(stopped=True, begun={"b": 1}, still_s=GONE_S)
+    views = {0: waits, 1: gone, 2: stopped}
+    found = find(views, LIMIT_S)
+    assert found == Culprit(1, "gone", GONE_S, (0,))
+    assert told(found, views, LIMIT_S) == (
+        "rank 0 lost contact with rank 1 (pp 0; process 7 on node1), whose process has ended without "
+        "a word, for 5 s at step 3: F stage 0"
+    )
+    views[0] = waits._replace(still_s=GONE_S - 0.1)
+    assert find(views, LIMIT_S) is None, "it may hear of it by itself"
+    views = {0: waits, 1: gone._replace(gone=False, stopped=True), 2: stopped}
+    assert find(views, LIMIT_S) is None, "who is there may go on"
 
 
 def test_the_line_for_the_user() -> None:

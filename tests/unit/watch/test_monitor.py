@@ -63,9 +63,9 @@ def settings(tmp_path: Path, limit_s: float, starter: int) -> Settings:
     return Settings(str(tmp_path / "watch"), limit_s, str(tmp_path / "hangs"), starter)
 
 
-def watch(tmp_path: Path) -> tuple[str, Path]:
+def watch(tmp_path: Path, limit_s: float = 0.5) -> tuple[str, Path]:
     """Be the monitor; returns the verdict and the folder of the report."""
-    Monitor(settings(tmp_path, 0.5, os.getppid())).run()
+    Monitor(settings(tmp_path, limit_s, os.getppid())).run()
     verdict, report = json.loads((tmp_path / "watch" / "verdict").read_text())
     return verdict, Path(report)
 
@@ -85,6 +85,16 @@ def test_a_stopped_rank_is_killed(tmp_path: Path, ranks: list[subprocess.Popen[b
     verdict, _ = watch(tmp_path)
     assert [process.wait(5) for process in ranks] == [0, -signal.SIGKILL]
     assert "is stopped by a signal" in verdict
+
+
+def test_a_rank_that_is_gone(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+    ranks[1].kill()
+    ranks[1].wait()
+    verdict, report = watch(tmp_path, limit_s=600.0)
+    assert ranks[0].wait(5) == 0
+    assert verdict.startswith("rank 0 lost contact with rank 1 (process ")
+    assert "has ended without a word" in verdict
+    assert json.loads((report / "rank-1.json").read_text())["gone"]
 
 
 def test_ranks_that_go_on_are_left_alone(
