@@ -64,8 +64,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "norms again, offload": {"policy": "selective", "modules": ["norm"], "offload": ALL},
 }
 CP, TIMES = 2, 3
-"""Ranks over which positions are split; and how often each is measured there: gloo's threads may let
-go of what they have sent a moment late."""
+"""Ranks over which positions are split; and how often each is measured there: gloo's threads may
+let go of what they have sent a moment late."""
 CONTEXTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ring": ({}, {}),
     "Ulysses": ({"ulysses": CP}, {}),

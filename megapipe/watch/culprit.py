@@ -1,9 +1,9 @@
 """Which rank a hanging job waits for, by the journals of all ranks.
 
 A rank that waits for an exchange waits for those of its members that have not begun it. Following
-them leads to a rank that waits for nobody: its process is gone or stopped, it holds Python's lock, or
-it is busy with something that does not end. Or it leads to an exchange that all members have begun and one of
-them still waits for: then a message is lost.
+them leads to a rank that waits for nobody: its process is gone or stopped, it holds Python's lock,
+or it is busy with something that does not end. Or it leads to an exchange that all members have
+begun and one of them still waits for: then a message is lost.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BEATLESS_S = 3.0
 """Seconds without a beat of a rank's heart, which beats four times a second, after which something
 holds Python's lock there."""
 GONE_S = 5.0
-"""Seconds for which one waits in vain for a rank whose process is gone. As a rule a connection tells
-at once; and where the rank has failed by itself, it has told the store."""
+"""Seconds for which one waits in vain for a rank whose process is gone. As a rule a connection
+tells at once; and where the rank has failed by itself, it has told the store."""
 
 
 class View(NamedTuple):
@@ -152,6 +152,4 @@ def told(culprit: Culprit, views: Mapping[int, View], limit_s: float) -> str:
         "sent nothing": "waits as well, and what it has sent does not arrive",
         "unclear": "waits for an exchange that all its members have begun",
     }[culprit.why]
-    return (
-        f"the job hangs: {whose} {what}, {since}; {who} for it (parallel.timeout_s={limit_s:g})"
-    )
+    return f"the job hangs: {whose} {what}, {since}; {who} for it (parallel.timeout_s={limit_s:g})"

@@ -1,10 +1,11 @@
 """A process of a node that finds ranks which hang: ``python -m megapipe.watch``.
 
 It reads the journals of the node's ranks four times a second, and no rank can hold it up. Where one
-has waited for its peers for longer than the limit, or for a moment for one whose process is gone, it
-finds out for whom (:mod:`megapipe.watch.culprit`), has all ranks of the node write down their stacks, and gives the
-verdict to the ranks, which end by it; those that cannot are killed. Of several nodes one monitor
-decides, to which the others tell what they see (:mod:`megapipe.watch.nodes`).
+has waited for its peers for longer than the limit, or for seconds for one whose process is gone, it
+finds out for whom (:mod:`megapipe.watch.culprit`), has all ranks of the node write down their
+stacks, and gives the verdict to the ranks, which end by it; those that cannot are killed. Of
+several nodes one monitor decides, to which the others tell what they see
+(:mod:`megapipe.watch.nodes`).
 
 It ends when its ranks have ended. Signals that a terminal or a launcher sends to all are not for
 it.

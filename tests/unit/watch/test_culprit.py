@@ -100,8 +100,8 @@ def test_a_rank_that_is_gone() -> None:
     found = find(views, LIMIT_S)
     assert found == Culprit(1, "gone", GONE_S, (0,))
     assert told(found, views, LIMIT_S) == (
-        "rank 0 lost contact with rank 1 (pp 0; process 7 on node1), whose process has ended without "
-        "a word, for 5 s at step 3: F stage 0"
+        "rank 0 lost contact with rank 1 (pp 0; process 7 on node1), whose process has ended "
+        "without a word, for 5 s at step 3: F stage 0"
     )
     views[0] = waits._replace(still_s=GONE_S - 0.1)
     assert find(views, LIMIT_S) is None, "it may hear of it by itself"
