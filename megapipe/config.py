@@ -91,6 +91,14 @@ class PipelineConfig(Section):
     where attention runs at half of their speed. `train.py --time-slices` measures it."""
     pairs: int | None = Field(None, ge=1)
     """chimera: pairs of pipelines in opposite directions, each with its copies of the weights."""
+    replicas: Annotated[
+        list[Annotated[int, Field(ge=1)]] | None,
+        Expected("a number of ranks for each stage, as in [2, 1], or null"),
+    ] = Field(None, min_length=1)
+    """1f1b_rr: how many of the `parallel.pp` ranks each stage has, as in [2, 1] for 3; micro-batch
+    k takes rank k mod 2 of the first. Default: two for the first stage and one for each other, as
+    far as there are three ranks or more. The default `layout` gives a stage with twice the ranks
+    twice the work."""
     memory_limit: float | None = Field(None, gt=0)
     """Most activations of a pipeline rank, in micro-batches of all its layers, each held until its
     weight gradient. Searched schedules (zb_1p, zb_2p, auto) keep to it, others are refused above

@@ -306,6 +306,7 @@ def _schedule(
                 group=pipeline.group,
                 slices=slices or pipeline.slices,
                 pairs=pipeline.pairs,
+                replicas=pipeline.replicas,
                 memory_limit=pipeline.memory_limit,
                 cost=cost,
             )

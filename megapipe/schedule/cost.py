@@ -85,11 +85,16 @@ class Cost:
         reduce: Time = 0,
         gather: Time = 0,
     ) -> "Cost":
-        """From times for all stages of a rank together: each of its stages takes an equal share."""
-        unit = placement.stage_share
+        """From times for all stages of a rank together: each of its stages takes its share."""
+        shares = placement.stage_shares
+        alike = len(set(shares)) == 1
 
-        def share(time: Time) -> Time:
-            return time * float(unit) if isinstance(time, float) else plain(time * unit)
+        def share(time: Time) -> PerStage:
+            own = tuple(
+                time * float(share) if isinstance(time, float) else plain(time * share)
+                for share in shares[: 1 if alike else None]
+            )
+            return own[0] if alike else own
 
         return cls(
             F=share(F),

@@ -1,7 +1,8 @@
 """Activations that a schedule keeps, and messages that it sends, counted from its lists.
 
-Activations are counted in micro-batches of a full rank: what one stage keeps of one whole
-micro-batch is ranks / stages of that. There are two accountings, and published tables mix them:
+Activations are counted in micro-batches of a full rank: what a stage keeps of one whole
+micro-batch is its share of that (:attr:`.Placement.stage_shares`). There are two accountings, and
+published tables mix them:
 
 - *held*: all of it counts from F to W (or B), as where saved tensors are kept until W;
 - *weighted*: a share is free after I already, the rest after W (2401.10241 counts so).
@@ -118,8 +119,9 @@ def _per_link(
 def weight_copies(schedule: Schedule) -> tuple[Amount, ...]:
     """Per rank, the weights that it holds; 1 is the model's weights / number of ranks."""
     placement = schedule.placement
+    shares = placement.stage_shares
     return tuple(
-        _whole(len(placement.stages_of(rank)) * placement.stage_share)
+        _whole(sum((shares[stage] for stage in placement.stages_of(rank)), start=Fraction(0)))
         for rank in range(placement.ranks)
     )
 
@@ -131,14 +133,15 @@ class _Grains:
         if not 0 <= freed <= 1:
             raise ScheduleError(f"the share freed by I is from 0 to 1, not {freed}")
         self._schedule = schedule
-        units = [
-            schedule.placement.stage_share * size / schedule.slices
-            for size in (schedule.sizes or [Fraction(1)])
-        ]
+        shares = schedule.placement.stage_shares
+        parts = per_unit(shares)
+        self._weights = [whole(share, parts) for share in shares]
+        """Of each stage; what one of weight 1 keeps is the unit."""
+        units = [size / (parts * schedule.slices) for size in schedule.sizes or [Fraction(1)]]
         self._per_rank = per_unit((*units, *(unit * freed for unit in units)))
         """Grains in a micro-batch of a full rank."""
         self._units = [whole(unit, self._per_rank) for unit in units]
-        """Grains that one stage keeps of a slice of each micro-batch, or of every one."""
+        """Grains in a unit of a slice of each micro-batch, or of every one."""
         self._freed = [whole(unit * freed, self._per_rank) for unit in units]
         """Those of them that I frees."""
 
@@ -149,14 +152,14 @@ class _Grains:
     def peak(self, rank: int) -> int:
         """The most grains alive at once on a rank."""
         schedule = self._schedule
-        if schedule.sizes or schedule.recompute:
+        if schedule.sizes or schedule.recompute or len(set(self._weights)) > 1:
             alive = peak = 0
             for change in self.changes(rank):
                 peak = max(peak, alive + change.start)
                 alive += change.start + change.end
             return peak
         # what an operation adds goes by its kind alone, and none both adds and frees
-        unit, freed = self._units[0], self._freed[0]
+        unit, freed = (each[0] * self._weights[0] for each in (self._units, self._freed))
         adds = {Kind.F: unit, Kind.B: -unit, Kind.I: -freed, Kind.W: freed - unit}
         if schedule.forward_only:
             return 0
@@ -173,7 +176,8 @@ class _Grains:
         ahead = {(op.stage, op.microbatch) for op in ops if op.kind == Kind.R}
         for op in ops:
             which = op.microbatch if schedule.sizes else 0
-            unit, freed = self._units[which], self._freed[which]
+            weight = self._weights[op.stage]
+            unit, freed = self._units[which] * weight, self._freed[which] * weight
             late = op.stage in schedule.recompute
             if op.kind == Kind.F:
                 yield _Change(0 if late or schedule.forward_only else unit, 0)

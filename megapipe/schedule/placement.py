@@ -1,7 +1,9 @@
 """Where each virtual stage of the model lives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import lcm
 
 from megapipe.errors import ScheduleError
 
@@ -11,7 +13,8 @@ class Placement:
     """A map from (direction, stage) to pipeline rank.
 
     Stages are numbered 0 .. stages-1 in the order in which a micro-batch visits them forward.
-    A second direction holds the same stages on other ranks (bidirectional pipelines).
+    A second direction holds the same stages on other ranks (bidirectional pipelines), some of them
+    perhaps on the same (stages with replicas).
 
     Raises:
         ScheduleError: a rank out of range, a rank without a stage, or directions of unequal length.
@@ -62,9 +65,14 @@ class Placement:
         return tuple(sorted({row[stage] for row in self.table}))
 
     @property
-    def stage_share(self) -> Fraction:
-        """One stage's share of a full rank: ranks / stages."""
-        return Fraction(self.ranks, self.stages)
+    def stage_shares(self) -> tuple[Fraction, ...]:
+        """By stage, its share of a full rank, an equal part of the model; in all they are `ranks`.
+
+        With equally many holders stages are equally long, and one with c times as many is c times
+        as long: its holders take turns, and so all ranks have equal work.
+        """
+        holders = [len(self.holders(stage)) for stage in range(self.stages)]
+        return tuple(Fraction(self.ranks * count, sum(holders)) for count in holders)
 
 
 def loop(ranks: int, chunks: int = 1) -> Placement:
@@ -90,6 +98,23 @@ def mirrored(placement: Placement) -> Placement:
     last = placement.ranks - 1
     opposite = tuple(tuple(last - rank for rank in row) for row in placement.table)
     return Placement(placement.ranks, placement.table + opposite)
+
+
+def replicated(replicas: Sequence[int]) -> Placement:
+    """So many ranks for each stage, which take turns (1F1B-RR of PipeDream, 1806.03377).
+
+    Direction i takes the (i mod c)-th of the c ranks of each stage, those of stage 0 being the
+    first. There are as many directions as the least common multiple of all c.
+    """
+    _at_least_one(**{f"replicas[{stage}]": count for stage, count in enumerate(replicas)})
+    first = [sum(replicas[:stage]) for stage in range(len(replicas))]
+    return Placement(
+        sum(replicas),
+        tuple(
+            tuple(start + turn % count for start, count in zip(first, replicas, strict=True))
+            for turn in range(lcm(*replicas))
+        ),
+    )
 
 
 def _at_least_one(**counts: int) -> None:

@@ -78,3 +78,18 @@ def test_swaps_bitwise(name: str) -> None:
     assert case.clip is not None
     assert min(plain[0].norms) > case.clip, "the clip is not active"
     assert_bitwise(ours, plain)
+
+
+def test_replicated_stages_train() -> None:
+    """Stages of one rank, two and three, tied and not, with data-parallel copies and without."""
+    base = Case(schedule="1f1b_rr", masked=0.3)
+    check(
+        [
+            replace(base, pp=3, m=4, replicas=(2, 1)),
+            replace(base, pp=3, m=4, replicas=(1, 2), tied=False, debug=True),
+            replace(base, pp=4, m=4, replicas=(2, 1, 1)),
+            replace(base, pp=4, m=3, replicas=(3, 1), tied=False),
+            replace(base, pp=3, m=2, replicas=(2, 1), dp=2, tied=False, zero=2),
+            replace(base, pp=3, m=2, replicas=(1, 2), dp=2),
+        ]
+    )

@@ -47,6 +47,7 @@ class Case:
     slice_overhead: float | None = None
     slice_attention: float = 1.0
     pairs: int | None = None
+    replicas: tuple[int, ...] | None = None
     swap: bool = False
     """Run gpipe instead, on the schedule's placement, replicas, slices and parts."""
     in_process: bool = False
@@ -267,6 +268,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "slice_overhead": case.slice_overhead,
                 "slice_attention": case.slice_attention,
                 "pairs": case.pairs,
+                "replicas": case.replicas and list(case.replicas),
                 "layout": layout,
                 "channels": "in_process" if case.in_process else "process_group",
                 "debug": case.debug,
@@ -330,7 +332,12 @@ def _lora(case: Case) -> dict[str, Any]:
 
 def _stages(case: Case) -> int:
     schedule = build(
-        case.schedule, ranks=case.pp, microbatches=case.m, chunks=case.chunks, pairs=case.pairs
+        case.schedule,
+        ranks=case.pp,
+        microbatches=case.m,
+        chunks=case.chunks,
+        pairs=case.pairs,
+        replicas=case.replicas,
     )
     return schedule.placement.stages
 
@@ -399,6 +406,7 @@ def plain(case: Case) -> Case:
         slice_overhead=None,
         slice_attention=1.0,
         pairs=None,
+        replicas=None,
         in_process=False,
         scatter="off",
         sequence_parallel=False,

@@ -92,6 +92,7 @@ ELSEWHERE = {
     "slice_overhead": "test_slices",
     "slice_attention": "test_slices",
     "pairs": "test_schedules",
+    "replicas": "test_schedules",
     "overlap": "changes no bit: test_overlap",
     "swap": "test_schedules",
     "loss_scale": "one at which fp16 does not overflow; dynamic ones: test_fp16",

@@ -21,6 +21,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 OPTIONS = [("chunks", 3), ("chunks", 4), ("slices", 4), ("pairs", 2), ("group", 3)]
+REPLICAS = [(2, 1), (1, 2), (3, 1)]
 
 
 def schedule_of(case: Case) -> Schedule:
@@ -33,6 +34,7 @@ def schedule_of(case: Case) -> Schedule:
         group=case.group,
         slices=case.slices,
         pairs=case.pairs,
+        replicas=case.replicas,
     )
 
 
@@ -43,6 +45,9 @@ def settings(name: str) -> Iterator[Case]:
     for option, value in OPTIONS:
         if option in accepts(name):
             yield from _legal(name, [(2, 5), (4, 5)], {option: value})
+    if "replicas" in accepts(name):
+        for replicas in REPLICAS:
+            yield from _legal(name, [(sum(replicas), 5)], {"replicas": replicas})
 
 
 def smallest(name: str, ranks: int) -> Iterator[Case]:
@@ -50,7 +55,7 @@ def smallest(name: str, ranks: int) -> Iterator[Case]:
     yield from _legal(name, [(ranks, 1)], {})
 
 
-def _legal(name: str, sizes: list[tuple[int, int]], options: dict[str, int]) -> Iterator[Case]:
+def _legal(name: str, sizes: list[tuple[int, int]], options: dict[str, Any]) -> Iterator[Case]:
     """The first case with these ranks and at least these micro-batches that is not refused."""
     for ranks, least in sizes:
         for m in range(least, least + 9):

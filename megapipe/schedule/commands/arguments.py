@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
@@ -29,6 +29,7 @@ def add_setting(parser: Parser) -> None:
     parser.add_argument("--slices", type=count, metavar="K", help="parts of each sequence")
     parser.add_argument("--group", type=count, metavar="G", help="micro-batches per group")
     parser.add_argument("--pairs", type=count, metavar="N", help="pairs of opposite pipelines")
+    parser.add_argument("--replicas", type=counts, metavar="C,C,..", help="ranks of each stage")
     add_placement(parser)
     add_costs(parser)
 
@@ -139,7 +140,7 @@ def add_costs(parser: Parser) -> None:
     )
 
 
-def options_of(given: argparse.Namespace) -> dict[str, int | None]:
+def options_of(given: argparse.Namespace) -> dict[str, Any]:
     """Options of a generator that were given."""
     return {what: getattr(given, what, None) for what in OPTIONS}
 
@@ -188,6 +189,11 @@ def seed(text: str) -> int:
 def count(text: str) -> int:
     """A whole number, 1 or more, of ranks, stages, chunks and the like."""
     return _whole(text, 1, STAGE_MASK + 1)
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers, 1 or more, as in ``2,1``."""
+    return [count(item) for item in text.split(",")]
 
 
 def none_or_more(text: str) -> int:

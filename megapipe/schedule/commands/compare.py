@@ -36,7 +36,8 @@ def add(commands: "Commands[Parser]") -> None:
         "compare",
         help="a table of schedules at one setting",
         description="A table of schedules at one setting. Those that have no --chunks, --slices, "
-        "--group or --pairs go without; those that refuse the setting are listed with the reason.",
+        "--group, --pairs or --replicas go without; those that refuse the setting are listed with "
+        "the reason.",
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"{NAME_HELP} (all of `list`)")
     add_setting(parser)

@@ -30,7 +30,7 @@ class Scenario:
 
     ranks: int
     microbatches: int
-    options: Mapping[str, int | None]
+    options: Mapping[str, Any]
     costs: Mapping[str, Number]
     stage_costs: Mapping[str, tuple[Number, ...]]
     bandwidth: Number | None
@@ -164,7 +164,8 @@ class Scenario:
 def placement_names(placement: Placement) -> tuple[str, ...]:
     """Names of a placement, the usual one first."""
     if len(placement.table) > 1:
-        return ("bidirectional",)
+        several = max(len(placement.stages_of(rank)) for rank in range(placement.ranks)) > 1
+        return ("bidirectional" if several else "replicated",)
     ranks, chunks = placement.ranks, placement.stages // placement.ranks
     shapes = {"single": loop(ranks), "loop": loop(ranks, chunks) if chunks > 1 else None}
     shapes |= {"v": vee(ranks), "wave": wave(ranks, chunks // 2) if chunks > 1 else None}

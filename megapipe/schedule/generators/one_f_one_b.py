@@ -37,13 +37,18 @@ def _warmed_up(name: str, ranks: int, microbatches: int, lead: int) -> Schedule:
     )
 
 
-def rank_ops(rank: int, warmup: int, microbatches: int) -> "array[int]":
-    """The list of one rank: `warmup` forwards, pairs of forward and backward, the rest."""
-    forwards = array("q", span(Kind.F, rank, 0, microbatches))
-    backwards = array("q", span(Kind.B, rank, 0, microbatches))
+def rank_ops(
+    stage: int, warmup: int, microbatches: int, *, first: int = 0, step: int = 1
+) -> "array[int]":
+    """The list of one rank: `warmup` forwards, pairs of forward and backward, the rest.
+
+    It has every `step`-th micro-batch from the `first` on.
+    """
+    forwards = array("q", span(Kind.F, stage, 0, microbatches)[first::step])
+    backwards = array("q", span(Kind.B, stage, 0, microbatches)[first::step])
     ops = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         ops.append(forward)
         ops.append(backward)
-    ops.extend(backwards[microbatches - warmup :])
+    ops.extend(backwards[len(backwards) - warmup :])
     return ops

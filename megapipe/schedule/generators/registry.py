@@ -12,7 +12,7 @@ Generator = Callable[..., Schedule]
 _GENERATORS: dict[str, Generator] = {}
 _ALIASES: dict[str, str] = {}
 
-OPTIONS = ("chunks", "group", "slices", "pairs")
+OPTIONS = ("chunks", "group", "slices", "pairs", "replicas")
 """Options that a generator may take besides ranks and microbatches; others are refused."""
 HINTS = ("cost", "memory_limit", "freed")
 """Hints that a generator may go by; those that do not, ignore them."""
@@ -22,9 +22,10 @@ def register(name: str, *aliases: str) -> Callable[[Generator], Generator]:
     """Decorator: make a generator known as `name`, and under further names.
 
     A generator takes ``ranks`` and ``microbatches``, and may take any of these, each with a
-    default: ``chunks`` (virtual stages per rank), ``group``, ``slices``, ``pairs``; ``cost`` (a
-    :class:`~megapipe.schedule.cost.Cost`), ``memory_limit`` (micro-batches of a full rank) and
-    ``freed`` (the share of an activation that the limit counts as free after I; 0). It returns a
+    default: ``chunks`` (virtual stages per rank), ``group``, ``slices``, ``pairs``, ``replicas``
+    (ranks per stage, one number each); ``cost`` (a :class:`~megapipe.schedule.cost.Cost`),
+    ``memory_limit`` (micro-batches of a full rank) and ``freed`` (the share of an activation that
+    the limit counts as free after I; 0). It returns a
     schedule that is valid for every argument that it does not refuse with a ScheduleError. Its
     gradient-producing operations are in micro-batch order at each stage.
     """
@@ -83,6 +84,7 @@ def build(name: str, *, ranks: int, microbatches: int, **options: Any) -> Schedu
     """
     generator, taken = generator_of(name), accepts(name)
     sizes = {what: options.get(what) for what in OPTIONS}
+    sizes |= {f"replicas[{i}]": count for i, count in enumerate(sizes.pop("replicas") or ())}
     unknown = sorted(set(options) - set(OPTIONS) - set(HINTS))
     if unknown:
         raise TypeError(f"build has no option {unknown[0]!r}")

@@ -84,7 +84,7 @@ def lower_bound(
 def least_limit(placement: Placement) -> Fraction:
     """The smallest memory limit for all ranks with which a step can run: the first micro-batch is
     forward through all stages before any activation is freed."""
-    return placement.stage_share * max(
+    return placement.stage_shares[0] * max(
         len(placement.stages_of(rank)) for rank in range(placement.ranks)
     )
 

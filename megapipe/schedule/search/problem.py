@@ -148,7 +148,9 @@ class Problem:
         amounts = [changes[kind] for kind in self.kinds for _ in range(self.stages)]
         if self.limits is None:
             return amounts, [grain * self.row] * self.placement.ranks
-        return amounts, [floor(limit * grain / self.placement.stage_share) for limit in self.limits]
+        return amounts, [
+            floor(limit * grain / self.placement.stage_shares[0]) for limit in self.limits
+        ]
 
     def fits(self, order: Order) -> bool:
         """Whether no rank holds more than it has room for."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import accepts, build, forward_only, gpipe_on, names
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
-from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
+from megapipe.schedule.placement import Placement, loop, mirrored, replicated, vee, wave
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.wavefront import Round, Wavefront
 from tests.unit.schedule.token_game import deal
@@ -44,13 +44,18 @@ def counted_rounds() -> Iterator[list[int]]:
         yield counts
 
 
-def options_of(name: str, microbatches: int) -> list[dict[str, int]]:
+REPLICAS = [[2], [2, 1], [1, 2], [3, 1], [2, 2], [1, 2, 1]]
+"""Of ranks 2 to 4."""
+
+
+def options_of(name: str, microbatches: int) -> list[dict[str, Any]]:
     """Small values of every option that a registered schedule has."""
     small = {
         "chunks": (1, 2, 3),
         "group": (None, *range(1, microbatches + 1)),
         "slices": (1, 2, 3),
         "pairs": (1, 2),
+        "replicas": (None, *REPLICAS),
     }
     own = {what: values for what, values in small.items() if what in accepts(name)}
     return [dict(zip(own, values, strict=True)) for values in product(*own.values())]
@@ -80,6 +85,7 @@ def registered(draw, max_ranks: int = 6, max_microbatches: int = 12) -> Schedule
         "group": draw(st.none() | st.integers(1, microbatches)),
         "slices": draw(st.none() | st.integers(1, 4)),
         "pairs": draw(st.none() | st.integers(1, 2)),
+        "replicas": draw(st.none() | st.sampled_from(REPLICAS)),
     }
     given = {what: value for what, value in options.items() if what in accepts(name)}
     try:
@@ -99,7 +105,7 @@ def placements(draw, directions: bool = False) -> Placement:
     table = draw(st.lists(st.integers(0, ranks - 1), max_size=3))
     rows = [tuple(draw(st.permutations([*range(ranks), *table]))) for _ in range(2)]
     one = [loop(ranks, 2), vee(ranks), wave(min(ranks, 2), 2), Placement(ranks, tuple(rows[:1]))]
-    two = [mirrored(loop(ranks)), Placement(ranks, tuple(rows))]
+    two = [mirrored(loop(ranks)), Placement(ranks, tuple(rows)), replicated([ranks, 2])]
     return draw(st.sampled_from([*one, *two] if directions else one))
 
 

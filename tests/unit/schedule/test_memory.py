@@ -75,7 +75,8 @@ def most_alive(schedule, rank, freed):
         if op.stage in schedule.recompute:
             begin = where.get(op._replace(kind=Kind.R), where[op])
         end = where.get(op._replace(kind=Kind.W), where[op])
-        unit = schedule.placement.stage_share * schedule.size_of(op.microbatch) / schedule.slices
+        unit = schedule.placement.stage_shares[op.stage] * schedule.size_of(op.microbatch)
+        unit /= schedule.slices
         lives.append((begin, where[op], end, unit))
     for now in range(len(ops)):
         whole = sum(unit for begin, back, _, unit in lives if begin <= now <= back)

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
+from megapipe.schedule.placement import Placement, loop, mirrored, replicated, vee, wave
 
 
 def test_loop_vee_and_wave():
@@ -36,11 +36,25 @@ def test_holders():
     assert mirrored(loop(3)).holders(0) == (0, 2)
 
 
+def test_replicated_stages_take_turns():
+    assert replicated([2, 1]).table == ((0, 2), (1, 2))
+    assert replicated([1, 2]).table == ((0, 1), (0, 2))
+    assert replicated([2, 3]).table == ((0, 2), (1, 3), (0, 4), (1, 2), (0, 3), (1, 4))
+    assert replicated([1, 1, 1]) == loop(3)
+    assert replicated([3]).holders(0) == (0, 1, 2)
+    with pytest.raises(ScheduleError, match=r"replicas\[1\] must be at least 1, not 0"):
+        replicated([2, 0])
+
+
 def test_a_stage_is_a_share_of_a_full_rank():
-    assert loop(4).stage_share == 1
-    assert loop(4, 3).stage_share == Fraction(1, 3)
-    assert vee(4).stage_share == Fraction(1, 2)
-    assert mirrored(loop(4)).stage_share == 1
+    assert loop(4).stage_shares == (1,) * 4
+    assert loop(4, 3).stage_shares == (Fraction(1, 3),) * 12
+    assert vee(4).stage_shares == (Fraction(1, 2),) * 8
+    assert mirrored(loop(4)).stage_shares == (1,) * 4
+    assert replicated([2, 1]).stage_shares == (2, 1)
+    assert Placement(2, ((0, 1, 0), (1, 0, 0))).stage_shares == tuple(
+        Fraction(2 * holders, 5) for holders in (2, 2, 1)
+    )
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_formula_table_and_simulation_agree(name, options, ranks, rounds, makesp
     for p in ranks:
         for F, I, W in times:  # noqa: E741
             schedule = build(name, ranks=p, microbatches=rounds * p, **options)
-            share = schedule.placement.stage_share / schedule.slices
+            share = schedule.placement.stage_shares[0] / schedule.slices
             scale = share.denominator  # slots per unit of time
             slots = {Kind.F: F, Kind.I: I, Kind.W: W, Kind.B: I + W}
             rows = table(schedule, {kind: int(n * share * scale) for kind, n in slots.items()})

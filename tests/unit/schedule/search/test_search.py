@@ -48,7 +48,7 @@ def uneven(f, i, w, latency, embedding, head) -> Callable[[Placement], Cost]:
 
     def cost(placement: Placement) -> Cost:
         def row(time, first, last):
-            times = [time * placement.stage_share] * placement.stages
+            times = [time * share for share in placement.stage_shares]
             times[0] += first
             times[-1] += last
             return tuple(times)
