@@ -1,8 +1,9 @@
 """When all holders of a stage are through with it, so that its gradients can be reduced.
 
-A stage of a bidirectional pipeline has several holders, which reduce its gradients together as soon
-as the last of them has run its last weight gradient (the eager synchronisation of Chimera,
-2107.06925). All holders must agree when that is, and which of two stages comes first. So the
+A stage of a bidirectional pipeline, or one with replicas, has several holders, which reduce its
+gradients together as soon as the last of them has run its last weight gradient (the eager
+synchronisation of Chimera, 2107.06925). All holders must agree when that is, and which of two
+stages comes first. So the
 schedule is timed with a fixed length for each kind of operation (:data:`LENGTH`), and each rank
 puts the reduction after its operations that have ended by then. Sorted by their ends, the
 operations and reductions of all ranks form one order. Each program is a part of that order, and

@@ -1,8 +1,9 @@
 """Ranks that take longer for their work than others do: stragglers.
 
 A rank's *peers* are the ranks that hold the same stages: its tensor- and data-parallel ones, and
-its mirror image in a bidirectional pipeline. Its score is its own time (:mod:`.own_time`) by the
-median of theirs, both by the operations that the schedule gives them.
+its mirror image in a bidirectional pipeline, or the others of a replicated stage. Its score is its
+own time (:mod:`.own_time`) by the median of theirs, both by the operations that the schedule gives
+them.
 
 A rank without peers is compared with all others, by the FLOPs of their stages. Stages of as many
 FLOPs may well differ in time. So a score of up to :data:`UNEVEN` in the first windows is no sign

@@ -71,6 +71,7 @@ BESIDE = {
     "pipeline.placement": "pipeline.schedule=auto parallel.pp=2",
     "pipeline.group": "pipeline.schedule=interleaved_1f1b parallel.pp=2 pipeline.chunks=2",
     "pipeline.pairs": "pipeline.schedule=chimera parallel.pp=2",
+    "pipeline.replicas": "pipeline.schedule=1f1b_rr parallel.pp=2",
 }
 """Other settings of both ranks, without which another value would be refused or have no effect."""
 FORMS = {

@@ -18,7 +18,7 @@ from megapipe.schedule.commands import COMMANDS, main
 from megapipe.schedule.commands.arguments import number
 from megapipe.schedule.commands.scenario import placement_names
 from megapipe.schedule.generators import aliases, build, names
-from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
+from megapipe.schedule.placement import Placement, loop, mirrored, replicated, vee, wave
 from megapipe.schedule.render import svg, text
 from megapipe.schedule.text import from_csv, to_csv
 from megapipe.schedule.timing.simulate import simulate
@@ -382,6 +382,7 @@ def test_compare_by_placement(ask):
         (wave(4, 2), ("wave",)),
         (loop(1, 2), ("loop", "v", "wave")),
         (mirrored(loop(4)), ("bidirectional",)),
+        (replicated([2, 1]), ("replicated",)),
         (Placement(2, ((0, 0, 1),)), ("own",)),
     ],
 )

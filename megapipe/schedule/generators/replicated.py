@@ -16,11 +16,13 @@ def one_f_one_b_round_robin(
     """1F1B over stages of one rank or more: micro-batch k takes rank k mod c of a stage's c.
 
     PipeDream's replicated stages, with a flush per step. A stage of c ranks may be c times as long
-    as one of a single rank, and then all ranks have equal work. With w ranks behind a stage each of
-    its ranks goes ceil(w/c) forwards ahead, which is the paper's number of micro-batches under way
-    (NOAM); it is enough for the order to be executed, as fewer are ahead at each next stage. Peak:
-    min(ceil(w/c)+1, m/c) micro-batches of the stage; weights: a copy on each rank. One rank per
-    stage is 1F1B.
+    as one of a single rank; then all ranks have equal work, and the makespan is at most that of
+    1F1B, (m+p-1) (F+B). Each rank of a stage goes w forwards ahead: the least with which the c w of
+    the stage are as many as those of the next stage and one more for each of its ranks. On the
+    first of two stages w + 1 is the paper's number of micro-batches under way (NOAM), ranks /
+    replicas rounded up; on more stages it may be larger, since with NOAM gradients come late where
+    it is rounded at an inner stage. Peak: min(w+1, m/c) micro-batches of the stage; weights: a
+    copy on each rank. One rank per stage is 1F1B.
 
     Args:
         replicas: ranks of each stage; those of stage 0 come first. Default: two of stage 0 and one
@@ -45,12 +47,12 @@ def one_f_one_b_round_robin(
             f"not {microbatches}; the next is {-(-microbatches // turns) * turns}"
         )
     ops, held = [], []
-    for stage, count in enumerate(counts):
-        behind = sum(counts[stage + 1 :])
-        warmup = min(-(-behind // count), microbatches // count)
+    for stage, (count, ahead) in enumerate(zip(counts, _warmups(counts), strict=True)):
+        own = microbatches // count
+        warmup = min(ahead, own)
         for first in range(count):
             ops.append(rank_ops(stage, warmup, microbatches, first=first, step=count))
-            held.append(min(warmup + 1, microbatches // count))
+            held.append(min(warmup + 1, own))
     return Schedule(
         name="1f1b_rr",
         placement=placement,
@@ -59,3 +61,12 @@ def one_f_one_b_round_robin(
         held_limit=tuple(held),
         direction=tuple(m % turns for m in range(microbatches)) if turns > 1 else None,
     )
+
+
+def _warmups(counts: Sequence[int]) -> list[int]:
+    """Forwards that each rank of a stage has before its first pair of forward and backward."""
+    warmups = [0]
+    for count, following in zip(counts[-2::-1], counts[:0:-1], strict=True):
+        needed = (warmups[-1] + 1) * following
+        warmups.append(-(-needed // count))
+    return warmups[::-1]

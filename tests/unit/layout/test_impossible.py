@@ -191,6 +191,25 @@ def configure(*overrides: str) -> Config:
         (["pipeline.pairs=2"], "pipeline.schedule=1f1b: schedule 1f1b: pairs must not be given"),
         (["pipeline.slices=2"], "pipeline.schedule=1f1b: schedule 1f1b: slices must be 1, not 2"),
         (
+            ["pipeline.replicas=[2,1]"],
+            (
+                "pipeline.schedule=1f1b: schedule 1f1b: replicas must not be given, not [2, 1]; "
+                "1f1b_rr has it"
+            ),
+        ),
+        (
+            ["pipeline.schedule=1f1b_rr", "parallel.pp=4", "pipeline.replicas=[2,1]"],
+            "replicas [2, 1] are 3 ranks: expected numbers that add up to all 4",
+        ),
+        (
+            ["pipeline.schedule=1f1b_rr", "parallel.pp=3", "train.global_batch=9"],
+            "microbatches must be a multiple of 2 for replicas [2, 1], not 9; the next is 10",
+        ),
+        (
+            ["pipeline.schedule=1f1b_rr", "pipeline.replicas=[]"],
+            "pipeline.replicas=[]: expected a number of ranks for each stage, as in [2, 1], or",
+        ),
+        (
             ["pipeline.schedule=chimera", "parallel.pp=3"],
             (
                 "pipeline.schedule=chimera: schedule chimera: ranks must be a multiple of 2, not "

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
 from megapipe.model.partition import StageSpec, balanced, format_layout, from_counts, parse_layout
-from megapipe.schedule.placement import Placement, loop, mirrored, vee, wave
+from megapipe.schedule.placement import Placement, loop, mirrored, replicated, vee, wave
 
 
 def test_layout_string() -> None:
@@ -92,6 +92,10 @@ def test_balanced_over_single_stages(layers: int, stages: int, head: float, layo
         (14, loop(2, 2), 2, "E L*4 | L*4 | L*4 | L*2 H"),
         (15, vee(2), 1, "E L*4 | L*4 | L*4 | L*3 H"),
         (6, mirrored(loop(2)), 2, "E L*4 | L*2 H"),
+        # a stage with c ranks gets c times as many
+        (9, replicated([2, 1]), 0, "E L*6 | L*3 H"),
+        (12, replicated([1, 2, 1]), 0, "E L*3 | L*6 | L*3 H"),
+        (8, replicated([3, 1]), 1, "E L*7 | L H"),
     ],
 )
 def test_balanced_over_ranks(layers: int, placement: Placement, head: int, layout: str) -> None:
@@ -107,6 +111,7 @@ def placements() -> Iterator[Placement]:
     for ranks in (1, 2, 3):
         yield from (loop(ranks), loop(ranks, 2), vee(ranks), mirrored(loop(ranks)))
     yield from (loop(4), loop(5), loop(6), loop(2, 3), wave(1), wave(2, 1), mirrored(loop(2, 2)))
+    yield from (replicated(counts) for counts in ([2, 1], [1, 2], [2, 1, 1], [2, 2]))
 
 
 @settings(deadline=None, max_examples=150)

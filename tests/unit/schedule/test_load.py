@@ -167,6 +167,7 @@ def test_a_file_with_parts_of_micro_batches(user):
         ("mine:no_schedule", {}, r"schedule mine:no_schedule: it returned str; return a megapipe"),
         ("mine:plain", {"group": 2}, r"schedule mine:plain: group must not be given, not 2"),
         ("mine:plain", {"pairs": 2}, r"schedule mine:plain: pairs must not be given, not 2"),
+        ("mine:plain", {"replicas": [2]}, r"mine:plain: replicas must not be given, not \[2\]"),
         ("mine:plain", {"chunks": 2}, r"mine:plain: it has 2 stages, not the 4 asked for"),
         ("mine:plain", {"slices": 2}, r"mine:plain: it has 1 slices, not the 2 asked for"),
         ("mine:fixed", {"ranks": 3}, r"mine:fixed: it has 2 ranks, not the 3 asked for"),
