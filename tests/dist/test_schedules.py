@@ -93,3 +93,8 @@ def test_replicated_stages_train() -> None:
             replace(base, pp=3, m=2, replicas=(1, 2), dp=2),
         ]
     )
+
+
+def test_replicated_stages_swap_bitwise() -> None:
+    case = Case(schedule="1f1b_rr", pp=3, m=6, replicas=(2, 1), dtype="fp32", masked=0.3)
+    assert_bitwise(*outcomes_of([case, replace(case, swap=True)]))

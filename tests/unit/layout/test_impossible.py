@@ -202,12 +202,11 @@ def configure(*overrides: str) -> Config:
             "replicas [2, 1] are 3 ranks: expected numbers that add up to all 4",
         ),
         (
-            ["pipeline.schedule=1f1b_rr", "parallel.pp=3", "train.global_batch=9"],
+            [
+                *("pipeline.schedule=1f1b_rr", "parallel.pp=3"),
+                *("train.global_batch=9", "train.microbatch=1"),
+            ],
             "microbatches must be a multiple of 2 for replicas [2, 1], not 9; the next is 10",
-        ),
-        (
-            ["pipeline.schedule=1f1b_rr", "pipeline.replicas=[]"],
-            "pipeline.replicas=[]: expected a number of ranks for each stage, as in [2, 1], or",
         ),
         (
             ["pipeline.schedule=chimera", "parallel.pp=3"],
