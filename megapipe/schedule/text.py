@@ -55,7 +55,8 @@ def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Sch
     """Read what :func:`to_csv` or torch.distributed.pipelining writes (compute-only).
 
     Placement, micro-batches and slices are those of the cells (a direction that no micro-batch runs
-    through leaves no trace); empty cells (idle slots) are skipped.
+    through leaves no trace, nor does a rank without operations); empty cells (idle slots) are
+    skipped.
 
     Raises:
         ScheduleError: an unreadable cell, a micro-batch with one stage on two ranks, a stage or
