@@ -25,7 +25,7 @@ import torch
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.ir import Kind, Op, Schedule
+from megapipe.schedule.ir import WORK, Kind, Op, Schedule
 from megapipe.schedule.timing.simulate import Timeline
 
 
@@ -191,12 +191,12 @@ def measured_cost(schedule: Schedule, records: Iterable[Record]) -> Cost:
         {
             (kind, stage): _median_of(medians, kind, stage, part)
             for stage in range(schedule.placement.stages)
-            for kind in Kind
+            for kind in WORK
         }
         for part in range(schedule.slices)
     ]
     rows = [
-        _filled(schedule, stage, [[part[kind, stage] for part in parts] for kind in Kind])
+        _filled(schedule, stage, [[part[kind, stage] for part in parts] for kind in WORK])
         for stage in range(schedule.placement.stages)
     ]
     F, B, I, W, R = (tuple(column) for column in zip(*rows, strict=True))  # noqa: E741

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.ir import Kind
+from megapipe.schedule.ir import WORK
 from megapipe.schedule.placement import Placement
 
 Time = int | float | Fraction
@@ -42,6 +42,8 @@ class Cost:
     """The fused backward; default: I + W."""
     R: PerStage | None = None
     """Recomputation; default: F."""
+    update: PerStage = 0
+    """One update of a stage's weights, in a schedule that has them."""
     overlap_factor: Time = 1
     """Two joined operations take this factor times the sum of both; it is below 1 where one
     computes while the other waits."""
@@ -84,6 +86,7 @@ class Cost:
         latency: PerLink = 0,
         reduce: Time = 0,
         gather: Time = 0,
+        update: Time = 0,
     ) -> "Cost":
         """From times for all stages of a rank together: each of its stages takes its share."""
         shares = placement.stage_shares
@@ -105,6 +108,7 @@ class Cost:
             latency=latency,
             reduce=share(reduce),
             gather=share(gather),
+            update=share(update),
         )
 
     def table(self, stages: int) -> tuple[tuple[Time, ...], ...]:
@@ -114,7 +118,7 @@ class Cost:
             ScheduleError: a tuple that is not of length stages, a negative time or factor, or a
                 jitter above 1.
         """
-        given = {kind.name: getattr(self, kind.name) for kind in Kind}
+        given = {kind.name: getattr(self, kind.name) for kind in WORK}
         for name in ("overlap_factor", "jitter"):
             if getattr(self, name) < 0:
                 raise ScheduleError(f"cost {name}: {getattr(self, name)} is negative")
@@ -129,10 +133,12 @@ class Cost:
             rows[name] = _row(name, value, stages)
         rows.setdefault("B", tuple(i + w for i, w in zip(rows["I"], rows["W"], strict=True)))
         rows.setdefault("R", rows["F"])
-        return tuple(rows[kind.name] for kind in Kind)
+        return tuple(rows[kind.name] for kind in WORK)
 
-    def per_stage(self, what: Literal["reduce", "gather"], stages: int) -> tuple[Time, ...]:
-        """Times of the reduction, or of the gathering, by stage.
+    def per_stage(
+        self, what: Literal["reduce", "gather", "update"], stages: int
+    ) -> tuple[Time, ...]:
+        """Times of the reduction, of the gathering, or of the update, by stage.
 
         Raises:
             ScheduleError: a tuple that is not of length stages, or a negative time.

@@ -9,8 +9,9 @@ piece for its micro-batch::
 so with one flow and one slice the codes are the operations themselves. The lower 20 bits, the
 *low* part, select from a table what all operations of one kind at one node have in common. Slots
 number what operations make: one row of pieces per node for forwards, one for input gradients, then
-one that is always there (the first stage's input, the last stage's gradient) and one for what
-nobody waits for.
+one that is always there (the first stage's input, the last stage's gradient), one for what nobody
+waits for and one for the totals of windows: an update needs the last gradients of its window, which
+no single operation makes (:meth:`Dependencies.gradients_of`).
 """
 
 from array import array
@@ -77,7 +78,8 @@ class Dependencies:
             )
         self.always = 2 * self.nodes * self.pieces
         self.nothing = self.always + self.pieces
-        self.slots = self.nothing + self.pieces
+        self.totals = self.nothing + self.pieces
+        self.slots = self.totals + self.pieces
 
     @property
     def plain(self) -> bool:
@@ -132,7 +134,38 @@ class Dependencies:
                 make[low] = (self.nodes + node) * self.pieces
                 if stage < self.stages - 1:
                     need[low] = (self.nodes + node + 1) * self.pieces
+            elif kind == Kind.U:
+                need[low] = self.totals
         return need, make
+
+    def gradients_of(self, update: int) -> list[int]:
+        """The slots of the gradients that an update waits for, by its code: the last one of its
+        window of each stage at which it has to wait, on each rank that has the stage."""
+        stage = (update >> STAGE_SHIFT & STAGE_MASK) % self.stages
+        return self._last_gradients[update >> PIECE_SHIFT & PIECES][stage]
+
+    @cached_property
+    def _last_gradients(self) -> list[list[list[int]]]:
+        """By window and stage."""
+        updates = self.schedule.updates
+        assert updates is not None
+        count = self.schedule.microbatches // updates.window
+        found: list[dict[tuple[int, int], int]] = [{} for _ in range(count)]
+        make = self.base[1]
+        for rank, codes in enumerate(map(self.codes, range(self.schedule.placement.ranks))):
+            for code in codes:
+                if code & KIND_MASK in (Kind.B, Kind.I):
+                    piece = code >> PIECE_SHIFT & PIECES
+                    window = piece // self.schedule.slices // updates.window
+                    stage = (code >> STAGE_SHIFT & STAGE_MASK) % self.stages
+                    found[window][stage, rank] = make[code & LOW] + piece
+        return [
+            [
+                sorted({slot for (at, _), slot in own.items() if updates.waits or at == stage})
+                for stage in range(self.stages)
+            ]
+            for own in found
+        ]
 
     def needed(self, code: int) -> int:
         """The slot that an operation needs."""
@@ -152,7 +185,7 @@ class Dependencies:
         edges: list[Link | None] = []
         for low, kind, flow, stage in self.by_low():
             edges.extend([None] * (low + 1 - len(edges)))
-            if kind in (Kind.W, Kind.R):
+            if kind in (Kind.W, Kind.R, Kind.U):
                 continue
             other = stage + (1 if (kind == Kind.F) == back else -1)
             if not 0 <= other < self.stages:

@@ -47,6 +47,13 @@ class Kind(IntEnum):
     """Weight gradient."""
     R = 4
     """Recomputation of the forward, ahead of the backward."""
+    U = 5
+    """Update of a stage's weights, in a schedule with :class:`Updates`. The field of the
+    micro-batch has the window."""
+
+
+WORK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
+"""Kinds that work on a micro-batch, by their numbers."""
 
 
 class Op(NamedTuple):
@@ -87,8 +94,8 @@ def pack(kind: int, stage: int, microbatch: int, slice: int = 0, joined: bool = 
 def unpack(code: int) -> Op:
     """The operation of an integer made by :func:`pack`; ScheduleError for an unknown kind."""
     kind = code & KIND_MASK
-    if kind > Kind.R:
-        raise ScheduleError(f"operation code {code}: kind {kind} is unknown; kinds are 0 to 4")
+    if kind > Kind.U:
+        raise ScheduleError(f"operation code {code}: kind {kind} is unknown; kinds are 0 to 5")
     return Op(
         Kind(kind),
         code >> STAGE_SHIFT & STAGE_MASK,
@@ -106,6 +113,44 @@ def span(kind: Kind, stage: int, start: int, stop: int) -> range:
         base + (stop << MICROBATCH_SHIFT),
         1 << MICROBATCH_SHIFT,
     )
+
+
+class Read(NamedTuple):
+    """The weights that an operation reads."""
+
+    version: int
+    """Weights after so many updates of the stage."""
+    ahead: Fraction = Fraction(0)
+    """By how many updates they are predicted ahead; below 0: moved back."""
+
+    def __str__(self) -> str:
+        """``3``, or ``3+1`` predicted by one update."""
+        if not self.ahead:
+            return f"{self.version}"
+        sign = "+" if self.ahead > 0 else ""
+        return f"{self.version}{sign}{self.ahead}"
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Updates within a schedule: what makes operations read stale weights.
+
+    Window t is micro-batches t * `window` onward; U(t) makes version t+1 of a stage out of version
+    t, from the gradients of window t.
+    """
+
+    window: int
+    """Micro-batches of an update."""
+    reads: tuple[tuple[Read, ...], ...]
+    """reads[rank][n]: what operation n of the rank reads; of a U the version that it makes."""
+    waits: bool = False
+    """An update needs the gradients of its window of all ranks (their norm, for clipping); else of
+    its own stage alone."""
+    follows: bool = True
+    """Promise: the operations of a micro-batch at a stage read what its F has read."""
+    kept: tuple[int, ...] | None = None
+    """Promise: per rank, the most weights of a stage that are kept at once: versions, each from its
+    update to its last reader and the newest always, and what is predicted for some readers."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +182,8 @@ class Schedule:
     recompute: frozenset[int] = frozenset()
     """Stages whose F keeps its input alone. The rest is computed again by an R, or, where a
     micro-batch has none, at the start of its I or B."""
+    updates: Updates | None = None
+    """Where weights are updated within the schedule; by default they are once it has ended."""
 
     def __post_init__(self) -> None:
         ranks = self.placement.ranks
@@ -154,6 +201,7 @@ class Schedule:
             ("limits", self.held_limit, ranks, "rank"),
             ("directions", self.direction, self.microbatches, "micro-batch"),
             ("sizes", self.sizes, self.microbatches, "micro-batch"),
+            ("lists of versions", self.updates.reads if self.updates else None, ranks, "rank"),
         ):
             if given is not None and len(given) != wanted:
                 plural = "es" if each.endswith("ch") else "s"

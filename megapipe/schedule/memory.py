@@ -185,6 +185,8 @@ class _Grains:
                 yield _Change(unit, 0)
             elif op.kind == Kind.W:
                 yield _Change(0, freed - unit)
+            elif op.kind == Kind.U:
+                yield _Change(0, 0)
             else:
                 begins = late and (op.stage, op.microbatch) not in ahead
                 yield _Change(unit if begins else 0, -unit if op.kind == Kind.B else -freed)

@@ -2,11 +2,16 @@
 
 Cells are those of torch.distributed.pipelining's compute-only CSV: ``2F5`` is the forward of
 micro-batch 5 at stage 2, ``(0F4;3B1)OVERLAP_F_B`` two operations that run as one. ``2F5.1`` is
-slice 1 of it. A micro-batch runs on the ranks in whose rows its cells stand, so directions are not
-written. Sizes and recomputing stages, which cells cannot say, stand in lines before the first row::
+slice 1 of it. ``2F5@3`` reads the weights of version 3, ``2F5@3+1`` those predicted one update
+ahead, and ``2U4`` is the update of stage 2 by window 4. A micro-batch runs on the ranks in whose
+rows its cells stand, so directions are not written. What cells cannot say stands in lines before
+the first row: sizes, recomputing stages, and of a schedule with updates the micro-batches of a
+window, whether an update needs totals of all ranks (waits) and whether backwards read what their
+forwards do (follows)::
 
     # sizes 1/2 1/2 1 1
     # recompute 0 1 2
+    # window 4 waits follows
 
 :func:`to_torch_csv` writes what torch's ``_load_csv`` reads, which adds the messages by rules of
 its own.
@@ -18,12 +23,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
+from itertools import repeat
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
+from megapipe.schedule.ir import Kind, Op, Read, Schedule, Updates, pack, packed
 from megapipe.schedule.placement import Placement
 
-_CELL = re.compile(r"(\d+)([FBIWR])(\d+)(?:\.(\d+))?")
+_CELL = re.compile(r"(\d+)([FBIWRU])(\d+)(?:\.(\d+))?(?:@(\d+)([+-]\d+(?:/\d+)?)?)?")
 _JOINED = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
@@ -34,20 +40,28 @@ def to_csv(schedule: Schedule) -> str:
         text.write(f"# sizes {' '.join(map(str, schedule.sizes))}\n")
     if schedule.recompute:
         text.write(f"# recompute {' '.join(map(str, sorted(schedule.recompute)))}\n")
+    updates = schedule.updates
+    if updates is not None:
+        promises = [name for name in ("waits", "follows") if getattr(updates, name)]
+        text.write(f"# window {' '.join([str(updates.window), *promises])}\n")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows(_cells(schedule.rank_ops(rank)) for rank in range(len(schedule.ops)))
+    for rank in range(len(schedule.ops)):
+        ops = schedule.rank_ops(rank)
+        reads = updates.reads[rank] if updates is not None else repeat(None, len(ops))
+        writer.writerow(_cells(zip(ops, reads, strict=True)))
     return text.getvalue()
 
 
-def _cells(ops: Iterable[Op]) -> Iterator[str]:
+def _cells(ops: Iterable[tuple[Op, Read | None]]) -> Iterator[str]:
     first = None
-    for op in ops:
+    for op, read in ops:
+        cell = str(op) if read is None or op.kind == Kind.U else f"{op}@{read}"
         if op.joined:
-            first = op
+            first = cell
         elif first is None:
-            yield str(op)
+            yield cell
         else:
-            yield f"({first};{op})OVERLAP_F_B"
+            yield f"({first};{cell})OVERLAP_F_B"
             first = None
 
 
@@ -64,7 +78,8 @@ def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Sch
     """
     sizes: tuple[Fraction, ...] | None = None
     recompute: frozenset[int] = frozenset()
-    lists: list[list[Op]] = []
+    window: list[str] = []
+    lists: list[list[tuple[Op, Read | None]]] = []
     try:
         rows = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
@@ -78,6 +93,10 @@ def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Sch
                     sizes = tuple(map(Fraction, words[1:]))
                 elif words[:1] == ["recompute"]:
                     recompute = frozenset(map(int, words[1:]))
+                elif words[:1] == ["window"]:
+                    window = [str(int(words[1])), *words[2:]]
+            except IndexError:
+                raise ScheduleError(f"{where}: {row[0]!r} has no number") from None
             except (ValueError, ZeroDivisionError):
                 raise ScheduleError(f"{where}: {row[0]!r} is not a list of numbers") from None
         elif row:
@@ -89,19 +108,47 @@ def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Sch
                     for op in _parse(cell.strip(), f"{where}, cell {column}")
                 ]
             )
-    placement, direction = _placement(name, lists)
-    ops = [op for row in lists for op in row]
+    _check_versions(name, lists, bool(window))
+    placement, direction = _placement(name, [[op for op, _ in row] for row in lists])
+    ops = [op for row in lists for op, _ in row]
     schedule = Schedule(
         name=name,
         placement=placement,
         microbatches=len(direction),
-        ops=tuple(packed(pack(*op) for op in row) for row in lists),
+        ops=tuple(packed(pack(*op) for op, _ in row) for row in lists),
         forward_only=forward_only,
         slices=1 + max(op.slice for op in ops),
         sizes=sizes,
         recompute=recompute,
+        updates=_updates(window, lists) if window else None,
     )
     return replace(schedule, direction=direction) if any(direction) else schedule
+
+
+def _check_versions(name: str, lists: list[list[tuple[Op, Read | None]]], stale: bool) -> None:
+    """Versions and updates are in all cells, where a line tells the window, or in none."""
+    for op, read in (pair for row in lists for pair in row):
+        if op.kind == Kind.U and not stale:
+            what = "an update needs the line '# window N' before the first row"
+        elif op.kind != Kind.U and stale and read is None:
+            what = f"it does not say which version it reads, as in {op}@0"
+        elif read is not None and not stale:
+            what = "a version needs the line '# window N' before the first row"
+        else:
+            continue
+        raise ScheduleError(f"schedule {name}: {op}: {what}")
+
+
+def _updates(window: list[str], lists: list[list[tuple[Op, Read | None]]]) -> Updates:
+    return Updates(
+        window=int(window[0]),
+        reads=tuple(
+            tuple(Read(op.microbatch + 1) if read is None else read for op, read in row)
+            for row in lists
+        ),
+        waits="waits" in window,
+        follows="follows" in window,
+    )
 
 
 def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, ...]]:
@@ -112,6 +159,8 @@ def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, 
     homes: dict[int, dict[int, int]] = {}
     for rank, ops in enumerate(lists):
         for op in ops:
+            if op.kind == Kind.U:
+                continue
             home = homes.setdefault(op.microbatch, {}).setdefault(op.stage, rank)
             if home != rank:
                 raise ScheduleError(
@@ -136,19 +185,20 @@ def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, 
     return Placement(len(lists), tuple(paths)), tuple(direction)
 
 
-def _parse(cell: str, where: str) -> list[Op]:
+def _parse(cell: str, where: str) -> list[tuple[Op, Read | None]]:
     joined = _JOINED.fullmatch(cell)
     if joined:
-        (first,), (second,) = (_parse(part, where) for part in joined.groups())
-        return [first._replace(joined=True), second]
+        ((first, read),), (second,) = (_parse(part, where) for part in joined.groups())
+        return [(first._replace(joined=True), read), second]
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ScheduleError(
-            f"{where}: {cell!r} is not an operation; write stage, kind (F, B, I, W, R) and "
+            f"{where}: {cell!r} is not an operation; write stage, kind (F, B, I, W, R, U) and "
             "micro-batch, as in 2F5"
         )
-    stage, kind, microbatch, part = match.groups()
-    return [Op(Kind[kind], int(stage), int(microbatch), int(part or 0))]
+    stage, kind, microbatch, part, version, ahead = match.groups()
+    read = None if version is None else Read(int(version), Fraction(ahead or 0))
+    return [(Op(Kind[kind], int(stage), int(microbatch), int(part or 0)), read)]
 
 
 def to_torch_csv(schedule: Schedule) -> str:
@@ -166,6 +216,7 @@ def to_torch_csv(schedule: Schedule) -> str:
         (schedule.slices > 1, "slices of a sequence"),
         (schedule.sizes is not None, "micro-batches of unequal size"),
         (schedule.recompute, "recomputation by the schedule"),
+        (schedule.updates is not None, "updates within the schedule"),
     ):
         if present:
             raise ScheduleError(

@@ -12,8 +12,10 @@ from megapipe.errors import ConfigError
 from megapipe.schedule.cost import plain
 from megapipe.schedule.generators.registry import OPTIONS
 from megapipe.schedule.ir import MICROBATCH_MASK, STAGE_MASK
+from megapipe.schedule.streams.orders import NAMES as STREAMS
+from megapipe.schedule.streams.policies import HORIZONS, POLICIES
 
-OF_STAGE = ("F", "I", "W", "B", "R", "reduce", "gather")
+OF_STAGE = ("F", "I", "W", "B", "R", "reduce", "gather", "update")
 """Costs that each stage may have of its own."""
 COSTS = (*OF_STAGE, "comm", "overlap")
 PLACEMENTS = ("single", "loop", "v", "wave")
@@ -30,8 +32,35 @@ def add_setting(parser: Parser) -> None:
     parser.add_argument("--group", type=count, metavar="G", help="micro-batches per group")
     parser.add_argument("--pairs", type=count, metavar="N", help="pairs of opposite pipelines")
     parser.add_argument("--replicas", type=counts, metavar="C,C,..", help="ranks of each stage")
+    add_stream(parser)
     add_placement(parser)
     add_costs(parser)
+
+
+def add_stream(parser: Parser) -> None:
+    """Add the arguments for streams, in which operations read stale weights."""
+    parser.add_argument(
+        "--weights",
+        metavar="POLICY",
+        help="without a flush between updates, with weights as this policy has them: "
+        f"{', '.join(POLICIES)}, or module:function of your own; for the schedules "
+        f"{', '.join(STREAMS)}. --microbatches are then those of a window, which is an update's",
+    )
+    parser.add_argument(
+        "--windows", type=count, metavar="N", help="with --weights: windows that are shown (8)"
+    )
+    parser.add_argument(
+        "--advance",
+        type=none_or_more,
+        metavar="A",
+        help="with 1f1b and eager_1f1b: forwards by which each rank is further ahead (0)",
+    )
+    parser.add_argument(
+        "--horizon",
+        choices=tuple(HORIZONS),
+        help="with --weights predict: up to the update of the micro-batch's window, or until it is "
+        "through at the first stage (update)",
+    )
 
 
 def add_size(parser: Parser) -> None:
@@ -63,7 +92,8 @@ def add_costs(parser: Parser) -> None:
         help="times per micro-batch and full rank (a chunk takes 1/V of it) and of a message; "
         "B: fused backward (I+W), R: recomputation (F), overlap: share of their sum that two "
         "joined operations take (1); reduce, gather: of a full rank's gradients and of its "
-        "parameters, over data-parallel peers, each time that --zero has it (0)",
+        "parameters, over data-parallel peers, each time that --zero has it (0); update: of a "
+        "full rank, with --weights (0)",
     )
     parser.add_argument(
         "--zero",

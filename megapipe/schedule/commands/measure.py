@@ -15,6 +15,8 @@ from megapipe.schedule.memory import (
 )
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render.bars import most_chunks
+from megapipe.schedule.streams.ledger import staleness
+from megapipe.schedule.streams.times import window_times
 from megapipe.schedule.timing.idle import idle
 from megapipe.schedule.timing.simulate import simulate
 
@@ -77,6 +79,7 @@ def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> d
             "reductions": len(timeline.reduction_ticks),
             "added": json_number(timeline.makespan - alone.makespan),
         },
+        "stream": _stream(setting, schedule),
         "idle": [
             {cause: json_number(value) for cause, value in causes._asdict().items()}
             for causes in idle(timeline)
@@ -87,6 +90,24 @@ def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> d
         "fits": limit is None or max(setting.counted(schedule)) <= limit,
         "generate_seconds": generate_seconds,
         "simulate_seconds": seconds,
+    }
+
+
+def _stream(setting: Scenario, schedule: Schedule) -> dict[str, Any] | None:
+    """What is said of a stream only."""
+    if schedule.updates is None:
+        return None
+    stream = setting.stream(schedule.name.partition(",")[0])
+    times = window_times(stream, setting.cost(schedule.placement))
+    return {
+        "weights": setting.weights,
+        "window_microbatches": schedule.updates.window,
+        "windows": schedule.microbatches // schedule.updates.window,
+        **{name: json_number(value) for name, value in times._asdict().items()},
+        "stages": [
+            {name: json_number(value) for name, value in stage._asdict().items()}
+            for stage in staleness(schedule)
+        ],
     }
 
 
@@ -127,10 +148,30 @@ def lines(told: dict[str, Any]) -> list[str]:
             f"{exposed['gather']:g} of the gathers, before the first operation; "
             f"{exposed['reduce']:g} of the reductions, after the last"
         )
+    if told["stream"] is not None:
+        rows["window"] = (
+            "{window:g} in the steady state; {fill:g} until every rank works; a pause costs "
+            "{pause:g}"
+        ).format(**told["stream"])
     if limit is not None:
         fits = "fits" if told["fits"] else "EXCEEDED"
         rows["limit"] = f"{limit:g}, {told['memory_accounting']}: {fits}"
-    return [told["schedule"], *(f"  {what:9} {words}" for what, words in rows.items())]
+    table = [] if told["stream"] is None else stale_table(told["stream"]["stages"])
+    return [told["schedule"], *(f"  {what:9} {words}" for what, words in rows.items()), *table]
+
+
+def stale_table(stages: list[dict[str, Any]]) -> list[str]:
+    """Staleness and versions of each stage, as rows for a reader."""
+    rows = [("stage", "updates behind", "mean", "weights kept")]
+    for number, stage in enumerate(stages):
+        least, most = stage["least"], stage["most"]
+        behind = f"{least}" if least == most else f"{least} to {most}"
+        rows.append((f"{number}", behind, f"{float(stage['mean']):g}", f"{stage['kept']}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
 
 
 def _per_rank(values: list[int | float]) -> str:

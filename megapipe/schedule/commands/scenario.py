@@ -18,6 +18,8 @@ from megapipe.schedule.ir import Schedule
 from megapipe.schedule.load import goes_by_cost, is_own, load
 from megapipe.schedule.memory import Amount, peak_weighted
 from megapipe.schedule.placement import Placement, loop, vee, wave
+from megapipe.schedule.streams.load import load_stream
+from megapipe.schedule.streams.stream import Stream, finite
 from megapipe.schedule.timing.opportunistic import deviate
 from megapipe.schedule.timing.simulate import Timeline, simulate
 
@@ -43,6 +45,11 @@ class Scenario:
     placement: str | None
     policy: ReplicaPolicy
     buckets: int
+    weights: str | None = None
+    """The policy of a stream; None: schedules that flush."""
+    windows: int = 8
+    advance: int | None = None
+    horizon: str = "update"
     planned: Callable[[Placement], Cost] | None = None
     """Costs of a model's stages on a placement."""
 
@@ -82,6 +89,7 @@ class Scenario:
             placement=given.placement,
             policy=ReplicaPolicy(given.zero, given.prefetch, given.chunked_loss),
             buckets=given.buckets,
+            **_stream(given),
             planned=planned,
         )
 
@@ -111,6 +119,10 @@ class Scenario:
         Raises:
             ScheduleError: a schedule that cannot be had, or has another placement.
         """
+        if self.weights is not None:
+            start = time.perf_counter()
+            schedule = finite(self.stream(name), self.windows)
+            return schedule, time.perf_counter() - start
         options = dict(self.options)
         if lenient and _registered(name):
             options = {what: value for what, value in options.items() if what in accepts(name)}
@@ -129,6 +141,22 @@ class Scenario:
         if self.placement not in (None, *known):
             raise ScheduleError(f"schedule {name}: its placement is {known[0]}")
         return schedule, seconds
+
+    def stream(self, name: str) -> Stream:
+        """The stream of this setting, which has `weights`, in the order of a name.
+
+        Raises:
+            ScheduleError: a stream that cannot be had.
+        """
+        assert self.weights is not None
+        return load_stream(
+            name,
+            self.weights,
+            ranks=self.ranks,
+            microbatches=self.microbatches,
+            advance=self.advance or 0,
+            horizon=self.horizon,
+        )
 
     def _memory(self, name: str) -> dict[str, Number | None]:
         """Memory options of a schedule: none if it cannot count as the limit does."""
@@ -161,6 +189,36 @@ class Scenario:
         return timeline
 
 
+def _stream(given: argparse.Namespace) -> dict[str, Any]:
+    """The arguments for streams, of commands that have them.
+
+    Raises:
+        ConfigError: one that would have no effect.
+    """
+    weights = getattr(given, "weights", None)
+    if weights is None:
+        idle = [name for name in ("windows", "horizon") if getattr(given, name, None) is not None]
+        if idle:
+            raise ConfigError(f"argument --{idle[0]}: it needs --weights")
+        return {}
+    for name, reason in (
+        ("chunks", "a stream has the stages of its order"),
+        ("slices", "streams run whole micro-batches"),
+        ("group", "streams have none"),
+        ("pairs", "streams have none"),
+    ):
+        if getattr(given, name) is not None:
+            raise ConfigError(f"argument --{name}: not with --weights: {reason}")
+    if given.horizon is not None and weights != "predict":
+        raise ConfigError(f"argument --horizon: it is for --weights predict, not {weights}")
+    return {
+        "weights": weights,
+        "windows": given.windows or 8,
+        "advance": given.advance,
+        "horizon": given.horizon or "update",
+    }
+
+
 def placement_names(placement: Placement) -> tuple[str, ...]:
     """Names of a placement, the usual one first."""
     if len(placement.table) > 1:
@@ -173,8 +231,8 @@ def placement_names(placement: Placement) -> tuple[str, ...]:
 
 
 def read_stage_costs(path: Path) -> dict[str, tuple[Number, ...]]:
-    """The times of a JSON list of {"F", "I", "W"} (and "B", "R", "reduce", "gather"), one per
-    virtual stage, by kind.
+    """The times of a JSON list of {"F", "I", "W"} (and "B", "R", "reduce", "gather",
+    "update"), one per virtual stage, by kind.
 
     Raises:
         ConfigError: the file cannot be read or is not such a list.
@@ -203,7 +261,7 @@ def _times(stage: object, where: str) -> dict[str, Number]:
     if unknown or missing:
         what = f"{unknown[0]!r} is unknown" if unknown else f"{missing[0]} is missing"
         raise ConfigError(
-            f"{where}: {what}; it has F, I and W, and may have B, R, reduce and gather"
+            f"{where}: {what}; it has F, I and W, and may have B, R, reduce, gather and update"
         )
     result = {}
     for kind in sorted(stage, key=OF_STAGE.index):

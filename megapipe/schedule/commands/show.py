@@ -5,10 +5,12 @@ import shutil
 
 from megapipe.command_line import Commands, Parser
 from megapipe.schedule.commands.arguments import NAME_HELP, add_setting, count
+from megapipe.schedule.commands.measure import stale_table
 from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render.scene import INK, shade
 from megapipe.schedule.render.terminal import Rows, draw_rows
+from megapipe.schedule.streams.ledger import staleness
 
 
 def add(commands: "Commands[Parser]") -> None:
@@ -25,6 +27,9 @@ def run(given: argparse.Namespace) -> None:
     validate(schedule)
     width = given.width or shutil.get_terminal_size((100, 24)).columns
     paint(draw_rows(setting.time(schedule), width=width))
+    if schedule.updates is not None:
+        stages = [stage._asdict() for stage in staleness(schedule)]
+        print(*stale_table(stages), sep="\n")
 
 
 def paint(drawing: Rows) -> None:

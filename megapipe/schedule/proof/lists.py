@@ -23,6 +23,7 @@ from megapipe.schedule.ir import (
     SLICE_SHIFT,
     STAGE_MASK,
     STAGE_SHIFT,
+    WORK,
     Kind,
 )
 from megapipe.schedule.proof.violations import (
@@ -62,7 +63,7 @@ def read(dependencies: Dependencies) -> Reading:
         ScheduleError: the first operation that cannot be where it is, and why.
     """
     lists = dependencies.schedule.ops
-    first = np.full((len(Kind), dependencies.nodes * dependencies.pieces), _NEVER, np.int32)
+    first = np.full((len(WORK), dependencies.nodes * dependencies.pieces), _NEVER, np.int32)
     peaks: list[int] = []
     ascending = True
     for ranks in _batches(list(map(len, lists))):
@@ -71,7 +72,7 @@ def read(dependencies: Dependencies) -> Reading:
         peaks.extend(batch.peaks())
         ascending = ascending and batch.ascending()
     seen = np.zeros(dependencies.nodes * dependencies.pieces, np.uint8)
-    for kind in Kind:
+    for kind in WORK:
         seen |= np.where(first[kind] < _NEVER, np.uint8(BIT[kind]), np.uint8(0))
     return Reading(seen, tuple(peaks), ascending)
 
@@ -111,10 +112,10 @@ class _Batch:
         piece = self._microbatch * schedule.slices + self._slice
         node = flows * dependencies.stages + self._stage
         self._slot = np.where(self._misplaced, 0, node * dependencies.pieces + piece)
-        for kind in Kind:
+        for kind in WORK:
             here = np.flatnonzero(self._of[kind] & ~self._misplaced)[::-1]
             first[kind][self._slot[here]] = here  # of equal slots the last one stays
-        self._earlier = [first[kind][self._slot] < self._place for kind in Kind]
+        self._earlier = [first[kind][self._slot] < self._place for kind in WORK]
         """By kind: whether there was one for the same stage, micro-batch and slice before."""
         self._late = self._recomputes()
         self._adds, self._held = self._count()
@@ -123,7 +124,7 @@ class _Batch:
         """Operations that no order could make right. Numbers that are out of range become 0, so
         that all can select from tables."""
         schedule = self._dependencies.schedule
-        wrong = (self._codes < 0) | (self._codes >= 2 * JOINED) | (self._kind > Kind.R)
+        wrong = (self._codes < 0) | (self._codes >= 2 * JOINED) | (self._kind > Kind.U)
         for numbers, count in (
             (self._stage, schedule.placement.stages),
             (self._microbatch, schedule.microbatches),
@@ -134,7 +135,11 @@ class _Batch:
         homes = np.array(schedule.placement.table)
         direction = np.array(schedule.direction or [0])
         row = direction[self._microbatch * (schedule.direction is not None)]
-        wrong |= homes[row, self._stage] != self._rank
+        at_home = homes[row, self._stage] == self._rank
+        holds = (homes[:, self._stage] == self._rank).any(axis=0)
+        wrong |= ~np.where(self._is(Kind.U), holds, at_home)
+        if schedule.updates is None:
+            wrong |= self._is(Kind.U)
         if schedule.forward_only:
             wrong |= self._kind != Kind.F
         return wrong | self._is(Kind.R) & ~self._recomputes()
@@ -186,7 +191,7 @@ class _Batch:
         if which == 1:
             return badly_joined(schedule, rank, index)
         if which == 2:
-            seen = sum(BIT[kind] for kind in Kind if self._earlier[kind][at])
+            seen = sum(BIT[kind] for kind in WORK if self._earlier[kind][at])
             return out_of_order(schedule, rank, index, seen)
         if which == 3:
             return slice_out_of_order(self._dependencies, rank, index)

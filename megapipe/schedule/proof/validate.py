@@ -1,6 +1,7 @@
 """The proof that a schedule is complete and can be executed.
 
-Two passes, each linear in the number of operations. The first reads each rank's list alone
+Two passes, each linear in the number of operations, and one more for updates within a schedule
+(:mod:`megapipe.schedule.proof.updates`). The first reads each rank's list alone
 (:mod:`megapipe.schedule.proof.lists`). The second runs all lists against each other: F(s) needs
 F(s-1), and I(s) or B(s) needs I(s+1) or B(s+1). Two joined operations are one, that needs both
 inputs and makes both outputs. If a rank is left waiting, the error names the operations that wait
@@ -27,6 +28,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
 from megapipe.schedule.ir import JOINED, Kind, Op, Schedule
 from megapipe.schedule.proof.lists import read
+from megapipe.schedule.proof.updates import check_updates
 from megapipe.schedule.proof.violations import BIT, deadlock
 from megapipe.schedule.wavefront import Wavefront
 
@@ -59,6 +61,8 @@ def validate(schedule: Schedule) -> Report:
     _check_recompute(schedule)
     dependencies = Dependencies(schedule)
     reading = read(dependencies)
+    if schedule.updates is not None:
+        check_updates(schedule, schedule.updates)
     _check_complete(dependencies, reading.seen.tobytes())
     _run(dependencies, [dependencies.codes(rank) for rank in range(schedule.placement.ranks)])
     return Report(
@@ -124,7 +128,7 @@ def _run(dependencies: Dependencies, lists: list["array[int]"]) -> None:
         for _, places, _ in front.rounds(filled):
             filled[front.make[places]] = 0
         cursor = [front.done(rank) for rank in range(len(lists))]
-    waiting: dict[int, int] = {}
+    waiting: dict[int, list[int]] = {}
     ready = list(range(len(lists)))
     while ready:
         rank = ready.pop()
@@ -136,13 +140,16 @@ def _run(dependencies: Dependencies, lists: list["array[int]"]) -> None:
             slot = need_base[low] + piece
             if made[slot] >= 0 and code >= JOINED:
                 slot = dependencies.needed(codes[index + 1])
+            if slot >= dependencies.totals:
+                missing = (s for s in dependencies.gradients_of(code) if made[s] < 0)
+                slot = next(missing, dependencies.always)
             if made[slot] < 0:
-                waiting[slot] = rank
+                waiting.setdefault(slot, []).append(rank)
                 break
             slot = make_base[low] + piece
             made[slot] = 0
             if slot in waiting:
-                ready.append(waiting.pop(slot))
+                ready += waiting.pop(slot)
             index += 1
         cursor[rank] = index
     if waiting:

@@ -9,11 +9,11 @@ BIT = {Kind.F: 1, Kind.I: 2, Kind.W: 4, Kind.B: 8, Kind.R: 16}
 
 
 def deadlock(
-    dependencies: Dependencies, cursor: list[int], waiting: dict[int, int]
+    dependencies: Dependencies, cursor: list[int], waiting: dict[int, list[int]]
 ) -> ScheduleError:
     """The error that names a circle of waits, found from the first blocked rank on."""
     schedule = dependencies.schedule
-    wanted = {rank: dependencies.maker(slot) for slot, rank in waiting.items()}
+    wanted = {rank: dependencies.maker(slot) for slot, ranks in waiting.items() for rank in ranks}
     rank = min(wanted)
     chain: list[int] = []
     while rank not in chain:
@@ -40,14 +40,16 @@ def misplaced(schedule: Schedule, rank: int, index: int) -> ScheduleError:
     """The error of an operation that is wrong on this rank in any order."""
     code = schedule.ops[rank][index]
     kind = code & KIND_MASK
-    if code < 0 or kind > Kind.R or code >> 61:
+    if code < 0 or kind > Kind.U or code >> 61:
         return error(
-            schedule, rank, index, "no such operation; the known kinds are F, B, I, W and R"
+            schedule, rank, index, "no such operation; the known kinds are F, B, I, W, R and U"
         )
     op = unpack(code)
     stages, microbatches = schedule.placement.stages, schedule.microbatches
     if kind != Kind.F and schedule.forward_only:
         what = "a forward-only schedule has no backward"
+    elif kind == Kind.U and schedule.updates is None:
+        what = "a schedule without updates has none"
     elif op.stage >= stages:
         what = f"out of range: stages go from 0 to {stages - 1}"
     elif op.microbatch >= microbatches:
@@ -129,5 +131,5 @@ def error(schedule: Schedule, rank: int, index: int, what: str) -> ScheduleError
 
 def _name(schedule: Schedule, rank: int, index: int) -> str:
     code = schedule.ops[rank][index]
-    known = code >= 0 and code & KIND_MASK <= Kind.R and not code >> 61
+    known = code >= 0 and code & KIND_MASK <= Kind.U and not code >> 61
     return str(unpack(code)) if known else f"code {code}"

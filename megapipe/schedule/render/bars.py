@@ -1,10 +1,11 @@
 """A timeline as bars, from which every drawing of a schedule is made."""
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import NamedTuple
 
 from megapipe.schedule.cost import Time
-from megapipe.schedule.ir import Kind, Op, unpack
+from megapipe.schedule.ir import Kind, Op, Schedule, unpack
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.timing.simulate import Timeline
 
@@ -14,6 +15,7 @@ NAMES = {
     Kind.I: "input gradient",
     Kind.W: "weight gradient",
     Kind.R: "recomputation",
+    Kind.U: "update",
 }
 
 
@@ -25,7 +27,8 @@ class Part(NamedTuple):
     """Position of the operation's stage among the rank's stages of this direction."""
     direction: int
     number: str
-    """The micro-batch, and where sequences are cut the slice, as in ``3.1``."""
+    """The micro-batch, and where sequences are cut the slice, as in ``3.1``; where weights are
+    stale also the version that a forward reads, as in ``5@2``."""
 
 
 class Bar(NamedTuple):
@@ -41,18 +44,30 @@ def bars(timeline: Timeline, rank: int) -> Iterator[Bar]:
     schedule = timeline.schedule
     chunks = _chunk_of(schedule.placement, rank)
     first: Part | None = None
-    for code, start, end in zip(
-        schedule.ops[rank], timeline.starts[rank], timeline.ends[rank], strict=True
+    updates = schedule.updates
+    reads = updates.reads[rank] if updates is not None else repeat(None)
+    for code, start, end, read in zip(
+        schedule.ops[rank], timeline.starts[rank], timeline.ends[rank], reads, strict=False
     ):
         op = unpack(code)
-        direction = schedule.direction_of(op.microbatch)
+        direction = _direction(schedule, op, chunks)
         number = f"{op.microbatch}.{op.slice}" if schedule.slices > 1 else f"{op.microbatch}"
+        if read is not None and op.kind == Kind.F:
+            number += f"@{read}"
         part = Part(op, chunks[direction, op.stage], direction, number)
         if op.joined:
             first = part
         else:
             yield Bar(start, end, (part,) if first is None else (first, part))
             first = None
+
+
+def _direction(schedule: Schedule, op: Op, chunks: dict[tuple[int, int], int]) -> int:
+    """That of the micro-batch; of an update, which is of all, the first in which the rank has the
+    stage."""
+    if op.kind != Kind.U:
+        return schedule.direction_of(op.microbatch)
+    return min(direction for direction, stage in chunks if stage == op.stage)
 
 
 def most_chunks(placement: Placement) -> int:

@@ -12,6 +12,7 @@ OF_KIND = {  # of the first chunk; later chunks are paler
     Kind.I: (88, 174, 146),
     Kind.W: (232, 190, 92),
     Kind.R: (168, 138, 198),
+    Kind.U: (122, 130, 138),
 }
 IDLE = "#eceff2"
 INK = "#222222"

@@ -168,7 +168,7 @@ def simulate(
     dependencies = Dependencies(schedule)
     lists = [dependencies.codes(rank) for rank in range(schedule.placement.ranks)]
     times = Times(dependencies, cost, policy)
-    beside = make_lanes(schedule, times)
+    beside = [] if schedule.updates else make_lanes(schedule, times)
     lag, hold, together = times.lag, times.hold, times.together
     need_base, make_base = dependencies.base
     finished = times.many(-1, dependencies.always)
@@ -187,7 +187,7 @@ def simulate(
     stops = list(map(len, lists))
     for lane in beside:
         stops[lane.rank] = lane.next_stop
-    waiting: dict[int, int] = {}
+    waiting: dict[int, list[int]] = {}
     ready = list(range(len(lists)))
     while ready:
         rank = ready.pop()
@@ -201,7 +201,13 @@ def simulate(
             piece = code >> PIECE_SHIFT & PIECES
             arrived = finished[need_base[low] + piece]
             if arrived < 0:
-                waiting[need_base[low] + piece] = rank
+                slot = need_base[low] + piece
+                if slot >= dependencies.totals:
+                    slot = min(dependencies.gradients_of(code), key=finished.__getitem__)
+                    if finished[slot] >= 0:
+                        arrived = max(finished[slot] for slot in dependencies.gradients_of(code))
+            if arrived < 0:
+                waiting.setdefault(slot, []).append(rank)
                 break
             start = arrived + lag[low]
             if start < now:
@@ -214,14 +220,14 @@ def simulate(
                 slot = make_base[low] + piece
                 finished[slot] = now
                 if slot in waiting:
-                    ready.append(waiting.pop(slot))
+                    ready += waiting.pop(slot)
                 index += 1
                 continue
             second = codes[index + 1]
             other, after = second & LOW, second >> PIECE_SHIFT & PIECES
             arrived = finished[need_base[other] + after]
             if arrived < 0:
-                waiting[need_base[other] + after] = rank
+                waiting.setdefault(need_base[other] + after, []).append(rank)
                 break
             start = max(start, arrived + lag[other])
             if my_lengths is None:
@@ -234,7 +240,7 @@ def simulate(
             for slot in (make_base[low] + piece, make_base[other] + after):
                 finished[slot] = now
                 if slot in waiting:
-                    ready.append(waiting.pop(slot))
+                    ready += waiting.pop(slot)
             index += 2
         else:
             if beside and beside[rank].stops and not beside[rank].held:

@@ -12,7 +12,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time, plain
 from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy
 from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
-from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, Kind
+from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, WORK, Kind
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.timing.ticks import per_unit, room, whole
 
@@ -69,6 +69,11 @@ class Times:
         for low, kind, flow, stage in dependencies.by_low():
             for column in (self.length, self.lag, self.hold):
                 column.extend(repeat(0, low + 1 - len(column)))
+            if kind == Kind.U:
+                times = (cost.per_stage(name, dependencies.stages) for name in ("update", "gather"))
+                self.length[low] = plain(sum(time[stage] for time in times))
+                self.lag[low] = cost.per_stage("reduce", dependencies.stages)[stage]
+                continue
             share = flow.size if cost.slices else flow.size * part
             self.length[low] = _share(table[kind][stage], share)
             came, goes = dependencies.incoming[low], dependencies.outgoing[low]
@@ -125,7 +130,7 @@ def in_ticks(placement: Placement, cost: Cost) -> tuple[Cost, int]:
     Costs with a float among them are returned as they are, with 1.
     """
     stages, home = placement.stages, placement.table[0]
-    rows = dict(zip((kind.name for kind in Kind), cost.table(stages), strict=True))
+    rows = dict(zip((kind.name for kind in WORK), cost.table(stages), strict=True))
     pairs = [pair for pair in pairwise(home) if pair[0] != pair[1]]
     links = {pair: cost.link(*pair) for a, b in pairs for pair in ((a, b), (b, a))}
     rows |= {"reduce": cost.per_stage("reduce", stages), "gather": cost.per_stage("gather", stages)}

@@ -101,7 +101,7 @@ def _arrows(timeline: Timeline, process: int, unit: float) -> Iterator[Event]:
     uses: list[tuple[tuple[bool, int, int, int], int, float]] = []
     for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
         for op, start, end in zip(timeline.schedule.rank_ops(rank), starts, ends, strict=True):
-            if op.kind in (Kind.W, Kind.R):
+            if op.kind in (Kind.W, Kind.R, Kind.U):
                 continue
             key = _key(op)
             made[key] = rank, float(start) * unit, float(end) * unit

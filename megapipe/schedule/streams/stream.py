@@ -1,0 +1,189 @@
+"""An order and a policy together: operations and versions of a window, for all windows."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.ir import Kind, Op, Read, Schedule, Updates, pack, packed
+from megapipe.schedule.placement import Placement
+from megapipe.schedule.proof.updates import weights_kept
+from megapipe.schedule.streams.orders import Order
+from megapipe.schedule.streams.policies import Lists, Policy
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A pipeline without a flush. Micro-batches are counted from the first one of the segment's
+    window, and versions from the version that the window will change; a U names how many windows
+    before this one are updated by it, 0 for this one."""
+
+    name: str
+    placement: Placement
+    microbatches: int
+    """Of a window."""
+    policy: Policy
+    fill: tuple[tuple[Op, ...], ...]
+    """Per rank, the forwards that are in flight at the cut before the segment."""
+    fill_reads: tuple[tuple[Read, ...], ...]
+    segment: tuple[tuple[Op, ...], ...]
+    """Per rank, what it does from one cut to the next."""
+    segment_reads: tuple[tuple[Read, ...], ...]
+    """What each operation of the segment reads; of a U the version that it makes."""
+    kept: tuple[int, ...]
+    """Per rank, the most weights of a stage that are kept at once (see Updates)."""
+
+    @property
+    def ahead(self) -> int:
+        """How many windows a forward may be ahead of the backwards beside it."""
+        return _ahead((*self.fill, *self.segment), self.microbatches)
+
+
+def stream(order: Order, policy: Policy) -> Stream:
+    """The stream of an order under a policy.
+
+    Raises:
+        ScheduleError: they do not go together, or the windows are too short for them.
+    """
+    if order.name not in policy.orders:
+        raise ScheduleError(
+            f"weights {policy.name} do not go with schedule {order.name}, but with "
+            f"{' and '.join(policy.orders)}"
+        )
+    window = order.microbatches
+    if policy.late and order.in_flight(0) > window:
+        raise ScheduleError(
+            f"weights {policy.name}: {order.in_flight(0)} micro-batches are in flight ahead of a "
+            f"window, so it needs at least as many, not {window}"
+        )
+    segment = tuple(_with_updates(ops, window, late=policy.late) for ops in order.segment)
+    steady = 2 * _ahead((*order.fill, *segment), window) + 2  # all windows from here on are alike
+    lists = [
+        _unrolled(*parts, window, 2 * steady) for parts in zip(order.fill, segment, strict=True)
+    ]
+    known = Lists(lists, window)
+    shifted = [
+        [_read(known, policy, _moved(op, steady, window), steady) for op in ops] for ops in segment
+    ]
+    filled = [
+        [_read(known, policy, _moved(op, steady, window), steady) for op in ops]
+        for ops in order.fill
+    ]
+    kept = [max(weights_kept(ops, [_absolute(known, policy, op) for op in ops])) for ops in lists]
+    return Stream(
+        name=f"{order.name}, {policy.name}",
+        placement=order.placement,
+        microbatches=window,
+        policy=policy,
+        fill=order.fill,
+        fill_reads=tuple(map(tuple, filled)),
+        segment=segment,
+        segment_reads=tuple(map(tuple, shifted)),
+        kept=tuple(kept),
+    )
+
+
+def finite(stream: Stream, windows: int) -> Schedule:
+    """The first windows of a stream as a schedule: a fill, as many segments, whose forwards run out
+    at the end, and the updates that are still pending then.
+
+    Raises:
+        ScheduleError: less than one window.
+    """
+    if windows < 1:
+        raise ScheduleError(f"schedule {stream.name}: windows must be at least 1, not {windows}")
+    ops, reads = [], []
+    for parts in zip(
+        stream.fill, stream.fill_reads, stream.segment, stream.segment_reads, strict=True
+    ):
+        pairs = list(_in_windows(*parts, stream.microbatches, windows))
+        ops.append(packed(pack(*op) for op, _ in pairs))
+        reads.append(tuple(read for _, read in pairs))
+    policy = stream.policy
+    return Schedule(
+        name=stream.name,
+        placement=stream.placement,
+        microbatches=windows * stream.microbatches,
+        ops=tuple(ops),
+        updates=Updates(
+            window=stream.microbatches,
+            reads=tuple(reads),
+            waits=policy.waits,
+            follows=policy.follows,
+            kept=stream.kept,
+        ),
+    )
+
+
+def _ahead(lists: Iterable[Iterable[Op]], window: int) -> int:
+    return max(op.microbatch for ops in lists for op in ops) // window
+
+
+def _with_updates(ops: tuple[Op, ...], window: int, *, late: bool) -> tuple[Op, ...]:
+    """A segment with an update of each stage in it."""
+    result = list(ops)
+    for stage in sorted({op.stage for op in ops}):
+        last = max(n for n, op in enumerate(result) if op.kind == Kind.B and op.stage == stage)
+        if not late:
+            result.insert(last + 1, Op(Kind.U, stage, 0))
+            continue
+        readers = (
+            n
+            for n, op in enumerate(result)
+            if op.kind == Kind.F and op.stage == stage and op.microbatch >= window
+        )
+        result.insert(min(next(readers, last), last), Op(Kind.U, stage, 1))
+    return tuple(result)
+
+
+def _moved(op: Op, window: int, size: int) -> Op:
+    """An operation of a segment, as it is in the segment of a window."""
+    if op.kind == Kind.U:
+        return op._replace(microbatch=window - op.microbatch)
+    return op._replace(microbatch=window * size + op.microbatch)
+
+
+def _unrolled(fill: Iterable[Op], segment: Iterable[Op], size: int, windows: int) -> list[Op]:
+    """The list of a rank for as many windows."""
+    nothing = (Read(0),) * len(list(fill)), (Read(0),) * len(list(segment))
+    pairs = _in_windows(tuple(fill), nothing[0], tuple(segment), nothing[1], size, windows)
+    return [op for op, _ in pairs]
+
+
+def _in_windows(
+    fill: tuple[Op, ...],
+    fill_reads: tuple[Read, ...],
+    segment: tuple[Op, ...],
+    segment_reads: tuple[Read, ...],
+    size: int,
+    windows: int,
+) -> Iterator[tuple[Op, Read]]:
+    """The operations of the first windows on a rank, each with what it reads."""
+    total = size * windows
+    for op, read in zip(fill, fill_reads, strict=True):
+        if op.microbatch < total:
+            yield op, _at(read, 0)
+    for window in range(windows):
+        for op, read in zip(segment, segment_reads, strict=True):
+            moved = _moved(op, window, size)
+            if moved.microbatch >= 0 and (op.kind == Kind.U or moved.microbatch < total):
+                yield moved, _at(read, window)
+    for op, read in zip(segment, segment_reads, strict=True):
+        if op.kind == Kind.U:
+            for window in range(windows, windows + op.microbatch):
+                yield _moved(op, window, size), _at(read, window)
+
+
+def _at(read: Read, window: int) -> Read:
+    """A version that is counted from a window's: no stage has one below 0."""
+    return read._replace(version=max(0, window + read.version))
+
+
+def _absolute(lists: Lists, policy: Policy, op: Op) -> Read:
+    """What an operation reads; of an update the version that it makes."""
+    return Read(op.microbatch + 1) if op.kind == Kind.U else policy.reads(lists, op)
+
+
+def _read(lists: Lists, policy: Policy, op: Op, window: int) -> Read:
+    """The same, counted from the version that a window will change."""
+    read = _absolute(lists, policy, op)
+    return read._replace(version=read.version - window)

@@ -1,0 +1,250 @@
+"""Mistakes in schedules with updates, and an independent referee who sees the same ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.ir import Kind, Op, Read, Schedule, pack, packed, unpack
+from megapipe.schedule.proof.validate import validate
+from megapipe.schedule.streams.orders import build
+from megapipe.schedule.streams.policies import POLICIES, policy
+from megapipe.schedule.streams.stream import finite, stream
+from megapipe.schedule.text import from_csv, to_csv
+from tests.unit.schedule.streams.version_game import play_versions
+
+Step = tuple[Op, Read]
+Change = Callable[[list[Step]], object]
+
+
+def stashed(weights: str = "stash", m: int = 2, windows: int = 3) -> Schedule:
+    return finite(stream(build("1f1b", 2, m), policy(weights)), windows)
+
+
+def changed(schedule: Schedule, rank: int, change: Change) -> Schedule:
+    assert schedule.updates is not None
+    steps = list(zip(schedule.rank_ops(rank), schedule.updates.reads[rank], strict=True))
+    change(steps)
+    ops, reads = list(schedule.ops), list(schedule.updates.reads)
+    ops[rank] = packed(pack(*op) for op, _ in steps)
+    reads[rank] = tuple(read for _, read in steps)
+    return replace(schedule, ops=tuple(ops), updates=replace(schedule.updates, reads=tuple(reads)))
+
+
+def at(steps: list[Step], text: str) -> int:
+    return next(n for n, (op, _) in enumerate(steps) if str(op) == text)
+
+
+def reading(text: str, read: Read) -> Change:
+    def change(steps: list[Step]) -> None:
+        place = at(steps, text)
+        steps[place] = steps[place][0], read
+
+    return change
+
+
+def moving(text: str, before: str) -> Change:
+    def change(steps: list[Step]) -> None:
+        step = steps.pop(at(steps, text))
+        steps.insert(at(steps, before), step)
+
+    return change
+
+
+def both(first: Change, second: Change) -> Change:
+    return lambda steps: (first(steps), second(steps))
+
+
+MISTAKES: dict[str, tuple[int, Change, str]] = {
+    "no update": (
+        0,
+        lambda s: s.pop(at(s, "0U1")),
+        r"\(0F5\): it reads version 2 of stage 0, which is not made; the newest is 1",
+    ),
+    "no last update": (1, lambda s: s.pop(at(s, "1U2")), "rank 1: 1U2 is missing"),
+    "an update twice": (
+        0,
+        lambda s: s.insert(at(s, "0U1"), (Op(Kind.U, 0, 0), Read(1))),
+        r"rank 0, op \d+ \(0U0\): stage 0 was updated for this window already",
+    ),
+    "updates out of turn": (1, moving("1U1", "1U0"), r"\(1U1\): it needs 1U0 first"),
+    "an update too early": (
+        0,
+        moving("0U0", "0B1"),
+        r"\(0U0\): it stands before 1 of the window's",
+    ),
+    "an update of another stage": (
+        0,
+        reading("0U0", Read(2)),
+        r"\(0U0\): it makes version 1, not 2",
+    ),
+    "a stage of another rank": (
+        1,
+        lambda s: s.insert(0, (Op(Kind.U, 0, 0), Read(1))),
+        r"\(0U0\): stage 0 is on rank 0",
+    ),
+    "a version that is not made": (
+        0,
+        both(reading("0F4", Read(2)), reading("0B4", Read(2))),
+        r"rank 0, op \d+ \(0F4\): it reads version 2 of stage 0, which is not made; the newest is ",
+    ),
+    "a version below 0": (0, reading("0F0", Read(-1)), r"\(0F0\): it reads version -1"),
+    "another version in the backward": (
+        0,
+        reading("0B2", Read(1)),
+        r"\(0B2\): it reads version 1 of stage 0, 0F2 has read 0",
+    ),
+    "an update after the reader": (
+        1,
+        moving("1U0", "1B2"),
+        r"\(1F2\): it reads version 1 of stage 1, which is not made",
+    ),
+    "more weights than promised": (
+        1,
+        both(reading("1F5", Read(0)), reading("1B5", Read(0))),
+        r"rank 1, op \d+ \(1U0\): 2 weights of stage 1 are kept from here, more than the 1 ",
+    ),
+    "a backward of the next window": (
+        1,
+        lambda s: (
+            (moving("1F2", "1B1")(s), moving("1B2", "1B1")(s), reading("1F2", Read(0))(s))
+            and reading("1B2", Read(0))(s)
+        ),
+        r"\(1B1\): it is of window 0, and a backward of window 1 comes before",
+    ),
+    "no such window": (
+        0,
+        lambda s: s.append((Op(Kind.U, 0, 9), Read(10))),
+        r"\(0U9\): out of range",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str) -> None:
+    rank, change, said = MISTAKES[name]
+    with pytest.raises(ScheduleError, match=said):
+        validate(changed(stashed(), rank, change))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"window": 4}, "6 micro-batches are not a multiple of the 4 of a window"),
+        ({"kept": (1,)}, "1 limits of versions for 2 ranks"),
+        ({"reads": ((Read(0),), (Read(0),))}, "rank 0: 1 versions for 15 operations"),
+    ],
+)
+def test_sizes(change: dict[str, object], said: str) -> None:
+    schedule = stashed()
+    assert schedule.updates is not None
+    with pytest.raises(ScheduleError, match=said):
+        validate(replace(schedule, updates=replace(schedule.updates, **change)))
+
+
+def test_updates_without_windows() -> None:
+    with pytest.raises(ScheduleError, match="a schedule without updates has none"):
+        validate(replace(stashed(), updates=None))
+
+
+def disturbed(schedule: Schedule, rng: random.Random) -> Schedule:
+    """A random change or none: a version, an update that is moved, dropped or doubled, a swap."""
+    rank = rng.randrange(schedule.placement.ranks)
+
+    def change(steps: list[Step]) -> None:
+        place = rng.randrange(len(steps))
+        updates = [n for n, (op, _) in enumerate(steps) if op.kind == Kind.U]
+        what = rng.randrange(6)
+        if what == 0:
+            op, read = steps[place]
+            steps[place] = op, read._replace(version=max(0, read.version + rng.choice((-1, 1))))
+        elif what == 1:
+            op, read = steps[place]
+            if op.kind != Kind.U:
+                steps[place] = op, read._replace(ahead=read.ahead + Fraction(1, 2))
+        elif what == 2:
+            step = steps.pop(rng.choice(updates))
+            steps.insert(min(place, len(steps)), step)
+        elif what == 3:
+            steps.pop(rng.choice(updates))
+        elif what == 4 and place + 1 < len(steps):
+            steps[place], steps[place + 1] = steps[place + 1], steps[place]
+
+    return changed(schedule, rank, change)
+
+
+def refusal(schedule: Schedule) -> str | None:
+    """What the proof says against it."""
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
+def compare_with_game(seeds: range) -> tuple[int, int]:
+    """Valid ones and invalid ones."""
+    right = wrong = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        name = rng.choice(list(POLICIES))
+        order = rng.choice(POLICIES[name].orders)
+        p, m, advance = rng.randrange(1, 4), rng.randrange(1, 5), rng.randrange(2)
+        try:
+            given = stream(
+                build(order, p, m, advance=0 if order == "two_group" else advance), policy(name)
+            )
+        except ScheduleError:
+            continue
+        schedule = disturbed(finite(given, rng.randrange(1, 4)), rng)
+        fault = play_versions(schedule)
+        said = refusal(schedule)
+        assert (fault is None) == (said is None), (seed, fault, said)
+        right, wrong = right + (said is None), wrong + (said is not None)
+    return right, wrong
+
+
+def test_the_referee_agrees() -> None:
+    right, wrong = compare_with_game(range(120))
+    assert min(right, wrong) > 20
+
+
+@pytest.mark.full
+def test_the_referee_agrees_on_2000() -> None:
+    right, wrong = compare_with_game(range(1000, 3500))
+    assert right + wrong >= 2000
+
+
+@pytest.mark.parametrize("weights", POLICIES)
+def test_text(weights: str) -> None:
+    """What export writes is read as it was; promises of numbers are not in it."""
+    order = POLICIES[weights].orders[0]
+    schedule = finite(stream(build(order, 3, 4), policy(weights)), 4)
+    read = from_csv(to_csv(schedule), name=schedule.name)
+    assert schedule.updates is not None
+    assert read == replace(schedule, updates=replace(schedule.updates, kept=None))
+    validate(read)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0F0,0B0,0U0", "an update needs the line '# window N'"),
+        ("0F0@0,0B0@0", "a version needs the line '# window N'"),
+        ("# window 1\n0F0@0,0B0,0U0", "0B0: it does not say which version it reads, as in 0B0@0"),
+        ("# window\n0F0", "has no number"),
+    ],
+)
+def test_text_that_is_wrong(text: str, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        from_csv(text)
+
+
+def test_operations_read_as_they_are_written() -> None:
+    assert str(unpack(pack(Kind.U, 2, 4))) == "2U4"
+    assert f"{Read(3)} {Read(3, Fraction(1))} {Read(3, Fraction(-3, 2))}" == "3 3+1 3-3/2"

@@ -1,0 +1,266 @@
+"""Streams: versions, counts and times against closed forms, and against published tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+
+import pytest
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.cost import Cost
+from megapipe.schedule.ir import Kind, Op, Read, Schedule
+from megapipe.schedule.memory import peak_held
+from megapipe.schedule.proof.validate import validate
+from megapipe.schedule.streams.ledger import staleness
+from megapipe.schedule.streams.orders import build
+from megapipe.schedule.streams.policies import POLICIES, Lists, policy
+from megapipe.schedule.streams.stream import Stream, finite, stream
+from megapipe.schedule.streams.times import window_times
+from megapipe.schedule.timing.simulate import simulate
+
+LEADS = {"1f1b": 1, "eager_1f1b": 2}
+ORDERED = [(name, order) for name, each in POLICIES.items() for order in each.orders]
+
+
+def make(order: str, weights: str, p: int, m: int, advance: int = 0, **options: str) -> Stream:
+    return stream(build(order, p, m, advance=advance), policy(weights, **options))
+
+
+def reads(schedule: Schedule, kind: Kind, stage: int) -> list[Read]:
+    """What operations of a kind at a stage read, by micro-batch."""
+    assert schedule.updates is not None
+    rank = schedule.placement.rank_of(stage)
+    pairs = zip(schedule.rank_ops(rank), schedule.updates.reads[rank], strict=True)
+    return [read for op, read in sorted(pairs) if op.kind == kind and op.stage == stage]
+
+
+def small() -> Iterator[tuple[str, int, int, int]]:
+    for p in range(1, 5):
+        for m in range(1, 2 * p + 1):
+            for a in (0, 3) if m in (1, p, 2 * p) else (1,):
+                yield "1f1b", p, m, a
+                yield "eager_1f1b", p, m, a
+
+
+def whole() -> Iterator[tuple[str, int, int, int]]:
+    for order in LEADS:
+        for p in range(1, 9):
+            for m in range(1, 2 * p + 1):
+                for a in range(4):
+                    yield order, p, m, a
+
+
+def check_closed_forms(order: str, p: int, m: int, a: int) -> None:
+    ahead = [LEADS[order] * (p - 1 - r) + a for r in range(p)]
+    windows = 2 * ceil(ahead[0] / m) + 2
+    numbers = range(windows * m)
+
+    def newest(rank: int) -> list[int]:
+        """Updates of a rank before the forward of each micro-batch."""
+        return [max(0, (k - ahead[rank]) // m) for k in numbers]
+
+    for name in ("stash", "vertical", "double_buffer", "latest", "predict", "correct"):
+        if name == "double_buffer" and ahead[0] > m:
+            with pytest.raises(ScheduleError, match=f"at least as many, not {m}"):
+                make(order, name, p, m, a)
+            continue
+        given = make(order, name, p, m, a)
+        schedule = finite(given, windows)
+        validate(schedule)
+        assert [len(fill) for fill in given.fill] == ahead, "in flight at a cut"
+        for r, (w, stale) in enumerate(zip(ahead, staleness(schedule), strict=True)):
+            forward, backward = (reads(schedule, kind, r) for kind in (Kind.F, Kind.B))
+            own = [k // m for k in numbers]
+            if name in ("stash", "vertical"):
+                base = 0 if name == "vertical" else r
+                assert [read.version for read in forward] == newest(base)
+                assert backward == forward
+                assert given.kept[r] == stale.kept == 1 + ceil(ahead[base] / m)
+                assert stale.mean == Fraction(ahead[base], m)
+                assert stale.most == ceil(ahead[base] / m)
+            elif name == "double_buffer":
+                assert forward == backward == [Read(max(0, t - 1)) for t in own]
+                assert (stale.least, stale.most, given.kept[r]) == (1, 1, 2)
+            elif name == "latest":
+                assert forward == [Read(v) for v in newest(r)]
+                assert backward == [Read(t) for t in own]
+                assert given.kept[r] == 1
+            elif name == "predict":
+                further = ceil(w / m)
+                assert forward == [Read(max(0, t - further), Fraction(further)) for t in own]
+                assert backward == [Read(t) for t in own]
+            else:
+                assert forward == [Read(v) for v in newest(r)]
+                assert backward == [Read(t, -Fraction(w, m)) for t in own]
+
+
+@pytest.mark.parametrize(("order", "p", "m", "a"), [*small()])
+def test_closed_forms(order: str, p: int, m: int, a: int) -> None:
+    check_closed_forms(order, p, m, a)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "p", "m", "a"), [*whole()])
+def test_all_closed_forms(order: str, p: int, m: int, a: int) -> None:
+    check_closed_forms(order, p, m, a)
+
+
+@pytest.mark.parametrize(
+    ("m", "weights", "table"),
+    [
+        (1, "stash", ["00001234", "00012345", "00123456", "01234567"]),
+        (2, "stash", ["0000011223", "0000112233", "0001122334", "0011223344"]),
+        (4, "stash", ["000000011112", "000000111122", "000001111222", "000011112222"]),
+        (1, "vertical", ["00001234"] * 4),
+        (4, "double_buffer", ["000000001111"] * 4),
+    ],
+)
+def test_published_versions(m: int, weights: str, table: list[str]) -> None:
+    """On 4 ranks, the version that each forward reads."""
+    schedule = finite(make("1f1b", weights, 4, m), 8 if m == 1 else 5 if m == 2 else 3)
+    for rank, row in enumerate(table):
+        assert "".join(map(str, reads(schedule, Kind.F, rank)))[: len(row)] == row
+
+
+def test_published_predictions() -> None:
+    """SpecTrain on 4 ranks: so many updates ahead."""
+    schedule = finite(make("1f1b", "predict", 4, 1, horizon="round_trip"), 12)
+    ahead = [[reads(schedule, kind, r)[-1].ahead for r in range(4)] for kind in (Kind.F, Kind.B)]
+    assert ahead == [[3, 2, 2, 1], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 1), (2, 4), (3, 3), (4, 3), (4, 8), (8, 8)])
+def test_two_groups(p: int, m: int) -> None:
+    given = make("two_group", "double_group", p, m)
+    schedule = finite(given, 5)
+    validate(schedule)
+    found = staleness(schedule)
+    for stage, stale in enumerate(found):
+        delay = 1 if stage < p else 0
+        assert (stale.least, stale.most, stale.kept) == (delay, delay, 1 + delay)
+    assert peak_held(schedule) == tuple(Fraction(2 * m - r + 1, 2) for r in range(p))
+    if m >= p:
+        for b in (1, 2, 3):
+            assert window_times(given, Cost(F=1, B=b)).window == 2 * m * (1 + b), "no idle time"
+
+
+def test_windows_of_two_groups_that_are_too_short() -> None:
+    with pytest.raises(ScheduleError, match="at least 3 micro-batches, not 2"):
+        build("two_group", 4, 2)
+
+
+@pytest.mark.parametrize("weights", ["stash", "vertical", "latest", "predict", "correct"])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (3, 1), (4, 2), (4, 4), (5, 7)])
+def test_a_window_takes_its_own_operations(weights: str, p: int, m: int) -> None:
+    times = window_times(make("1f1b", weights, p, m), Cost(F=2, B=3))
+    assert times.window == 5 * m
+    assert times.fill == 2 * (p - 1)
+    assert times.pause == 5 * (p - 1), "as a flush"
+
+
+@pytest.mark.parametrize(("p", "at_once"), [(2, "1.33"), (4, "1.50"), (8, "1.58")])
+def test_a_global_sum_is_free_where_updates_are_late(p: int, at_once: str) -> None:
+    order, late = build("1f1b", p, p), policy("double_buffer")
+    assert late.late
+    assert late.waits
+    for m in (p, p + 1, 2 * p):
+        assert window_times(stream(build("1f1b", p, m), late)).window == 3 * m
+    early = replace(late, late=False)
+    assert f"{float(window_times(stream(order, early)).window / (3 * p)):.2f}" == at_once
+
+
+@pytest.mark.parametrize(("p", "factor"), [(2, "1.033"), (4, "1.050"), (8, "1.058")])
+def test_latency(p: int, factor: str) -> None:
+    cost = Cost(latency=Fraction(1, 10))
+    window = window_times(make("1f1b", "stash", p, p), cost).window
+    assert window == 3 * p * (1 + Fraction(2, 10) / 3 * Fraction(p - 1, p))
+    assert f"{float(window / (3 * p)):.3f}" == factor
+    hidden = Cost(latency=Fraction(3, 2))
+    assert window_times(make("eager_1f1b", "stash", p, p), hidden).window == 3 * p
+    m = 2 * (p - 1) + 1
+    assert window_times(make("eager_1f1b", "double_buffer", p, m), hidden).window == 3 * m
+
+
+def test_updates_take_time() -> None:
+    """A reduction and a gathering with each of them."""
+    given = make("1f1b", "stash", 2, 2)
+    cost = Cost(update=Fraction(1, 2), reduce=Fraction(1, 4), gather=Fraction(1, 8))
+    assert window_times(given, cost).window == 6 + Fraction(7, 8)
+    late = make("1f1b", "double_buffer", 2, 4)
+    assert window_times(late, replace(cost, reduce=1)).window == 12 + Fraction(5, 8), "beside"
+
+
+@pytest.mark.parametrize(("weights", "order"), ORDERED)
+def test_what_is_relative_is_what_the_lists_say(weights: str, order: str) -> None:
+    """A segment that is shifted reads what the policy says of the whole lists."""
+    p, m = 3, 4
+    given = make(order, weights, p, m)
+    schedule = finite(given, 6)
+    assert schedule.updates is not None
+    lists = Lists([schedule.rank_ops(rank) for rank in range(p)], m)
+    for rank in range(p):
+        pairs = zip(schedule.rank_ops(rank), schedule.updates.reads[rank], strict=True)
+        for op, read in pairs:
+            if op.kind == Kind.U:
+                continue
+            said = given.policy.reads(lists, op)
+            assert read.version == said.version
+            assert read.ahead == said.ahead or said.version == 0, "which has no direction yet"
+
+
+@pytest.mark.parametrize(("weights", "order"), ORDERED)
+def test_cuts_are_clean(weights: str, order: str) -> None:
+    """What is under way at a cut are forwards alone, as many at each."""
+    p, m = 4, 6
+    schedule = finite(make(order, weights, p, m), 5)
+    under_way = defaultdict(set)
+    cut = {}
+    for rank in range(p):
+        ops = schedule.rank_ops(rank)
+        for t in range(5):
+            own = [n for n, op in enumerate(ops) if op.kind == Kind.B and op.microbatch // m == t]
+            cut[rank, t] = set(ops[: own[-1] + 1])
+            assert not any(op.kind == Kind.B and op.microbatch // m > t for op in cut[rank, t])
+    stages = schedule.placement.stages
+    for t in range(3):
+        for stage in range(stages - 1):
+            here, there = (schedule.placement.rank_of(s) for s in (stage, stage + 1))
+            for k in range(schedule.microbatches):
+                sent = Op(Kind.F, stage, k) in cut[here, t]
+                taken = Op(Kind.F, stage + 1, k) in cut[there, t]
+                if sent and not taken:
+                    under_way[stage].add((t, k - t * m))
+                back = Op(Kind.B, stage + 1, k) in cut[there, t]
+                assert back == (Op(Kind.B, stage, k) in cut[here, t])
+    for pending in under_way.values():
+        assert len({frozenset(k for u, k in pending if u == t) for t in range(3)}) == 1
+
+
+def test_one_rank_has_no_stale_weights() -> None:
+    for weights in ("stash", "vertical", "latest"):
+        (stale,) = staleness(finite(make("1f1b", weights, 1, 2), 4))
+        assert stale == (0, 0, 0, 1)
+
+
+def test_the_makespan_of_a_stream() -> None:
+    """Less than that of as many flushes."""
+    flushes = 8 * (4 + 4 - 1) * 3
+    assert simulate(finite(make("1f1b", "stash", 4, 4), 8)).makespan == 8 * 4 * 3 + 9 < flushes
+
+
+@pytest.mark.parametrize(
+    ("order", "weights", "said"),
+    [
+        ("gpipe", "stash", "take 1f1b, eager_1f1b, two_group"),
+        ("1f1b", "double_group", "do not go with schedule 1f1b, but with two_group"),
+        ("1f1b", "stale", "the known ones: stash, vertical"),
+        ("two_group", "stash", "but with 1f1b and eager_1f1b"),
+    ],
+)
+def test_refusals(order: str, weights: str, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        make(order, weights, 2, 4)
