@@ -232,7 +232,7 @@ def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str
 
 def _balance_line(config: Config, layout: Layout) -> str:
     """How even the ranks' work is, and how even it would be with equally many layers per stage."""
-    F, B, _, _, R = layout.cost.table(layout.stages)
+    F, B, _, _, R, *_ = layout.cost.table(layout.stages)
     chosen = _excess(layout, [sum(each) for each in zip(F, B, R, strict=True)])
     model, stages = layout.model, layout.stages
     layers = model.layers

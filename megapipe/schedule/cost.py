@@ -112,7 +112,7 @@ class Cost:
         )
 
     def table(self, stages: int) -> tuple[tuple[Time, ...], ...]:
-        """Times by kind (F, B, I, W, R) and stage.
+        """Times by kind (F, B, I, W, R, U) and stage.
 
         Raises:
             ScheduleError: a tuple that is not of length stages, a negative time or factor, or a
@@ -133,12 +133,10 @@ class Cost:
             rows[name] = _row(name, value, stages)
         rows.setdefault("B", tuple(i + w for i, w in zip(rows["I"], rows["W"], strict=True)))
         rows.setdefault("R", rows["F"])
-        return tuple(rows[kind.name] for kind in WORK)
+        return (*(rows[kind.name] for kind in WORK), _row("update", self.update, stages))
 
-    def per_stage(
-        self, what: Literal["reduce", "gather", "update"], stages: int
-    ) -> tuple[Time, ...]:
-        """Times of the reduction, of the gathering, or of the update, by stage.
+    def per_stage(self, what: Literal["reduce", "gather"], stages: int) -> tuple[Time, ...]:
+        """Times of the reduction, or of the gathering, by stage.
 
         Raises:
             ScheduleError: a tuple that is not of length stages, or a negative time.

@@ -110,6 +110,7 @@ def test_simulate_json_of_zb_h1(ask):
         "messages": 48,
         "volume": 48,
         "makespan": 27,
+        "stream": None,
         "span": 27,
         "bubble": {"makespan": 1 / 9, "ideal": 1 / 8, "span": 1 / 9},
         "exposed": {"gather": 0, "reduce": 0},

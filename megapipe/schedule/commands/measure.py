@@ -94,7 +94,7 @@ def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> d
 
 
 def _stream(setting: Scenario, schedule: Schedule) -> dict[str, Any] | None:
-    """What is said of a stream only."""
+    """Figures that a stream alone has; None for other schedules."""
     if schedule.updates is None:
         return None
     stream = setting.stream(schedule.name.partition(",")[0])

@@ -1,4 +1,4 @@
-"""What each rank does window by window, without a flush in between.
+"""Lists of operations window by window, without a flush in between.
 
 A window is the micro-batches of one update. *Cut* t lies on each rank right behind its last
 backward of window t; the *segment* of window t is what it does between cuts t-1 and t, and is the

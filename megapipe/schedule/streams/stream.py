@@ -28,7 +28,7 @@ class Stream:
     segment: tuple[tuple[Op, ...], ...]
     """Per rank, what it does from one cut to the next."""
     segment_reads: tuple[tuple[Read, ...], ...]
-    """What each operation of the segment reads; of a U the version that it makes."""
+    """The weights that each operation of the segment reads; of a U the version that it makes."""
     kept: tuple[int, ...]
     """Per rank, the most weights of a stage that are kept at once (see Updates)."""
 
@@ -179,7 +179,7 @@ def _at(read: Read, window: int) -> Read:
 
 
 def _absolute(lists: Lists, policy: Policy, op: Op) -> Read:
-    """What an operation reads; of an update the version that it makes."""
+    """The weights that an operation reads; of an update the version that it makes."""
     return Read(op.microbatch + 1) if op.kind == Kind.U else policy.reads(lists, op)
 
 

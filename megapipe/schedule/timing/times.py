@@ -70,8 +70,8 @@ class Times:
             for column in (self.length, self.lag, self.hold):
                 column.extend(repeat(0, low + 1 - len(column)))
             if kind == Kind.U:
-                times = (cost.per_stage(name, dependencies.stages) for name in ("update", "gather"))
-                self.length[low] = plain(sum(time[stage] for time in times))
+                gather = cost.per_stage("gather", dependencies.stages)[stage]
+                self.length[low] = plain(table[kind][stage] + gather)
                 self.lag[low] = cost.per_stage("reduce", dependencies.stages)[stage]
                 continue
             share = flow.size if cost.slices else flow.size * part
@@ -130,7 +130,8 @@ def in_ticks(placement: Placement, cost: Cost) -> tuple[Cost, int]:
     Costs with a float among them are returned as they are, with 1.
     """
     stages, home = placement.stages, placement.table[0]
-    rows = dict(zip((kind.name for kind in WORK), cost.table(stages), strict=True))
+    names = (*(kind.name for kind in WORK), "update")
+    rows = dict(zip(names, cost.table(stages), strict=True))
     pairs = [pair for pair in pairwise(home) if pair[0] != pair[1]]
     links = {pair: cost.link(*pair) for a, b in pairs for pair in ((a, b), (b, a))}
     rows |= {"reduce": cost.per_stage("reduce", stages), "gather": cost.per_stage("gather", stages)}

@@ -109,7 +109,7 @@ def known(size: int | None) -> int:
 def settle(*overrides: str) -> tuple[Config, tuple[int, ...]]:
     """A configuration, and the work of its stages."""
     config, layout = resolve(parse(list(overrides)).config, None, None)
-    F, B, _, _, R = layout.cost.table(layout.stages)
+    F, B, _, _, R, *_ = layout.cost.table(layout.stages)
     return config, tuple(sum(each) for each in zip(F, B, R, strict=True))
 
 

@@ -37,8 +37,8 @@ def test_pack_refuses_what_does_not_fit(numbers):
 
 
 def test_unpack_refuses_an_unknown_kind():
-    with pytest.raises(ScheduleError, match="kind 5 is unknown"):
-        unpack(pack(5, 0, 0))
+    with pytest.raises(ScheduleError, match="kind 6 is unknown"):
+        unpack(pack(6, 0, 0))
 
 
 def test_span_is_a_run_of_packed_operations():

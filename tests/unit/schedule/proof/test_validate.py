@@ -185,7 +185,7 @@ def test_a_micro_batch_stays_in_its_replica():
         validate(of(text, 2, BOTH))
 
 
-LARGE = (pack(5, 0, 0), pack(15, 0, 0), -1, -(1 << 20), -(1 << 62), 1 << 61, 1 << 62)
+LARGE = (pack(6, 0, 0), pack(15, 0, 0), -1, -(1 << 20), -(1 << 62), 1 << 61, 1 << 62)
 
 
 @pytest.mark.parametrize("code", LARGE)
