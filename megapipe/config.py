@@ -99,6 +99,9 @@ class PipelineConfig(Section):
     k takes rank k mod 2 of the first. Default: two for the first stage and one for each other, as
     far as there are three ranks or more. The default `layout` gives a stage with twice the ranks
     twice the work."""
+    advance: int | None = Field(None, ge=1)
+    """1f1b, eager_1f1b: micro-batches by which the forwards of each rank are further ahead of its
+    backwards (AvgPipe, PPoPP'23). Default: none."""
     memory_limit: float | None = Field(None, gt=0)
     """Most activations of a pipeline rank, in micro-batches of all its layers, each held until its
     weight gradient. Searched schedules (zb_1p, zb_2p, auto) keep to it, others are refused above

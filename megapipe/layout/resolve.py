@@ -307,6 +307,7 @@ def _schedule(
                 slices=slices or pipeline.slices,
                 pairs=pipeline.pairs,
                 replicas=pipeline.replicas,
+                advance=pipeline.advance,
                 memory_limit=pipeline.memory_limit,
                 cost=cost,
             )

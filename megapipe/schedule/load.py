@@ -86,7 +86,7 @@ def _call(spec: str, given: dict[str, Any]) -> Schedule:
 
 def _refuse(spec: str, given: dict[str, Any], taken: tuple[str, ...]) -> None:
     """Refuse options that are not taken and whose effect the result would not show."""
-    for what in ("group", "pairs", "replicas"):
+    for what in ("group", "pairs", "replicas", "advance"):
         if what in given and what not in taken:
             raise ScheduleError(
                 f"schedule {spec}: {what} must not be given, not {given[what]}; it does not take it"

@@ -48,6 +48,7 @@ class Case:
     slice_attention: float = 1.0
     pairs: int | None = None
     replicas: tuple[int, ...] | None = None
+    advance: int | None = None
     swap: bool = False
     """Run gpipe instead, on the schedule's placement, replicas, slices and parts."""
     in_process: bool = False
@@ -269,6 +270,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "slice_attention": case.slice_attention,
                 "pairs": case.pairs,
                 "replicas": case.replicas and list(case.replicas),
+                "advance": case.advance,
                 "layout": layout,
                 "channels": "in_process" if case.in_process else "process_group",
                 "debug": case.debug,
@@ -407,6 +409,7 @@ def plain(case: Case) -> Case:
         slice_attention=1.0,
         pairs=None,
         replicas=None,
+        advance=None,
         in_process=False,
         scatter="off",
         sequence_parallel=False,

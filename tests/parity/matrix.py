@@ -93,6 +93,7 @@ ELSEWHERE = {
     "slice_attention": "test_slices",
     "pairs": "test_schedules",
     "replicas": "test_schedules",
+    "advance": "test_schedules",
     "overlap": "changes no bit: test_overlap",
     "swap": "test_schedules",
     "loss_scale": "one at which fp16 does not overflow; dynamic ones: test_fp16",

@@ -20,7 +20,7 @@ VARIANTS: list[dict[str, Any]] = [
 """What the rest of a case is, in turn."""
 
 
-OPTIONS = [("chunks", 3), ("chunks", 4), ("slices", 4), ("pairs", 2), ("group", 3)]
+OPTIONS = [("chunks", 3), ("chunks", 4), ("slices", 4), ("pairs", 2), ("group", 3), ("advance", 2)]
 REPLICAS = [(2, 1), (1, 2), (3, 1)]
 
 
@@ -35,6 +35,7 @@ def schedule_of(case: Case) -> Schedule:
         slices=case.slices,
         pairs=case.pairs,
         replicas=case.replicas,
+        advance=case.advance,
     )
 
 

@@ -51,9 +51,9 @@ def add_stream(parser: Parser) -> None:
     )
     parser.add_argument(
         "--advance",
-        type=none_or_more,
+        type=count,
         metavar="A",
-        help="with 1f1b and eager_1f1b: forwards by which each rank is further ahead (0)",
+        help="1f1b, eager_1f1b: forwards by which each rank is further ahead (none)",
     )
     parser.add_argument(
         "--horizon",

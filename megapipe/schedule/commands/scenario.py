@@ -206,6 +206,7 @@ def _stream(given: argparse.Namespace) -> dict[str, Any]:
         ("slices", "streams run whole micro-batches"),
         ("group", "streams have none"),
         ("pairs", "streams have none"),
+        ("replicas", "streams have one rank for each stage"),
     ):
         if getattr(given, name) is not None:
             raise ConfigError(f"argument --{name}: not with --weights: {reason}")

@@ -8,26 +8,29 @@ from megapipe.schedule.placement import loop
 
 
 @register("1f1b", "dapple", "pipedream_flush")
-def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Warm up with just enough forwards, then alternate.
+def one_f_one_b(ranks: int, microbatches: int, advance: int = 0) -> Schedule:
+    """Warm up with just enough forwards, then alternate; `advance`: so many more on each rank
+    (AvgPipe, PPoPP'23).
 
-    Bubble: (p-1)/(m+p-1) of the makespan, as GPipe. Peak on rank r: min(p-r, m) micro-batches.
+    Bubble: (p-1)/(m+p-1) of the makespan, as GPipe. Peak on rank r: min(p-r + advance, m)
+    micro-batches.
     """
-    return _warmed_up("1f1b", ranks, microbatches, lead=1)
+    return _warmed_up("1f1b", ranks, microbatches, 1, advance)
 
 
 @register("eager_1f1b")
-def eager_1f1b(ranks: int, microbatches: int) -> Schedule:
+def eager_1f1b(ranks: int, microbatches: int, advance: int = 0) -> Schedule:
     """1F1B with twice the warm-up, so that a message may take a while before anyone waits for it.
 
-    Without latency its makespan is that of 1F1B. Peak on rank r: min(2(p-1-r)+1, m) micro-batches.
+    Without latency its makespan is that of 1F1B. Peak on rank r: min(2(p-1-r)+1 + advance, m)
+    micro-batches.
     """
-    return _warmed_up("eager_1f1b", ranks, microbatches, lead=2)
+    return _warmed_up("eager_1f1b", ranks, microbatches, 2, advance)
 
 
-def _warmed_up(name: str, ranks: int, microbatches: int, lead: int) -> Schedule:
-    """Forwards ahead of the backwards by `lead` for each rank that comes after."""
-    warmups = [min(lead * (ranks - 1 - rank), microbatches) for rank in range(ranks)]
+def _warmed_up(name: str, ranks: int, microbatches: int, lead: int, advance: int) -> Schedule:
+    """Forwards ahead of the backwards by `lead` for each rank that comes after, and `advance`."""
+    warmups = [min(lead * (ranks - 1 - rank) + advance, microbatches) for rank in range(ranks)]
     return Schedule(
         name=name,
         placement=loop(ranks),

@@ -12,7 +12,7 @@ Generator = Callable[..., Schedule]
 _GENERATORS: dict[str, Generator] = {}
 _ALIASES: dict[str, str] = {}
 
-OPTIONS = ("chunks", "group", "slices", "pairs", "replicas")
+OPTIONS = ("chunks", "group", "slices", "pairs", "replicas", "advance")
 """Options that a generator may take besides ranks and microbatches; others are refused."""
 HINTS = ("cost", "memory_limit", "freed")
 """Hints that a generator may go by; those that do not, ignore them."""
@@ -23,9 +23,9 @@ def register(name: str, *aliases: str) -> Callable[[Generator], Generator]:
 
     A generator takes ``ranks`` and ``microbatches``, and may take any of these, each with a
     default: ``chunks`` (virtual stages per rank), ``group``, ``slices``, ``pairs``, ``replicas``
-    (ranks per stage, one number each); ``cost`` (a :class:`~megapipe.schedule.cost.Cost`),
-    ``memory_limit`` (micro-batches of a full rank) and ``freed`` (the share of an activation that
-    the limit counts as free after I; 0). It returns a
+    (ranks per stage, one number each), ``advance`` (forwards further ahead); ``cost`` (a
+    :class:`~megapipe.schedule.cost.Cost`), ``memory_limit`` (micro-batches of a full rank) and
+    ``freed`` (the share of an activation that the limit counts as free after I; 0). It returns a
     schedule that is valid for every argument that it does not refuse with a ScheduleError. Its
     gradient-producing operations are in micro-batch order at each stage.
     """

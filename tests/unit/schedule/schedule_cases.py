@@ -55,6 +55,7 @@ def options_of(name: str, microbatches: int) -> list[dict[str, Any]]:
         "group": (None, *range(1, microbatches + 1)),
         "slices": (1, 2, 3),
         "pairs": (1, 2),
+        "advance": (None, 1, 2),
         "replicas": (None, *REPLICAS),
     }
     own = {what: values for what, values in small.items() if what in accepts(name)}
