@@ -169,7 +169,9 @@ class OptimizerConfig(Section):
     """Update rule. adamw (Loshchilov and Hutter, 1711.05101), adam (Kingma and Ba, 1412.6980), sgd
     (with momentum), lion (Chen et al., 2302.06675), muon (Jordan et al., 2024: matrices of the
     layers; everything else takes adamw), lars (You et al., 1708.03888), lamb (You et al.,
-    1904.00962), or a class of your own as `module:Name` (docs/extending.md)."""
+    1904.00962), rmsprop (Tieleman and Hinton, 2012), nadamw (Dozat, 2016, with decoupled decay),
+    adabelief (Zhuang et al., 2010.07468), adam3 (AdaM3, ICDM 2023, by the formula of Wang et al.,
+    2106.11514), or a class of your own as `module:Name` (docs/extending.md)."""
     lr: float = Field(3e-4, ge=0)
     """Peak learning rate."""
     min_lr: float = Field(3e-5, ge=0)
@@ -194,17 +196,22 @@ class OptimizerConfig(Section):
     decay_steps: int | None = Field(None, ge=1)
     """Steps of the decay; default: all after the warm-up (wsd: a tenth of all steps)."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay rate of the first moment (adamw, adam, lamb, muon's adamw); lion: share of the momentum
-    in the step."""
+    """Decay rate of the first moment (adamw, adam, lamb, nadamw, adabelief, adam3, muon's adamw);
+    lion: share of the momentum in the step."""
     beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay rate of the second moment; lion: decay rate of the momentum, usually 0.99."""
+    """Decay rate of the second moment; lion: decay rate of the momentum, usually 0.99; rmsprop:
+    torch's alpha, usually 0.99."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment; adabelief, adam3: added to the second moment at each
+    step (adabelief: to its root too), where 1e-16 is usual."""
     weight_decay: float = Field(0.1, ge=0)
-    """Weight decay of matrices; norms and biases have none. Decoupled, except in adam, sgd and
-    lars, which add it to the gradient."""
+    """Weight decay of matrices; norms and biases have none. Decoupled, except in adam, sgd, lars
+    and rmsprop, which add it to the gradient."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """sgd, lars, muon: decay rate of the momentum; muon's usual is 0.95."""
+    """sgd, lars, muon, rmsprop: decay rate of the momentum; muon's usual is 0.95."""
+    momentum_decay: float = Field(4e-3, ge=0)
+    """nadamw: how fast its momentum grows from beta1 / 2 to beta1: in step t it is
+    beta1 x (1 - 0.96^(t x momentum_decay) / 2). 0: it stays at beta1 / 2."""
     nesterov: bool = True
     """sgd, muon: Nesterov's momentum."""
     trust_coefficient: float = Field(1e-3, gt=0)
@@ -238,8 +245,14 @@ class OptimizerConfig(Section):
     """Update weights without waiting for the global gradient norm, begin the next step, and take
     the update back where the norm asks for clipping or a value is not finite: the same weights,
     bitwise, without a barrier. Takes memory for a copy of weights and state; for elementwise rules
-    (adamw, adam, sgd, lion), zero up to 2, no offload. Holders of a tied embedding still wait for
+    (all but muon, lars, lamb), zero up to 2, no offload. Holders of a tied embedding still wait for
     each other."""
+    look_ahead: int = Field(0, ge=0)
+    """Updates that the model is ahead of its weights (XGrad: Guan et al., 2305.18240): it computes
+    losses and gradients with W - look_ahead x lr x d, d being the direction of the last update, and
+    the update changes W. Validation and checkpoints have W. 0: none; fp32 and fp64 weights then
+    need no copy as masters. For rules with a direction (all built-in ones but muon, lars, lamb),
+    with fp32 states on the device, not for fp16, without `post_validation`."""
     master: Literal["fp32", "none"] = "fp32"
     """Master weights of a bf16 model; none: the weights are their own, updated in fp32 and rounded
     back as `rounding` says."""

@@ -32,8 +32,11 @@ class Declaration:
     """Whether a weight is updated from its own gradient and states alone, without communication."""
     takes_kernel: bool = False
     """Whether the kernel that ``kernels.optimizer`` chooses does the step, or part of it."""
-    needs_momentum: bool = False
-    """Whether the states are kept only where ``optimizer.momentum`` is above 0."""
+    momentum: str = ""
+    """Name of the state that is kept only where ``optimizer.momentum`` is above 0, if there is such
+    a one."""
+    has_direction: bool = False
+    """Whether the rule has the method ``direction``, by which ``optimizer.look_ahead`` predicts."""
     name: str = ""
     """Value of ``optimizer.rule``; empty for a rule of the user's."""
 
@@ -47,10 +50,12 @@ class Declaration:
                 f"states={names!r}: expected different names of letters, digits and underscores, "
                 "other than model"
             )
+        if self.momentum and self.momentum not in names:
+            raise ConfigError(f"momentum={self.momentum!r}: expected one of states={names!r}")
 
     def kept(self, momentum: float) -> tuple[str, ...]:
         """The states that a run with this ``optimizer.momentum`` keeps."""
-        return () if self.needs_momentum and not momentum else self.states
+        return tuple(name for name in self.states if momentum or name != self.momentum)
 
 
 class DeclaredRule:
@@ -62,16 +67,31 @@ class DeclaredRule:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOMENTUM = ("momentum_buffer",)
 
-ADAMW = Declaration(_MOMENTS, elementwise=True, takes_kernel=True, name="adamw")
-ADAM = Declaration(_MOMENTS, elementwise=True, takes_kernel=True, name="adam")
-SGD = Declaration(_MOMENTUM, elementwise=True, needs_momentum=True, name="sgd")
-LION = Declaration(("exp_avg",), elementwise=True, name="lion")
+ADAMW = Declaration(_MOMENTS, elementwise=True, takes_kernel=True, has_direction=True, name="adamw")
+ADAM = Declaration(_MOMENTS, elementwise=True, takes_kernel=True, has_direction=True, name="adam")
+SGD = Declaration(
+    _MOMENTUM, elementwise=True, momentum="momentum_buffer", has_direction=True, name="sgd"
+)
+LION = Declaration(("exp_avg",), elementwise=True, has_direction=True, name="lion")
 MUON = Declaration(_MOMENTS, elementwise=False, takes_kernel=True, name="muon")
 LARS = Declaration(_MOMENTUM, elementwise=False, name="lars")
 LAMB = Declaration(_MOMENTS, elementwise=False, name="lamb")
+RMSPROP = Declaration(
+    ("square_avg", "momentum_buffer"),
+    elementwise=True,
+    momentum="momentum_buffer",
+    has_direction=True,
+    name="rmsprop",
+)
+NADAMW = Declaration(_MOMENTS, elementwise=True, has_direction=True, name="nadamw")
+ADABELIEF = Declaration(
+    ("exp_avg", "exp_avg_var"), elementwise=True, has_direction=True, name="adabelief"
+)
+ADAM3 = Declaration(_MOMENTS, elementwise=True, has_direction=True, name="adam3")
 
 RULES: Mapping[str, Declaration] = {
-    rule.name: rule for rule in (ADAMW, ADAM, SGD, LION, MUON, LARS, LAMB)
+    rule.name: rule
+    for rule in (ADAMW, ADAM, SGD, LION, MUON, LARS, LAMB, RMSPROP, NADAMW, ADABELIEF, ADAM3)
 }
 """The registered rules, by name."""
 

@@ -34,6 +34,7 @@ def check(config: Config, family: Family, dp: int, processes: int) -> None:
     declaration(config.optimizer.rule)  # raises where there is none
     _check_optimizer(config.optimizer, config.train.steps, dp, config.parallel.cp)
     _check_post_validation(config)
+    _check_look_ahead(config)
     _check_precision(config.optimizer, config.model.dtype)
     _check_kernels(config, family)
     _check_activations(config.activations)
@@ -225,6 +226,31 @@ def _check_post_validation(config: Config) -> None:
     ):
         if wrong:
             raise ConfigError(f"optimizer.post_validation=true needs {expected}")
+
+
+def _check_look_ahead(config: Config) -> None:
+    optimizer = config.optimizer
+    if not optimizer.look_ahead:
+        return
+    rule, declared = optimizer.rule, declaration(optimizer.rule)
+    with_direction = either([name for name in RULES if RULES[name].has_direction])
+    for wrong, expected in (
+        (not declared.has_direction, f"optimizer.rule={with_direction}, not {rule}"),
+        (
+            declared.momentum and not optimizer.momentum,
+            f"optimizer.momentum above 0 with {rule}",
+        ),
+        (config.model.dtype == "fp16", "model.dtype=bf16, fp32 or fp64, not fp16"),
+        (
+            optimizer.master == "none" and config.model.dtype == "bf16",
+            "optimizer.master=fp32, not none",
+        ),
+        (optimizer.state_dtype == "bf16", "optimizer.state_dtype=fp32, not bf16"),
+        (optimizer.offload != "none", f"optimizer.offload=none, not {optimizer.offload}"),
+        (optimizer.post_validation, "optimizer.post_validation=false"),
+    ):
+        if wrong:
+            raise ConfigError(f"optimizer.look_ahead={optimizer.look_ahead} needs {expected}")
 
 
 def _check_watched_steps(log: LogConfig) -> None:

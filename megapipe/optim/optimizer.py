@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.buffers import Bucket, Entry
 from megapipe.optim.departure import Departure
 from megapipe.optim.filling import Fill, filled
+from megapipe.optim.look_ahead import predict
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
@@ -66,6 +68,8 @@ class Optimizer:
         self.rule = build_rule(config, mesh.tp, kernel)
         self.count = 0
         """Steps that the states have seen."""
+        self.lr = 0.0
+        """Learning rate of the last of them."""
         self._kept = 0
         narrow = self.policy.reduce_dtype
         self.shards = [
@@ -177,8 +181,31 @@ class Optimizer:
             shard.store.begin(self.count)
         self.rule.step(self.shards, lr, self.count)
         self.count += 1
+        self.lr = lr
+        self._publish_ahead(self.config.look_ahead)
+
+    def _publish_ahead(self, steps: int) -> None:
+        """Begin to gather the weights that are so many `steps` ahead of the masters."""
+        if self.config.look_ahead:
+            for shard in self.shards:
+                shard.await_weights()
+                predict(self.rule, shard, steps * self.lr, self.count, shard.weights)
         for shard in self._in_use_order():
             shard.publish()
+
+    @contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """A context in which the model computes with the masters, whatever ``look_ahead`` is.
+
+        All ranks enter and leave it, between steps.
+        """
+        if self.config.look_ahead:
+            self._publish_ahead(0)
+            self.await_all_weights()
+        yield
+        if self.config.look_ahead:
+            self._publish_ahead(self.config.look_ahead)
+            self.await_all_weights()
 
     def states_finite(self) -> Tensor:
         """0, fp64 [1], where the last update left finite masters and states here, else NaN."""
@@ -232,17 +259,27 @@ class Optimizer:
             shard.set_weights(entry, values)
 
     def set_states(
-        self, steps: int, fill: Callable[[str, LocalParameter, Tensor], None], *, threads: int = 0
+        self,
+        steps: int,
+        fill: Callable[[str, LocalParameter, Tensor], None],
+        *,
+        lr: float = 0.0,
+        threads: int = 0,
     ) -> None:
-        """Set the states after `steps`: `fill(name, spec, out)` writes one region, as in
-        :meth:`set_weights`."""
+        """Set the states after `steps`, the last one with learning rate `lr`, when the weights are
+        set: `fill(name, spec, out)` writes one region, as in :meth:`set_weights`. All ranks call
+        it: weights that are ahead of the masters are gathered."""
         self.count = steps
+        self.lr = lr
         for shard in self.shards:
             shard.store.finite = 0.0  # what is loaded has been looked at
         for name in self.rule.states:
             fill_state = functools.partial(fill, name)
             for shard, entry, values in filled(self._with_states(), fill_state, threads):
                 shard.set_state(name, entry, values)
+        if self.config.look_ahead:
+            self._publish_ahead(self.config.look_ahead)
+            self.await_all_weights()
 
     def loaded(self) -> Iterator[tuple[str, LocalParameter]]:
         """Names of what :meth:`set_weights` and :meth:`set_states` ask for: "model" or

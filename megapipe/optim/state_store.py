@@ -39,6 +39,8 @@ class StatePolicy:
     folder: Path | None = None
     window_bytes: int = 64 * MIB
     seed: int = 0
+    apart: bool = False
+    """Masters are copies also of weights of their type, which are then others: predicted ones."""
 
     @classmethod
     def of(
@@ -61,6 +63,7 @@ class StatePolicy:
             folder=folder,
             window_bytes=int(config.window_mib * MIB),
             seed=seed,
+            apart=config.look_ahead > 0,
         )
 
 
@@ -89,8 +92,9 @@ class StateBytes(NamedTuple):
 class Store:
     """Master weights and states `names` of a shard, whose `weights` [n] are in the model dtype.
 
-    fp32 and fp64 weights are their own masters: ``read("model", ...)`` is a view of them. Other
-    masters are copies, from which the weights are set. `bucket` and `start` say where
+    fp32 and fp64 weights are their own masters, unless the policy keeps them apart:
+    ``read("model", ...)`` is a view of them. Other masters are copies, from which the weights are
+    set. `bucket` and `start` say where
     in the model the shard begins: random numbers depend on it, not on how shards are cut.
     """
 
@@ -113,8 +117,10 @@ class Store:
         """0 where the last update left finite masters and states, else NaN; fp64 []."""
         self.kept: list[Tensor] = []
         """Master and states as of the last :meth:`keep`."""
-        self.own_master: bool = weights.dtype != self._main and self.policy.master == "fp32"
-        """Whether masters are of another type than the weights, which are set from them."""
+        self.own_master: bool = self.policy.apart or (
+            weights.dtype != self._main and self.policy.master == "fp32"
+        )
+        """Whether masters have memory of their own, and the weights are set from them."""
         master = self._array(MASTER, self._main, given=None if self.own_master else weights)
         narrow = self.policy.state_dtype == "bf16"
         dtype = torch.bfloat16 if narrow else self._main

@@ -176,4 +176,5 @@ def _undo_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:
 
 
 def _has_master(optimizer: OptimizerConfig, weight: int, main: int) -> bool:
-    return weight < main and optimizer.master == "fp32"
+    """Whether masters have memory of their own."""
+    return optimizer.look_ahead > 0 or (weight < main and optimizer.master == "fp32")

@@ -6,6 +6,7 @@ rectangles, without the padding of the vocabulary. A rank reads the regions that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -81,6 +82,7 @@ def content(
             "left_out": [list[JsonValue](each) for each in left_out.ranges],
             "order": order,
             "updates": optimizer.count,
+            "lr": optimizer.lr,
             "loss_scale": dict(loss_scale),
             "judged": dict(judged),
             "threads": torch.get_num_threads(),
@@ -95,6 +97,8 @@ class Coordinates(NamedTuple):
     """Where a run is, by its checkpoint."""
 
     updates: int
+    lr: float
+    """Learning rate of the last update; 0 where a checkpoint does not say."""
     samples: int
     """Taken so far."""
     left_out: LeftOut
@@ -115,6 +119,9 @@ def coordinates(checkpoint: Checkpoint) -> Coordinates:
     for number, name in ((updates, "updates"), (samples, "samples")):
         if type(number) is not int or number < 0:
             raise CheckpointError(f"{checkpoint.path}: its number of {name} is {number}")
+    lr: Any = stored.get("lr", 0.0)
+    if type(lr) not in (int, float) or not 0 <= lr < math.inf:
+        raise CheckpointError(f"{checkpoint.path}: its learning rate is {lr}")
     try:
         left_out = LeftOut.stored(stored.get("left_out", []))
     except ValueError as error:
@@ -122,7 +129,7 @@ def coordinates(checkpoint: Checkpoint) -> Coordinates:
             f"{checkpoint.path}: its samples that are left out: {error}"
         ) from None
     return Coordinates(
-        updates, samples, left_out, stored.get("loss_scale"), stored.get("judged", {})
+        updates, lr, samples, left_out, stored.get("loss_scale"), stored.get("judged", {})
     )
 
 
@@ -167,12 +174,14 @@ def files_needed(optimizer: Optimizer, checkpoint: Checkpoint) -> set[str]:
     return files
 
 
-def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int) -> None:
-    """Set weights and optimizer states, which have seen `updates`, to those of a checkpoint."""
+def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int, lr: float) -> None:
+    """Set weights and optimizer states, which have seen `updates`, the last one with learning rate
+    `lr`, to those of a checkpoint."""
     load_weights(optimizer, checkpoint)
     optimizer.set_states(
         updates,
         lambda name, spec, out: read_region(checkpoint, f"optimizer.{name}", spec, out),
+        lr=lr,
         threads=readers(checkpoint.path),
     )
 

@@ -40,15 +40,16 @@ def evaluate(step: TrainStep, rows: Rows, samples: int, stop: Callable[[], bool]
     per_microbatch = step.config.train.microbatch * step.layout.dp
     left = -(-samples // per_microbatch)
     first, total, tokens = 0, 0.0, 0
-    while left:
-        m = min(left, MICROBATCHES)
-        loss, own = step.run_forward(masked, first, m)
-        sums = torch.tensor([loss, own, stop()], dtype=torch.float64)
-        loss_sum, seen, stopped = step.mesh.ordered_sum(sums, "tp", "cp", "dp", "pp").tolist()
-        total += loss_sum
-        tokens += int(seen)
-        if stopped:
-            return Evaluation(math.nan, tokens, stopped=True)
-        first += m * per_microbatch
-        left -= m
+    with step.optimizer.true_weights():
+        while left:
+            m = min(left, MICROBATCHES)
+            loss, own = step.run_forward(masked, first, m)
+            sums = torch.tensor([loss, own, stop()], dtype=torch.float64)
+            loss_sum, seen, stopped = step.mesh.ordered_sum(sums, "tp", "cp", "dp", "pp").tolist()
+            total += loss_sum
+            tokens += int(seen)
+            if stopped:
+                return Evaluation(math.nan, tokens, stopped=True)
+            first += m * per_microbatch
+            left -= m
     return Evaluation(total / max(tokens, 1), tokens)

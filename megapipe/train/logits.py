@@ -68,7 +68,8 @@ def read(
         module: Any = _LogitsStage(step.modules[last])
         stages[last] = Stage(module)
     executors = step.pipeline.executors(schedule, stages, step.optimizer, train=False, shape=shape)
-    step.pipeline.run(executors, {(0, 0): mb})
+    with step.optimizer.true_weights():
+        step.pipeline.run(executors, {(0, 0): mb})
     vocabulary = step.layout.model.vocab_size
     assert vocabulary is not None
     dtype = torch.float64 if step.config.model.dtype == "fp64" else torch.float32

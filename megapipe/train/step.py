@@ -444,7 +444,7 @@ class TrainStep:
         found = checkpoint_io.coordinates(checkpoint)
         self.position = Position(checkpoint.step, found.samples)
         self.left_out = found.left_out_with(self.left_out)
-        checkpoint_io.load(self.optimizer, checkpoint, found.updates)
+        checkpoint_io.load(self.optimizer, checkpoint, found.updates, found.lr)
         self.scaler.load(found.loss_scale or self.scaler.state())
         self.update.judge.load(found.judged)
 

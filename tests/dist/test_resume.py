@@ -55,6 +55,7 @@ CASES = {
                                    "optimizer.zero": "2", "optimizer.loss_scale_window": "3"},
     "dp2 pp2 no masters, disk": {**DP, "model.dtype": "bf16", "optimizer.master": "none",
                                  "optimizer.state_dtype": "bf16", "optimizer.offload": "disk"},
+    "dp2 pp2 look ahead": {**DP, "optimizer.look_ahead": "2"},
     "tp2 pp2 slices": {**TP, "model.dropout": "0.1", "pipeline.schedule": "seq1f1b"},
     "cp4 usp, bf16, attention kept": {**CP, "model.dtype": "bf16", "activations.policy": "full",
                                       "activations.keep_attention": "true"},

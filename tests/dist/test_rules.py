@@ -174,6 +174,10 @@ SHARED = Case(model="llama", tp=2, pp=2, m=4, schedule="chimera")
 and Lion would take the sign of its rounding."""
 RULES: dict[str, dict[str, Any]] = {
     "lion": {},
+    "rmsprop": {},
+    "nadamw": {},
+    "adabelief": {},
+    "adam3": {},
     "lars": {"trust_coefficient": 0.1},
     "lamb": {},
     "muon": {},

@@ -60,6 +60,7 @@ class Case:
     reduce_dtype: str | None = None
     reduce_chunk_mib: float | None = None
     rule: str = "adamw"
+    look_ahead: int = 0
     state_dtype: str = "fp32"
     master: str = "fp32"
     rounding: str = "stochastic"
@@ -285,6 +286,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
             "data": {"document_mask": case.documents},
             "optimizer": {
                 "rule": case.rule,
+                "look_ahead": case.look_ahead,
                 "trust_coefficient": 0.1,
                 "lr": LR,
                 "min_lr": LR / 10,

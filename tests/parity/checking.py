@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.regions import whole
-from tests.parity import reference
+from tests.parity import plain_rules, reference
 from tests.parity.cases import LR, Case, batch_of, configure, plain
 from tests.parity.compare import assert_scalar_close, assert_within
 from tests.parity.dropout_noise import noise_of
@@ -35,7 +35,7 @@ from tests.parity.expected import (
 )
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.reference import Params
-from tests.parity.updates import Update, Values, rounds, states_of
+from tests.parity.updates import STEP_ERROR, Update, Values, rounds, spacing, states_of
 
 DRAWS = 6
 """Errors of the plain computation in the case's type of which the largest counts."""
@@ -46,6 +46,10 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
     values = [values_at(case, outcomes, i) for i in range(case.steps + 1)]
     check_beginning(case, values[0])
     check_loss("validation loss", [o.validation for o in outcomes], case, values[0]["model"])
+    copies = [[o.copies[i] for o in outcomes] for i in range(case.steps)]
+    weights = [each["model"] for each in values]
+    if case.look_ahead:
+        weights[1:] = [copied(values[0]["model"], each) for each in copies]
     learning = {n: values[0]["model"][n] for n in reference.trained(values[0]["model"])}
     grads = [assemble([o.grads[i] for o in outcomes], learning) for i in range(case.steps)]
     if trains_alone(case):
@@ -53,8 +57,8 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
     farther = 0
     for i in range(case.steps):
         if not trains_alone(case):
-            check_loss("loss", [o.losses[i] for o in outcomes], case, values[i]["model"], i)
-            check_gradients(case, values[i]["model"], grads[i], i)
+            check_loss("loss", [o.losses[i] for o in outcomes], case, weights[i], i)
+            check_gradients(case, weights[i], grads[i], i)
         norm = math.sqrt(sum(g.square().sum().item() for g in grads[i].values()))
         for outcome in outcomes:
             assert_scalar_close("gradient norm", outcome.norms[i], norm, 1e-12)
@@ -63,7 +67,9 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
         before, after = (of_trained(each) for each in values[i : i + 2])
         farther += Update(case, before, grads[i], norm, outcomes[0].rates[i], i).check(after)
         check_frozen(values[0]["model"], values[i + 1]["model"])
-        check_copies(case, values[i + 1]["model"], [o.copies[i] for o in outcomes])
+        check_copies(case, weights[i + 1], copies[i])
+        if case.look_ahead:
+            check_ahead(case, values[i + 1], weights[i + 1], outcomes[0].rates[i], i + 1)
     if case.rounding == "stochastic" and rounds(case, values[0]):
         assert farther, "no value was rounded to the farther of its two neighbours"
 
@@ -71,7 +77,34 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
 def trains_alone(case: Case) -> bool:
     """Whether the reference can train by itself and be compared with in the end."""
     exact = case.dtype == "fp64" and case.reduce_dtype is None
-    return exact and case.rule == "adamw" and not case.dropout
+    return exact and case.rule == "adamw" and not case.dropout and not case.look_ahead
+
+
+def copied(like: Params, copies: Sequence[Sequence[tuple[str, Any, Any]]]) -> Params:
+    """Whole tensors from the copies of all ranks, of which the last one counts."""
+    full = {name: torch.full_like(tensor, math.nan) for name, tensor in like.items()}
+    for name, box, values in itertools.chain.from_iterable(copies):
+        full[name][box.inside(whole(tuple(full[name].shape)))] = torch.from_numpy(values)
+    return full
+
+
+def check_ahead(case: Case, values: Values, found: Params, lr: float, count: int) -> None:
+    """The weights are those that plain formulas predict from masters and states after `count`
+    updates, the last one with `lr`, but for the roundings of that and to the model's type."""
+    config, masters = configure(case)[0].optimizer, of_trained(values)["model"]
+    ahead, allowed = dict(values["model"]), {}
+    for name, master in masters.items():
+        states = states_of(values, name)
+        ahead[name] = plain_rules.predicted(config, name, master, states, lr, count)
+    for name, weight in ahead.items():
+        step = (weight - values["model"][name]).abs().max()
+        main = "fp64" if case.dtype == "fp64" else "fp32"
+        allowed[name] = 8 * ROUNDING[main] * weight.abs() + STEP_ERROR[main] * step
+        if case.dtype == "bf16":
+            allowed[name] += spacing(weight.abs() + allowed[name])
+    assert_within("weight ahead", found, ahead, allowed)
+    moved = [name for name, master in masters.items() if not ahead[name].equal(master)]
+    assert moved, "no weight is ahead"
 
 
 def values_at(case: Case, outcomes: Sequence[Outcome], i: int) -> Values:
@@ -178,7 +211,8 @@ def kind_of(name: str) -> str:
 def check_copies(
     case: Case, masters: Params, copies: Sequence[Sequence[tuple[str, Any, Any]]]
 ) -> None:
-    """Every copy of a weight that a rank computes with is the master, in the model's type."""
+    """Every copy of a weight that a rank computes with is the master, or the weight ahead of it,
+    in the model's type."""
     dtype = reference.COMPUTE_DTYPES[case.dtype]
     rounded = {name: master.to(dtype).double() for name, master in masters.items()}
     for name, box, found in itertools.chain.from_iterable(copies):

@@ -59,7 +59,8 @@ def draw(config: ModelConfig, what: str, seed: int, dtype: torch.dtype) -> Tenso
 
 
 def torch_rule(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> Any:
-    """One of torch's optimizers, unfused, with decay for matrices alone."""
+    """One of torch's optimizers, unfused, with decay for matrices alone; its products of numbers
+    are in fp64, as Python's are."""
 
     def run(weights: Tensors, config: OptimizerConfig, grads: Sequence[Tensors]) -> Tensors:
         parameters = {name: Parameter(value.clone()) for name, value in weights.items()}
@@ -76,7 +77,10 @@ def torch_rule(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> A
                 group["lr"] = lr
             for name, parameter in parameters.items():
                 parameter.grad = grad[name].clone()
+            usual = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64)
             rule.step()
+            torch.set_default_dtype(usual)
         return {name: parameter.detach() for name, parameter in parameters.items()}
 
     return run
@@ -121,6 +125,22 @@ PLAIN: dict[str, Plain] = {
     ),
     "sgd plain": Plain({"rule": "sgd", "momentum": 0.0}, torch_rule(torch.optim.SGD)),
     "lion": Plain({"rule": "lion", "beta1": 0.8, "beta2": 0.95}, by_formula),
+    "rmsprop": Plain(
+        {"rule": "rmsprop", "momentum": 0.7, "beta2": 0.9, "eps": 1e-6},
+        torch_rule(torch.optim.RMSprop, momentum=0.7, alpha=0.9, eps=1e-6),
+    ),
+    "rmsprop plain": Plain(
+        {"rule": "rmsprop", "momentum": 0.0, "beta2": 0.9, "eps": 1e-6},
+        torch_rule(torch.optim.RMSprop, alpha=0.9, eps=1e-6),
+    ),
+    "nadamw": Plain(
+        {"rule": "nadamw", "momentum_decay": 0.3, **_ADAM},
+        torch_rule(
+            torch.optim.NAdam, momentum_decay=0.3, decoupled_weight_decay=True, **_TORCH_ADAM
+        ),
+    ),
+    "adabelief": Plain({"rule": "adabelief", **_ADAM}, by_formula),
+    "adam3": Plain({"rule": "adam3", **_ADAM}, by_formula),
     "lars": Plain({"rule": "lars", "trust_coefficient": 0.3}, by_formula),
     "lamb": Plain({"rule": "lamb", **_ADAM}, by_formula),
     "muon": Plain({"rule": "muon", "momentum": 0.9, **_ADAM}, by_formula),

@@ -4,6 +4,7 @@ For the reader and not for speed, and sharing no code with the package. `states`
 tensor by name, empty before the first step; nothing that is given is changed.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,12 +72,44 @@ def step(
             return lars(config, name, weight, grad, states, lr)
         case "lamb":
             return lamb(config, name, weight, grad, states, lr, count)
+        case "rmsprop":
+            return rmsprop(config, weight, grad + decay * weight, states, lr)
+        case "nadamw":
+            return nadam(config, weight * (1 - lr * decay), grad, states, lr, count)
+        case "adabelief":
+            return adabelief(config, weight * (1 - lr * decay), grad, states, lr, count)
+        case "adam3":
+            return adam3(config, weight * (1 - lr * decay), grad, states, lr, count)
         case "muon" if is_hidden(name):
             return muon(config, weight, grad, states, lr, orthogonalise)
         case "muon":
             lr = lr * config.adamw_lr_scale
             return adam(config, weight * (1 - lr * decay), grad, states, lr, count)
     raise ValueError(config.rule)
+
+
+def predicted(
+    config: Any, name: str, weight: Tensor, states: States, lr: float, count: int
+) -> Tensor:
+    """The weight `config.look_ahead` updates ahead, after `count` steps, the last one with `lr`."""
+    if not count:
+        return weight
+    return weight - config.look_ahead * lr * direction(config, name, weight, states, count)
+
+
+def direction(config: Any, name: str, weight: Tensor, states: States, count: int) -> Tensor:
+    """That of the last of `count` steps, from what it left."""
+    decay = config.weight_decay if is_matrix(name) else 0.0
+    if config.rule in ("sgd", "rmsprop"):
+        return states["momentum_buffer"]
+    first = states["exp_avg"]
+    if config.rule == "lion":
+        return torch.sign(first) + decay * weight
+    first = first / (1 - config.beta1**count)
+    second = states["exp_avg_var" if config.rule == "adabelief" else "exp_avg_sq"]
+    root = (second / (1 - config.beta2**count)).sqrt()
+    ratio = first / (root if config.rule == "adam3" else root + config.eps)
+    return ratio + decay * weight if config.rule == "adamw" else ratio
 
 
 def moments(config: Any, grad: Tensor, states: States) -> tuple[Tensor, Tensor]:
@@ -118,6 +151,46 @@ def lion(
     direction = torch.sign(lion_direction(config, grad, states))
     momentum = config.beta2 * states.get("exp_avg", 0) + (1 - config.beta2) * grad
     return weight - lr * (direction + decay * weight), {"exp_avg": momentum}
+
+
+def rmsprop(config: Any, weight: Tensor, grad: Tensor, states: States, lr: float) -> Stepped:
+    square = config.beta2 * states.get("square_avg", 0) + (1 - config.beta2) * grad**2
+    step = grad / (square.sqrt() + config.eps)
+    if not config.momentum:
+        return weight - lr * step, {"square_avg": square}
+    momentum = config.momentum * states.get("momentum_buffer", 0) + step
+    return weight - lr * momentum, {"square_avg": square, "momentum_buffer": momentum}
+
+
+def nadam(
+    config: Any, weight: Tensor, grad: Tensor, states: States, lr: float, count: int
+) -> Stepped:
+    first, second = moments(config, grad, states)
+    root = (second / (1 - config.beta2 ** (count + 1))).sqrt() + config.eps
+    mu = [config.beta1 * (1 - 0.5 * 0.96 ** (i * config.momentum_decay)) for i in range(count + 3)]
+    now, then = math.prod(mu[1 : count + 2]), math.prod(mu[1 : count + 3])
+    direction = (1 - mu[count + 1]) / (1 - now) * grad + mu[count + 2] / (1 - then) * first
+    return weight - lr * direction / root, {"exp_avg": first, "exp_avg_sq": second}
+
+
+def adabelief(
+    config: Any, weight: Tensor, grad: Tensor, states: States, lr: float, count: int
+) -> Stepped:
+    first = config.beta1 * states.get("exp_avg", 0) + (1 - config.beta1) * grad
+    spread = (1 - config.beta2) * (grad - first) ** 2 + config.eps
+    second = config.beta2 * states.get("exp_avg_var", 0) + spread
+    weight = weight - lr * adams_direction(config, first, second, count)
+    return weight, {"exp_avg": first, "exp_avg_var": second}
+
+
+def adam3(
+    config: Any, weight: Tensor, grad: Tensor, states: States, lr: float, count: int
+) -> Stepped:
+    first = config.beta1 * states.get("exp_avg", 0) + (1 - config.beta1) * grad
+    second = config.beta2 * states.get("exp_avg_sq", 0) + (1 - config.beta2) * first**2 + config.eps
+    root = (second / (1 - config.beta2 ** (count + 1))).sqrt()
+    weight = weight - lr * first / (1 - config.beta1 ** (count + 1)) / root
+    return weight, {"exp_avg": first, "exp_avg_sq": second}
 
 
 def lars(

@@ -18,7 +18,7 @@ from megapipe.distributed.mesh import Axis
 from megapipe.layers import dropout, linear
 from megapipe.model.gpt import attention, block, compiled
 from megapipe.model.gpt.stage import GPTStage
-from megapipe.optim import reduction
+from megapipe.optim import look_ahead, optimizer, reduction
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rules import elementwise, layerwise, muon
 from megapipe.optim.rules.rule import Part
@@ -75,6 +75,27 @@ def lion_keeps_what_it_steps_by() -> Patch:
             update(self, *args)
 
     return mock.patch.object(elementwise.Lion, "update", wrong)
+
+
+def masters_are_ahead() -> Patch:
+    """The prediction is taken for the weights."""
+    predict = look_ahead.predict
+
+    def wrong(rule: Any, shard: Shard, distance: float, count: int, out: Tensor) -> None:
+        predict(rule, shard, distance, count, out)
+        shard.store.write("model", 0, len(out), out)
+
+    return mock.patch.object(optimizer, "predict", wrong)
+
+
+def ahead_by_another_count() -> Patch:
+    """Moments are corrected as by the update to come."""
+    predict = look_ahead.predict
+
+    def wrong(rule: Any, shard: Shard, distance: float, count: int, out: Tensor) -> None:
+        predict(rule, shard, distance, count + 1, out)
+
+    return mock.patch.object(optimizer, "predict", wrong)
 
 
 def trust_ratios_of_slices() -> Patch:
@@ -233,6 +254,8 @@ FAULTS: dict[Callable[[], Patch], tuple[Case, str]] = {
     momentum_is_not_nesterov_s: (replace(SMALL, rule="sgd"), "weight"),
     lion_keeps_what_it_steps_by: (replace(SMALL, rule="lion"), "optimizer.exp_avg"),
     norms_and_biases_decay: (replace(SMALL, rule="lion"), "weight .*(norm|bias)"),
+    masters_are_ahead: (replace(SMALL, look_ahead=1), "weight"),
+    ahead_by_another_count: (replace(SMALL, look_ahead=1), "weight ahead"),
     trust_ratios_of_slices: (replace(DATA, rule="lars"), "weight"),
     matrices_not_made_whole: (replace(TENSOR, rule="muon", dtype="bf16"), "the baseline's"),
     row_parallel_outputs_a_little_off: (replace(TENSOR, dtype="fp32"), "the baseline's|loss"),

@@ -13,7 +13,7 @@ ELEMENTWISE = [name for name in PLAIN if PLAIN[name].run is not by_formula]
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_formulas_are_torch_s_rules(name: str) -> None:
-    assert PLAIN[name].config.rule in ("adamw", "adam", "sgd")
+    assert PLAIN[name].config.rule in ("adamw", "adam", "sgd", "rmsprop", "nadamw")
     grads = [draw(model(), "grad", i, torch.float64) for i in range(len(RATES))]
     found = by_formula(draw(model(), "weight", 0, torch.float64), PLAIN[name].config, grads)
     assert error(found, expected(name)) < 1e-13

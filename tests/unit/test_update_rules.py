@@ -107,13 +107,14 @@ def test_states_that_cannot_be_saved_are_refused(states: object) -> None:
 def test_rules_that_are_not_elementwise_cannot_be_undone(rule: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=f"post_validation=true needs optimizer.rule=adamw, adam, sgd or lion, not {rule}$",
+        match="post_validation=true needs optimizer.rule=adamw, adam, sgd, lion, rmsprop, nadamw, "
+        f"adabelief or adam3, not {rule}$",
     ):
         resolved(f"optimizer.rule={rule}", "optimizer.post_validation=true")
 
 
 @pytest.mark.usefixtures("_rules")
-@pytest.mark.parametrize("rule", ["sgd", "lion", "lars", "lamb", "rules:Good"])
+@pytest.mark.parametrize("rule", ["sgd", "lion", "lars", "lamb", "nadamw", "rules:Good"])
 def test_a_kernel_by_name_is_for_rules_that_take_it(rule: str) -> None:
     with pytest.raises(
         ConfigError,
@@ -127,8 +128,8 @@ def test_a_kernel_by_name_is_for_rules_that_take_it(rule: str) -> None:
 def test_another_name_is_no_rule(wrong: str) -> None:
     with pytest.raises(
         ConfigError,
-        match="expected one of adamw, adam, sgd, lion, muon, lars, lamb, or a class of your own "
-        "as module:Name",
+        match="expected one of adamw, adam, sgd, lion, muon, lars, lamb, rmsprop, nadamw, "
+        "adabelief, adam3, or a class of your own as module:Name",
     ):
         parse([f"optimizer.rule={wrong}"])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.ops.adam import AdamKernel, torch_adam
+from megapipe.optim.rules.adaptive import AdaBelief, Adam3, NAdamW, RMSprop
 from megapipe.optim.rules.elementwise import SGD, Adam, AdamW, Elementwise, Lion
 from megapipe.optim.rules.layerwise import LAMB, LARS
 from megapipe.optim.rules.muon import Muon
@@ -18,7 +19,8 @@ from megapipe.update_rules import ARGUMENTS, Declaration, own_rule
 __all__ = ["Declaration", "Elementwise", "Part", "Rule", "build_rule"]
 
 _REGISTERED: dict[str, type[Rule]] = {
-    rule.declaration.name: rule for rule in (AdamW, Adam, SGD, Lion, Muon, LARS, LAMB)
+    rule.declaration.name: rule
+    for rule in (AdamW, Adam, SGD, Lion, Muon, LARS, LAMB, RMSprop, NAdamW, AdaBelief, Adam3)
 }
 
 

@@ -9,6 +9,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+from torch import Tensor
 from torch.optim.sgd import sgd
 
 from megapipe import update_rules
@@ -41,6 +43,13 @@ class Adam(Elementwise):
     def update(self, part: Part, lr: float, count: int) -> None:
         adam_step(self.kernel, part, lr, count, self.config, decoupled=self.decoupled)
 
+    def direction(
+        self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
+    ) -> Tensor:
+        """m^ / (sqrt(v^) + eps), and the decay where it is decoupled."""
+        step = corrected_ratio(states, count, self.config, eps=self.config.eps)
+        return step.add_(master, alpha=weight_decay) if self.decoupled else step
+
 
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 1711.05101)."""
@@ -72,6 +81,16 @@ def adam_step(
     kernel(part.master, part.grad, exp_avg, exp_avg_sq, now)
 
 
+def corrected_ratio(
+    states: Sequence[Tensor], count: int, config: OptimizerConfig, *, eps: float
+) -> Tensor:
+    """m^ / (sqrt(v^) + eps) of the states, a mean m and a mean square v [n] after `count` steps,
+    corrected for their beginning at 0."""
+    mean, square = states
+    root = torch.sqrt(square / (1.0 - config.beta2**count)).add_(eps)
+    return torch.div(mean, root, out=root).div_(1.0 - config.beta1**count)
+
+
 class SGD(Elementwise):
     """Gradient descent with momentum, undamped; weight decay is added to the gradient."""
 
@@ -91,6 +110,12 @@ class SGD(Elementwise):
             maximize=False,
         )
 
+    def direction(
+        self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
+    ) -> Tensor:
+        """The momentum, which a step goes along, Nesterov's in the limit of equal gradients."""
+        return states[0]
+
 
 class Lion(Elementwise):
     """The sign of an interpolated momentum, with decoupled decay (Chen et al., 2302.06675)."""
@@ -102,3 +127,9 @@ class Lion(Elementwise):
             direction = exp_avg.lerp(grad, 1.0 - self.config.beta1).sign_()
             master.mul_(1.0 - lr * weight_decay).add_(direction, alpha=-lr)
             exp_avg.lerp_(grad, 1.0 - self.config.beta2)
+
+    def direction(
+        self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
+    ) -> Tensor:
+        """The sign of the momentum, and the decay."""
+        return states[0].sign().add_(master, alpha=weight_decay)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megapipe.config import OptimizerConfig
@@ -41,16 +42,22 @@ class Part(NamedTuple):
     weight_decay: float
 
     def blocks(self) -> Iterator[Part]:
-        """The part in blocks, so that temporaries are small; those of a CPU stay in its cache."""
-        length = CPU_BLOCK if self.master.device.type == "cpu" else GPU_BLOCK
-        for start in range(0, len(self.master), length):
-            yield self.cut(start, start + length)
+        """The part in blocks, so that temporaries are small."""
+        for here in blocks(0, len(self.master), self.master.device):
+            yield self.cut(here.start, here.stop)
 
     def cut(self, start: int, stop: int) -> Part:
         """The values [start, stop) of it."""
         here = slice(start, stop)
         states = tuple(state[here] for state in self.states)
         return Part(self.master[here], self.grad[here], states, self.weight_decay)
+
+
+def blocks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
+    """The range [start, stop) in blocks; those of a CPU stay in its cache."""
+    length = CPU_BLOCK if device.type == "cpu" else GPU_BLOCK
+    for first in range(start, stop, length):
+        yield slice(first, min(first + length, stop))
 
 
 class Rule(DeclaredRule, ABC):
@@ -77,10 +84,25 @@ class Rule(DeclaredRule, ABC):
         buckets, in the same order. Gradients may be overwritten.
         """
 
+    def direction(
+        self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
+    ) -> Tensor:
+        """The direction of the last of `count` steps again, from what it left: flat, [n].
+
+        A step at learning rate lr subtracts about lr times the direction, and its decay.
+        ``optimizer.look_ahead`` asks for it where the declaration says that there is one; `count`
+        is above 0. What is given stays as it is.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares no direction")
+
+    def decay_of(self, range_: Range) -> float:
+        """The weight decay of a range."""
+        return self.config.weight_decay if range_.decay else 0.0
+
     def parts(self, shard: Shard, ranges: Iterable[Range]) -> Iterator[Part]:
         """The `ranges` with gradients and states, cut into the windows of the shard's store."""
         for range_ in ranges:
-            weight_decay = self.config.weight_decay if range_.decay else 0.0
+            weight_decay = self.decay_of(range_)
             for window in shard.store.windows(range_.start, range_.stop):
                 grad = shard.grad[window.start : window.stop]
                 yield Part(window.master, grad, window.states, weight_decay)

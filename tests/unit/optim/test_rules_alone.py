@@ -52,7 +52,9 @@ def test_state_that_comes_in_windows_gives_the_same(name: str) -> None:
         assert (found.master == run_rule(name, ALONE, ALONE).master).all(), "not a bit differs"
 
 
-@pytest.mark.parametrize("name", ["lion", "lars", "lamb"])
+@pytest.mark.parametrize(
+    "name", ["lion", "lars", "lamb", "rmsprop", "nadamw", "adabelief", "adam3"]
+)
 def test_blocks_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule_module, "CPU_BLOCK", 50)
     assert error(assemble([run_rule(name, ALONE, ALONE)]), expected(name)) < TOLERANCE
@@ -162,6 +164,8 @@ def test_muon_scales_the_learning_rate_of_what_takes_adamw() -> None:
 def test_momentum_is_kept_only_where_there_is_some() -> None:
     assert build_rule(PLAIN["sgd"].config, ALONE).states == ("momentum_buffer",)
     assert build_rule(PLAIN["sgd plain"].config, ALONE).states == ()
+    assert build_rule(PLAIN["rmsprop"].config, ALONE).states == ("square_avg", "momentum_buffer")
+    assert build_rule(PLAIN["rmsprop plain"].config, ALONE).states == ("square_avg",)
 
 
 def test_work_is_dealt_evenly_and_all_of_it() -> None:
