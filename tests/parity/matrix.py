@@ -61,7 +61,11 @@ DIMENSIONS: dict[str, list[Any]] = {
     "reduce_chunk_mib": [None, 1e-6],
     "offload": ["none", "host", "disk"],
     "post_validation": [False, True],
-    "rule": ["adamw", "adam", "sgd", "lion", "muon", "lars", "lamb"],
+    "rule": [
+        *("adamw", "adam", "sgd", "lion", "muon", "lars", "lamb"),
+        *("rmsprop", "nadamw", "adabelief", "adam3"),
+    ],
+    "look_ahead": [0, 2],
     "state": STATES,
     "dtype": ["fp64", "fp32", "bf16", "fp16"],
     "dropout": [0.0, 0.2],
@@ -111,6 +115,7 @@ PLAIN_SHARE = {
     "reduce_dtype": 0.6,
     "dtype": 0.5,
     "state": 0.5,
+    "look_ahead": 0.7,
     "rule": 0.4,
 }
 """How often a drawn value is the plain one, where values are no equals. Any other costs: seconds if
@@ -145,6 +150,7 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (state_dtype == "bf16" and c["dtype"] == "fp64")
         or (c["model"] in ("bloom", "gemma") and c["dropout"])
         or (c["post_validation"] and not _can_be_undone(c))
+        or (c["look_ahead"] and not _has_direction(c))
         or (c["scatter"] == "on" and not _are_messages_alike(c))
         or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
         or not _can_be_split(c)
@@ -174,6 +180,13 @@ def _can_be_undone(c: Mapping[str, Any]) -> bool:
     here = c["offload"] == "none" and not c["in_process"]
     several = c["layout"][-1] > 1
     return elementwise and here and several and c["zero"] < 3
+
+
+def _has_direction(c: Mapping[str, Any]) -> bool:
+    """Whether weights can be predicted."""
+    elementwise = c["rule"] not in ("muon", "lars", "lamb")
+    here = c["offload"] == "none" and c["state"][:2] == ("fp32", "fp32")
+    return elementwise and here and c["dtype"] != "fp16" and not c["post_validation"]
 
 
 def _are_messages_alike(c: Mapping[str, Any]) -> bool:
