@@ -26,6 +26,13 @@ def test_the_page_s_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert main(arguments) == 0, line
 
 
+def test_the_page_s_picture(tmp_path: Path) -> None:
+    given = ["--weights", "double_buffer", "--windows", "3", "--cost", "F=2,B=4,update=1"]
+    assert main(["draw", "1f1b", *SIZE, *given, "-o", str(tmp_path / "x.svg")]) == 0
+    assert "(stream.svg)" in PAGE
+    assert (ROOT / "docs/stream.svg").read_text() == (tmp_path / "x.svg").read_text()
+
+
 @pytest.mark.parametrize("name", ["patient", "mixed"])
 def test_the_page_s_policies(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
