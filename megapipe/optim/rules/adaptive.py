@@ -94,20 +94,32 @@ class NAdamW(Elementwise):
         return corrected_ratio(states, count, self.config, eps=self.config.eps)
 
 
-class AdaBelief(Elementwise):
-    """Adam with the variance of the gradient around its mean in place of its square (Zhuang et
-    al., 2010.07468), and decoupled weight decay."""
+class _ByMeans(Elementwise):
+    """Adam with another second moment, to which eps is added at each step, and decoupled weight
+    decay."""
 
-    declaration = update_rules.ADABELIEF
+    def squared(self, grad: Tensor, mean: Tensor) -> Tensor:
+        """The vector whose square the second moment averages; `mean` has the gradient in it."""
+        raise NotImplementedError
 
     def update(self, part: Part, lr: float, count: int) -> None:
         beta1, beta2, eps = self.config.beta1, self.config.beta2, self.config.eps
-        for master, grad, (exp_avg, exp_avg_var), weight_decay in part.blocks():
-            exp_avg.lerp_(grad, 1.0 - beta1)
-            surprise = grad.sub_(exp_avg)
-            exp_avg_var.mul_(beta2).addcmul_(surprise, surprise, value=1.0 - beta2).add_(eps)
-            step = self.direction(master, (exp_avg, exp_avg_var), weight_decay, count + 1)
+        for master, grad, (mean, second), weight_decay in part.blocks():
+            mean.lerp_(grad, 1.0 - beta1)
+            values = self.squared(grad, mean)
+            second.mul_(beta2).addcmul_(values, values, value=1.0 - beta2).add_(eps)
+            step = self.direction(master, (mean, second), weight_decay, count + 1)
             master.mul_(1.0 - lr * weight_decay).add_(step, alpha=-lr)
+
+
+class AdaBelief(_ByMeans):
+    """Adam with the variance of the gradient around its mean in place of its square (Zhuang et
+    al., 2010.07468)."""
+
+    declaration = update_rules.ADABELIEF
+
+    def squared(self, grad: Tensor, mean: Tensor) -> Tensor:
+        return grad.sub_(mean)
 
     def direction(
         self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
@@ -116,21 +128,16 @@ class AdaBelief(Elementwise):
         return corrected_ratio(states, count, self.config, eps=self.config.eps)
 
 
-class Adam3(Elementwise):
+class Adam3(_ByMeans):
     """Adam with the square of the mean gradient in place of the gradient's: AdaM3 (ICDM 2023).
 
-    The formula is that of AdaMomentum (Wang et al., 2106.11514), with decoupled weight decay.
+    The formula is that of AdaMomentum (Wang et al., 2106.11514).
     """
 
     declaration = update_rules.ADAM3
 
-    def update(self, part: Part, lr: float, count: int) -> None:
-        beta1, beta2, eps = self.config.beta1, self.config.beta2, self.config.eps
-        for master, grad, (exp_avg, exp_avg_sq), weight_decay in part.blocks():
-            exp_avg.lerp_(grad, 1.0 - beta1)
-            exp_avg_sq.mul_(beta2).addcmul_(exp_avg, exp_avg, value=1.0 - beta2).add_(eps)
-            step = self.direction(master, (exp_avg, exp_avg_sq), weight_decay, count + 1)
-            master.mul_(1.0 - lr * weight_decay).add_(step, alpha=-lr)
+    def squared(self, grad: Tensor, mean: Tensor) -> Tensor:
+        return mean
 
     def direction(
         self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int

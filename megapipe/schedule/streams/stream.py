@@ -10,6 +10,9 @@ from megapipe.schedule.proof.updates import weights_kept
 from megapipe.schedule.streams.orders import Order
 from megapipe.schedule.streams.policies import Lists, Policy
 
+Step = tuple[Op, Read]
+"""An operation, and the weights that it reads."""
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -61,13 +64,12 @@ def stream(order: Order, policy: Policy) -> Stream:
         _unrolled(*parts, window, 2 * steady) for parts in zip(order.fill, segment, strict=True)
     ]
     known = Lists(lists, window)
-    shifted = [
-        [_read(known, policy, _moved(op, steady, window), steady) for op in ops] for ops in segment
-    ]
-    filled = [
-        [_read(known, policy, _moved(op, steady, window), steady) for op in ops]
-        for ops in order.fill
-    ]
+
+    def relative(ops: tuple[Op, ...]) -> tuple[Read, ...]:
+        """The weights that operations read, counted from those that their window changes."""
+        reads = (_absolute(known, policy, _moved(op, steady, window)) for op in ops)
+        return tuple(read._replace(version=read.version - steady) for read in reads)
+
     kept = [max(weights_kept(ops, [_absolute(known, policy, op) for op in ops])) for ops in lists]
     return Stream(
         name=f"{order.name}, {policy.name}",
@@ -75,9 +77,9 @@ def stream(order: Order, policy: Policy) -> Stream:
         microbatches=window,
         policy=policy,
         fill=order.fill,
-        fill_reads=tuple(map(tuple, filled)),
+        fill_reads=tuple(map(relative, order.fill)),
         segment=segment,
-        segment_reads=tuple(map(tuple, shifted)),
+        segment_reads=tuple(map(relative, segment)),
         kept=tuple(kept),
     )
 
@@ -91,22 +93,21 @@ def finite(stream: Stream, windows: int) -> Schedule:
     """
     if windows < 1:
         raise ScheduleError(f"schedule {stream.name}: windows must be at least 1, not {windows}")
-    ops, reads = [], []
-    for parts in zip(
-        stream.fill, stream.fill_reads, stream.segment, stream.segment_reads, strict=True
-    ):
-        pairs = list(_in_windows(*parts, stream.microbatches, windows))
-        ops.append(packed(pack(*op) for op, _ in pairs))
-        reads.append(tuple(read for _, read in pairs))
+    fills = map(zip, stream.fill, stream.fill_reads)
+    segments = map(zip, stream.segment, stream.segment_reads)
+    lists = [
+        list(_in_windows(list(fill), list(segment), stream.microbatches, windows))
+        for fill, segment in zip(fills, segments, strict=True)
+    ]
     policy = stream.policy
     return Schedule(
         name=stream.name,
         placement=stream.placement,
         microbatches=windows * stream.microbatches,
-        ops=tuple(ops),
+        ops=tuple(packed(pack(*op) for op, _ in steps) for steps in lists),
         updates=Updates(
             window=stream.microbatches,
-            reads=tuple(reads),
+            reads=tuple(tuple(read for _, read in steps) for steps in lists),
             waits=policy.waits,
             follows=policy.follows,
             kept=stream.kept,
@@ -144,31 +145,24 @@ def _moved(op: Op, window: int, size: int) -> Op:
 
 def _unrolled(fill: Iterable[Op], segment: Iterable[Op], size: int, windows: int) -> list[Op]:
     """The list of a rank for as many windows."""
-    nothing = (Read(0),) * len(list(fill)), (Read(0),) * len(list(segment))
-    pairs = _in_windows(tuple(fill), nothing[0], tuple(segment), nothing[1], size, windows)
-    return [op for op, _ in pairs]
+    nothing = Read(0)
+    steps = [(op, nothing) for op in fill], [(op, nothing) for op in segment]
+    return [op for op, _ in _in_windows(*steps, size, windows)]
 
 
-def _in_windows(
-    fill: tuple[Op, ...],
-    fill_reads: tuple[Read, ...],
-    segment: tuple[Op, ...],
-    segment_reads: tuple[Read, ...],
-    size: int,
-    windows: int,
-) -> Iterator[tuple[Op, Read]]:
+def _in_windows(fill: list[Step], segment: list[Step], size: int, windows: int) -> Iterator[Step]:
     """The operations of the first windows on a rank, each with what it reads."""
     total = size * windows
-    for op, read in zip(fill, fill_reads, strict=True):
+    for op, read in fill:
         if op.microbatch < total:
             yield op, _at(read, 0)
     for window in range(windows):
-        for op, read in zip(segment, segment_reads, strict=True):
+        for op, read in segment:
             moved = _moved(op, window, size)
             if moved.microbatch >= 0 and (op.kind == Kind.U or moved.microbatch < total):
                 yield moved, _at(read, window)
-    for op, read in zip(segment, segment_reads, strict=True):
-        if op.kind == Kind.U:
+    for op, read in segment:
+        if op.kind == Kind.U:  # of windows that have no segment of their own any more
             for window in range(windows, windows + op.microbatch):
                 yield _moved(op, window, size), _at(read, window)
 
@@ -181,9 +175,3 @@ def _at(read: Read, window: int) -> Read:
 def _absolute(lists: Lists, policy: Policy, op: Op) -> Read:
     """The weights that an operation reads; of an update the version that it makes."""
     return Read(op.microbatch + 1) if op.kind == Kind.U else policy.reads(lists, op)
-
-
-def _read(lists: Lists, policy: Policy, op: Op, window: int) -> Read:
-    """The same, counted from the version that a window will change."""
-    read = _absolute(lists, policy, op)
-    return read._replace(version=read.version - window)
