@@ -18,6 +18,10 @@ class OtherLayout(Section):
     """As `parallel.tp`."""
     pp: int | None = Field(None, ge=1)
     """As `parallel.pp`."""
+    cp: int | None = Field(None, ge=1)
+    """As `parallel.cp`; 1 leaves nothing of the section `context`."""
+    ulysses: int | None = Field(None, ge=1)
+    """As `context.ulysses`."""
     chunks: int | None = Field(None, ge=1)
     """As `pipeline.chunks`."""
     schedule: str | None = None
@@ -42,9 +46,9 @@ class ParallelConfig(Section):
         Expected("layouts by names of your own, as in parallel.layouts.half.pp=2"),
     ] = Field(default_factory=dict)
     """Layouts for other numbers of processes: parallel.layouts.NAME.pp, and of each `dp`, `tp`,
-    `chunks`, `schedule`, `microbatch`. Where there are not as many processes as the keys above
-    want, as when nodes are lost, the first of these that fits is taken, with the same
-    `train.global_batch`."""
+    `cp`, `ulysses`, `chunks`, `schedule`, `microbatch`. Where there are not as many processes as
+    the keys above want, as when nodes are lost, the first of these that fits is taken, with the
+    same `train.global_batch`."""
     sequence_parallel: bool = False
     """Keep activations between the tensor-parallel regions split by sequence over tp."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

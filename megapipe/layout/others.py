@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megapipe.config import Config
+from megapipe.context_config import ContextConfig
 from megapipe.errors import LaunchError
 
 
@@ -22,7 +23,7 @@ def for_processes(config: Config, world: int | None) -> Config:
         if _is_possible(made, world):
             return made
     raise LaunchError(
-        f"world size {world}: neither parallel.dp, tp and pp nor one of parallel.layouts "
+        f"world size {world}: neither parallel.dp, cp, tp and pp nor one of parallel.layouts "
         f"({', '.join(others)}) fits it with train.global_batch={config.train.global_batch}"
     )
 
@@ -42,13 +43,17 @@ def _is_possible(config: Config, world: int) -> bool:
 
 
 def _changed(config: Config, values: dict[str, Any]) -> Config:
+    if values.get("cp") == 1:
+        config = config.model_copy(update={"context": ContextConfig()})
+
     def section(name: str, *keys: str) -> Any:
         own = {key: values[key] for key in keys if key in values}
         return getattr(config, name).model_copy(update=own)
 
     return config.model_copy(
         update={
-            "parallel": section("parallel", "dp", "tp", "pp"),
+            "parallel": section("parallel", "dp", "cp", "tp", "pp"),
+            "context": section("context", "ulysses"),
             "pipeline": section("pipeline", "chunks", "schedule"),
             "train": section("train", "microbatch"),
         }

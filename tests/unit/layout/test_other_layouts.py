@@ -62,3 +62,20 @@ def test_a_layout_that_does_not_go_is_refused() -> None:
     assert resolve(config, 8, 257)[1].pp == 4
     with pytest.raises(ConfigError, match="14 pipeline stages"):
         resolve(config, 4, 257)
+
+
+@pytest.mark.parametrize(
+    ("world", "cp", "ulysses", "plan"),
+    [(8, 8, 2, "all_gather"), (4, 4, 1, "all_gather"), (2, 1, 1, "ring")],
+)
+def test_split_positions(world: int, cp: int, ulysses: int, plan: str) -> None:
+    """One process per replica has no use for the section `context`, and it is no mistake there."""
+    given = (
+        *("parallel.cp=8", "context.ulysses=2", "context.plan=all_gather", "parallel.dp=1"),
+        *("parallel.layouts.half.cp=4", "parallel.layouts.half.ulysses=1"),
+        *("parallel.layouts.one.cp=1", "parallel.layouts.one.dp=2"),
+    )
+    config, layout = resolve(parse(given).config, world, 257)
+    assert (layout.cp, layout.split.ulysses) == (cp, ulysses)
+    assert config.context.plan == plan
+    assert resolve(config, world, 257)[1] == layout
