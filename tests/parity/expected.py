@@ -13,6 +13,7 @@ from torch import Tensor
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.optim.lr import learning_rate
 from tests.parity import reference
+from tests.parity.by_position import grads_by_position
 from tests.parity.cases import END, Case, batch_of, configure, plain, validation_samples
 from tests.parity.dropout_noise import noise_of
 from tests.parity.reference import Batch, Params
@@ -174,22 +175,25 @@ def summed_sizes(
     batch: Batch,
     noise: reference.Noise | None,
 ) -> Params:
-    """Sum of |gradient| over micro-batches and, of a tied embedding, over its uses: at least the
-    sum over any parts of the gradient that are made of these."""
+    """Sum of |gradient| over micro-batches, over the positions of each rank that shares them, and,
+    of a tied embedding, over its uses: at least the sum over any parts of the gradient that are
+    made of these."""
     apart = model.model_copy(update={"tied_embeddings": False})
     uses = dict(params)
     if model.tied_embeddings:
         uses["head.weight"] = params["embedding.word.weight"]
     sizes = {name: torch.zeros_like(uses[name]) for name in reference.trained(uses)}
-    count = batch[2].sum().item()
+    count, end = batch[2].sum().item(), document_end(case)
+    _, layout = configure(case)
+    held = [[*layout.split.held(layout.slice_lengths, i).own] for i in range(case.cp)]
     for start in range(0, len(batch[0]), case.batch):
         rows = slice(start, start + case.batch)
         part = tuple(t[rows] for t in batch)
         here = None if noise is None else {place: n[rows] for place, n in noise.items()}
-        _, grads = reference.loss_and_grads(uses, apart, part, document_end(case), noise=here)
         share = part[2].sum().item() / count
-        for name, grad in grads.items():
-            sizes[name] += share * grad.abs()
+        for grads in grads_by_position(uses, apart, part, end, held, here):
+            for name, grad in grads.items():
+                sizes[name] += share * grad.abs()
     if "head.weight" in sizes and model.tied_embeddings:
         sizes["embedding.word.weight"] += sizes.pop("head.weight")
     return sizes

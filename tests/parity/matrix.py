@@ -166,8 +166,6 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
         return False
     if cp == 1:
         return context == "ring"
-    if c["reduce_dtype"] is not None:  # its bound is that of parts of rows: test_context
-        return False
     if c["documents"] and context == "striped":
         return False
     ulysses = cp if context == "ulysses" else 2 if "usp" in context else 1

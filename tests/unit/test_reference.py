@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megapipe.model.gpt.config import ModelConfig
-from tests.parity.cases import Case
+from tests.parity.by_position import grads_by_position
+from tests.parity.cases import END, MODELS, Case, batch_of, configure
 from tests.parity.compare import assert_within
 from tests.parity.dropout_noise import noise_of
 from tests.parity.reference import (
@@ -280,3 +281,20 @@ def test_noise_is_a_function_of_coordinates() -> None:
     assert later is not None
     assert not any(later[place].equal(noise[place]) for place in noise)
     assert noise_of(Case(), step=0) is None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_by_position(model: str) -> None:
+    """They add up to the gradient; a position's embedding has its own from one part."""
+    case = Case(model=model, tied=False, documents=True, lora=None if model == "gpt2" else "all")
+    config, _ = configure(case)
+    params = init_random(config.model, seed=3, lora=config.lora)
+    parts = [[0, 1, 6, 7], [2, 3, 4, 5]]
+    found = grads_by_position(params, config.model, batch_of(case, 0), END, parts)
+    _, exact = loss_and_grads(params, config.model, batch_of(case, 0), END)
+    assert_grads_close({name: found[0][name] + found[1][name] for name in exact}, exact, 1e-14)
+    for part, grads in zip(parts, found, strict=True):
+        assert all(grad.any() for grad in grads.values())
+        if model == "gpt2":
+            name = "embedding.position.weight"
+            assert grads[name][part].equal(exact[name][part])

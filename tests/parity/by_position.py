@@ -1,0 +1,85 @@
+"""Gradients of the plain reference that come from some positions of the sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.model.gpt.config import ModelConfig
+from tests.parity import reference
+from tests.parity.reference import Batch, Noise, Params
+
+
+def grads_by_position(
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    batch: Batch,
+    end: int | None,
+    parts: Sequence[Sequence[int]],
+    noise: Noise | None = None,
+) -> list[Params]:
+    """The gradients, for each of `parts`, of what its positions do with the weights, in fp64.
+
+    The parts have each position once, so their gradients add up to the gradient.
+    """
+    learning = reference.trained(params)
+    copies = {n: [params[n].detach().requires_grad_() for _ in parts] for n in learning}
+    given = {n: _Copies(copies[n], parts) if n in copies else p for n, p in params.items()}
+    value = reference.loss(given, model, *batch, end, noise)  # type: ignore[arg-type]
+    leaves = [copies[n][i] for i in range(len(parts)) for n in learning]
+    grads = iter(torch.autograd.grad(value, leaves))
+    return [{n: next(grads) for n in learning} for _ in parts]
+
+
+class _Copies:
+    """Equal copies of a weight, each of which some positions use.
+
+    A function of it and of activations [b, s, ...] is computed with each copy; each position's
+    result is that of its own.
+    """
+
+    def __init__(self, copies: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> None:
+        self.copies, self.parts = copies, parts
+        self.shape = copies[0].shape
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Tensor:
+        """A function of activations and copies."""
+        named = kwargs or {}
+        parts = next(x.parts for x in (*args, *named.values()) if isinstance(x, cls))
+
+        def of(x: Any, i: int) -> Any:
+            return x.copies[i] if isinstance(x, cls) else x
+
+        found = [
+            function(*(of(x, i) for x in args), **{key: of(x, i) for key, x in named.items()})
+            for i in range(len(parts))
+        ]
+        return _of_each(found, parts)
+
+    @property
+    def T(self) -> _Copies:
+        return _Copies([x.T for x in self.copies], self.parts)
+
+    def to(self, dtype: torch.dtype) -> _Copies:
+        return _Copies([x.to(dtype) for x in self.copies], self.parts)
+
+    def __radd__(self, number: int) -> _Copies:
+        return _Copies([number + x for x in self.copies], self.parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A part of the weight, or [b, s, ...] of tokens [b, s]."""
+        found = [x[index] for x in self.copies]
+        return _of_each(found, self.parts) if torch.is_tensor(index) else _Copies(found, self.parts)
+
+
+def _of_each(found: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
+    """Of results [b, s, ...] by part those at its positions."""
+    order = torch.tensor([position for part in parts for position in part])
+    joined = torch.cat([x[:, list(part)] for x, part in zip(found, parts, strict=True)], 1)
+    return joined[:, order.argsort()]
