@@ -34,6 +34,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.observe.storages import LiveStorages
 from megapipe.ops.block_attention import CpuFlash
+from megapipe.ops.scores import Scores
 from megapipe.plan.traffic import step_traffic
 from megapipe.testing import World, run_world
 from megapipe.train.context import make_context
@@ -155,7 +156,7 @@ def attention(world: World, size: Size, rounds: int) -> dict[str, list[float]]:
 
         def run() -> list[Tensor]:
             leaves = [x.clone().requires_grad_() for x in mine]
-            out = context.attend(*leaves, mb, None, 0)
+            out = context.attend(*leaves, mb, Scores(), 0)
             return [out.detach(), *torch.autograd.grad(out, leaves, own_grad)]
 
         return run

@@ -12,6 +12,7 @@ from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.reshard import reshard
 from megapipe.layers.ring_attention import Ring, Rows, ring_attention
+from megapipe.ops.scores import Scores
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Context:
         k: Tensor,
         v: Tensor,
         mb: MicroBatch,
-        scale: float | None,
+        scores: Scores,
         layer: int,
         cache: KVCache | None = None,
     ) -> Tensor:
@@ -43,7 +44,7 @@ class Context:
         blocks = (Positions.whole(stop),) if mb.held is None else mb.held.blocks
         queries = tuple(block.rows(start, stop) for block in blocks)
         keys = tuple(block.rows(0, stop) for block in blocks)
-        rows = Rows(queries, keys, scale, mb.documents)
+        rows = Rows(queries, keys, scores.of_heads(self.ulysses.index, n), mb.documents)
         known = None if mb.results is None else mb.results.pop(layer, None)
         y, results = ring_attention(q, k, v, self.ring, rows, known)
         if mb.results is not None and known is None:

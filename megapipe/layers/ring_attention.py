@@ -27,6 +27,8 @@ from megapipe.distributed.collectives import all_gather, reduce_scatter
 from megapipe.distributed.exchange import Exchange, Letter, start_exchange
 from megapipe.ops.block_attention import BlockKernel, accumulation, merge
 from megapipe.ops.documents import Documents
+from megapipe.ops.score_blocks import ScoreBlocks
+from megapipe.ops.scores import PLAIN, Scores
 
 Tensors = tuple[Tensor, ...]
 Results = tuple[Tensor, Tensor]
@@ -52,11 +54,11 @@ class Ring:
 
 @dataclass(frozen=True)
 class Rows:
-    """The positions of the rows of each member, and how scores are scaled."""
+    """The positions of the rows of each member, and how scores are made of them."""
 
     queries: tuple[Positions, ...]
     keys: tuple[Positions, ...]
-    scale: float | None
+    scores: Scores = PLAIN
     documents: Documents | None = None
     """Those at which attention ends, of all positions."""
 
@@ -69,6 +71,16 @@ class Rows:
         ids = documents.ids.numpy()
         inside: list[Entry] = documents.kept((q, k), lambda: [*within_documents(found, q, k, ids)])
         return inside
+
+    def kernel(self, plain: BlockKernel, queries: int, keys: int, entry: Entry) -> BlockKernel:
+        """The kernel of an entry: `plain`, if that computes such scores."""
+        if self.scores.plain:
+            return plain
+        if self.scores.slopes is None:
+            return ScoreBlocks(self.scores)
+        q = self.queries[queries].rows(entry.queries.start, entry.queries.stop)
+        k = self.keys[keys].rows(entry.keys.start, entry.keys.stop)
+        return ScoreBlocks(self.scores, (q, k))
 
 
 def ring_attention(
@@ -134,9 +146,10 @@ class _Run(ABC):
         self._arriving: dict[Message, tuple[Tensors, Exchange]] = {}
         self._sent: list[Exchange] = []
         sizes = type(self), q.shape, k.shape, q.dtype
-        self._is_first = q.is_cuda and sizes not in ring.met
-        """On a GPU, where a receive is a kernel that waits, others may not be loaded meanwhile: at
-        first nothing is computed beside messages."""
+        self._is_new = q.is_cuda and (sizes not in ring.met or rows.documents is not None)
+        """On a GPU, where a receive is a kernel that waits, others may not be loaded meanwhile, nor
+        work on new shapes: at first, and where documents give blocks of any sizes, nothing is
+        computed beside messages."""
         ring.met.add(sizes)
         self._needed: dict[Bundle, int] = defaultdict(int)
         """The last round in which a bundle is used here or sent on."""
@@ -206,7 +219,7 @@ class _Run(ABC):
             self._sent.pop(0).sent()
         exchange = start_exchange(sends, receives, self.ring.axis)
         self._sent.append(exchange)
-        if self._is_first:
+        if self._is_new:
             exchange.received()
             torch.cuda.current_stream().synchronize()
         for message, tensors in expected.items():
@@ -257,12 +270,13 @@ class _Forward(_Run):
     def compute(self, queries: int, keys: int) -> None:
         (q,), (k, v) = self.bundle("queries", queries), self.bundle("keys", keys)
         for entry in self.rows.entries(queries, keys):
-            block, its_lse = self.ring.kernel.forward(
+            kernel = self.rows.kernel(self.ring.kernel, queries, keys, entry)
+            block, its_lse = kernel.forward(
                 q=_at(q, entry.queries, entry),
                 k=_at(k, entry.keys, entry),
                 v=_at(v, entry.keys, entry),
                 causal=entry.causal,
-                scale=self.rows.scale,
+                scale=self.rows.scores.scale,
             )
             whole = block.shape[::2] == (q.shape[1], len(q))
             if queries not in self._results and whole:
@@ -333,7 +347,8 @@ class _Backward(_Run):
         k, v = self.bundle("keys", keys)
         grads = self._grads_of("queries", queries), self._grads_of("keys", keys)
         for entry in self.rows.entries(queries, keys):
-            found = self.ring.kernel.backward(
+            kernel = self.rows.kernel(self.ring.kernel, queries, keys, entry)
+            found = kernel.backward(
                 grad=_at(grad, entry.queries, entry),
                 q=_at(q, entry.queries, entry),
                 k=_at(k, entry.keys, entry),
@@ -341,7 +356,7 @@ class _Backward(_Run):
                 out=_at(out, entry.queries, entry),
                 lse=_lse_at(lse, entry),
                 causal=entry.causal,
-                scale=self.rows.scale,
+                scale=self.rows.scores.scale,
             )
             places = (entry.queries, entry.keys, entry.keys)
             for total, here, part in zip((*grads[0], *grads[1]), places, found, strict=True):

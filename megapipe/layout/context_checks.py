@@ -61,6 +61,12 @@ def check_context(config: Config, family: Family, split: Split, slices: int) -> 
             f"{where} needs sums of exponentials, which kernels.attention={kernel} does not give: "
             f"expected {', '.join(WITH_LSE[:-1])} or {WITH_LSE[-1]}"
         )
+    model = config.model
+    if kernel != "auto" and (model.attention_softcap is not None or model.positions == "alibi"):
+        raise ConfigError(
+            f"{where}: kernels.attention={kernel} has no scores that are soft-capped or less by "
+            "distance (model.attention_softcap, model.positions=alibi): expected auto"
+        )
 
 
 def check_keep_attention(
@@ -142,11 +148,6 @@ def _check_model(config: Config, where: str) -> None:
     for wrong, expected in (
         (model.dropout, f"model.dropout=0, not {model.dropout:g}"),
         (model.window, f"model.window=null, not {model.window}"),
-        (
-            model.attention_softcap,
-            f"model.attention_softcap=null, not {model.attention_softcap}",
-        ),
-        (model.positions == "alibi", "model.positions=learned or rotary, not alibi"),
     ):
         if wrong:
             raise ConfigError(f"{where} needs {expected}")

@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megapipe.ops.documents import Documents, causal_block_mask
-from megapipe.ops.explicit_attention import alibi, explicit_attention, slopes_on, visible
+from megapipe.ops.explicit_attention import (
+    alibi,
+    explicit_attention,
+    places_of,
+    slopes_on,
+    visible,
+)
 from megapipe.ops.scores import PLAIN, Scores
 
 
@@ -104,7 +110,8 @@ class Sdpa:
             seen = visible(s, t, documents, scores, q.device)
             if scores.slopes is None:
                 return seen
-            bias = alibi(s, t, scores.slopes, q.new_empty(0, dtype=torch.float32)).to(q.dtype)
+            places = places_of(s, t, torch.float32, q.device)
+            bias = alibi(places, scores.slopes).to(q.dtype)
             return bias[None].masked_fill(~seen, float("-inf"))  # [1 or b, heads, s, t]
 
         if torch.compiler.is_compiling():

@@ -19,6 +19,9 @@ from torch.autograd import Function
 from megapipe.ops.documents import Documents
 from megapipe.ops.scores import Scores
 
+Places = tuple[Tensor, Tensor]
+"""The positions of queries [s] and of keys [t], in the type of the scores."""
+
 
 def explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scores: Scores
@@ -46,11 +49,16 @@ def visible(
     return seen.triu(t - s - scores.window + 1)
 
 
-def alibi(s: int, t: int, slopes: tuple[float, ...], like: Tensor) -> Tensor:
+def places_of(s: int, t: int, dtype: torch.dtype, device: torch.device) -> Places:
+    """Those of the last s of t positions, and of all."""
+    keys = torch.arange(t, dtype=dtype, device=device)
+    return keys[t - s :], keys
+
+
+def alibi(places: Places, slopes: tuple[float, ...]) -> Tensor:
     """[heads, s, t]: what ALiBi adds to the scores of visible keys."""
-    key = torch.arange(t, dtype=like.dtype, device=like.device)
-    before = key[t - s :, None] - key  # positions from key to query
-    return slopes_on(slopes, like.dtype, like.device)[:, None, None] * -before
+    queries, keys = places
+    return slopes_on(slopes, keys.dtype, keys.device)[:, None, None] * (keys - queries[:, None])
 
 
 def slopes_on(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -66,7 +74,7 @@ def _copied(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device)
         return torch.tensor(slopes, dtype=dtype, device=device)
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """The n query heads of one key/value head, in the type of the scores."""
 
     here: slice
@@ -75,7 +83,10 @@ class _Heads(NamedTuple):
     k: Tensor
     """[b, t, d]"""
     v: Tensor
-    seen: Tensor
+    seen: Tensor | None
+    """[s, t] or [b, 1, s, t], bool; None: all keys."""
+    places: Places | None
+    """Where scores depend on them."""
     scores: Scores
 
     @property
@@ -109,25 +120,35 @@ class _Heads(NamedTuple):
             x = x.div_(self.scores.softcap).tanh_()
             found = x.square().neg_().add_(1) if slope else None
             x.mul_(self.scores.softcap)
-        by_head = x.view(len(x), -1, *self.seen.shape[-2:])
+        by_head = x.unflatten(1, (self.here.stop - self.here.start, -1))  # [b, n, s, t]
         if self.scores.slopes is not None:
-            s, t = self.seen.shape[-2:]
-            by_head += alibi(s, t, self.scores.slopes, x)
-        by_head.masked_fill_(~self.seen, float("-inf"))
+            assert self.places is not None
+            by_head += alibi(self.places, self.scores.slopes)
+        if self.seen is not None:
+            by_head.masked_fill_(~self.seen, float("-inf"))
         return x, found
 
 
-def _heads(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scores: Scores
-) -> Iterator[_Heads]:
+def each_heads(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, places: Places | None, scores: Scores
+) -> Iterator[Heads]:
+    """Those of each key/value head."""
     groups = k.shape[1]
     n, high = q.shape[1] // groups, torch.promote_types(q.dtype, torch.float32)
-    seen = visible(q.shape[2], k.shape[2], documents, scores, q.device)
     for g in range(groups):
         here = slice(g * n, (g + 1) * n)
         own = scores if scores.slopes is None else scores._replace(slopes=scores.slopes[here])
         key, value = (x[:, g].to(high) for x in (k, v))
-        yield _Heads(here, q[:, here].flatten(1, 2).to(high), key, value, seen, own)
+        yield Heads(here, q[:, here].flatten(1, 2).to(high), key, value, seen, places, own)
+
+
+def _heads(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scores: Scores
+) -> Iterator[Heads]:
+    s, t, high = q.shape[2], k.shape[2], torch.promote_types(q.dtype, torch.float32)
+    seen = visible(s, t, documents, scores, q.device)
+    places = None if scores.slopes is None else places_of(s, t, high, q.device)
+    return each_heads(q, k, v, seen, places, scores)
 
 
 class _Explicit(Function):
@@ -174,7 +195,8 @@ def _composed(
     if scores.softcap is not None:
         x = (x / scores.softcap).tanh() * scores.softcap
     if scores.slopes is not None:
-        x = x + alibi(s, t, scores.slopes, x).unflatten(0, (groups, -1))
+        places = places_of(s, t, high, q.device)
+        x = x + alibi(places, scores.slopes).unflatten(0, (groups, -1))
     seen = visible(s, t, documents, scores, q.device)
     x = x.masked_fill(~(seen if documents is None else seen.unsqueeze(1)), float("-inf"))
     y = torch.einsum("bgnst,bgtd->bgnsd", x.softmax(-1), v)

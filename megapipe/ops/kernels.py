@@ -16,6 +16,7 @@ from megapipe.ops.loss import LossKernel, TorchLoss
 from megapipe.ops.norm import NormKernel, torch_norm
 from megapipe.ops.probe import Choice
 from megapipe.ops.rotary import RotaryKernel, torch_rotate
+from megapipe.ops.scores import Scores
 from megapipe.ops.swiglu import SwigluKernel, torch_swiglu
 from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 
@@ -29,7 +30,7 @@ class SplitAttention(Protocol):
         k: Tensor,
         v: Tensor,
         mb: Any,
-        scale: float | None,
+        scores: Scores,
         layer: int,
         cache: Any = None,
     ) -> Tensor:

@@ -23,6 +23,13 @@ class Scores(NamedTuple):
         """Whether they are products with a scale."""
         return self.softcap is None and self.slopes is None and self.window is None
 
+    def of_heads(self, index: int, parts: int) -> Scores:
+        """The same, of one of `parts` equal parts of the heads."""
+        if self.slopes is None:
+            return self
+        size = len(self.slopes) // parts
+        return self._replace(slopes=self.slopes[index * size : (index + 1) * size])
+
     def among(self, length: int) -> Scores:
         """The same, of `length` keys, on which a window as long has no effect."""
         if self.window is None or self.window < length:

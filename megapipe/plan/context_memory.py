@@ -14,7 +14,9 @@ from megapipe.context.plan import KINDS, UNDER_WAY, Kind, Message
 from megapipe.context.positions import Positions
 from megapipe.layout.context_plan import Pass
 from megapipe.layout.layout import Layout
+from megapipe.model.explicit import Explicit
 from megapipe.model.tape import Tape
+from megapipe.ops.scores import Scores
 from megapipe.plan.context_traffic import Attention
 
 
@@ -25,7 +27,9 @@ def attention_workspace(layout: Layout, rows: int, length: int, start: int = 0) 
     Of `rows` samples, or of slices of `length` positions that begin at `start` of those here.
     """
     needs, split = layout.model.kernels.attention, layout.split
-    if split.cp == 1 or needs is None:
+    if needs is None or not layout.attends_by_blocks:
+        return 0, 0
+    if split.cp == 1:
         return 0, 0
     tokens = rows * length
     own = Attention.of(split, layout.context, needs, layout.model.dtype, tokens)
@@ -34,7 +38,7 @@ def attention_workspace(layout: Layout, rows: int, length: int, start: int = 0) 
     queries = [block.rows(begin, end) for block in held.blocks]
     keys = [block.rows(0, end) for block in held.blocks]
     viewed = split.ulysses == 1 and needs.groups in (1, needs.heads)
-    whole = _Whole(own, queries, keys, viewed, end / (end - begin))
+    whole = _Whole(own, queries, keys, viewed, end / (end - begin), needs.scores, rows)
     members = range(split.ring)
     return (
         max(_Replay(whole, "F", member).peak() for member in members),
@@ -53,6 +57,9 @@ class _Whole:
     """Keys, and queries, are parts of a tensor, and copied before they are sent."""
     attended: float
     """Rows of keys for each of queries: more than 1 where earlier slices have some."""
+    scores: Scores
+    rows: int
+    """Samples."""
 
     @property
     def q(self) -> int:
@@ -77,6 +84,21 @@ class _Whole:
         """The part of a block's queries and of its keys that an entry has."""
         q = (entry.queries.stop - entry.queries.start) / self.queries[0].count
         return q, (entry.keys.stop - entry.keys.start) / self.keys[0].count
+
+    def written_out(self, entry: Entry) -> Explicit:
+        """Memory of the kernel of an entry, where none of torch's computes such scores."""
+        if self.scores.plain:
+            return Explicit()
+        return Explicit.of(
+            self.scores,
+            rows=self.rows,
+            queries=entry.queries.stop - entry.queries.start,
+            keys=entry.keys.stop - entry.keys.start,
+            per_group=self.own.heads // self.own.groups,
+            head_dim=self.own.head_dim,
+            size=self.own.size,
+            masked=entry.causal,
+        )
 
 
 class _Memory:
@@ -214,9 +236,10 @@ class _Replay:
         for entry in w.entries(i, j):
             q, k = w.share(entry)
             if self.what == "I":
-                self.tape.pass_by(round(w.q * q), round(w.k * k))
+                self.tape.pass_by(round(w.q * q), round(w.k * k), w.written_out(entry).backward)
                 continue
             block, lse = round(w.q * q), round(w.own.lse * q)
+            self.tape.pass_by(block, lse, w.written_out(entry).forward)
             if ("queries", i) not in self._sums and q == 1:
                 if w.own.main > w.own.size:
                     self.tape.pass_by(block, w.wide_q, lse)

@@ -19,7 +19,7 @@ from megapipe.model.interface import KernelNeeds
 from megapipe.ops import adam, attention_choice, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.attention import AttentionKernel
 from megapipe.ops.attention_choice import Attended, torch_choice
-from megapipe.ops.block_attention import BlockKernel
+from megapipe.ops.block_attention import BlockKernel, Explicit
 from megapipe.ops.block_choice import block_candidates
 from megapipe.ops.compiler import torch_compile
 from megapipe.ops.kernels import Kernels
@@ -161,7 +161,11 @@ def _of_blocks(config: Config, given: Attended, split: Split) -> Choice[BlockKer
         cut=False,
         compiled=False,
     )
-    choice = choose("attention", config.kernels.attention, block_candidates(of_rank))
+    if of_rank.scores.plain:
+        choice = choose("attention", config.kernels.attention, block_candidates(of_rank))
+    else:
+        why = "scores that no kernel with sums of exponentials has"
+        choice = Choice[BlockKernel]("attention", "explicit", why, Explicit())
     reasons = ["activations.keep_attention" if split.cp == 1 else f"parallel.cp={split.cp}"]
     reasons += [f"heads over {split.ulysses}"] if split.ulysses > 1 else []
     context = config.context

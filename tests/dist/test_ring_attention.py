@@ -22,6 +22,7 @@ from megapipe.layers.reshard import reshard
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.ops.block_attention import CpuFlash, Explicit
+from megapipe.ops.scores import PLAIN
 from megapipe.plan.context_traffic import attention_traffic
 from megapipe.testing import World, run_world
 from megapipe.train.context import make_context
@@ -141,7 +142,7 @@ def attend_once(world: World, setting: Setting) -> Seen:
 
     with mock.patch.object(ring_attention, "start_exchange", spy):
         mb = MicroBatch(0, 0, 0, held=held)
-        out = context.attend(*leaves, mb, None, 0)
+        out = context.attend(*leaves, mb, PLAIN, 0)
         phase = "I"
         grads = torch.autograd.grad(out, leaves, grad)
     results = [x.detach().numpy() for x in (out, *grads)]
@@ -190,7 +191,11 @@ def check(setting: Setting, seen: Sequence[Seen]) -> None:
 
 
 def test_bytes_of_the_field() -> None:
-    """What a rank sends for b L G d values of e bytes: the formulas of the papers, in fp64."""
+    """What a rank sends for b L G d values of e bytes: the formulas of the papers, in fp64.
+
+    Rows 6.03, 6.06 (queries travel with output, LSE and gradient), 6.07 (4 b s h / n) and 6.11; and
+    6.08: heads over 2 of 4 ranks leave a ring of 2, whose blocks are twice as long.
+    """
     unit = B * 4 * 4 * D * 8  # of queries, or of keys, of 4 positions, 4 heads
 
     def sent(setting: Setting) -> dict[str, int]:
@@ -209,6 +214,8 @@ def test_bytes_of_the_field() -> None:
     teams = sent(Setting(4, ("plan=teams", "team=2")))["F"]
     assert teams == 4 * unit + lse, "4 units against the ring's 6 (row 6.11)"
     assert sent(Setting(4, ("ulysses=4",))) == {"F": 4 * unit, "I": 4 * unit}
+    both = sent(Setting(4, ("ulysses=2",)))
+    assert both == {"F": (4 + 2) * unit, "I": (4 + 4) * unit}
 
 
 def by_parts(world: World) -> list[Any]:
@@ -267,7 +274,7 @@ def test_no_scores_beyond_a_block() -> None:
     """Row 6.02: a block of the plan is the most that a kernel is given, 1/n of keys and queries."""
     layout = Setting(4).layout()
     held = layout.split.held([16], 0)
-    rows = ring_attention.Rows(held.blocks, held.blocks, None)
+    rows = ring_attention.Rows(held.blocks, held.blocks)
     entries: list[Entry] = [
         entry for i in range(4) for j in range(4) for entry in rows.entries(i, j)
     ]

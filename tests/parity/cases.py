@@ -168,6 +168,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "parallel_residual": True,
     },
     "bloom": {"positions": "alibi", "embedding_norm": True},
+    "capped": {
+        "norm": "rmsnorm",
+        "positions": "alibi",
+        "bias": False,
+        "attention_scale": 0.4,
+        "attention_softcap": 2.0,
+    },
     "gemma": {
         "norm": "rmsnorm",
         "norm_offset": True,

@@ -21,7 +21,9 @@ from megapipe.layers import reshard, ring_attention
 from megapipe.layers.context import Context
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.model.gpt import stage as gpt_stage
+from megapipe.ops import score_blocks
 from megapipe.ops.block_attention import CpuFlash
+from megapipe.ops.scores import Scores
 from megapipe.optim.optimizer import Optimizer
 from megapipe.testing import World
 from megapipe.train.feed import Feed
@@ -219,6 +221,24 @@ def keys_of_an_earlier_slice_from_the_wrong_round() -> Patch:
     return mock.patch.object(ring_attention._Run, "bundle", wrong)
 
 
+def distances_by_local_row() -> Patch:
+    right = score_blocks._tensor
+
+    def wrong(positions: Positions, q: Tensor) -> Tensor:
+        return right(Positions.whole(positions.count), q)
+
+    return mock.patch.object(score_blocks, "_tensor", wrong)
+
+
+def slopes_of_the_first_heads() -> Patch:
+    right = Scores.of_heads
+
+    def wrong(self: Scores, index: int, parts: int) -> Scores:
+        return right(self, 0, parts)
+
+    return mock.patch.object(Scores, "of_heads", wrong)
+
+
 FAULTS: dict[Callable[[], Patch], Case] = {
     rotary_by_local_row: RING,
     learned_positions_by_local_row: replace(RING, model="gpt2"),
@@ -237,6 +257,8 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     gradients_summed_over_dp_only: RING,
     norm_counted_once_by_every_rank_of_cp: RING,
     keys_of_an_earlier_slice_from_the_wrong_round: SLICED,
+    distances_by_local_row: replace(RING, model="capped"),
+    slopes_of_the_first_heads: replace(ULYSSES, model="bloom"),
 }
 
 

@@ -72,7 +72,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "compile": [False, True],
     "loss_chunk": [None, 0, 5],
     "lora": [None, "all", "some", "heads together"],
-    "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "gemma"],
+    "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [
         *("keep", "stage", "full, two together", "of each some"),
         KEPT,
@@ -148,7 +148,7 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (c["reduce_chunk_mib"] is not None and copies == 1)
         or (master == "none" and c["dtype"] != "bf16")
         or (state_dtype == "bf16" and c["dtype"] == "fp64")
-        or (c["model"] in ("bloom", "gemma") and c["dropout"])
+        or (c["model"] in ("bloom", "capped", "gemma") and c["dropout"])
         or (c["post_validation"] and not _can_be_undone(c))
         or (c["look_ahead"] and not _has_direction(c))
         or (c["scatter"] == "on" and not _are_messages_alike(c))
@@ -162,7 +162,7 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
     _, cp, tp, _ = c["layout"]
     context, heads = c["context"], (c["kv_heads"] or HEADS) // tp
     by_blocks = cp > 1 or c["activations"] == KEPT
-    if by_blocks and (c["dropout"] or c["model"] in ("bloom", "gemma")):
+    if by_blocks and (c["dropout"] or c["model"] == "gemma"):  # which has windows
         return False
     if cp == 1:
         return context == "ring"

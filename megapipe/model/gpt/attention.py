@@ -118,7 +118,7 @@ class Attention(nn.Module):
         if shares and (cache is None or context is not None):
             k, v = k.contiguous(), v.contiguous()  # q is a copy: let go of what it comes from
         if context is not None:
-            y = context.attend(q, k, v, mb, self.scores.scale, self.layer, cache)
+            y = context.attend(q, k, v, mb, self.scores, self.layer, cache)
             return self.out(y.flatten(2), graph_only)
         if cache is not None:
             k, v = cache.extend(self.layer, mb.start, k, v)

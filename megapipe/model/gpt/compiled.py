@@ -82,7 +82,7 @@ class CompiledBlock:
         context, attention = block.sharding.kernels.context, block.attention
         assert context is not None
         normed, q, k, v = self._before(block, x, rotary, linears[0])
-        mixed = context.attend(q, k, v, mb, attention.scores.scale, attention.layer).flatten(2)
+        mixed = context.attend(q, k, v, mb, attention.scores, attention.layer).flatten(2)
         y, inputs = self._after(block, x, mixed, linears[1:], graph_only)
         harvest.inputs = normed, *inputs
         return y

@@ -6,8 +6,7 @@ from megapipe.ops.scores import Scores, alibi_slopes
 
 def scores_of(model: ModelConfig, layer: int, tp_index: int, tp: int) -> Scores:
     """Those of a layer, of the heads of one of `tp` tensor-parallel ranks."""
-    slopes = None
-    if model.positions == "alibi":
-        heads = model.heads // tp
-        slopes = alibi_slopes(model.heads)[heads * tp_index : heads * (tp_index + 1)]
-    return Scores(model.attention_scale, model.attention_softcap, slopes, model.window_of(layer))
+    slopes = alibi_slopes(model.heads) if model.positions == "alibi" else None
+    window = model.window_of(layer)
+    scores = Scores(model.attention_scale, model.attention_softcap, slopes, window)
+    return scores.of_heads(tp_index, tp)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layers.policy import BlockPolicy, Span, loss_chunk, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.explicit import Explicit
+from megapipe.model.gpt.explicit import explicit_of
 from megapipe.model.gpt.parameters import known
 from megapipe.model.gpt.saved import Widths, norm_tensors, results, saved_tensors, stage_held
 from megapipe.model.gpt.unfused import Unfused
@@ -50,7 +50,7 @@ class Parts:
             for module in ("norm", "attention", "mlp_activation")
         }
         self.statistics = sum(t.bytes for t in norm_tensors(model, sizes)) - 2 * self.local
-        self.explicit = Explicit.of(model, sizes)
+        self.explicit = explicit_of(model, sizes)
         self.mask = sum(t.bytes for t in self.saved["mlp_activation"] if t.name == "residual mask")
         self.own = self.local if self.mask or model.post_norms else 0
         """The gradient of a branch, where it is not the residual's."""

@@ -147,6 +147,9 @@ CONTEXT = [
     Bad("an attention kernel over split positions", "parallel.cp=2 kernels.attention=math", 2,
         ("parallel.cp=2 needs sums of exponentials, which kernels.attention=math does not give",
          "expected auto, flash, efficient, cudnn or flash_attn")),
+    Bad("an attention kernel without ALiBi over split positions", "parallel.cp=2 "
+        "model.positions=alibi kernels.attention=flash", 2,
+        ("parallel.cp=2: kernels.attention=flash has no scores that are", "expected auto")),
 ]  # fmt: skip
 PIPELINE = [
     Bad("pipeline.schedule is nearly known", "pipeline.schedule=zb_h2x", 2,

@@ -84,14 +84,14 @@ def test_models_that_cannot() -> None:
     from megapipe.errors import ConfigError
 
     given = config()
-    alibi = given.model_copy(
+    windows = given.model_copy(
         update={
-            "model": given.model.model_copy(update={"positions": "alibi"}),
+            "model": given.model.model_copy(update={"window": 4}),
             "parallel": given.parallel.model_copy(update={"cp": 2}),
         }
     )
-    with pytest.raises(ConfigError, match=r"parallel\.cp=2 needs model\.positions="):
-        costs(alibi, Speeds.of(given))
+    with pytest.raises(ConfigError, match=r"parallel\.cp=2 needs model\.window="):
+        costs(windows, Speeds.of(given))
 
 
 def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
