@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megapipe.context.entries import Entry, entries
 from megapipe.context.plan import KINDS, UNDER_WAY, Kind, Message
 from megapipe.context.positions import Positions
+from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layout.context_plan import Pass
 from megapipe.layout.layout import Layout
 from megapipe.model.explicit import Explicit
@@ -30,7 +31,17 @@ def attention_workspace(layout: Layout, rows: int, length: int, start: int = 0) 
     if needs is None or not layout.attends_by_blocks:
         return 0, 0
     if split.cp == 1:
-        return 0, 0
+        if needs.scores.plain or layout.device == "cpu":  # there the model counts it
+            return 0, 0
+        return Explicit.of(
+            needs.scores,
+            rows=rows,
+            queries=length,
+            keys=start + length,
+            per_group=needs.heads // needs.groups,
+            head_dim=needs.head_dim,
+            size=DTYPE_BYTES[layout.model.dtype],
+        )
     tokens = rows * length
     own = Attention.of(split, layout.context, needs, layout.model.dtype, tokens)
     held = split.held(layout.slice_lengths, 0)
