@@ -31,10 +31,6 @@ class Order:
         """Forwards that a rank is ahead of its backwards at a cut."""
         return len(self.fill[rank])
 
-    def chunk(self, stage: int) -> int:
-        """Number of a stage on its rank."""
-        return self.placement.stages_of(self.placement.rank_of(stage)).index(stage)
-
 
 def one_f_one_b(ranks: int, microbatches: int, *, lead: int = 1, advance: int = 0) -> Order:
     """1F1B that never flushes (PipeDream, 1806.03377): rank r is lead * (ranks-1-r) + advance

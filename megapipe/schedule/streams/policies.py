@@ -44,7 +44,6 @@ class Lists:
                     self._updates[op.stage].append(place)
                 elif op.kind == Kind.F:
                     self._first.setdefault((op.stage, self.window_of(op)), op)
-        self.stages = 1 + max(op.stage for op in self._place)
 
     def window_of(self, op: Op) -> int:
         """The window of an operation's micro-batch."""
