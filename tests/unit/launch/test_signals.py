@@ -12,6 +12,8 @@ ASKED_EARLY = """
 import os, signal, sys, time
 from megapipe.launch.signals import StopRequest
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+
 with StopRequest() as stop:
     os.kill(os.getpid(), int(sys.argv[1]))
     time.sleep(0.5)  # the thread that hears it has done with it

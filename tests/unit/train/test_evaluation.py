@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,7 @@ def test_every_sample_counts_once_and_none_beyond_the_last(value: Any) -> None:
         layout=SimpleNamespace(dp=1),
         run_forward=run_forward,
         mesh=Mesh(),
+        optimizer=SimpleNamespace(true_weights=nullcontext),
     )
     found = evaluate(step, rows, 301, lambda: False)
     assert seen == list(range(301))
