@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megapipe.config import TrainConfig
+from megapipe.config import Config, TrainConfig
 from megapipe.engine.channels import MessageShape
 from megapipe.engine.packed import PackedTensor
 from megapipe.layout.layout import Layout
@@ -45,3 +45,14 @@ class Messages:
             return [PackedTensor(each.shape, getattr(torch, each.dtype)) for each in tensors]
 
         return shape
+
+
+def receive_ahead(config: Config, layout: Layout, device: torch.device) -> int | None:
+    """Operations by which receives are posted ahead of need; None: the default of the channels.
+
+    0 where attention goes by blocks that end at documents, on a GPU: they have new sizes in any
+    step, for which kernels may be loaded and memory found, and both may wait for all that runs.
+    """
+    if device.type == "cuda" and layout.attends_by_blocks and config.data.masks_documents:
+        return 0
+    return config.pipeline.receive_ahead

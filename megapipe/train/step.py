@@ -53,7 +53,7 @@ from megapipe.train import checkpoint_io, evaluation, logits, resume
 from megapipe.train.evaluation import Evaluation
 from megapipe.train.feed import Counted, Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
-from megapipe.train.messages import Messages
+from megapipe.train.messages import Messages, receive_ahead
 from megapipe.train.post_validation import PostValidation
 from megapipe.train.totals import LARGEST, SourceTotal, Totals, Wishes
 from megapipe.train.update import StepResult, Update
@@ -112,7 +112,7 @@ class TrainStep:
             scatter=layout.scatters,
             packed=layout.sends_tuples,
             debug=config.pipeline.debug,
-            receive_ahead=config.pipeline.receive_ahead,
+            receive_ahead=receive_ahead(config, layout, mesh.device),
             ctas=config.pipeline.channel_ctas,
         )
         self.modules = {
