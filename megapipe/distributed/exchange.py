@@ -69,10 +69,14 @@ def start_exchange(sends: Sequence[Letter], receives: Sequence[Letter], axis: Ax
 
 
 def _start_nccl(sends: Sequence[Letter], receives: Sequence[Letter], axis: Axis) -> list[Any]:
+    """Letters of a pair of members are in one order of pairs on all of them: where each pair has to
+    be connected first, ranks of a ring would else wait for each other all around."""
+    letters: list[tuple[Any, Letter]] = [(dist.isend, letter) for letter in sends]
+    letters += [(dist.irecv, letter) for letter in receives]
+    letters.sort(key=lambda each: sorted((axis.index, each[1].member)))
     operations = [
         dist.P2POp(of, letter.tensor, group=axis.group, group_peer=letter.member)
-        for of, letters in ((dist.isend, sends), (dist.irecv, receives))
-        for letter in letters
+        for of, letter in letters
     ]
     return dist.batch_isend_irecv(operations) if operations else []
 

@@ -33,6 +33,7 @@ CASES = [
     Case(cp=2, pp=2, documents=True, m=3, sequence=12),
     Case(cp=4, context="teams", sequence=16, model="llama"),
     Case(cp=2, dp=2, context="queries travel", zero=3),
+    Case(cp=4, sequence=16, masked=0.3),
     Case(cp=2, pp=2, context="all_gather", schedule="seq1f1b", slices=2, m=3, sequence=16),
     replace(SHARDED, zero=2, reduce_chunk_mib=0.01),
     replace(SHARDED, zero=3, activations="offload", model="llama"),
