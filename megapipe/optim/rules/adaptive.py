@@ -5,6 +5,7 @@ RMSprop and NAdamW are torch's. All go block by block, so that temporaries are s
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -98,9 +99,9 @@ class _ByMeans(Elementwise):
     """Adam with another second moment, to which eps is added at each step, and decoupled weight
     decay."""
 
+    @abstractmethod
     def squared(self, grad: Tensor, mean: Tensor) -> Tensor:
         """The vector whose square the second moment averages; `mean` has the gradient in it."""
-        raise NotImplementedError
 
     def update(self, part: Part, lr: float, count: int) -> None:
         beta1, beta2, eps = self.config.beta1, self.config.beta2, self.config.eps
