@@ -35,7 +35,9 @@ def start_exchange(sends: Sequence[Letter], receives: Sequence[Letter], axis: Ax
     """Begin to send and to receive. All members call it equally often.
 
     Between two members, letters are received in the order in which they are sent. On NCCL they are
-    one group of operations.
+    one group of operations, and as safe as a collective: whatever holds up the host of one member
+    until it is over (a kernel that is loaded, say), the others begin it all the same, as they need
+    nothing of that host for it but what came before.
     """
     number = axis.line.count()
     if dist.get_backend(axis.group) == "nccl":

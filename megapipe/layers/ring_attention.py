@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,8 +48,6 @@ class Ring:
     gathers: bool
     """Keys are gathered at once, in the place of their visits."""
     kernel: BlockKernel
-    met: set[Any] = field(default_factory=set, compare=False)
-    """Sizes of what was attended to before."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,8 @@ class _RingAttention(Function):
 class _Run(ABC):
     """One rank's part of a plan, forward or backward.
 
-    Queries are [s, b, heads, d] and keys [t, b, groups, d], here and on the way.
+    Queries are [s, b, heads, d] and keys [t, b, groups, d], here and on the way. The host waits for
+    no message, only what is queued on the GPU does.
     """
 
     def __init__(
@@ -145,12 +144,6 @@ class _Run(ABC):
         self._bundles: dict[Bundle, Tensors] = {}
         self._arriving: dict[Message, tuple[Tensors, Exchange]] = {}
         self._sent: list[Exchange] = []
-        sizes = type(self), q.shape, k.shape, q.dtype
-        self._is_new = q.is_cuda and (sizes not in ring.met or rows.documents is not None)
-        """On a GPU, where a receive is a kernel that waits, others may not be loaded meanwhile, nor
-        work on new shapes: at first, and where documents give blocks of any sizes, nothing is
-        computed beside messages."""
-        ring.met.add(sizes)
         self._needed: dict[Bundle, int] = defaultdict(int)
         """The last round in which a bundle is used here or sent on."""
         for bundle, visits in plan.visits.items():
@@ -219,9 +212,6 @@ class _Run(ABC):
             self._sent.pop(0).sent()
         exchange = start_exchange(sends, receives, self.ring.axis)
         self._sent.append(exchange)
-        if self._is_new:
-            exchange.received()
-            torch.cuda.current_stream().synchronize()
         for message, tensors in expected.items():
             self._arriving[message] = tensors, exchange
 

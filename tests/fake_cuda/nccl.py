@@ -104,6 +104,21 @@ def install(device: Device, ledger: Ledger) -> None:
     for place in (c10d, module):
         place.is_nccl_available = lambda: True
         place.ProcessGroupNCCL = ProcessGroupNCCL
+        place.batch_isend_irecv = batch
+
+
+def batch(operations: Sequence[dist.P2POp]) -> list[Pending]:
+    """Messages that are one operation, which all ranks begin at the same place of their programs.
+
+    So a host may wait for it at any time, as for a collective: its receives count as none that
+    spin until this host goes on.
+    """
+    return [
+        op.group.send([op.tensor], op.group_peer)
+        if op.op is dist.isend
+        else op.group.recv([op.tensor], op.group_peer, of_batch=True)
+        for op in operations
+    ]
 
 
 class StandIn(dist.ProcessGroup):
@@ -254,7 +269,9 @@ class StandIn(dist.ProcessGroup):
         name = f"send of {_kind(tensor)} to {self._notes.ranks[peer]}"
         return Sending(name, Frozen([tensor]), event, lambda: None, self._ledger)
 
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Pending:
+    def recv(
+        self, tensors: Sequence[Tensor], peer: int, tag: int = 0, *, of_batch: bool = False
+    ) -> Pending:
         (tensor,) = self._checked(tensors)
         line = self._line(self._me, peer)
         self._notes.received.setdefault(peer, []).append(_kind(tensor))
@@ -270,6 +287,8 @@ class StandIn(dist.ProcessGroup):
             on_host(tensor).copy_(bytes_)
 
         name = f"recv of {_kind(tensor)} from {self._notes.ranks[peer]}"
+        if of_batch:
+            return Pending(name, Frozen([]), event, finish, self._ledger)
         return Receiving(name, Frozen([]), event, finish, self._ledger, device=self._device)
 
     # -- what they share

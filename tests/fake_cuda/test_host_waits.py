@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megapipe.distributed.mesh import Grid
 from megapipe.engine.executor import Executor
 from megapipe.train.own_times import OwnTimes
 from megapipe.train.step import TrainStep
@@ -31,6 +30,9 @@ CASES = [
     Case(tp=2, documents=True, sequence=12),
     Case(tp=2, model="gemma"),
     Case(dp=2, zero=3, rule="muon"),
+    Case(cp=2, model="llama", kv_heads=2, masked=0.3),
+    Case(cp=2, documents=True, sequence=12),
+    Case(cp=2, context="ulysses", activations="full, attention kept"),
     PIPELINE,
     replace(PIPELINE, schedule="zb_v"),
     replace(PIPELINE, post_validation=True),
@@ -38,6 +40,7 @@ CASES = [
     replace(PIPELINE, schedule="seq1f1b", slices=2),
     Case(dp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", zero=2, tied=False, layers=4),
     Case(tp=2, pp=2, m=4, layers=4, scatter="on"),
+    Case(cp=2, pp=2, documents=True, m=3, sequence=12),
     Case(dp=2, tp=2, pp=2, m=4, schedule="zb_h1", layers=4),
 ]
 
@@ -76,7 +79,7 @@ def waits_in_steps(world: Any, cases: list[Case]) -> list[Waits]:
     found = []
     for case in cases:
         config, layout = configure(replace(case, steps=4))
-        mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp), "cuda")
+        mesh = world.mesh(case.grid, "cuda")
         step, rows = TrainStep(config, layout, mesh, document_end=END), Rows(case)
         own = OwnTimes(mesh.journal.own_time, mesh.device)
         for i in range(2):
