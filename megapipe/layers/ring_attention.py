@@ -25,7 +25,7 @@ from megapipe.context.positions import Positions
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, reduce_scatter
 from megapipe.distributed.exchange import Exchange, Letter, start_exchange
-from megapipe.ops.block_attention import BlockKernel, accumulation, merge
+from megapipe.ops.block_attention import BlockKernel, accumulation, merge, output_along
 from megapipe.ops.documents import Documents
 from megapipe.ops.score_blocks import ScoreBlocks
 from megapipe.ops.scores import PLAIN, Scores
@@ -308,7 +308,8 @@ class _Backward(_Run):
         lse: Tensor,
     ) -> None:
         super().__init__(ring, rows, q, k, ring.backward, ring.backward.backward)
-        self._own: dict[Kind, Tensors] = {"queries": (q, grad, out, lse), "keys": (k, v)}
+        self._own: dict[Kind, Tensors] = {"queries": (q, grad, lse), "keys": (k, v)}
+        self._out = out
         self._grads: dict[Bundle, Tensors] = {}
         """Sums so far of q's, or of k's and v's, in the type of accumulation."""
         self._of_all: Tensor | None = None
@@ -330,10 +331,20 @@ class _Backward(_Run):
         return q, k, v
 
     def own(self, kind: Kind) -> Tensors:
+        """Queries are Q, the gradient of the output, LSE and the dot products of that gradient and
+        the output, which are less than the output itself (BurstAttention, 2403.09347)."""
+        if kind == "queries":
+            _, grad, _ = self._own[kind]
+            high = accumulation(grad.dtype)
+            return *self._own[kind], (self._out.to(high) * grad.to(high)).sum(-1)
         return self._own[kind]
 
     def compute(self, queries: int, keys: int) -> None:
-        q, grad, out, lse = self.bundle("queries", queries)
+        if queries == self.me:
+            (q, grad, lse), out = self._own["queries"], self._out
+        else:
+            q, grad, lse, dots = self.bundle("queries", queries)
+            out = output_along(grad, dots)
         k, v = self.bundle("keys", keys)
         grads = self._grads_of("queries", queries), self._grads_of("keys", keys)
         for entry in self.rows.entries(queries, keys):
@@ -374,9 +385,11 @@ class _Backward(_Run):
 
     def memory(self, message: Message) -> Tensors:
         own = self._own[message.kind]
+        of_queries = message.kind == "queries"
         if message.what == "bundle":
-            return tuple(map(_like, own))
-        return tuple(_like(x, wide=True) for x in (own[:1] if message.kind == "queries" else own))
+            dots = (own[0].new_empty(own[0].shape[:-1], dtype=accumulation(own[0].dtype)),)
+            return (*map(_like, own), *(dots if of_queries else ()))
+        return tuple(_like(x, wide=True) for x in (own[:1] if of_queries else own))
 
 
 def _like(x: Tensor, *, wide: bool = False) -> Tensor:

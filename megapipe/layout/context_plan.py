@@ -89,10 +89,11 @@ def _own_plan(spec: str, n: int) -> Plan:
 
 
 def queries_travel(config: Config, split: Split) -> bool:
-    """Whether in the backward queries go around, with output, LSE and gradient; else keys do.
+    """Whether in the backward queries go around; else keys do.
 
     By bytes of a position: keys are K and V with their gradients in the main type, queries are Q,
-    its output, the gradient of that, LSE, and the gradient of Q (BurstAttention, 2403.09347).
+    the gradient of the output, two values for each head, and the gradient of Q (BurstAttention,
+    2403.09347).
     """
     if config.context.travels != "auto":
         return config.context.travels == "queries"
@@ -103,4 +104,4 @@ def queries_travel(config: Config, split: Split) -> bool:
     groups = max(model.kv_heads // tp, split.ulysses) // split.ulysses
     size, main = DTYPE_BYTES[model.dtype], main_bytes(model.dtype)
     keys = 2 * groups * model.head_dim * (size + main)
-    return heads * (model.head_dim * (3 * size + main) + main) < keys
+    return heads * (model.head_dim * (2 * size + main) + 2 * main) < keys

@@ -133,5 +133,19 @@ def merge(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
     lse.copy_(total)
 
 
+def output_along(grad: Tensor, dots: Tensor) -> Tensor:
+    """Rows along `grad` [..., d] whose dot products with it are `dots` [...], in its type.
+
+    The backward of a block uses the output in no other way, so these rows may stand for it where
+    the dot products alone are known.
+    """
+    wide = grad.to(dots.dtype)
+    largest = torch.linalg.vector_norm(wide, math.inf, -1, keepdim=True)
+    unit = wide / largest.masked_fill(largest == 0, 1.0)  # of tiny rows the squares would be 0
+    squares = torch.linalg.vector_norm(unit, 2, -1, keepdim=True).square_()
+    factor = dots.unsqueeze(-1) / (largest * squares)
+    return unit.mul_(factor.masked_fill_(largest == 0, 0.0)).to(grad.dtype)
+
+
 def _scale(q: Tensor, scale: float | None) -> float:
     return scale or 1 / math.sqrt(q.shape[-1])

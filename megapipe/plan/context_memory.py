@@ -88,6 +88,11 @@ class _Whole:
     def wide_k(self) -> int:
         return round(self.own.keys * self.own.main * self.attended)
 
+    @property
+    def widened(self) -> tuple[int, ...]:
+        """Gradient and output in the type of accumulation, if that is another."""
+        return (self.wide_q, self.wide_q) if self.own.main > self.own.size else ()
+
     def entries(self, i: int, j: int) -> tuple[Entry, ...]:
         return entries(self.queries[i], self.keys[j])
 
@@ -209,11 +214,12 @@ class _Replay:
             return [self._sums.pop(bundle)]
         if message.home != self.me:
             return [self._bundle(bundle).refer()]
-        if not self.whole.viewed:
-            return []
         w = self.whole
-        of_queries = w.q + (w.own.lse if self.what == "I" else 0)  # others are no views
-        return [_Memory(self.tape, of_queries if message.kind == "queries" else w.k)]
+        size = (w.q if message.kind == "queries" else w.k) if w.viewed else 0
+        if message.kind == "queries" and self.what == "I":
+            self.tape.pass_by(w.wide_q, *w.widened)  # dot products of gradient and output
+            size += 2 * w.own.lse  # LSE, which is a view, and these
+        return [_Memory(self.tape, size)] if size else []
 
     def _bundle(self, bundle: tuple[Kind, int]) -> _Memory:
         if bundle not in self._bundles:
@@ -240,7 +246,11 @@ class _Replay:
         for kind, home in zip(KINDS, (i, j), strict=True):
             if home != self.me and not self.gathers:
                 self._bundle((kind, home))
+        output = None
         if self.what == "I":
+            if i != self.me:
+                self.tape.pass_by(w.wide_q, *w.widened[:1], 4 * w.own.lse)
+                output = _Memory(self.tape, w.q)
             self._sum(("queries", i))
             if not self.gathers:
                 self._sum(("keys", j))
@@ -259,3 +269,5 @@ class _Replay:
             self._sum(("queries", i))
             wide = round(w.wide_q * q) if w.own.main > w.own.size else 0
             self.tape.pass_by(block, lse, 3 * lse, wide)
+        if output is not None:
+            output.let_go()

@@ -70,6 +70,7 @@ class Attention(NamedTuple):
 
     @property
     def lse(self) -> int:
+        """Bytes of a value for each query and head."""
         return self.tokens * self.heads * self.main
 
     def bytes_of(self, message: Message, *, backward: bool) -> int:
@@ -81,7 +82,9 @@ class Attention(NamedTuple):
             return self.queries * self.main + self.lse
         if not of_queries:
             return self.keys * self.size
-        return (3 * self.queries * self.size + self.lse) if backward else self.queries * self.size
+        if not backward:
+            return self.queries * self.size
+        return 2 * self.queries * self.size + 2 * self.lse
 
     @staticmethod
     def letters(message: Message, *, backward: bool) -> int:

@@ -195,9 +195,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 CONTEXTS: dict[str, dict[str, Any]] = {
-    "ring": {},
+    "ring": {"travels": "keys"},
     "striped": {"order": "striped"},
-    "contiguous": {"order": "contiguous"},
+    "contiguous": {"order": "contiguous", "travels": "keys"},
     "double ring": {"plan": "double_ring", "inner": 2},
     "helpers": {"plan": "helpers", "order": "contiguous"},
     "teams": {"plan": "teams", "team": 2},
@@ -331,7 +331,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
 def context_of(case: Case) -> dict[str, Any]:
     if case.context == "ulysses":
         return {"ulysses": case.cp}
-    return CONTEXTS[case.context]
+    return CONTEXTS[case.context] if case.cp > 1 else {}
 
 
 def _lora(case: Case) -> dict[str, Any]:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megapipe.ops.block_attention import BlockKernel, CpuFlash, Explicit, merge
+from megapipe.ops.block_attention import (
+    BlockKernel,
+    CpuFlash,
+    Explicit,
+    merge,
+    output_along,
+)
 
 KERNELS = [CpuFlash(), Explicit()]
 B, HEADS, GROUPS, S, D = 2, 4, 2, 12, 8
@@ -97,3 +103,28 @@ def test_rows_that_see_nothing() -> None:
     merge(out, lse, *nothing)
     assert out.equal(known[0])
     assert lse.equal(known[1])
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-200])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)
+def test_dot_products_stand_for_the_output(kernel: BlockKernel, size: float) -> None:
+    """Row 6.06: what travels in the place of the output is as good as it, for rows of any size."""
+    q, k, v, grad = given()
+    grad = grad * size
+    grad[:, 0, 3] = 0.0
+    out, lse = kernel.forward(q, k, v, True, None)
+    rows = output_along(grad, (grad * out).sum(-1))
+    wanted = kernel.backward(grad, q, k, v, out, lse, True, None)
+    found = kernel.backward(grad, q, k, v, rows, lse, True, None)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x / size, y / size, rtol=1e-12, atol=1e-12)
+
+
+def test_dot_products_lose_no_more_than_the_output_in_a_narrow_type() -> None:
+    *_, grad = given(torch.bfloat16)
+    out = torch.randn(grad.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wide = grad.double()
+    exact = (wide * out).sum(-1)
+    found = (wide * output_along(grad, exact.float()).double()).sum(-1)
+    assert found.dtype == torch.float64
+    assert ((found - exact).abs() <= 2**-8 * exact.abs()).all()
