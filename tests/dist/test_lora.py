@@ -44,6 +44,7 @@ TWO = [
     replace(SPLIT, lora="heads together", model="gpt2", loss_chunk=0, debug=True),
     replace(PIPELINE, schedule="zb_h1"),
     replace(PIPELINE, lora="some", activations="full", tied=False),
+    replace(PIPELINE, lora="some", model="mixed", layers=3, rule="lamb"),
     replace(DATA, reduce_chunk_mib=1e-6),
     replace(DATA, zero=3, lora="some"),
     replace(TENSOR, rule="muon"),

@@ -29,6 +29,8 @@ class TrustRatio(Rule):
     """A rule in two passes over the shards: directions and their norms, then the update."""
 
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
+        if not shards:  # all is frozen in a stage, on all its tp ranks
+            return
         squares = [self._squares(shard, count) for shard in shards]
         norms = all_reduce(torch.cat(squares), self.tp).sqrt()  # [entries of all shards, 2]
         weight, direction = norms.unbind(1)
