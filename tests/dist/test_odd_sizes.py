@@ -96,3 +96,25 @@ def test_three_of_each_axis(world: int) -> None:
     results = run_world(world, run_cases, CASES[world])
     for i, case in enumerate(CASES[world]):
         check_case(case, [outcomes[i] for outcomes in results])
+
+
+@pytest.mark.full
+def test_copies_of_a_tied_embedding_have_one_trust_ratio() -> None:
+    """Terms of four ranks are added in one order, wherever they are in the vector that is sent."""
+    case = Case(
+        tp=4,
+        pp=2,
+        m=7,
+        schedule="zb_h1",
+        scatter="on",
+        shard_size=1,
+        rule="lamb",
+        activations="of each some",
+        model="gemma",
+        uneven=True,
+        clip=None,
+        layers=3,
+        batch=1,
+        steps=3,
+    )
+    check_case(case, [of_rank[0] for of_rank in run_world(8, run_cases, [case])])

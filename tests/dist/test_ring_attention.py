@@ -193,8 +193,9 @@ def check(setting: Setting, seen: Sequence[Seen]) -> None:
 def test_bytes_of_the_field() -> None:
     """What a rank sends for b L G d values of e bytes: the formulas of the papers, in fp64.
 
-    Rows 6.03, 6.06 (queries travel: 3/4 of the keys' bytes, and two values a row), 6.07 (4 b s h / n)
-    and 6.11; and 6.08: heads over 2 of 4 ranks leave a ring of 2, whose blocks are twice as long.
+    Rows 6.03, 6.06 (queries travel: 3/4 of the keys' bytes, and two values a row), 6.07
+    (4 b s h / n) and 6.11; and 6.08: heads over 2 of 4 ranks leave a ring of 2, whose blocks are
+    twice as long.
     """
     unit = B * 4 * 4 * D * 8  # of queries, or of keys, of 4 positions, 4 heads
 

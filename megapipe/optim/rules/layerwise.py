@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megapipe import update_rules
-from megapipe.distributed.collectives import all_reduce
+from megapipe.distributed.collectives import all_gather, all_reduce
 from megapipe.optim.buffers import Entry
 from megapipe.optim.norm import squared_norm
 from megapipe.optim.rules.rule import Part, Rule, overlap, ranges
@@ -32,7 +32,7 @@ class TrustRatio(Rule):
         if not shards:  # all is frozen in a stage, on all its tp ranks
             return
         squares = [self._squares(shard, count) for shard in shards]
-        norms = all_reduce(torch.cat(squares), self.tp).sqrt()  # [entries of all shards, 2]
+        norms = self._sum_over_tp(torch.cat(squares)).sqrt()  # [entries of all shards, 2]
         weight, direction = norms.unbind(1)
         ratio = self.ratio(weight, direction)
         ratio = ratio.where((weight > 0) & (direction > 0), 1.0)
@@ -40,6 +40,18 @@ class TrustRatio(Rule):
             for index, entry, part in self._parameters(shard):
                 scale = lr * ratios[index] if entry.spec.decay else lr
                 self.apply(part, scale)
+
+    def _sum_over_tp(self, squares: Tensor) -> Tensor:
+        """The sum over tp [n, 2], in the order of the ranks.
+
+        That of an all-reduce depends on where a value is in its vector, and the stages that share a
+        tied embedding have it at other places: their copies would differ.
+        """
+        first, *others = all_gather(squares.unsqueeze(0), self.tp)  # [tp, n, 2]
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
 
     def _squares(self, shard: Shard, count: int) -> Tensor:
         """Squared norms of the values that this rank counts of each parameter and its direction:

@@ -78,13 +78,14 @@ def test_norms_of_all_parameters_travel_together(monkeypatch: pytest.MonkeyPatch
         return tensor
 
     monkeypatch.setattr(layerwise, "all_reduce", spy)
+    monkeypatch.setattr(layerwise, "all_gather", spy)
     rule = build_rule(PLAIN["lamb"].config, ALONE)
     shards = [make_shard(rule, ALONE, ALONE) for _ in range(2)]
     for shard in shards:
         set_grad(shard, draw(model(), "grad", 0, torch.float64), torch.float64)
     rule.step(shards, 0.1, 0)
     n = len(shards[0].bucket.entries)
-    assert sent == [(n, 2), (n, 2), (2 * n, 2)]
+    assert sent == [(n, 2), (n, 2), (1, 2 * n, 2)]
 
 
 @pytest.mark.parametrize("name", ["muon", "muon original"])
