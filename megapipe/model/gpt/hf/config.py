@@ -31,11 +31,18 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
             f"model_type {model_type!r} is not supported; supported are "
             f"{', '.join(others)} and {last}"
         )
-    for key, wanted in row.required.items():
-        require(hf_config, key, wanted)
     fields = dict(row.fixed)
-    for part in row.parts:
-        fields |= part.read(hf_config)
+    try:
+        for key, wanted in row.required.items():
+            require(hf_config, key, wanted)
+        for part in row.parts:
+            fields |= part.read(hf_config)
+    except AttributeError as error:
+        if error.obj is not hf_config:
+            raise
+        raise ConfigError(
+            f"the {model_type} config has no {error.name}, which is needed"
+        ) from error
     try:
         model = ModelConfig.model_validate(fields)
     except ValidationError as error:

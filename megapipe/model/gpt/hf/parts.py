@@ -41,6 +41,15 @@ def pairs(**names: str) -> Part:
     )
 
 
+def pair_or(field: str, key: str, default: Any) -> Part:
+    """The same of one field, of a class whose configs may lack the key."""
+    return Part(
+        (field,),
+        lambda config: {field: getattr(config, key, default)},
+        lambda model: {key: getattr(model, field)},
+    )
+
+
 def equal(field: str, *keys: str) -> Part:
     """A field for which the class has several keys."""
 

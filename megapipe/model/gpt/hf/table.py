@@ -23,6 +23,7 @@ from megapipe.model.gpt.hf.parts import (
     activation,
     equal,
     of_hidden,
+    pair_or,
     pairs,
 )
 from megapipe.model.gpt.hf.rope import PARTIAL_ROPE, ROPE, ROPE_BY_WINDOW
@@ -277,7 +278,12 @@ _NEOX = Row(
         WHOLE_HEADS,
         activation(
             "hidden_act",
-            {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+            {
+                "gelu": "gelu",
+                "gelu_new": "gelu_tanh",
+                "gelu_pytorch_tanh": "gelu_tanh",
+                "gelu_fast": "gelu_tanh",  # GPT-NeoX 20B's: the same with constants rounded
+            },
         ),
         PARTIAL_ROPE,
         pairs(norm_eps="layer_norm_eps", parallel_residual="use_parallel_residual"),
@@ -313,8 +319,8 @@ _BLOOM = Row(
             hidden="hidden_size",
             heads="n_head",
             norm_eps="layer_norm_epsilon",
-            max_positions="seq_length",
         ),
+        pair_or("max_positions", "seq_length", 2048),  # no key of transformers', nor any limit
         WHOLE_HEADS,
         of_hidden("ffn_hidden", lambda hidden: 4 * hidden, "4 x hidden"),
     ),
