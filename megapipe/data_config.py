@@ -89,8 +89,8 @@ class DataConfig(Section):
         None, pattern=r"^\s*[0-9.]+(\s*,\s*[0-9.]+){0,2}\s*$"
     )
     """Of token files: weights of what is trained on, validated on and tested on, as in "969,30,1":
-    their sequences in this order, rounded as Megatron-LM does. In the place of
-    `validation_fraction`."""
+    their sequences in this order, rounded as Megatron-LM does; a weight above 0 has to get one or
+    more. In the place of `validation_fraction`."""
     validation: Annotated[
         dict[str, str], Expected("sources by names of your own, as in data.validation.wiki=texts")
     ] = Field(default_factory=dict)

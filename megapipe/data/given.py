@@ -25,6 +25,12 @@ TEXT_KEYS = ("subset", "dataset_split", "text_field", "cache", "workers")
 _PROBES = 64
 _PROBED = 1024
 """Places of a file that its digest covers, and tokens at each of them."""
+_PURPOSE: Mapping[Split, str] = {
+    "train": "to train on: expected a larger first weight",
+    "validation": "to validate on: expected a larger second weight, or 0",
+    "test": "to test on: expected a larger third weight, or 0",
+}
+"""The rest of a line about a split that is empty."""
 
 
 def is_given(source: str) -> bool:
@@ -87,14 +93,19 @@ def given_tokens(config: DataConfig) -> GivenTokens:
 
 
 def _split(file: TokenFile, weights: str) -> dict[Split, Stream]:
-    """The parts of ``data.split``; those that have no sequence are left out."""
-    ranges = dict(zip(SPLITS, split_ranges(weights, len(file.lengths)), strict=True))
-    if not ranges["train"]:
-        raise DataError(
-            f"data.split={weights} leaves nothing of the {len(file.lengths)} sequences of "
-            f"{file.path} to train on: expected a larger first weight"
-        )
-    return {split: Stream.of(file, some) for split, some in ranges.items() if some}
+    """The parts of ``data.split``; those of weight 0 are left out."""
+    sequences = len(file.lengths)
+    given = [float(weight) for weight in weights.split(",")] + [0.0, 0.0]
+    parts = {}
+    for split, some, weight in zip(SPLITS, split_ranges(weights, sequences), given, strict=False):
+        if some:
+            parts[split] = Stream.of(file, some)
+        elif weight or split == "train":
+            raise DataError(
+                f"data.split={weights} leaves nothing of the {sequences} sequences of {file.path} "
+                f"{_PURPOSE[split]}"
+            )
+    return parts
 
 
 def _divided(file: TokenFile, config: DataConfig) -> dict[Split, Stream]:

@@ -29,8 +29,12 @@ class Chats:
 
     def __init__(self, source: Source, template: str | None = None) -> None:
         self._tokenizer: Tokenizer = source.tokenizer
-        chosen = {} if template is None else {"chat_template": template}
-        found = template_of(source.data.model_copy(update=chosen), self._tokenizer.chat)
+        chat = self._tokenizer.chat
+        if template is None:
+            found = template_of(source.data, chat)
+        else:
+            chosen = source.data.model_copy(update={"chat_template": template})
+            found = template_of(chosen, chat, "--chat-template ")
         if found is None:
             raise DataError(
                 "--chat needs a chat template, which the tokenizer does not have: expected "

@@ -142,6 +142,7 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
     keys that another source may use, only if it is alone."""
     unused: Sequence[str] = ()
     refused: Sequence[str] = ()
+    instead = ""
     if own.is_own(source):
         own.load(source, ConfigError)
         what, unused, refused = (
@@ -157,6 +158,7 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
         return
     else:
         what, refused = "texts", ("split",)
+        instead = ", and data.validation_fraction, data.validation.NAME or data.test.NAME"
     if data.samples == "supervised" and (given.is_given(source) or is_standard_library(source)):
         raise no_rows(key, source)
     trained_on = key == "data.source" or key.startswith("data.mixture.")
@@ -169,7 +171,7 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
             if value != default:
                 raise ConfigError(
                     f"data.{name}={value} is for {kind}, and {key}={source} is {what}: "
-                    f"expected {'null' if default is None else default}"
+                    f"expected {'null' if default is None else default}{instead}"
                 )
 
 

@@ -19,7 +19,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
+FIRST_LINE_S = 10.0
 LINE_EVERY_S = 60.0
+"""Seconds to the first line where there is no terminal, and between later ones."""
 
 
 class Meter(Protocol):
@@ -46,7 +48,9 @@ def meter(doing: str, total: int | None, *, wanted: bool = True) -> Iterator[Met
         with _bar(console, total) as bar:
             yield _Bar(bar, doing, total)
     else:
-        yield _Lines(doing, total)
+        lines = _Lines(doing, total)
+        yield lines
+        lines.tell_found()
 
 
 class _Nothing:
@@ -69,25 +73,42 @@ class _Lines:
     def __init__(self, doing: str, total: int | None) -> None:
         self._doing = doing
         self._total = total
-        self._began = self._told = time.monotonic()
+        self._began = time.monotonic()
+        self._next = self._began + FIRST_LINE_S
         self._done = self._at_once = 0
         self._documents = 0
+        self._told_found = False
 
     def advance(self, nbytes: int, documents: int = 0, *, at_once: bool = False) -> None:
+        if not at_once:
+            self.tell_found()
         self._done += nbytes
         self._at_once += nbytes if at_once else 0
         self._documents += documents
         now = time.monotonic()
-        if now - self._told >= LINE_EVERY_S:
-            self._told = now
-            print(f"megapipe: {self._line(now - self._began)}", file=sys.stderr, flush=True)
+        if now >= self._next:
+            self._next = now + LINE_EVERY_S
+            self._tell(self._line(now - self._began))
+
+    def tell_found(self) -> None:
+        """Say, once, what was there before anything else was done."""
+        if self._at_once and not self._told_found:
+            self._tell(f"{self._so_far()} were there already")
+        self._told_found = True
+
+    def _tell(self, line: str) -> None:
+        print(f"megapipe: {line}", file=sys.stderr, flush=True)
+
+    def _so_far(self) -> str:
+        so_far = f"{self._doing}: {self._documents:,} documents, {self._done / 1e6:,.0f} MB"
+        return f"{so_far} of {self._total / 1e6:,.0f}" if self._total else so_far
 
     def _line(self, seconds: float) -> str:
         pace = (self._done - self._at_once) / seconds
-        line = f"{self._doing}: {self._documents:,} documents, {self._done / 1e6:,.0f} MB"
+        line = self._so_far()
         if self._total:
             left = (self._total - self._done) / pace if pace else float("inf")
-            line += f" of {self._total / 1e6:,.0f}, {left / 60:,.0f} min left"
+            line += f", {left / 60:,.0f} min left"
         return f"{line}, {pace / 1e6:,.1f} MB/s"
 
 

@@ -69,19 +69,19 @@ def prepare_examples(
     return Examples(prepare(config, ExampleEncoder(tokenizer, rows), rows, progress=progress))
 
 
-def template_of(config: DataConfig, chat: Chat) -> Template | None:
+def template_of(
+    config: DataConfig, chat: Chat, named: str = "data.chat_template="
+) -> Template | None:
     """The template in ``data.chat_template``, else the tokenizer's; None: there is none. Raises
-    DataError for a file that cannot be read."""
+    DataError for a file that cannot be read, with its name behind `named`."""
     text = chat.template
     if config.chat_template is not None:
         try:
             text = user_path(config.chat_template).read_text(encoding="utf-8")
         except OSError as error:
-            raise DataError(
-                f"data.chat_template={config.chat_template}: {error.strerror}"
-            ) from error
+            raise DataError(f"{named}{config.chat_template}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise DataError(f"data.chat_template={config.chat_template}: not UTF-8 text") from error
+            raise DataError(f"{named}{config.chat_template}: not UTF-8 text") from error
     return None if text is None else Template(text, chat.names, config.train_on)
 
 

@@ -10,27 +10,51 @@ from rich.console import Console
 from megapipe.data.prepare import progress
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be set."""
+    now = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
 def test_lines_have_the_pace_and_the_time_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was there at once says nothing of the pace. A line a minute, on what is no terminal."""
-    now = 1000.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    """What was there already is told once, and says nothing of the pace."""
     with progress.meter("reading texts", 400_000_000) as shown:
-        shown.advance(50_000_000, 10, at_once=True)
-        now += 100
+        shown.advance(20_000_000, 4, at_once=True)
+        shown.advance(30_000_000, 6, at_once=True)
+        clock[0] += 100
         shown.advance(150_000_000, 20)
-        now += 59
+        shown.advance(1, at_once=True)
+        clock[0] += 59
         shown.advance(1)
     assert capsys.readouterr().err == (
+        "megapipe: reading texts: 10 documents, 50 MB of 400 were there already\n"
         "megapipe: reading texts: 30 documents, 200 MB of 400, 2 min left, 1.5 MB/s\n"
     )
-    with progress.meter("reading a stream", None) as shown:
-        now += 60
-        shown.advance(120_000_000, 1)
+    with progress.meter("reading texts", 400) as shown:
+        shown.advance(400, 3, at_once=True)
     assert capsys.readouterr().err == (
-        "megapipe: reading a stream: 1 documents, 120 MB, 2.0 MB/s\n"
+        "megapipe: reading texts: 3 documents, 0 MB of 0 were there already\n"
     )
+
+
+def test_the_first_line_comes_after_ten_seconds_and_then_one_a_minute(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    with progress.meter("reading a stream", None) as shown:
+        for second in range(1, 140):
+            clock[0] += 1
+            shown.advance(2_000_000, 1)
+            if line := capsys.readouterr().err:
+                said.append(second)
+                assert line == (
+                    f"megapipe: reading a stream: {second} documents, {2 * second} MB, 2.0 MB/s\n"
+                )
+    assert said == [10, 70, 130]
 
 
 def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,18 @@ def test_a_split_is_of_sequences_in_their_order() -> None:
     assert len(only[0]) == (400 - 1) // L
 
 
-@pytest.mark.parametrize("split", ["0,1", "0.001,1,1"])
-def test_a_split_that_leaves_nothing_to_train_on(split: str) -> None:
-    with pytest.raises(DataError, match=rf"data.split={split} leaves nothing of the 40 sequences"):
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ("0,1", "to train on: expected a larger first weight"),
+        ("0.001,1,1", "to train on: expected a larger first weight"),
+        ("999999,1,0", "to validate on: expected a larger second weight, or 0"),
+        ("9,1,.01", "to test on: expected a larger third weight, or 0"),
+    ],
+)
+def test_a_split_that_leaves_nothing_is_refused(split: str, words: str) -> None:
+    said = rf"data.split={split} leaves nothing of the 40 sequences of a\.bin {words}"
+    with pytest.raises(DataError, match=said):
         made("data.source=a", f"data.split={split}")
 
 
@@ -294,7 +303,7 @@ def test_a_digest_follows_what_is_trained_on() -> None:
         ),
         (
             ["data.source=t.jsonl", "data.split=9,1"],
-            "data.split=9,1 is for token files, and data.source=t.jsonl is texts: expected null",
+            "data.source=t.jsonl is texts: expected null, and data.validation_fraction, data.valid",
         ),
         (
             ["data.mixture.x.source=t.jsonl", "data.mixture.y.source=a", "data.split=9,1"],

@@ -88,8 +88,10 @@ def test_templates_that_cannot_be_had() -> None:
     source = source_of("byte")
     with pytest.raises(DataError, match="--chat needs a chat template"):
         Chats(source)
-    with pytest.raises(DataError, match="missing: No such file"):
+    with pytest.raises(DataError, match=r"^--chat-template missing: No such file"):
         Chats(source, "missing")
+    with pytest.raises(DataError, match=r"^data\.chat_template=missing: No such file"):
+        Chats(source_of("byte", chat_template="missing"))
     assert source.tokenizer.eod == BYTES.eod
 
 
