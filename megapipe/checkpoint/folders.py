@@ -1,7 +1,10 @@
-"""Which checkpoints a folder has, and what killed saves and removals have left in it."""
+"""Which checkpoints a folder has or had, and what killed saves and removals have left in it."""
 
-from megapipe.checkpoint.names import STAGING_PREFIX, Committed
+from megapipe.checkpoint.names import FAILED_PREFIX, REMOVED, STAGING_PREFIX, Committed
 from megapipe.checkpoint.storage import Place, at
+
+_MOST_OF_A_NAME = 1024
+"""Bytes of the file that has one."""
 
 
 def committed(root: Place) -> list[Committed]:
@@ -26,6 +29,29 @@ def leftovers(root: Place) -> list[Place]:
 
 
 def next_name(root: Place, step: int) -> str:
-    """A name for a new checkpoint of `step` that sorts after all existing ones of that step."""
-    attempts = [key.attempt for key in committed(root) if key.step == step]
+    """A name for a new checkpoint of `step` that sorts after all existing ones of that step, and
+    that no other has had: also where those were removed, or have left no more than a mark."""
+    marks = (name.removeprefix(FAILED_PREFIX) for name in at(root).names())
+    keys = [*committed(root), *filter(None, map(Committed.parsed, marks))]
+    attempts = [key.attempt for key in keys if key.step == step]
+    last = last_removed(root)
+    if last is not None and step <= last.step:
+        attempts.append(last.attempt)
     return Committed(step, max(attempts, default=-1) + 1).name
+
+
+def last_removed(root: Place) -> Committed | None:
+    """The highest step of the checkpoints that were removed, with the highest attempt of any."""
+    if REMOVED not in at(root).names():
+        return None
+    text = at(root / REMOVED).read(_MOST_OF_A_NAME).decode(errors="replace")
+    return Committed.parsed(text.strip())
+
+
+def note_removed(root: Place, removed: list[Committed]) -> None:
+    """Keep the names of checkpoints from being given again. Raises CheckpointError or OSError."""
+    before = last_removed(root)
+    keys = removed if before is None else [*removed, before]
+    last = Committed(max(key.step for key in keys), max(key.attempt for key in keys))
+    if last != before:
+        at(root / REMOVED).replace(f"{last.name}\n".encode())

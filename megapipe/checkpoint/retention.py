@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megapipe.checkpoint.folders import leftovers
+from megapipe.checkpoint.folders import leftovers, note_removed
+from megapipe.checkpoint.names import FAILED_PREFIX, Committed
 from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
 
@@ -38,18 +39,25 @@ def outdated(
 
 
 def remove(root: Place, checkpoints: Iterable[Place], *, alone: bool = True) -> Removal:
-    """Remove checkpoints of the folder `root`, and what killed saves left there.
+    """Remove checkpoints of the folder `root`, with their marks, and what killed saves left there.
 
+    Their names are kept from being given again before they go; where the disk is too full for that,
+    after them.
     Call it on one rank, with no save under way in `root`; if nobody can tell, `alone` is to be
     False, and what may be half of a save stays. A checkpoint is withdrawn in one step before its
     files are removed, so a kill in between never leaves half of it.
     """
     removed: list[Place] = []
     problems: list[str] = []
+    checkpoints = list(checkpoints)
+    not_noted = _note(root, checkpoints)
+    marks = _marks(root)
     for path in checkpoints:
         try:
             at(path).withdraw()
             removed.append(path)
+            if (mark := f"{FAILED_PREFIX}{path.name}") in marks:
+                at(root / mark).unlink()
         except (OSError, CheckpointError) as error:
             problems.append(_cannot(path, error))
     if removed:
@@ -59,7 +67,28 @@ def remove(root: Place, checkpoints: Iterable[Place], *, alone: bool = True) -> 
             problems.append(_cannot(root, error))
     if alone:
         problems += clear_leftovers(root).problems
+    if not_noted is not None and (still_not := _note(root, removed)) is not None:
+        problems.append(still_not)
     return Removal(removed, problems)
+
+
+def _marks(root: Place) -> set[str]:
+    """Names of the marks in `root`; none where it cannot be read, as removals then tell."""
+    try:
+        return {name for name in at(root).names() if name.startswith(FAILED_PREFIX)}
+    except (OSError, CheckpointError):
+        return set()
+
+
+def _note(root: Place, checkpoints: Iterable[Place]) -> str | None:
+    """Keep names of checkpoints from being given again; returns why that fails."""
+    keys = [key for path in checkpoints if (key := Committed.parsed(path.name)) is not None]
+    try:
+        if keys:
+            note_removed(root, keys)
+    except (OSError, CheckpointError) as error:
+        return f"{root}: names of checkpoints that are removed may be given again: {error}"
+    return None
 
 
 def clear_leftovers(root: Place) -> Removal:

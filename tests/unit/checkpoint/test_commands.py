@@ -7,6 +7,7 @@ import torch
 
 from megapipe.checkpoint import Alone, Checkpoint, Meta, save
 from megapipe.checkpoint.commands import main
+from megapipe.checkpoint.names import REMOVED
 from megapipe.checkpoint.run_lock import RunLock
 from tests.unit.checkpoint.checkpoint_worlds import META, dim_cut, flat_cut, save_alone, tensors
 
@@ -130,7 +131,8 @@ def test_checkpoints_stay_as_they_were(tmp_path, capsys):
 
 
 def names(root):
-    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".lock"))
+    apart = (REMOVED, ".lock")
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(apart))
 
 
 def test_delete_leaves_a_sound_one_and_moves_the_pointer(tmp_path, capsys):

@@ -11,6 +11,7 @@ import pytest
 
 from megapipe.checkpoint import clear_leftovers, find_newest, outdated, remove, save, shard
 from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import REMOVED
 from tests.unit.checkpoint.checkpoint_worlds import (
     META,
     assert_holds,
@@ -108,7 +109,9 @@ def test_a_kill_in_retention_leaves_what_is_kept(tmp_path, when):
             assert_holds(path, int(path.name[-1]))
         assert find_newest(root) == (newest, [])
         retain(root, newest)
-        assert {p.name for p in root.iterdir()} == {"latest", newest.name}
+        assert {p.name for p in root.iterdir()} == {"latest", newest.name, REMOVED}
+        again = [save_alone(root, step).name for step in (1, 2)]
+        assert again == ["step-00000001.1", "step-00000002.1"], "a name is given once"
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

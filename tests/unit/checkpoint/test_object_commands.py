@@ -8,7 +8,7 @@ import pytest
 
 from megapipe.checkpoint import Checkpoint
 from megapipe.checkpoint.commands import main
-from megapipe.checkpoint.names import POINTER
+from megapipe.checkpoint.names import POINTER, REMOVED
 from megapipe.checkpoint.storage import Place, at
 from tests.parity.object_server import BUCKET, ObjectServer
 from tests.unit.checkpoint.checkpoint_worlds import save_alone, tensors
@@ -67,12 +67,12 @@ def test_what_is_removed(
     text = out_of(capsys, "delete", root, "1", paths[2].name)
     assert text.count("removed ") == 2
     assert f"{root}/{POINTER} names {paths[1].name} now" in text
-    assert at(root).names() == sorted([POINTER, paths[1].name, attempt])
+    assert at(root).names() == sorted([POINTER, REMOVED, paths[1].name, attempt])
     Checkpoint.open(paths[1]).verify()
     assert "start it again" in out_of(capsys, "repair", root, code=2)
     assert attempt in at(root).names()
     out_of(capsys, "delete", root, "2", "--last")
-    assert at(root).names() == [attempt]
+    assert at(root).names() == sorted([REMOVED, attempt])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from megapipe.checkpoint import (
 )
 from megapipe.checkpoint import objects as module
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.names import MANIFEST, POINTER
+from megapipe.checkpoint.names import MANIFEST, POINTER, REMOVED
 from megapipe.checkpoint.objects import RemotePath
 from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.errors import CheckpointError
@@ -311,7 +311,8 @@ def test_a_kill_at_each_request_of_a_removal(
             assert_intact(here / key.name, key.step)
         assert find_newest(here) == (paths[2], [])
         remove(here, [here / key.name for key in committed(here)[1:]])
-        assert at(here).names() == sorted([POINTER, paths[2].name])
+        assert at(here).names() == sorted([POINTER, REMOVED, paths[2].name])
+        assert save_alone(here, 2).name.startswith("step-00000002.1-"), "a name is given once"
 
 
 def test_what_cannot_be_removed_is_told_and_the_rest_goes(store: ObjectServer, root: Place) -> None:

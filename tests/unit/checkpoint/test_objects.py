@@ -24,7 +24,7 @@ from megapipe.checkpoint import objects as module
 from megapipe.checkpoint.background import Background
 from megapipe.checkpoint.find import find_checkpoint, latest_run
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.names import MANIFEST, POINTER, Committed
+from megapipe.checkpoint.names import FAILED_PREFIX, MANIFEST, POINTER, REMOVED, Committed
 from megapipe.checkpoint.objects import RemotePath
 from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.errors import CheckpointError, ConfigError
@@ -271,15 +271,18 @@ def test_late_objects_of_a_job_that_was_taken_for_dead_harm_nobody(
 
 def test_removal_takes_the_manifest_first(root: Place, store: ObjectServer) -> None:
     paths = [save_alone(root, step, seed=step, shard_bytes=1200) for step in (1, 2, 3)]
+    mark = f"{FAILED_PREFIX}{paths[0].name}"
+    at(root / mark).replace(b"")
     begun = len(store.requests)
     done = remove(root, [paths[1], paths[0]])
     assert done == ([paths[1], paths[0]], [])
     gone = [r.key for r in store.requests[begun:] if r.kind == "DELETE"]
     assert gone[0] == f"run/{paths[1].name}/{MANIFEST}"
-    assert len(gone) == len(set(gone)) == 12
+    assert f"run/{mark}" in gone
+    assert len(gone) == len(set(gone)) == 13
     assert find_newest(root) == (paths[2], [])
     assert store.keys("run") == sorted(
-        [*(f"{paths[2].name}/{n}" for n in content(paths[2])), POINTER]
+        [*(f"{paths[2].name}/{n}" for n in content(paths[2])), POINTER, REMOVED]
     )
 
 
@@ -363,6 +366,6 @@ def test_the_memory_of_a_process() -> None:
     assert find_newest(root) == (paths[2], [])
     assert_holds(paths[2], 3)
     assert remove(root, paths[:2]) == (paths[:2], [])
-    assert at(root).names() == sorted([POINTER, paths[2].name])
+    assert at(root).names() == sorted([POINTER, REMOVED, paths[2].name])
     at(root).remove()
     assert find_newest(root) == (None, [])

@@ -7,11 +7,13 @@ import pytest
 
 from megapipe.checkpoint import clear_leftovers, find_newest, outdated, remove
 from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.local import LocalPath
+from megapipe.checkpoint.names import FAILED_PREFIX, REMOVED
 from tests.unit.checkpoint.checkpoint_worlds import assert_holds, is_sound, save_alone
 
 
 def names(root):
-    return sorted(p.name for p in root.iterdir())
+    return sorted(p.name for p in root.iterdir() if p.name != REMOVED)
 
 
 def retain(root, keep, newest):
@@ -70,6 +72,64 @@ def test_attempts_of_a_step_count_one_by_one(tmp_path):
     retain(tmp_path, keep=2, newest=paths[2])
     assert names(tmp_path) == ["latest", "step-00000005.1", "step-00000005.2"]
     assert save_alone(tmp_path, 5).name == "step-00000005.3"
+
+
+def test_no_name_is_given_twice(tmp_path):
+    """Whatever was removed in between, by a command, by retention, in any order."""
+    given = [save_alone(tmp_path, step).name for step in (2, 5, 5)]
+    for steps in ([5], [5, 2], [5], [7, 3], [7, 6], [2]):
+        assert not remove(tmp_path, [tmp_path / key.name for key in committed(tmp_path)]).problems
+        given += [save_alone(tmp_path, step).name for step in steps]
+    assert given[3:7] == [f"step-0000000{end}" for end in ("5.2", "5.3", "2.3", "5.4")]
+    assert given[7] == "step-00000007", "none was saved before"
+    assert len(set(given)) == len(given)
+    assert len(list(tmp_path.glob(".*"))) == 1, "and what tells of it does not grow"
+
+
+def test_a_mark_goes_with_its_checkpoint(tmp_path):
+    path = [save_alone(tmp_path, step) for step in (2, 5)][-1]
+    (tmp_path / f"{FAILED_PREFIX}{path.name}").touch()
+    remove(tmp_path, [path])
+    assert names(tmp_path) == ["latest", "step-00000002"]
+
+
+def test_a_mark_whose_checkpoint_was_removed_by_hand_marks_no_other(tmp_path):
+    path = save_alone(tmp_path, 5)
+    (tmp_path / f"{FAILED_PREFIX}{path.name}").touch()
+    shutil.rmtree(path)
+    assert save_alone(tmp_path, 5).name == "step-00000005.1"
+
+
+def test_a_full_disk_keeps_nothing_from_being_removed(tmp_path, monkeypatch):
+    """What is known of names is written when there is room again."""
+    paths = [save_alone(tmp_path, step) for step in (2, 5)]
+    replace = LocalPath.replace
+
+    def fail_at_first(self, data):
+        if paths[1].exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        replace(self, data)
+
+    monkeypatch.setattr(LocalPath, "replace", fail_at_first)
+    assert remove(tmp_path, paths[1:]) == ([paths[1]], [])
+    monkeypatch.undo()
+    assert save_alone(tmp_path, 5).name == "step-00000005.1"
+
+    def fail(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    monkeypatch.setattr(LocalPath, "replace", fail)
+    (problem,) = remove(tmp_path, [tmp_path / "step-00000005.1"]).problems
+    assert "may be given again: " in problem
+    assert names(tmp_path) == ["latest", "step-00000002"]
+
+
+def test_a_record_that_is_garbage_stops_no_save(tmp_path):
+    (tmp_path / REMOVED).write_bytes(b"\xff../x")
+    path = save_alone(tmp_path, 5)
+    assert path.name == "step-00000005"
+    assert not remove(tmp_path, [path]).problems
+    assert (tmp_path / REMOVED).read_text() == "step-00000005\n"
 
 
 def test_what_cannot_be_removed_is_told_and_the_rest_goes(tmp_path, monkeypatch):

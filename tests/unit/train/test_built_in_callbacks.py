@@ -327,7 +327,7 @@ def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path:
         return (None, f"{path} is damaged") if path.name[-1] in damaged else (path, "")
 
     def kept() -> str:
-        return "".join(sorted(path.name[-1] for path in folder.checkpoints.iterdir()))
+        return "".join(sorted(path.name[-1] for path in folder.checkpoints.glob("step-*")))
 
     run = standing_run(
         tmp_path,
@@ -373,7 +373,7 @@ def test_checkpoints_of_every_so_many_steps_stay(tmp_path: Path) -> None:
         for step in range(1, 8):
             saving.after_step(run, turn(step, save=True, results=[result(step)]))
         saving.after_step(run, turn(8, results=[result(8)]))
-    assert {path.name[-1] for path in folder.checkpoints.iterdir()} == {"4", "7"}
+    assert {path.name[-1] for path in folder.checkpoints.glob("step-*")} == {"4", "7"}
 
 
 @pytest.mark.parametrize("taken", [-1, 10])
