@@ -12,8 +12,8 @@ latest                     text file with the name of the last commit, for peopl
                            loading scans the folder instead and never reads it
 .failed-step-00000100      an empty file: starts from that checkpoint failed again and again, so
                            another is taken as long as there is one
-.removed                   text file with a name such as step-00000300.1: checkpoints up to this step and
-                           this attempt were removed, and none of their names is given again
+.removed                   text file with a name such as step-00000300.1: checkpoints up to this
+                           step and attempt were removed, and none of their names is given again
 .staging-...               being written, or being removed, or left behind by a killed process
 =========================  ====================================================================
 """
