@@ -14,7 +14,7 @@ import pytest
 
 from megapipe.checkpoint import Checkpoint, find_newest
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.names import MANIFEST, POINTER
+from megapipe.checkpoint.names import MANIFEST, POINTER, REMOVED
 from megapipe.checkpoint.storage import Place, place_of
 from megapipe.testing import World, run_world
 from tests.parity import object_files
@@ -227,6 +227,7 @@ def test_old_checkpoints_go_and_exports_are_made(store: ObjectServer, tmp_path: 
     assert len(keys) <= 2
     assert {key.split("/")[0] for key in store.keys("runs/run")} == {
         POINTER,
+        REMOVED,
         *(key.name for key in keys),
     }
     assert [path.name for path in (tmp_path / "runs/run/exports").iterdir()] == ["step-00000004"]
