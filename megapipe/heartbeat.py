@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from megapipe.beneath import write_beneath
 from megapipe.processes import machine, start_of
 
 BEAT_S = 5.0
@@ -88,7 +89,7 @@ def beating(path: Path, *, proof: Path | None = None) -> Iterator[None]:
             return
         with contextlib.suppress(OSError):  # a full disk, or what others took away
             fresh = path.with_name(f".{path.name}")
-            fresh.write_text(json.dumps({**me, "count": count}))
+            write_beneath(path.parent, fresh.name, json.dumps({**me, "count": count}))
             fresh.rename(path)
 
     def go_on() -> None:

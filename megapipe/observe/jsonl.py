@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from megapipe.beneath import open_beneath
 from megapipe.observe.record import StepRecord, ValidationRecord, finite_fields
 
 _LONGEST_LINE = 2**20  # bytes
@@ -29,7 +30,7 @@ class JsonlSink:
     name = "log.jsonl"
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a+b", buffering=0)
+        self._file = open_beneath(path.parent, path.name, "a+b", buffering=0)
         self._keep(self._end_of_last_line())
 
     def step(self, record: StepRecord) -> None:

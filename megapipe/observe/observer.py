@@ -65,7 +65,7 @@ def build_sinks(config: Config, run_folder: Path, flat_config: Mapping[str, obje
     def tensorboard() -> Sink:
         from megapipe.observe.tensorboard import TensorboardSink
 
-        return TensorboardSink(run_folder / "tensorboard")
+        return TensorboardSink(run_folder)
 
     def wandb() -> Sink:
         from megapipe.observe.wandb import WandbSink

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megapipe.beneath import make_folder, open_beneath, write_beneath
 from megapipe.config import Config
 from megapipe.errors import MegapipeError, OutOfMemory
 from megapipe.layout.layout import Layout
@@ -16,6 +17,7 @@ from megapipe.plan.report import report
 
 _HOST = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", re.DOTALL)
 """The message where torch is refused memory of the host."""
+FOLDER = "out_of_memory"
 HISTORY = 100_000
 """Allocations that are remembered, with where they were made."""
 
@@ -38,13 +40,15 @@ def out_of_memory(error: BaseException, config: Config, layout: Layout, rank: in
 
     Returns the error to end with; never raises.
     """
-    folder = Path(config.run.folder) / config.run.name / "out_of_memory"
+    run = Path(config.run.folder) / config.run.name
+    folder = run / FOLDER
     plan, snapshot = folder / "plan.txt", folder / f"rank_{rank:04d}.pickle"
     left = f"all of it is in {plan}, "
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        plan.write_text(report(config, layout))
+        make_folder(run, FOLDER)  # of a run, perhaps, that has none of its own yet
+        write_beneath(run, f"{FOLDER}/{plan.name}", report(config, layout))
         if torch.cuda.is_available():
+            open_beneath(run, f"{FOLDER}/{snapshot.name}", "wb").close()  # torch follows links
             torch.cuda.memory._dump_snapshot(str(snapshot))
             left += f"a snapshot for pytorch.org/memory_viz in {snapshot}"
         else:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megapipe.beneath import open_beneath
 from megapipe.command_line import Parser, run_command
 from megapipe.errors import DataError
 
@@ -30,7 +33,8 @@ class StepProfile:
     :mod:`megapipe.engine.names`."""
 
     def __init__(self, folder: Path, step: int, *, rank: int, place: str, on_gpu: bool) -> None:
-        self.folder = folder / "profile" / f"step_{step:06d}"
+        self._run_folder, self._name = folder, f"profile/step_{step:06d}"
+        self.folder = folder / self._name
         self.rank = rank
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._profile = profile(activities=activities)
@@ -47,9 +51,16 @@ class StepProfile:
         if ProfilerActivity.CUDA in self._profile.activities:
             torch.cuda.synchronize()
         self._profile.stop()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"rank_{self.rank:04d}.json.gz"
-        self._profile.export_chrome_trace(str(path))
+        name = f"{self._name}/rank_{self.rank:04d}.json.gz"
+        with (
+            tempfile.TemporaryDirectory() as own,  # as torch takes a path, and follows links
+            open_beneath(self._run_folder, name, "wb") as file,
+            gzip.open(file, "wb") as out,
+        ):
+            path = Path(own, "trace.json")
+            self._profile.export_chrome_trace(str(path))
+            with path.open("rb") as trace:
+                shutil.copyfileobj(trace, out)
 
 
 def merge(folder: Path) -> Path:
@@ -62,7 +73,10 @@ def merge(folder: Path) -> Path:
     if not paths:
         raise DataError(f"{folder}: no rank_*.json.gz, expected the folder of a profiled step")
     base = None
-    with gzip.open(folder / MERGED, "wt", encoding="utf-8") as out:
+    with (
+        open_beneath(folder, MERGED, "wb") as file,
+        gzip.open(file, "wt", encoding="utf-8") as out,
+    ):
         out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
         for path in paths:

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megapipe.beneath import make_folder, open_beneath
 from megapipe.errors import ConfigError, DataError, MegapipeError
 from megapipe.left_out import LeftOut
 from megapipe.words import counted
@@ -51,8 +52,7 @@ class Taken(NamedTuple):
 
 def new_start(run_folder: Path, after: int) -> Path:
     """Make the folder of a start of the run that goes on after step `after`. Raises OSError."""
-    folder = run_folder / FOLDER
-    folder.mkdir(exist_ok=True)
+    folder = make_folder(run_folder, FOLDER)
     number = max((start for start, _, _ in _starts(folder)), default=0) + 1
     path = folder / f"{number:03}-after-{after}"
     path.mkdir()
@@ -63,7 +63,8 @@ class SampleWriter:
     """Appends lines to a file of this process, each in one write."""
 
     def __init__(self, start: Path, rank: int) -> None:
-        self._file = (start / f"rank-{rank:05}.jsonl").open("ab", buffering=0)
+        run_folder, name = start.parents[1], f"{FOLDER}/{start.name}/rank-{rank:05}.jsonl"
+        self._file = open_beneath(run_folder, name, "ab", buffering=0)
 
     def step(self, step: int, samples: Sequence[Taken]) -> None:
         """Append the samples of a step, counted from 1. Raises OSError."""

@@ -2,18 +2,19 @@
 
 from pathlib import Path
 
+from megapipe.beneath import make_folder
 from megapipe.observe.record import StepRecord, ValidationRecord
 
 
 class TensorboardSink:
-    """Writes scalars and notes under ``folder``."""
+    """Writes scalars and notes into a folder of the run's."""
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, run_folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(make_folder(run_folder, self.name)))
         self._step = 0
 
     def step(self, record: StepRecord) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megapipe.beneath import write_beneath
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.render.picture import picture
 from megapipe.schedule.render.scene import stack
@@ -25,18 +26,16 @@ def write_timeline(folder: Path, step: int, measured: Timeline, plan: Cost) -> s
     simulated = simulate(measured.schedule, measured.cost)
     planned = simulate(measured.schedule, plan)
     both = {"measured": measured, "simulated": simulated}
-    place = folder / "timeline"
-    place.mkdir(exist_ok=True)
-    path = place / f"step_{step:06d}"
-    path.with_suffix(".json").write_text(json.dumps(trace(both, unit=1e6)))
+    name = f"timeline/step_{step:06d}"
+    write_beneath(folder, f"{name}.json", json.dumps(trace(both, unit=1e6)))
     scenes = [picture(_named(timeline, name)) for name, timeline in both.items()]
-    path.with_suffix(".svg").write_text(to_svg(stack(scenes)))
+    write_beneath(folder, f"{name}.svg", to_svg(stack(scenes)))
     return (
         f"timeline of step {step}: {measured.makespan:.3g} s, simulated with its own costs "
         f"{simulated.makespan:.3g} s; idle {measured.bubble_makespan:.1%}, simulated "
         f"{max(0.0, simulated.bubble_makespan):.1%}, by the plan's FLOPs "
         f"{float(planned.bubble_makespan):.1%}: {_by_cause(idle(measured), measured)}; "
-        f"see {path}.svg"
+        f"see {folder / name}.svg"
     )
 
 

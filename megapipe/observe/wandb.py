@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from megapipe.beneath import make_folder, open_beneath
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.words import without_user_info
 
@@ -43,10 +44,11 @@ class WandbSink:
 
         if mode == "online" and not wandb.login(prompt=False):
             raise RuntimeError("no API key; set WANDB_API_KEY, or log.wandb=offline")
+        make_folder(run_folder, self.name)
         run = wandb.init(
             project=project,
             name=run_name,
-            id=_run_id(run_folder / "wandb_id"),
+            id=_run_id(run_folder),
             resume="allow",
             dir=run_folder,
             mode=mode,
@@ -73,8 +75,10 @@ class WandbSink:
         self._run.finish()
 
 
-def _run_id(path: Path) -> str:
-    """The identity kept in the file, made at the first start."""
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12] + "\n")
-    return path.read_text().strip()
+def _run_id(run_folder: Path) -> str:
+    """The identity kept in a file, made at the first start."""
+    with open_beneath(run_folder, "wandb_id", "a+", encoding="utf-8") as file:
+        if not file.tell():
+            file.write(uuid.uuid4().hex[:12] + "\n")
+        file.seek(0)
+        return str(file.read()).strip()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megapipe.beneath import write_beneath
 from megapipe.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.recorder import Record, measured_cost, timeline
@@ -164,7 +165,7 @@ class AutoSchedule:
         text = to_csv(chosen)
         try:
             staging = self.path.with_suffix(".tmp")
-            staging.write_text(text, encoding="utf-8")
+            write_beneath(staging.parent, staging.name, text)
             staging.replace(self.path)
         except OSError as error:
             self.note(f"schedule auto: {self.path} is not written: {error.strerror}")

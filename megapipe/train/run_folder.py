@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megapipe import heartbeat
+from megapipe.beneath import write_beneath
 from megapipe.checkpoint.find import OF_A_RUN
 from megapipe.checkpoint.objects import RemotePath
 from megapipe.checkpoint.retention import clear_leftovers
@@ -190,10 +191,10 @@ def open_reports(folder: Path, config: Config, resumed_at: int | None) -> Observ
     """
     mark = "" if resumed_at is None else start_mark(folder, resumed_at)
     try:
-        (folder / f"config{mark}.yaml").write_text(dump(config))
+        write_beneath(folder, f"config{mark}.yaml", dump(config))
         origin = provenance(Path(__file__).resolve().parents[2])
         text = json.dumps(origin, indent=2) + "\n"
-        (folder / f"provenance{mark}.json").write_text(text)
+        write_beneath(folder, f"provenance{mark}.json", text)
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write to {folder}: {error.strerror}") from None
     return build_sinks(config, folder, flatten(config))

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from megapipe.beneath import make_folder, write_beneath
 from megapipe.processes import is_stopped, start_of
 from megapipe.watch.culprit import View, find, told
 from megapipe.watch.journal import PREFIX, Reader
@@ -53,7 +54,7 @@ class Settings(NamedTuple):
     limit_s: float
     """How long a rank may wait for others, seconds."""
     reports: str
-    """The folder that gets a folder for each hang."""
+    """The folder in the run's that gets a folder for each hang."""
     starter: int
     """The process that starts the monitor."""
     listens: int = -1
@@ -191,15 +192,17 @@ class Monitor:
             rank.send(STACKS)
         time.sleep(STACKS_S)
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}"
-        report = Path(self._settings.reports) / name
+        reports = Path(self._settings.reports)
         try:
-            report.mkdir(parents=True, exist_ok=True)  # of another node that has its name
+            # there may be that of another node that has this one's name
+            report = make_folder(reports.parent, f"{reports.name}/{name}")
             for number, rank in sorted(self._ranks.items()):
                 stacks = self._folder / f"{PREFIX}{number}.stacks"
                 if stacks.exists():
-                    shutil.copyfile(stacks, report / f"{PREFIX}{number}.txt")
+                    text = stacks.read_text(encoding="utf-8", errors="replace")
+                    write_beneath(report, f"{PREFIX}{number}.txt", text)
                 view = rank.view()._asdict() | {"state": rank.state._asdict()}
-                (report / f"{PREFIX}{number}.json").write_text(json.dumps(view, indent=1) + "\n")
+                write_beneath(report, f"{PREFIX}{number}.json", json.dumps(view, indent=1) + "\n")
         except OSError:
             return None
         return report

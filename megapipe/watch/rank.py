@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from megapipe.beneath import open_beneath
 from megapipe.processes import machine
 from megapipe.watch.journal import BEATS, LEFT, PREFIX, Journal
 from megapipe.watch.journal import VERDICT as TOLD
@@ -92,7 +93,8 @@ class Watch:
     def _write_flight_record(self, report: str | None) -> None:
         flight = self._flight_record() if report is not None else None
         if report is not None and flight is not None:
-            (Path(report) / f"{PREFIX}{self._rank}.flight.json").write_bytes(flight)
+            with open_beneath(Path(report), f"{PREFIX}{self._rank}.flight.json", "wb") as file:
+                file.write(flight)
 
 
 def _join(

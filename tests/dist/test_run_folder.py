@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from megapipe.checkpoint.run_lock import RunLock
 from megapipe.cli import parse
 from megapipe.data.tokenizer import load_tokenizer
@@ -17,6 +19,7 @@ from megapipe.testing import World, run_world
 from megapipe.train import run_folder
 from megapipe.train.trainer import Trainer
 from tests.parity.jobs import arguments, tiny
+from tests.parity.launches import run_forked
 
 TRAINS = "trains"
 
@@ -80,3 +83,30 @@ def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
         assert text.startswith(f"data.source={name}.txt: rank 1 has other samples than rank 0")
     assert same == ((type(None), TRAINS),) * 2
     assert list(taken.iterdir()) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("linked", ["runs", "runs/run"])
+def test_a_run_follows_the_link_that_it_is_and_none_within(linked: str, tmp_path: Path) -> None:
+    """Reports that meet one are left out, and the run goes on; what is outside stays as it was."""
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / linked).parent.mkdir(exist_ok=True)
+    (tmp_path / linked).symlink_to(disk)
+    run = tmp_path / "runs/run"
+    meets = ["timeline/step_000002.json", "profile/step_000002/rank_0001.json.gz"]
+    for name in meets:
+        (run / name).parent.mkdir(parents=True)
+        (run / name).symlink_to(outside)
+    given = {**tiny(tmp_path), "log.timeline": "[2]", "log.profile": "[2]", "log.samples": "true"}
+    outcome = run_forked(tmp_path, 2, *arguments(given))
+    assert outcome.codes == [0, 0], outcome.text
+    assert outcome.text.count("is a symbolic link, which a run does not write through") == 2
+    assert "no timeline of step 2: " in outcome.text
+    assert "no whole profile of step 2: rank 1: " in outcome.text
+    assert outside.read_text() == "mine"
+    made = disk / "run" if linked == "runs" else disk
+    assert (made / "summary.json").exists()
+    assert (made / "samples/001-after-0/rank-00000.jsonl").exists()

@@ -68,6 +68,7 @@ FLOORS = (
     "finite",
     "left_out",
     "paths",
+    "beneath",
     "errors",
 )
 """Folders and single files of the package, the highest first: imports go down."""

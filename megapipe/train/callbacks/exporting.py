@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from megapipe.beneath import make_folder
 from megapipe.checkpoint.names import Committed
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.convert import export
 from megapipe.distributed.agreement import all_or_none
-from megapipe.errors import MegapipeError
+from megapipe.errors import CheckpointError, MegapipeError
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.saving import Saving
 from megapipe.train.callbacks.validation import is_due
@@ -31,11 +32,15 @@ class Exporting(Callback):
         saved = self._saving.newest
         assert saved is not None, "saving is to come before exporting"
         key = Committed.parsed(saved.name)
-        output, error = run.folder / FOLDER / (key.plain if key else saved.name), None
+        output = run.folder / FOLDER / (key.plain if key else saved.name)
+        error: MegapipeError | None = None
         if run.mesh.rank == 0 and not output.exists():
             try:
+                make_folder(run.folder, FOLDER)
                 export(Checkpoint.open(saved), output, dtype="bf16", warn=run.note)
                 run.note(f"exported {output}")
             except MegapipeError as problem:
                 error = problem
+            except OSError as problem:
+                error = CheckpointError(f"cannot write {output}: {problem.strerror}")
         all_or_none(run.mesh, error)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from megapipe.beneath import write_beneath
 from megapipe.data.batch import Batches
 from megapipe.layout.devices import peak
 from megapipe.observe.record import SourceRecord, StepRecord, ValidationRecord
@@ -143,7 +144,7 @@ class Reports(Callback):
         )
         path = run.folder / "summary.json"
         try:
-            path.write_text(summary.model_dump_json(indent=2) + "\n")
+            write_beneath(run.folder, path.name, summary.model_dump_json(indent=2) + "\n")
         except OSError as error:  # all else is saved
             run.note(f"{path} cannot be written: {error.strerror}")
 

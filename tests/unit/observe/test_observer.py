@@ -2,6 +2,7 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -89,8 +90,13 @@ def test_console_and_log_are_on_by_default(tmp_path, make_record, capsys):
     assert [(line["kind"], line["steps"]) for line in lines] == [("step", 300), ("validation", 300)]
 
 
-def test_a_full_disk_from_the_start_does_not_stop_the_run(tmp_path, make_record, capsys, caplog):
-    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+def test_a_full_disk_from_the_start_does_not_stop_the_run(
+    tmp_path, make_record, monkeypatch, capsys, caplog
+):
+    monkeypatch.setattr(
+        "megapipe.observe.jsonl.open_beneath",
+        lambda folder, name, mode, **how: Path("/dev/full").open(mode, **how),  # noqa: SIM115
+    )
     observer = build_sinks(Config(), tmp_path, {})
     for step in (1, 2):
         observer.step(make_record(step=step))

@@ -114,13 +114,18 @@ def test_the_summary_has_the_first_and_the_last_loss(tmp_path: Path) -> None:
     assert summary.tokens_per_second == pytest.approx(3 * 8 * 16 / summary.seconds)
 
 
-def test_a_summary_that_cannot_be_written_is_a_line(tmp_path: Path) -> None:
+def test_a_summary_that_cannot_be_written_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a disk that is full: all else is saved, and the run is done."""
     run = standing_run(tmp_path)
     reports = Reports(skipped=0, entropy=None)
     reports.begin(run)
     reports.after_step(run, turn(5, results=[result(5)]))
-    (tmp_path / "summary.json").symlink_to("/dev/full")
+    monkeypatch.setattr(
+        "megapipe.train.callbacks.reports.write_beneath",
+        lambda folder, name, text: Path("/dev/full").write_text(text),
+    )
     reports.end(run)
     assert reported(run).notes == [
         f"{tmp_path / 'summary.json'} cannot be written: No space left on device"
