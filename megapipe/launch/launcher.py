@@ -74,8 +74,8 @@ def launch(
 ) -> int:
     """Run ``python *command`` in `nproc` processes on this node, one of `nodes` that do the same.
 
-    By default there is a process per GPU, or one. Where a fault ends a run that has begun to train,
-    all nodes start it again, `restarts` times without coming further. Returns the exit code: that
+    By default there is a process per GPU, or one. Where a fault ends a run that can go on, all
+    nodes start it again, `restarts` times without coming further. Returns the exit code: that
     of the first rank to fail, 128 + n where signal n killed it; 0 if none fails. Raises
     :class:`LaunchError` if the nodes do not meet, :class:`TooManyRestarts`. To be called in the
     main thread.
@@ -305,8 +305,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--restarts", type=int, metavar="N",
         help="start a run again that a fault has ended, from its newest checkpoint: so many times "
-        f"without coming further (default 0; {ELASTIC_RESTARTS} with --nnodes MIN:MAX); after two "
-        "faults at the same step from an older one",
+        "without coming further; after two faults at the same step from an older one. Default 0, "
+        f"as most first errors are mistakes; {ELASTIC_RESTARTS} with --nnodes MIN:MAX",
     )  # fmt: skip
     options, command = _split(argv)
     parser.add_argument(

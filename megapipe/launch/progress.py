@@ -22,9 +22,9 @@ class Progress(NamedTuple):
     """Of a run. Numbers of steps; -1 where there is none."""
 
     first: int = -1
-    """Steps that were done when this start began to train."""
+    """Steps of the checkpoint that this start has chosen, 0 without one."""
     step: int = -1
-    """Steps that are done."""
+    """Steps that are done, once the start trains."""
     ends: int = 0
     """1: it has stopped before its last step because a callback wished so."""
 

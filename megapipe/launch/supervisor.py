@@ -46,11 +46,16 @@ class Supervisor:
         """The start after one that has ended with an exit code and done so many steps; None if
         there is to be none. Raises :class:`TooManyRestarts`.
 
-        A program that was no run, or never began to train, is not started again: nothing is known
-        of whether it can go on. Where two starts from one checkpoint fail after the same step, the
-        next begins with an older one: theirs may be poisoned.
+        A program that was no run, or ended before it had looked for a checkpoint, is not started
+        again: nothing is known of whether it can go on. Nor is one that had none and ended in an
+        exception before it ever trained: the next start would do the same. Where two starts in a
+        row fail at one step, or before they train, and the checkpoint of the second is one that the
+        first had or made, the next begins with an older one: that may be poisoned.
         """
-        if self._limit == 0 or max(progress.first, self._best) < 0:
+        trained = self._best >= 0 or progress.step >= 0
+        if self._limit == 0 or (progress.first < 0 and not trained):
+            return None
+        if code == 1 and progress.first == 0 and not trained:
             return None
         if self._elastic and code == Preempted.exit_code and not progress.ends:
             return Again(0, 0.0, self._before)
@@ -59,12 +64,15 @@ class Supervisor:
         if progress.step > self._best:
             self._best, self._number, self._before = progress.step, 0, 0
         elif progress.first >= 0:
-            self._before = progress.first if progress == self._last else 0
+            last = self._last
+            same = last is not None and last.step == progress.step and last.first <= progress.first
+            self._before = progress.first if same else 0
         self._number += 1
         if self._number > self._limit:
+            far = f"came no further than step {self._best}" if trained else "did no step"
             raise TooManyRestarts(
-                f"{counted(self._limit, 'start')} in a row came no further than step {self._best}; "
-                f"the last ended with exit code {code}"
+                f"{counted(self._limit, 'start')} in a row {far}; the last ended with exit code "
+                f"{code}"
             )
         if progress.first >= 0:
             self._last = progress
@@ -78,8 +86,9 @@ def _is_fault(code: int) -> bool:
 
 def line(again: Again, limit: int, step: int) -> str:
     """A line for the user on a start."""
+    place = f"step {step}" if step >= 0 else "a start without a step"
     if again.number == 0:
-        return f"starting again after step {step}, with the nodes that there are"
+        return f"starting again after {place}, with the nodes that there are"
     older = f", from before step {again.before}" if again.before > 0 else ""
     wait = f"in {again.wait_s:g} s" if again.wait_s else "now"
-    return f"starting again after step {step} ({again.number} of {limit}), {wait}{older}"
+    return f"starting again after {place} ({again.number} of {limit}), {wait}{older}"

@@ -105,6 +105,10 @@ class Trainer:
             before=before if before >= 0 else None,
             memory=memory,
         )
+        self.first_step = 0 if self.source.checkpoint is None else self.source.checkpoint.step
+        self._telling = Telling(told) if told is not None and local_rank == 0 else None
+        if self._telling is not None:
+            self._telling.chosen(self.first_step)
         check_end(self.source, config)
         check_adapters(self.source, config)
         self._changes(corpus=None)
@@ -126,12 +130,10 @@ class Trainer:
             sources=len(self.training.names),
         )
         self.run_id = mesh.share(uuid.uuid4().hex)
-        self.first_step = 0
         skipped = 0
         if self.source.checkpoint is not None:
             copies = memory if self.source.in_memory else None
             load(self.source.checkpoint, config, self.train_step, mesh, copies)
-            self.first_step = self.source.checkpoint.step
             if self.changes.data_anew:
                 self.train_step.position = Position(self.first_step, 0)
                 self.train_step.left_out = left_out
@@ -172,7 +174,6 @@ class Trainer:
         ]
         if config.log.samples:
             first.append(SampleLog(self.training))
-        self._telling = Telling(told) if told is not None and local_rank == 0 else None
         if self._telling is not None:
             first.append(self._telling)
         if config.pipeline.schedule == "auto":

@@ -69,15 +69,55 @@ def test_two_kills_and_an_exception_change_no_bit(tmp_path: Path) -> None:
         assert_same_files(*(folder / f"step-{step:08d}" for folder in folders))
 
 
-def test_a_step_that_fails_twice_is_reached_from_an_older_checkpoint(tmp_path: Path) -> None:
-    fault = "raise ValueError('no such thing')"
+def test_two_faults_at_a_step_go_back_to_an_older_checkpoint(tmp_path: Path) -> None:
+    """Where they were chance that costs time, and no bit."""
     here = {"checkpoint.background": "false"}  # step 4 is saved before step 6 fails
-    outcome = run(tmp_path, {6: 3}, "--restarts", "3", action=fault, **here)
+    outcome = run(tmp_path, {6: 2}, "--restarts", "3", **here)
     assert outcome.codes == [0], outcome.text
-    assert "(3 of 3), in 4 s, from before step 4" in outcome.text
+    assert "(2 of 3), in 2 s, from before step 4" in outcome.text
     assert "step-00000004: starts from it, or before it, have failed" in outcome.text
     names = {path.name for path in (tmp_path / "runs/run/checkpoints").iterdir()}
     assert {".failed-step-00000004", "step-00000004", "step-00000004.1"} <= names
+    whole = run_forked(tmp_path, 2, *settings(tmp_path, **{**here, "run.name": "whole"}))
+    assert set(whole.codes) == {0}, whole.text
+    runs = [tmp_path / "runs" / name / "checkpoints" for name in ("run", "whole")]
+    assert_same_files(runs[0] / "step-00000004.1", runs[1] / "step-00000004")
+    assert_same_files(*(folder / "step-00000008" for folder in runs))
+
+
+DEADLY = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from megapipe.train import trainer
+from megapipe.train.main import main
+load = trainer.load
+def deadly(checkpoint, config, step, mesh, memory=None):
+    if mesh.rank == 1 and (checkpoint.path / "poison").exists():
+        os.kill(os.getpid(), signal.SIGSEGV)
+    load(checkpoint, config, step, mesh, memory)
+trainer.load = deadly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_checkpoint_that_kills_whoever_loads_it(tmp_path: Path) -> None:
+    """Also where this launcher has not seen the run train."""
+    script = tmp_path / "deadly.py"
+    script.write_text(DEADLY.format(root=str(ROOT)))
+    first = run_forked(tmp_path, 2, *settings(tmp_path, **{"train.stop_after": "6"}))
+    assert set(first.codes) == {0}, first.text
+    checkpoints = tmp_path / "runs/run/checkpoints"
+    (checkpoints / "step-00000006/poison").touch()
+    with Job(tmp_path, 120) as job:
+        launch = ["-m", "megapipe.launch", "--nproc", "2", "--restarts", "3", str(script)]
+        job.start([*launch, *settings(tmp_path)])
+        outcome = job.end()
+    assert outcome.codes == [0], outcome.text
+    said = [text for text in outcome.text.splitlines() if "starting again" in text]
+    words = "megapipe: starting again after a start without a step"
+    assert said == [f"{words} (1 of 3), in 1 s", f"{words} (2 of 3), in 2 s, from before step 6"]
+    assert f"resumed from {checkpoints / 'step-00000004'} at step 4 of 8" in outcome.text
+    assert (checkpoints / "step-00000006.1").is_dir()
 
 
 def test_too_many(tmp_path: Path) -> None:

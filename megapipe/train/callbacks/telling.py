@@ -21,6 +21,10 @@ class Telling(Callback):
     def __init__(self, file: Path) -> None:
         self._file = file
 
+    def chosen(self, first_step: int) -> None:
+        """This start is about to load its checkpoint, which may end the process."""
+        self._write(Progress(first_step))
+
     def begin(self, run: Run) -> None:
         self._tell(run, run.first_step)
 
@@ -38,5 +42,8 @@ class Telling(Callback):
         self._tell(run, step, ends=who not in (A_SIGNAL, self.who))
 
     def _tell(self, run: Run, step: int, *, ends: bool = False) -> None:
+        self._write(Progress(run.first_step, step, int(ends)))
+
+    def _write(self, progress: Progress) -> None:
         with contextlib.suppress(OSError):  # a run does not end for want of a file
-            write(self._file, Progress(run.first_step, step, int(ends)))
+            write(self._file, progress)

@@ -35,7 +35,7 @@ def test_an_elastic_job_goes_on_without_a_node_that_was_stopped() -> None:
     assert Supervisor(2).again(75, Progress(0, 8)) is None, "it has as many nodes as ever"
 
 
-def test_a_start_that_fails_before_it_trains_counts() -> None:
+def test_a_start_that_fails_before_it_looks_for_a_checkpoint_counts() -> None:
     """As where a node takes its time to come back."""
     supervisor = Supervisor(3)
     assert supervisor.again(137, Progress(0, 7)) == Again(1, 1.0, 0)
@@ -45,11 +45,40 @@ def test_a_start_that_fails_before_it_trains_counts() -> None:
         supervisor.again(4, Progress())
 
 
+def test_a_checkpoint_that_cannot_be_loaded_twice_is_left_for_an_older_one() -> None:
+    supervisor = Supervisor(3)
+    assert supervisor.again(137, Progress(0, 5)) == Again(1, 1.0, 0)
+    assert supervisor.again(139, Progress(4)) == Again(2, 2.0, 0)
+    assert supervisor.again(139, Progress(4)) == Again(3, 4.0, 4)
+    assert supervisor.again(137, Progress(2, 9)) == Again(1, 1.0, 0), "it was that"
+
+
+@pytest.mark.parametrize("code", [1, 4, 139])
+def test_so_is_one_of_an_earlier_job(code: int) -> None:
+    """And each that is older is tried twice as well."""
+    supervisor = Supervisor(5)
+    wanted = [(6, 0), (6, 6), (4, 0), (4, 4), (2, 0)]
+    for number, (first, before) in enumerate(wanted, 1):
+        again = supervisor.again(code, Progress(first))
+        assert again is not None
+        assert (again.number, again.before) == (number, before)
+    with pytest.raises(TooManyRestarts, match="5 starts in a row did no step; the last ended"):
+        supervisor.again(code, Progress(2))
+
+
+def test_a_run_without_a_checkpoint_that_never_trains() -> None:
+    """One that is killed may go on; what a program raises, it would raise again."""
+    assert Supervisor(3).again(137, Progress(0)) == Again(1, 1.0, 0)
+    assert Supervisor(3).again(4, Progress(0)) == Again(1, 1.0, 0)
+    assert Supervisor(3).again(1, Progress(0)) is None
+    assert Supervisor(3).again(2, Progress(4)) is None
+
+
 def test_who_comes_further_begins_to_count_anew() -> None:
     supervisor = Supervisor(2)
     for step in range(10, 100, 10):
         assert supervisor.again(137, Progress(step - 10, step)) == Again(1, 1.0, 0)
-        assert supervisor.again(137, Progress(step, step)) == Again(2, 2.0, 0)
+        assert supervisor.again(137, Progress(step, step)) == Again(2, 2.0, step)
 
 
 def test_two_faults_at_a_step_ask_for_an_older_checkpoint() -> None:
@@ -58,9 +87,18 @@ def test_two_faults_at_a_step_ask_for_an_older_checkpoint() -> None:
     assert supervisor.again(1, Progress(6, 8)) == Again(2, 2.0, 0), "another step"
     assert supervisor.again(1, Progress(6, 8)) == Again(3, 4.0, 6)
     assert supervisor.again(4, Progress()) == Again(4, 8.0, 6), "still"
-    assert supervisor.again(1, Progress(3, 8)) == Again(5, 16.0, 0), "from another checkpoint"
+    assert supervisor.again(1, Progress(3, 8)) == Again(5, 16.0, 0), "its first start"
     assert supervisor.again(1, Progress(3, 8)) == Again(6, 32.0, 3), "further back"
     assert supervisor.again(1, Progress(0, 10)) == Again(1, 1.0, 0), "it was that"
+
+
+def test_the_start_that_made_a_checkpoint_counts_for_it() -> None:
+    supervisor = Supervisor(3)
+    assert supervisor.again(1, Progress(0, 5)) == Again(1, 1.0, 0)
+    assert supervisor.again(1, Progress(4, 5)) == Again(2, 2.0, 4)
+    supervisor = Supervisor(3)
+    assert supervisor.again(1, Progress(0, 0)) == Again(1, 1.0, 0)
+    assert supervisor.again(1, Progress(0, 0)) == Again(2, 2.0, 0), "there is no checkpoint"
 
 
 def test_waits_have_a_bound() -> None:
@@ -72,6 +110,8 @@ def test_waits_have_a_bound() -> None:
 
 def test_the_line() -> None:
     assert line(Again(1, 1.0, 0), 3, 7) == "starting again after step 7 (1 of 3), in 1 s"
+    text = "starting again after a start without a step (1 of 3), in 1 s"
+    assert line(Again(1, 1.0, 0), 3, -1) == text
     text = "starting again after step 7 (2 of 3), in 2 s, from before step 6"
     assert line(Again(2, 2.0, 6), 3, 7) == text
     text = "starting again after step 7, with the nodes that there are"
