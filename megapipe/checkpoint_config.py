@@ -22,6 +22,10 @@ class CheckpointConfig(Section):
     followed. One that is just saved is kept besides, until then."""
     keep_every: int = Field(0, ge=0)
     """Keep checkpoints of steps that are multiples of this for good; 0: none."""
+    grace_s: float | None = Field(None, gt=0)
+    """Seconds from a signal that asks for the end until whoever sent it kills the processes, as a
+    scheduler does. A save that would not be over by then, if it took as long as the last one, is
+    not begun, and the next start goes on from the checkpoint before. null: one always begins."""
     background: bool = False
     """Save while training goes on: it waits until the state is copied to host memory, and threads
     write the copy. The plan says how much memory that takes. A save that falls due meanwhile waits

@@ -16,7 +16,8 @@ code  meaning
 7     memory of a device or of the host is used up
 8     a launcher has started a job again as often as it may, and it came no further
 9     a device is at fault: copies of a value differ, or a step comes out otherwise each time
-75    stopped by a signal or a callback, and all that there was is saved; run again to go on
+75    stopped by a signal or a callback, and all is saved that there was and was time for; run
+      again to go on
 130   interrupted from the keyboard with nothing to save, or a second time (128 + n: by signal n)
 ====  ====================================================================
 """

@@ -97,6 +97,8 @@ class StopRequest(Listener):
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.since: float | None = None
+        """When it came, monotonic seconds."""
         self.phase: Literal["setup", "training", "leaving"] = "setup"
         """There is nothing to save yet, a step to save, or nothing left to save."""
         self.speaks = False
@@ -128,7 +130,7 @@ class StopRequest(Listener):
         return self.signal is not None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal = self.signal or signal.Signals(number)
+        self._note(signal.Signals(number))
 
     def look(self) -> None:
         if self.launcher is not None and os.getppid() != self.launcher:
@@ -152,11 +154,15 @@ class StopRequest(Listener):
 
     def _ask(self, number: signal.Signals) -> None:
         """Ask for a stop; the first time, while there is nothing to save, end."""
-        self.signal = self.signal or number
+        self._note(number)
         unsaved = self.phase == "setup" and number != signal.SIGINT and self.leave is not None
         if unsaved and self._leaves.acquire(blocking=False):
             # in a thread of its own: this one has to hear a second signal
             threading.Thread(target=self._end, args=(number,), daemon=True).start()
+
+    def _note(self, number: signal.Signals) -> None:
+        if self.signal is None:
+            self.since, self.signal = time.monotonic(), number
 
     def _end(self, number: signal.Signals) -> None:
         with self.steady:

@@ -212,8 +212,8 @@ class Trainer:
         return changes.check(checkpoint, self.config, own=self.source.is_own, corpus=corpus)
 
     def run(self) -> None:
-        """Train to ``train.stop_after`` or the end. Raises :class:`Preempted` after saving if asked
-        to stop."""
+        """Train to ``train.stop_after`` or the end. Raises :class:`Preempted`, once all is saved
+        for which there is time, if asked to stop."""
         with Garbage(self.config.run.collect_every) as garbage:
             lines = opening(self.context, self.source, self.changes)
             for line in (*lines, *self.folder.notes, *self.training.notes()):
@@ -238,7 +238,11 @@ class Trainer:
                     who = self.callbacks.stopper(self.context)
                     if self._telling is not None:
                         self._telling.stopped(self.context, number, who)
-                    raise Preempted(f"stopped by {who}; saved step {number} of {steps}")
+                    if step.unsaved:
+                        what = f"step {number} of {steps} is not saved: {step.unsaved}"
+                    else:
+                        what = f"saved step {number} of {steps}"
+                    raise Preempted(f"stopped by {who}; {what}")
             if end < steps:
                 self.context.note(
                     f"ended after step {end} of {steps}, as train.stop_after says; start again "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -164,6 +165,54 @@ def test_a_scheduler_stops_one_rank_while_the_others_meet(rank: int, tmp_path: P
         job.processes[rank].send_signal(signal.SIGTERM)
         outcome = job.end()
     outcome.assert_one_line(75, "stopped by SIGTERM before the first step")
+
+
+SLOW_DISK = """
+import sys, time
+sys.path.insert(0, {root!r})
+from megapipe.checkpoint import writer
+from megapipe.train.main import main
+write_shard = writer.write_shard
+def throttled(*args, **given):
+    time.sleep(3)
+    return write_shard(*args, **given)
+writer.write_shard = throttled
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_a_save_that_would_outlast_the_grace_is_not_begun(background: str, tmp_path: Path) -> None:
+    """Only one rank hears the signal; the next start goes on from the checkpoint before."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_DISK.format(root=str(ROOT)))
+    more = {"checkpoint.every": "10", "checkpoint.background": background, "parallel.pp": "2"}
+    given = endless(tmp_path, **more)
+    with Job(tmp_path) as job:
+        launch = ["-m", "megapipe.launch", "--nproc", "2", str(script)]
+        job.start([*launch, *given, "checkpoint.grace_s=1"])
+        job.await_text("saved ")
+        os.kill(job.pids()[1], signal.SIGTERM)
+        outcome = job.end()
+    assert outcome.codes == [75], outcome.text
+    (line,) = outcome.errors
+    assert re.search(
+        r"stopped by a signal; step \d+ of 1000000 is not saved: the last save took [3-9]\S* s, "
+        r"and 0\S* s are left of checkpoint.grace_s=1$",
+        line,
+    )
+    stopped = int(line.split("; step ")[1].split()[0])
+    with Job(tmp_path) as job:  # and where there is time it is saved
+        job.start([*launch, *given, "checkpoint.grace_s=60"])
+        job.await_text("resumed from ")
+        saved = int(job.text.partition(" at step ")[2].split()[0])
+        assert 10 <= saved <= stopped
+        assert saved % 10 == 0
+        job.await_text("saved ")
+        os.kill(job.pids()[1], signal.SIGTERM)
+        outcome = job.end()
+    assert outcome.codes == [75]
+    assert_saved(outcome, tmp_path)
 
 
 TOKENIZES = """

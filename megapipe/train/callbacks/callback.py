@@ -100,6 +100,8 @@ class Step:
     """Also where a rank wished it."""
     stop: bool = False
     """The run is stopped after this step: it is saved and not validated."""
+    unsaved: str = ""
+    """Why the run that is stopped after this step is not saved, where there is no time for it."""
     results: list[StepResult] = field(default_factory=list)
     """For ``after_step``: those that have become known in this turn, oldest first, the same on all
     ranks. With ``optimizer.post_validation`` that of a step comes a turn later, unless the step is

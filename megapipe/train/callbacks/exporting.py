@@ -26,7 +26,7 @@ class Exporting(Callback):
 
     def after_step(self, run: Run, step: Step) -> None:
         """On rank 0; an export that is there already, from before a restart, stays."""
-        if not is_due(run.config.checkpoint.export_every, step.number):
+        if step.unsaved or not is_due(run.config.checkpoint.export_every, step.number):
             return
         self._saving.finish(run)
         saved = self._saving.newest

@@ -54,6 +54,8 @@ class Saving(Callback):
         """Whether checkpoints are as they were written, of those that were looked at."""
         self._unproven: int | None = None
         """The step of the checkpoint that was saved last, if no finite step has followed it."""
+        self._lasted: float | None = None
+        """Seconds that the last save took."""
         self._background = background
         self._began = 0.0
         """When the save in the background began, monotonic seconds..."""
@@ -83,9 +85,28 @@ class Saving(Callback):
                 self._remove_old(run)
         if any(result.wishes.finish for result in step.results):
             self.finish(run, leaves=step.stop)
-        if step.save or step.stop:
+        if step.stop:
+            step.unsaved = self._too_late(run) or ""
+        if (step.save or step.stop) and not step.unsaved:
             run.check_settled()
             self.save(run, step.number, wait=step.last or step.stop)
+
+    def _too_late(self, run: Run) -> str | None:
+        """Why a save would not be over in ``checkpoint.grace_s``, on all ranks alike; None: it
+        would, or nobody knows."""
+        grace = run.config.checkpoint.grace_s
+        if grace is None:
+            return None
+        self.finish(run, leaves=True)
+        since, late = run.stop.since, None
+        if since is not None and self._lasted is not None:
+            left = max(0.0, since + grace - time.monotonic())
+            if self._lasted > left:
+                late = (
+                    f"the last save took {self._lasted:.3g} s, and {left:.3g} s are left of "
+                    f"checkpoint.grace_s={grace:g}"
+                )
+        return run.mesh.agree(late)
 
     def after_rewind(self, run: Run, step: int) -> None:
         """The checkpoint is still to be followed by a step with finite numbers."""
@@ -107,7 +128,9 @@ class Saving(Callback):
         began = time.monotonic()
         content = self.content(run, step)._asdict()
         if wait or self._background is None:
-            self._note(run, save(self.checkpoints, group=run.mesh, **content))
+            path = save(self.checkpoints, group=run.mesh, **content)
+            self._lasted = time.monotonic() - began
+            self._note(run, path)
         else:
             self._background.begin(self.checkpoints, is_ours=self.folder.own, **content)
             self._began, self._waited = began, time.monotonic() - began
@@ -136,6 +159,7 @@ class Saving(Callback):
         path = self._background.finish()
         now = time.monotonic()
         self._waited += now - began
+        self._lasted = now - self._began
         self._note(
             run,
             path,

@@ -364,6 +364,40 @@ def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path:
     assert told[1].startswith("cannot remove ")
 
 
+def test_a_save_for_which_there_is_no_time_is_not_begun(tmp_path: Path) -> None:
+    """Nobody knows how long the first one takes, and a callback kills nobody."""
+    corpus = SimpleNamespace(digest="", content="", tokenizer="")
+    run = standing_run(
+        tmp_path,
+        settings={"checkpoint": {"grace_s": 30.0}},
+        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
+    )
+    saving = Saving(RunFolder(tmp_path), Clock(0), run_id="a", corpus=cast(Any, corpus), order="")
+    now = 1000.0
+
+    def slow(root: Path, *, step: int, **_: Any) -> Path:
+        nonlocal now
+        now += 20
+        return made(root, step=step)
+
+    def stopped(number: int, since: float | None) -> str:
+        a_step = turn(number, stop=True)
+        stop: Any = SimpleNamespace(since=since)
+        saving.after_step(replace(run, stop=stop), a_step)
+        there = (saving.checkpoints / f"step-{number:08d}").exists()
+        assert there == (not a_step.unsaved)
+        return a_step.unsaved
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    with mock.patch.multiple(callback_saving, save=slow, time=clock):
+        assert stopped(1, since=now - 29) == ""
+        assert stopped(2, since=now - 5) == ""
+        assert stopped(3, since=None) == ""
+        words = "the last save took 20 s, and {} s are left of checkpoint.grace_s=30"
+        assert stopped(4, since=now - 11) == words.format(19)
+        assert stopped(5, since=now - 99) == words.format(0)
+
+
 def test_checkpoints_of_every_so_many_steps_stay(tmp_path: Path) -> None:
     folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
 
