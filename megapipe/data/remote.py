@@ -2,8 +2,8 @@
 
 What fsspec knows by its protocol can be named: ``s3``, ``gs``, ``https``, ... (some need a package,
 which the error names). One process of those that share the cache copies; a copy is complete or is
-not there. It is identified by names, sizes and versions of the files, so that changed files are
-copied anew, and their SHA-256 are written beside them.
+not there, and one that was cut short goes on with the files that are complete. It is identified by
+names, sizes and versions of the files, so that changed files are copied anew.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import glob
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
+from megapipe.data.prepare.copies import AT_ONCE, FILES, MANIFEST, Copied, Manifest, check_sizes
+from megapipe.data.prepare.copies import copied as copied_file
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.progress import Meter, meter
+from megapipe.data.tokens.checksums import crc_of, write_checksums
+from megapipe.data.tokens.format import bin_of
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
-from megapipe.section import Section
 from megapipe.urls import is_remote, refuse_user_info
 from megapipe.words import one_line
 
-FILES, MANIFEST = "files", "manifest.json"
-_AT_ONCE = 2**22
 _VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "modified", "created")
 """Names that file systems have for the version of a file; the first one that is there is taken."""
 
@@ -39,18 +39,6 @@ class _Remote(NamedTuple):
     """Each file as its system describes it, by its place in the copy."""
     source: str
     """The source within the folder of copies: a name, a pattern, or nothing for all."""
-
-
-class _Copied(Section):
-    """A file of the copy."""
-
-    size: int
-    sha256: str
-
-
-class _Manifest(Section):
-    source: str
-    files: dict[str, _Copied]
 
 
 def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
@@ -68,12 +56,15 @@ def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
         digest = hashlib.sha256(json.dumps([config.source, known]).encode()).hexdigest()[:32]
         folder = Path(config.cache, f"remote-{digest}")
         if not folder.exists():
-            make_once(folder, lambda new: _copy(remote, config.source, new, progress=progress))
+            kept = folder.with_name(f".{folder.name}.parts")
+            make_once(
+                folder, lambda new: _copy(remote, config.source, kept, new, progress=progress)
+            )
     except DataError:
         raise
     except Exception as error:
         raise DataError(f"data.source={config.source}: {one_line(error)}") from error
-    _check(folder)
+    check_sizes(folder)
     inside = folder / FILES
     source = str(inside / remote.source) if remote.source else str(inside)
     return config.model_copy(update={"source": source})
@@ -117,24 +108,41 @@ def _version(info: dict[str, Any]) -> tuple[int, str]:
     return int(info["size"] or 0), version
 
 
-def _copy(remote: _Remote, source: str, folder: Path, *, progress: bool) -> None:
+def _copy(remote: _Remote, source: str, kept: Path, folder: Path, *, progress: bool) -> None:
+    """Fill `folder`. Files that are complete are in `kept` until all are."""
     total = sum(_version(info)[0] for info in remote.names.values())
-    copied = {}
+    found = {}
     with meter(f"fetching {source}", total, wanted=progress) as shown:
         for place, info in remote.names.items():
-            copied[place] = _copy_file(remote.system, info, folder / FILES / place, shown)
-    manifest = _Manifest(source=source, files=copied)
+            if (kept / place).exists():
+                found[place] = copied_file(kept / place)
+                shown.advance(found[place].size, at_once=True)
+            else:
+                found[place] = _copy_file(remote.system, info, folder / "partial", shown)
+                _move(folder / "partial", kept / place)
+    for place in remote.names:
+        _move(kept / place, folder / FILES / place)
+    shutil.rmtree(kept, ignore_errors=True)
+    prefix = folder / FILES / remote.source
+    if bin_of(prefix).exists():
+        write_checksums(prefix)
+        beside = crc_of(prefix)
+        found[beside.name] = copied_file(beside)
     with open(folder / MANIFEST, "w") as file:
-        file.write(manifest.model_dump_json(indent=2) + "\n")
+        file.write(Manifest(source=source, files=found).model_dump_json(indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def _copy_file(system: Any, info: dict[str, Any], target: Path, shown: Meter) -> _Copied:
+def _move(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
+    source.rename(target)
+
+
+def _copy_file(system: Any, info: dict[str, Any], target: Path, shown: Meter) -> Copied:
     found, size = hashlib.sha256(), 0
-    with system.open(info["name"], "rb") as near, open(target, "xb") as file:
-        while block := near.read(_AT_ONCE):
+    with system.open(info["name"], "rb") as near, open(target, "wb") as file:
+        while block := near.read(AT_ONCE):
             found.update(block)
             file.write(block)
             size += len(block)
@@ -144,20 +152,4 @@ def _copy_file(system: Any, info: dict[str, Any], target: Path, shown: Meter) ->
     expected = info.get("size")
     if expected is not None and size != expected:
         raise DataError(f"{info['name']}: {size} bytes came, of {expected}: start again")
-    return _Copied(size=size, sha256=found.hexdigest())
-
-
-def _check(folder: Path) -> None:
-    """Compare the sizes of the copies with the manifest's."""
-    repair = f"remove {folder} to have it fetched again"
-    try:
-        manifest = _Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-        for place, copied in manifest.files.items():
-            size = (folder / FILES / place).stat().st_size
-            if size != copied.size:
-                where = folder / FILES / place
-                raise DataError(f"{where} has {size} bytes, not {copied.size}: {repair}")
-    except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror}: {repair}") from error
-    except ValidationError as error:
-        raise DataError(f"{folder / MANIFEST} is damaged: {repair}") from error
+    return Copied(size=size, sha256=found.hexdigest())

@@ -12,6 +12,7 @@ from pathlib import Path
 from megapipe.command_line import Parser
 from megapipe.data.commands.arguments import add_keys, data_config
 from megapipe.data.corpus import pieces
+from megapipe.data.prepare.copies import check_contents
 from megapipe.data.prepare.progress import Meter, meter
 from megapipe.data.remote import fetched
 from megapipe.data.tokenizer.hugging_face import END_TOKENS
@@ -50,6 +51,7 @@ def run(given: argparse.Namespace) -> None:
     if exists(given.output):
         raise DataError(f"{given.output} exists: remove it or choose another name")
     config = fetched(config)
+    check_contents(config.source)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megapipe.data.corpus import identity
 from megapipe.data.corpus.row_count import RowCount
+from megapipe.data.prepare.copies import check_contents
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.parts_folder import PartsFolder
 from megapipe.data.prepare.sizes import Sizes, sizes_of
@@ -52,6 +53,7 @@ def prepare_file(
 
     def fill(new: Path) -> None:
         refuse_existing(prefix)  # another process may have made it while this one waited
+        check_contents(config.source, progress=progress)
         whole = parts.fill(progress=progress)
         with TokenWriter(new / "whole", token_type(vocab_size), vocab_size) as writer:
             join(parts.prefixes(whole), writer)

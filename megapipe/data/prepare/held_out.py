@@ -12,6 +12,7 @@ import numpy.typing as npt
 from megapipe.data.corpus import Piece, is_one_text, pieces
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.order import splitmix64
+from megapipe.data.prepare.copies import check_contents
 from megapipe.data.prepare.encode import encode, read_summary, summary_file
 from megapipe.data.prepare.parts_folder import PartsFolder, unigram_entropy
 from megapipe.data.prepare.progress import Meter, meter
@@ -44,6 +45,7 @@ def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
             no text, to divide.
         OSError: a folder cannot be written.
     """
+    check_contents(parts.config.source, progress=progress)
     if parts.rows is None and is_one_text(parts.config):
         return _divide_document(parts, folder, RowCount(), progress=progress)
     whole = parts.fill(progress=progress)

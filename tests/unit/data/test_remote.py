@@ -14,11 +14,16 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.data import remote
+from megapipe.data.commands import main as prepare_data
+from megapipe.data.given import given_tokens
+from megapipe.data.prepare import prepare
+from megapipe.data.prepare.copies import MANIFEST, check_contents
 from megapipe.data.remote import fetched, is_remote
 from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenWriter
-from megapipe.data.tokens.format import token_type
+from megapipe.data.tokens.checksums import crc_of
+from megapipe.data.tokens.format import bin_of, token_type
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.layout.resolve import resolve
@@ -64,7 +69,7 @@ def test_a_file_a_folder_and_a_pattern(tmp_path: Path, store: Any) -> None:
     assert pattern.endswith("**/*")
     assert files(pattern) == {n: c for n, c in TEXTS.items() if n.endswith(".txt")}
     assert len(list(tmp_path.iterdir())) == 3
-    manifest = json.loads((Path(one).parents[1] / remote.MANIFEST).read_text())
+    manifest = json.loads((Path(one).parents[1] / MANIFEST).read_text())
     assert manifest["files"]["b.txt"]["sha256"] == hashlib.sha256(b"b").hexdigest()
 
 
@@ -89,9 +94,56 @@ def test_a_damaged_copy_is_found(tmp_path: Path, store: Any) -> None:
     one.unlink()
     with pytest.raises(DataError, match=r"b\.txt: No such file or directory: remove"):
         fetch(tmp_path, "memory://bucket/b.txt")
-    (one.parents[1] / remote.MANIFEST).write_text("{}")
+    (one.parents[1] / MANIFEST).write_text("{}")
     with pytest.raises(DataError, match=r"manifest\.json is damaged: remove"):
         fetch(tmp_path, "memory://bucket/b.txt")
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("memory://bucket/a", "deep/3.txt"),
+        ("memory://bucket/b.txt", "b.txt"),
+        ("memory://bucket/**/*.txt", "a/1.txt"),
+    ],
+)
+def test_texts_that_are_damaged_at_the_same_size_are_found_before_they_are_tokenized(
+    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch, source: str, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = fetched(DataConfig(source=source, cache="cache", validation_fraction=0))
+    prepare(config, ByteTokenizer(), progress=False)
+    (file,) = tmp_path.glob(f"cache/remote-*/files/{place}")
+    file.write_bytes(b"x" * file.stat().st_size)
+    message = rf"{place} is not as it was fetched: remove cache/remote-\w+ to have it fetched again"
+    with pytest.raises(DataError, match=message):
+        prepare(config, ByteTokenizer(), progress=False)
+    usual = ["--source", source, "--cache", "cache"]
+    assert prepare_data([*usual, "--output", "out"]) == 3
+    assert prepare_data(["tokenizer", *usual, "--vocab-size", "300", "--output", "new"]) == 3
+    file.unlink()
+    with pytest.raises(DataError, match=f"{place}: No such file or directory: remove"):
+        check_contents(config.source)
+
+
+def test_a_token_file_that_is_damaged_at_the_same_size_is_found_when_it_is_read(
+    tmp_path: Path, store: Any
+) -> None:
+    with TokenWriter(tmp_path / "x", token_type(257), 257) as writer:
+        writer.add(np.arange(100))
+    for suffix in ("bin", "idx"):
+        store.pipe(f"/bucket/x.{suffix}", (tmp_path / f"x.{suffix}").read_bytes())
+    config = fetched(DataConfig(source="memory://bucket/x", cache=str(tmp_path)), progress=False)
+    given_tokens(config)
+    prefix = Path(config.source)
+    content = bytearray(bin_of(prefix).read_bytes())
+    content[70] += 1
+    bin_of(prefix).write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.bin is damaged: bytes 0 to 200 are not"):
+        given_tokens(config)
+    crc_of(prefix).unlink()
+    with pytest.raises(DataError, match=r"x\.crc: No such file or directory: remove"):
+        fetched(DataConfig(source="memory://bucket/x", cache=str(tmp_path)))
 
 
 def test_what_is_cut_short_is_not_kept(
@@ -102,6 +154,29 @@ def test_what_is_cut_short_is_not_kept(
     with pytest.raises(DataError, match=r"b.txt: 1 bytes came, of 99: start again"):
         fetch(tmp_path, "memory://bucket/b.txt")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_complete_are_kept(
+    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    open_, fails = type(store).open, "deep"
+
+    def counted(self: Any, path: str, *given: Any, **options: Any) -> Any:
+        opened.append(Path(path).name)
+        if fails in path:
+            raise OSError("the network is down")
+        return open_(self, path, *given, **options)
+
+    monkeypatch.setattr(type(store), "open", counted)
+    with pytest.raises(DataError, match="the network is down"):
+        fetch(tmp_path, "memory://bucket/a")
+    fails = "no file"
+    copy = fetch(tmp_path, "memory://bucket/a")
+    assert opened == ["1.txt", "2.jsonl", "3.txt", "3.txt"]
+    assert files(copy) == {name[2:]: content for name, content in TEXTS.items() if name[0] == "a"}
+    assert [path.name for path in tmp_path.iterdir()] == [Path(copy).parent.name]
+    check_contents(copy)
 
 
 @pytest.mark.parametrize(
