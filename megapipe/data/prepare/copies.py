@@ -8,12 +8,13 @@ file have checksums, which are compared as they are read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from megapipe.data.prepare.progress import meter
+from megapipe.data.prepare.workers import cores
 from megapipe.errors import DataError
 from megapipe.paths import user_path
 from megapipe.section import Section
@@ -38,14 +39,13 @@ class Manifest(Section):
     """By their names in the folder of files."""
 
 
-def copied(path: Path, step: Callable[[int], None] = lambda nbytes: None) -> Copied:
-    """A file as it is; `step` is told of the bytes that are read. Raises OSError."""
+def copied(path: Path) -> Copied:
+    """A file as it is. Raises OSError."""
     found, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
         while block := file.read(AT_ONCE):
             found.update(block)
             size += len(block)
-            step(len(block))
     return Copied(size=size, sha256=found.hexdigest())
 
 
@@ -75,15 +75,22 @@ def check_contents(source: str, *, progress: bool = True) -> None:
 def _check_contents(folder: Path, *, progress: bool) -> None:
     files = _manifest(folder).files
     total = sum(stored.size for stored in files.values())
-    with meter(f"checking {folder}", total, wanted=progress) as shown:
-        for place, stored in files.items():
-            path = folder / FILES / place
-            try:
-                found = copied(path, shown.advance)
-            except OSError as error:
-                raise DataError(f"{path}: {error.strerror}: {_repair(folder)}") from error
-            if found != stored:
-                raise DataError(f"{path} is not as it was fetched: {_repair(folder)}")
+    with (
+        meter(f"checking {folder}", total, wanted=progress) as shown,
+        ThreadPoolExecutor(cores()) as pool,  # they hash outside of Python's lock
+    ):
+        paths = [folder / FILES / place for place in files]
+        try:
+            for path, stored, found in zip(
+                paths, files.values(), pool.map(copied, paths), strict=True
+            ):
+                if found != stored:
+                    raise DataError(f"{path} is not as it was fetched: {_repair(folder)}")
+                shown.advance(stored.size)
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}: {_repair(folder)}") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _manifest(folder: Path) -> Manifest:
