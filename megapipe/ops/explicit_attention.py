@@ -180,6 +180,7 @@ class _Explicit(Function):
             given = (x[:, one.here].flatten(1, 2) for x in (grad, y, sums))
             own, grad_k[:, g], grad_v[:, g] = one.backward(*(x.to(sums.dtype) for x in given))
             grad_q[:, one.here] = own.unflatten(1, (-1, q.shape[2]))
+            del own  # before the next heads
         return grad_q, grad_k, grad_v, None, None
 
 

@@ -45,6 +45,7 @@ class Unfused(NamedTuple):
         narrow_scores = scores * size // high
         lies_between = is_grouped and w.groups > 1
         repeated = is_grouped * each_keys
+        widened = w.tokens * w.queries * (high - size)  # the gradient of the output
         return Unfused(
             copies=lies_between * w.tokens * (w.queries + 2 * w.keys) * size,
             forward=saved
@@ -57,6 +58,6 @@ class Unfused(NamedTuple):
             + queries
             + 2 * repeated
             + is_narrow * (queries + 2 * keys),
-            backward=scores + each_keys + queries,
-            from_host=2 * scores + each_keys * (1 + (is_grouped or is_narrow)) + queries,
+            backward=scores + each_keys + widened,
+            from_host=2 * scores + each_keys * (1 + (is_grouped or is_narrow)) + widened,
         )

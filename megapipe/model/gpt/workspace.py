@@ -40,7 +40,7 @@ def peaks(
     way = _Way(model, stage, spans, sizes, most_tokens)
     return Peaks(
         F=way.forward(keep=not again),
-        R=way.forward(keep=True),
+        R=way.forward(keep=True, graph_only=True),
         I=way.backward(again=again, at_once=False),
         B=way.backward(again=again, at_once=True),
         W=way.weight_grads(),
@@ -52,8 +52,11 @@ class _Way(Parts):
 
     # forward
 
-    def forward(self, *, keep: bool) -> int:
-        """The most bytes of a forward; with `keep` it builds a graph."""
+    def forward(self, *, keep: bool, graph_only: bool = False) -> int:
+        """The most bytes of a forward; with `keep` it builds a graph, with `graph_only` nothing
+        else."""
+        last = sum(blocks for blocks, _ in self.spans) - 1
+        number = 0
         tape = Tape()
         if not self.stage.embedding:
             tape.take(self.local)
@@ -63,7 +66,11 @@ class _Way(Parts):
         for blocks, policy in self.spans:
             for i in range(blocks):
                 in_graph = keep and "block" not in policy.recompute
-                self._block_forward(tape, policy, keep=in_graph, kept=policy.keeps_attention)
+                has_value = self.stage.head or not (graph_only and number == last)
+                self._block_forward(
+                    tape, policy, keep=in_graph, kept=policy.keeps_attention, has_value=has_value
+                )
+                number += 1
                 kept = policy.offloads_input is False and (in_graph or (keep and i == 0))
                 if not kept and not is_held:
                     tape.drop(self.local)  # the block's input
@@ -92,9 +99,12 @@ class _Way(Parts):
         keep: bool,
         kept: bool = False,
         known: bool = False,
+        has_value: bool = True,
     ) -> None:
         """The block's input is held before and after; its output comes on top. Results of attention
-        are `kept` for a second run, or `known` from a first."""
+        are `kept` for a second run, or `known` from a first. Where nothing reads the output it has
+        no value: the last product is left out."""
+        has_product = has_value or self.model.post_norms
         again, away = (policy.recompute, policy.offload) if keep else (frozenset(), frozenset())
         stays = {module: keep and module not in again for module in self.saved}
         self._norm_and_column(tape, self.qkv, stays["norm"], "norm" in away)
@@ -116,15 +126,17 @@ class _Way(Parts):
         tape.drop(self.local)
         self._norm_and_column(tape, self.up, stays["norm"], "norm" in away)
         tape.take(self.inner)
-        self.row_product(tape)
+        if has_product:
+            self.row_product(tape)
         if not stays["mlp_activation"]:
             tape.drop(self.inner)
-        self.dropped(tape, stays["mlp_activation"])
+        self.dropped(tape, stays["mlp_activation"], given=has_product)
         if stays["mlp_activation"] and "mlp_activation" in away:
             tape.drop(self.inner)
         self.post_norm(tape, keep)
         tape.take(self.local)  # the sum
-        tape.drop(self.local)
+        if has_product or self.mask:
+            tape.drop(self.local)
         if not keep or "norm" in away or self.model.parallel_residual:
             tape.drop(self.local)  # the first sum
         holds_qkv = keep and "attention" not in away
@@ -179,7 +191,8 @@ class _Way(Parts):
         """The most bytes of I, or of B with `at_once`; `again`: the stage first recomputes."""
         tape = Tape(0 if self.stage.head else self.local)
         if again:
-            tape.pass_by(self.forward(keep=True))  # the input it keeps is the one it begins with
+            # the input that it keeps is the one that it begins with
+            tape.pass_by(self.forward(keep=True, graph_only=True))
             tape.now += self.held.device
         else:
             tape.take(self.held.device)
@@ -218,13 +231,16 @@ class _Way(Parts):
             tape.take(self.local)
         plain = BlockPolicy()
         for i in range(blocks):
-            self._block_forward(tape, plain, keep=True, known=policy.keeps_attention)
-            if i == blocks - 1:
+            last = i == blocks - 1
+            self._block_forward(
+                tape, plain, keep=True, known=policy.keeps_attention, has_value=not last
+            )
+            if last:
                 tape.drop(self.local)  # the output
         for i in reversed(range(blocks)):
             # the gradient that the run is given is let go of last
             self._block_backward(tape, plain, i == 0, at_once, grad_stays=i == blocks - 1)
-        if at_once and not grad_stays:
+        if (at_once or self.own) and not grad_stays:
             tape.drop(self.local)
         if not entrance or policy.offload:
             tape.drop(self.local)
@@ -260,13 +276,19 @@ class _Way(Parts):
         away = "mlp_activation" in policy.offload
         if again:
             tape.take(self.up if away else 0, self.inner, self.mask)
+            tape.pass_by(self.local if self.mask else 0)
         elif away:
             tape.take(self.inner)
-        self._row_backward(tape, self.inner, "down", at_once)
+        given = self._given_again(again, at_once)
+        self._row_backward(tape, self.inner, "down", at_once, stays=given)
         if away and not again:
             tape.take(self.up)
         tape.take(self.up)
-        tape.drop(self.inner, self.up)
+        tape.drop(self.inner, self.up, given)
+
+    def _given_again(self, again: bool, at_once: bool) -> int:
+        """The gradient that a second run is given, where that is a branch's own: let go of last."""
+        return self.own if again and at_once and not self.mask else 0
 
     def _attention_backward(self, tape: Tape, policy: BlockPolicy, at_once: bool) -> None:
         again, away = "attention" in policy.recompute, "attention" in policy.offload
@@ -278,9 +300,12 @@ class _Way(Parts):
             if self.unfused is not None:
                 tape.pass_by(self.unfused.copies + self.unfused.forward)
             tape.take(saved, self.queries, self.mask)
+            tape.pass_by(self.local if self.mask else 0)
         elif away:
             tape.take(self.queries)
-        self._row_backward(tape, self.queries, "out", at_once)
+        output = self.queries if self.needs_output and at_once else 0
+        given = self._given_again(again, at_once)
+        self._row_backward(tape, self.queries, "out", at_once, stays=output + given)
         if away and not again:
             if self.unfused is not None:
                 saved -= self.copies
@@ -290,15 +315,19 @@ class _Way(Parts):
             tape.pass_by(self.unfused.backward)
         tape.take(self.qkv)  # three gradients
         tape.pass_by(self.explicit.backward + self.sizes.exchanging[1])
-        tape.drop(self.queries, saved)
+        tape.drop(self.queries, saved, output)
         if self.model.qk_norm:
             self.norm_heads(tape, 4)
         tape.drop(0 if again else kept)
         tape.take(self.qkv)  # joined
-        tape.drop(self.qkv, kept if again else 0)
+        tape.drop(self.qkv, given, kept if again else 0)
 
-    def _row_backward(self, tape: Tape, x: int, matrix: str, at_once: bool) -> None:
-        """A row-parallel layer's input `x` is held, and the gradient of its output stays."""
+    def _row_backward(
+        self, tape: Tape, x: int, matrix: str, at_once: bool, *, stays: int
+    ) -> None:
+        """A row-parallel layer's input `x` is held, and the gradient of its output. After the
+        weight gradient they are let go of, unless others need them: so many bytes stay."""
+        freed = x + self.own - stays
         if self.mask:
             tape.take(self.local)
             tape.drop(self.mask, self.local if self.model.post_norms else 0)
@@ -306,13 +335,13 @@ class _Way(Parts):
             tape.take(x)  # the gradient of the input
             if at_once:
                 tape.pass_by(self.product(matrix))
-                tape.drop(x, self.own)
+                tape.drop(freed)
             return
         tape.take(self.whole)
         self._compute_put_off(tape)
         tape.take(x)
         if at_once:
-            tape.put_off = PutOff(matrix, self.whole + x + self.own)
+            tape.put_off = PutOff(matrix, self.whole + freed)
         else:
             tape.drop(self.whole)
 
@@ -355,10 +384,11 @@ class _Way(Parts):
             tape.drop(self.local)
         tape.take(self.local)  # the sum
         tape.drop(self.local)
-        stays = grad_stays and self.model.post_norms
-        if (self.own and not stays) or (at_once and not grad_stays and tape.put_off is None):
+        if grad_stays:
+            return
+        if self.own or (at_once and tape.put_off is None):
             tape.drop(self.local)  # the residual's, which no queue holds
-        elif at_once and not grad_stays:
+        elif at_once:
             assert tape.put_off is not None
             tape.put_off.frees += self.local
 

@@ -70,6 +70,8 @@ class Parts:
         self.results = sum(t.bytes for t in results(self.saved["attention"], keeping))
         """The part of attention's results that is kept where it is not run again with a block."""
         self.unfused = Unfused.of(model, sizes, self.attended)
+        self.needs_output = self.unfused is None and sizes.ulysses == 1
+        """Whether the backward of attention reads the input of the output layer."""
         self.keeps_qkv = self.saved["attention"][0].is_saved
         hidden, tp = model.hidden, sizes.tp
         self.matrices = {
@@ -119,10 +121,11 @@ class Parts:
             tape.take((self.split - 1) * self.local)
             tape.drop((self.split - 2) * self.local, self.whole)
 
-    def dropped(self, tape: Tape, keep: bool) -> None:
+    def dropped(self, tape: Tape, keep: bool, *, given: bool = True) -> None:
+        """Dropout of hidden states, which are `given` unless they have no value."""
         if self.model.dropout:
             tape.take(self.local, self.mask)
-            tape.drop(self.local, 0 if keep else self.mask)
+            tape.drop(self.local if given else 0, 0 if keep else self.mask)
 
     @property
     def chunk(self) -> int:

@@ -232,8 +232,11 @@ LARGER = {"hidden": 64, "head_dim": 16, "ffn_hidden": 192}
         ("llama", {"kv_heads": 1, "dtype": "fp32", "dropout": 0.1}),
         ("qwen", {"kv_heads": 1, "dtype": "bf16"}),
         ("neox", {}),
+        ("bloom", {}),
         ("bloom", {"kv_heads": 1, "dtype": "bf16"}),
+        ("bloom", {"kv_heads": 2, "dtype": "fp32"}),
         ("gemma", {}),
+        ("gemma", {"dtype": "bf16"}),
     ],
 )
 def test_the_peak_within_an_operation_is_that_of_the_formula(
@@ -243,11 +246,8 @@ def test_the_peak_within_an_operation_is_that_of_the_formula(
     x = torch.ones(64, 4, model.hidden, dtype=TORCH_DTYPES[model.dtype])
     alive = measure(middle(model, name), x, microbatch(model, 0))
     formula = peaks(model, MIDDLE, spans_of(name), Sizes(64, 4), most_tokens=0)
-    tolerance = 0.016 if model.dropout else 0.005  # a gradient more where blocks are run again
-    if kind in ("bloom", "gemma"):  # where attention, written out, takes the most
-        tolerance = 0.035
-    for kind, measured in alive.within.items():
-        assert getattr(formula, kind) == pytest.approx(measured, rel=tolerance), kind
+    for kind, measured in alive.within.items():  # gradients of vectors are left out
+        assert getattr(formula, kind) == pytest.approx(measured, rel=0.005), kind
 
 
 def test_offloading_lets_go_of_the_message_that_came_in() -> None:
