@@ -155,9 +155,23 @@ class _Way(Parts):
             tape.take(self.queries)  # its output, by heads
             let_go = self.unfused.copies + self.queries
             saved *= stays
-        tape.take(saved, self.queries)
-        tape.pass_by(self.explicit.forward + self.sizes.exchanging[0])
+        if self.sizes.ulysses > 1:
+            let_go = self._attend_to_some_heads(tape, saved)
+        else:
+            tape.take(saved, self.queries)
+            tape.pass_by(self.explicit.forward + self.sizes.exchanging[0])
         return let_go if stays else let_go + saved + self.queries
+
+    def _attend_to_some_heads(self, tape: Tape, saved: int) -> int:
+        """With exchanges before and after, each of which takes what is sent, what comes, and the
+        result; returns the bytes of copies that go after the output layer."""
+        tape.take(self.own_heads)
+        tape.pass_by(3 * self.queries)
+        tape.take(saved)
+        tape.pass_by(self.sizes.exchanging[0])
+        tape.pass_by(3 * self.queries)
+        tape.take(self.queries)
+        return self.own_heads
 
     def _norm_and_column(self, tape: Tape, out: int, stays: bool, away: bool) -> None:
         self.normalise(tape)
@@ -322,9 +336,7 @@ class _Way(Parts):
         tape.take(self.qkv)  # joined
         tape.drop(self.qkv, given, kept if again else 0)
 
-    def _row_backward(
-        self, tape: Tape, x: int, matrix: str, at_once: bool, *, stays: int
-    ) -> None:
+    def _row_backward(self, tape: Tape, x: int, matrix: str, at_once: bool, *, stays: int) -> None:
         """A row-parallel layer's input `x` is held, and the gradient of its output. After the
         weight gradient they are let go of, unless others need them: so many bytes stay."""
         freed = x + self.own - stays

@@ -72,6 +72,13 @@ class Parts:
         self.unfused = Unfused.of(model, sizes, self.attended)
         self.needs_output = self.unfused is None and sizes.ulysses == 1
         """Whether the backward of attention reads the input of the output layer."""
+        self.own_heads = 0
+        """Queries and keys after their norms, or copies of these and values from between each
+        other's heads."""
+        if model.qk_norm:
+            self.own_heads = self.queries + self.keys
+        elif model.kv_heads != model.heads and w.groups > 1:
+            self.own_heads = self.qkv
         self.keeps_qkv = self.saved["attention"][0].is_saved
         hidden, tp = model.hidden, sizes.tp
         self.matrices = {
