@@ -82,6 +82,8 @@ class Update:
             before, state = self.before[kind], kind.removeprefix("optimizer.")
             states = {name: made.get(state, before[name]) for name, (_, made) in exact.items()}
             allowed = {name: self.error_of_state(before[name], s) for name, s in states.items()}
+            if state == "momentum_buffer" and self.case.rule == "rmsprop":
+                allowed = {name: error + self.cancelled(name) for name, error in allowed.items()}
             narrow = self.case.state_dtype == "bf16"
             farther += self.check_kind(kind, after[kind], states, allowed, narrow=narrow)
         return farther
@@ -157,16 +159,23 @@ class Update:
             total = plain_rules.lion_direction(self.config, grad, {"exp_avg": momentum})
             unsure = total.abs() <= 8 * unit * (momentum.abs() + grad.abs())
             error = error + 2 * self.lr * unsure
-        if self.case.rule == "adam" and plain_rules.is_matrix(name):
-            # the gradient and the decay of the weight may cancel, and what is left is scaled up
-            grad, decay = self.factor * self.grads[name], self.config.weight_decay * weight
-            states = states_of(self.before, name)
+        return error + self.lr * self.cancelled(name)
+
+    def cancelled(self, name: str) -> Tensor | float:
+        """The error of a direction where the gradient and the decay of the weight, which are added,
+        cancel in part, and what is left is scaled up."""
+        rule, states = self.case.rule, states_of(self.before, name)
+        if rule not in ("adam", "rmsprop") or not plain_rules.is_matrix(name):
+            return 0.0
+        grad = self.factor * self.grads[name]
+        decay = self.config.weight_decay * self.before["model"][name]
+        terms = 12 * ROUNDING[self.main] * (grad.abs() + decay.abs())
+        if rule == "adam":
             _, second = plain_rules.moments(self.config, grad + decay, states)
-            terms = 12 * unit * (1 - self.config.beta1) * (grad.abs() + decay.abs())
-            error = error + self.lr * plain_rules.adams_direction(
-                self.config, terms, second, self.count
-            )
-        return error
+            terms = (1 - self.config.beta1) * terms
+            return plain_rules.adams_direction(self.config, terms, second, self.count)
+        _, made = plain_rules.rmsprop(self.config, grad, grad + decay, states, self.lr)
+        return terms / (made["square_avg"].sqrt() + self.config.eps)
 
     def error_of_state(self, before: Tensor, exact: Tensor) -> Tensor:
         """The same of a state, whose terms may cancel."""
