@@ -1,4 +1,4 @@
-"""Numbers of ranks that are no powers of two: every schedule starts and trains."""
+"""Any number of ranks: every schedule starts and trains; three of each axis."""
 
 from __future__ import annotations
 
@@ -43,12 +43,7 @@ def first_steps(world: World, cases: list[Case]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "pp",  # 2 and 4 are in test_schedules
-    [
-        *(1, 3),
-        pytest.param(5, marks=pytest.mark.full),
-        *(pytest.param(pp, marks=pytest.mark.slow) for pp in (6, 7, 8)),
-    ],
+    "pp", [1, 3, *(pytest.param(pp, marks=pytest.mark.full) for pp in (2, 4, 5, 6, 7, 8))]
 )
 def test_every_schedule_starts_and_trains(pp: int) -> None:
     cases = [case for name in names() for case in smallest(name, pp)]

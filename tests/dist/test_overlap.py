@@ -120,7 +120,7 @@ def cases(tp: int, sequence_parallel: bool) -> list[Case]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("tp", [2, 4])
 def test_hiding_collectives_changes_no_bit(tp: int) -> None:
     """Without sequence parallelism it is all-reduces beside GEMMs, of which tp 2 shows enough."""

@@ -116,7 +116,7 @@ def test_commands_work_without_the_trainings(clone: Path) -> None:
     assert (clone / "zb_v.svg").stat().st_size
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_commands_work_one_after_the_other(clone: Path) -> None:
     wanted = commands(here=True)
     assert sum(map(trains, wanted)) >= 3

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.full
     [pytest.param(name, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, name in enumerate(names())],
 )
 def test_trains(name: str) -> None:
-    """Also of those in the slow part test_odd_sizes compares first steps with a single process."""
+    """Of those in the slow part, too, test_odd_sizes compares first steps with one process."""
     check(registry_cases.of(name))
 
 
