@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from megapipe.left_out import LeftOut
 from megapipe.ops.documents import Documents, document_ids, positions_in
 from megapipe.ops.transfer import Uploads
 from megapipe.schedule.ir import Schedule
-from megapipe.train.reading import Reading
+from megapipe.train.reading import Reader
 from megapipe.train.same_data import check_same_data, checksum
 
 Rows = Callable[[Sequence[int]], Samples | tuple[Tensor, Tensor, Tensor]]
@@ -147,7 +148,8 @@ class Feed:
         self._uploads = Uploads(mesh.device)
         self._ahead: tuple[_Place, _Read] | None = None
         """The data on their way to the device, and their place."""
-        self._reading: tuple[_Place, Reading[Wholes]] | None = None
+        self._reader = Reader()
+        self._reading: tuple[_Place, Future[Wholes]] | None = None
         """The samples that are being read, and their place."""
         self.samples_read: list[int] = []
         """Numbers of the samples that first stages of this process were given last."""
@@ -210,7 +212,7 @@ class Feed:
         place = _Place(schedule, rows, first, left_out)
         reads = self._reading is not None and self._reading[0] == place
         if self._prefetch and not reads:
-            self._reading = place, Reading(lambda: self._samples(place))
+            self._reading = place, self._reader.begin(lambda: self._samples(place))
 
     def upload_ahead(
         self, schedule: Schedule, rows: Rows, first: int, left_out: LeftOut = NOTHING

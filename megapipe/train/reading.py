@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+_Wanted = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
-class Reading(Generic[T]):
-    """Calls `read` in a thread, which ends with it or with the process."""
+class Reader:
+    """A thread that calls what it is given, one after the other. It begins with the first of them,
+    and ends with this object or with the process.
 
-    def __init__(self, read: Callable[[], T]) -> None:
-        self._read = read
-        self._found: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="megapipe-reading", daemon=True)
-        self._thread.start()
+    One thread for all steps, since to start one takes longer than a small step's samples do.
+    """
 
-    def result(self) -> T:
-        """The result of `read`, once it is there. Raises what that has raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._found[0]
+    def __init__(self) -> None:
+        self._wanted: _Wanted = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
-    def _run(self) -> None:
+    def begin(self, read: Callable[[], T]) -> Future[T]:
+        """Have `read` called; its result, or what it raises, is that of the future."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_run, args=(self._wanted,), name="megapipe-reading", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._wanted.put, None)
+        future: Future[T] = Future()
+        self._wanted.put((future, read))
+        return future
+
+
+def _run(wanted: _Wanted) -> None:
+    while (given := wanted.get()) is not None:
+        future, read = given
         try:
-            self._found.append(self._read())
+            future.set_result(read())
         except BaseException as error:  # it belongs to whoever asks for the result
-            self._error = error
+            future.set_exception(error)
+        del given, future, read  # what they hold is not kept until the next

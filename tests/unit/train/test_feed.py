@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import fields
@@ -247,6 +248,26 @@ def test_what_comes_next_is_read_in_another_thread() -> None:
     for first, (mb,) in ((40, between.values()), (4, result.values())):
         assert mb.tokens is not None
         assert mb.tokens.equal(Source()(range(first, first + ROWS))[0])
+
+
+def test_one_thread_reads_for_all_steps_and_ends_with_the_feed() -> None:
+    seen: list[threading.Thread] = []
+    source = Source()
+
+    def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(threading.current_thread())
+        return source(indices)
+
+    schedule, feed = gpipe_on(loop(1), 1), new_feed()
+    for step in range(1, 4):
+        feed.read_ahead(schedule, rows, step * ROWS)
+        feed.fetch(schedule, rows, step, step * ROWS)
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+    del feed
+    gc.collect()
+    seen[0].join(10)
+    assert not seen[0].is_alive()
 
 
 def test_samples_that_are_left_out_are_passed_over_also_ahead() -> None:
