@@ -131,7 +131,7 @@ class Batches:
             DataError: a token id is outside the vocabulary, or the mixture is used up.
         """
         shape = len(global_indices), self._length
-        tokens, labels = (np.full(shape, self.eod, dtype=np.int64) for _ in range(2))
+        tokens, labels = np.empty(shape, np.int64), np.full(shape, self.eod, np.int64)
         mask = np.zeros(shape, dtype=np.bool_)
         groups = np.ones((shape[0], 1), dtype=np.uint8)
         documents: npt.NDArray[np.int64] | None = None
@@ -139,13 +139,15 @@ class Batches:
             source, draw = self._draw(number)
             index = self.sources[source].sample_at(draw)
             if index is None:
+                tokens[row] = self.eod
                 continue
             groups[row] = 1 + source
             dataset = self.sources[source].dataset
             sample = dataset.labelled(index)
             self._check(dataset, sample, index)
-            tokens[row, : len(sample.tokens)] = sample.tokens
-            labels[row, : len(sample.labels)][sample.mask] = sample.labels[sample.mask]
+            end = len(sample.tokens)
+            tokens[row, :end], tokens[row, end:] = sample.tokens, self.eod
+            np.copyto(labels[row, : len(sample.labels)], sample.labels, where=sample.mask)
             mask[row, : len(sample.mask)] = sample.mask
             if sample.documents is not None:
                 documents = np.zeros(shape, dtype=np.int64) if documents is None else documents
@@ -162,6 +164,8 @@ class Batches:
 
     def _check(self, dataset: Dataset, sample: Sample, index: int) -> None:
         for ids, label in ((sample.tokens, False), (sample.labels, True)):
+            if ids.view(np.uint64).max() < self.vocab_size:  # as such those below 0 are the largest
+                continue
             wrong = (ids < 0) | (ids >= self.vocab_size)
             if label:
                 wrong &= sample.mask
