@@ -20,8 +20,8 @@ from megapipe.data.prepare.copies import AT_ONCE, FILES, MANIFEST, Copied, Manif
 from megapipe.data.prepare.copies import copied as copied_file
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.progress import Meter, meter
-from megapipe.data.tokens.checksums import crc_of, write_checksums
-from megapipe.data.tokens.format import bin_of
+from megapipe.data.stored import crc_of, write_checksums
+from megapipe.data.tokens.format import bin_of, idx_of
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.urls import is_remote, refuse_user_info
@@ -125,9 +125,9 @@ def _copy(remote: _Remote, source: str, kept: Path, folder: Path, *, progress: b
     shutil.rmtree(kept, ignore_errors=True)
     prefix = folder / FILES / remote.source
     if bin_of(prefix).exists():
-        write_checksums(prefix)
-        beside = crc_of(prefix)
-        found[beside.name] = copied_file(beside)
+        for half in (bin_of(prefix), idx_of(prefix)):
+            write_checksums(half)
+            found[crc_of(half).name] = copied_file(crc_of(half))
     with open(folder / MANIFEST, "w") as file:
         file.write(Manifest(source=source, files=found).model_dump_json(indent=2) + "\n")
         file.flush()

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from megapipe.data import corpus
 from megapipe.data.given import is_given
 from megapipe.data.tokenizer import Tokenizer
@@ -69,6 +67,6 @@ def _of_token_file(path: Path, tokenizer: Tokenizer) -> Iterator[Document]:
     verify(file)
     for number in range(len(file)):
         start, stop = file.starts(file.documents[number : number + 2]).tolist()
-        ids: list[int] = np.asarray(file.tokens[start:stop]).tolist()
+        ids: list[int] = file.read(start, stop).tolist()
         known = [token for token in ids if 0 <= token < tokenizer.vocab_size]
         yield Document(ids, len(tokenizer.decode(known).encode(errors="replace")))

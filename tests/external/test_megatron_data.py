@@ -62,7 +62,7 @@ def test_their_files_are_read(tmp_path: Path, dtype: type) -> None:
     verify(file, 65499)
     assert file.tokens.dtype == dtype
     assert len(file) == len(documents)
-    starts = file.starts(file.documents)
+    starts = file.starts(file.documents[:])
     for number, document in enumerate(documents):
         found = file.tokens[starts[number] : starts[number + 1]].tolist()
         assert found == [i for sequence in document for i in sequence]

@@ -86,7 +86,7 @@ class Windows:
     token for validation."""
 
     def __init__(self, split: str, sequence_length: int, tokenizer: Tokenizer) -> None:
-        self.tokens = TokenFile(Path(os.environ[TOKENS], split)).tokens
+        self.tokens = TokenFile(Path(os.environ[TOKENS], split)).tokens[:]
         self.length, self.eod = sequence_length, tokenizer.eod
         self.whole = split == "train"
 

@@ -53,7 +53,7 @@ def run(given: argparse.Namespace) -> None:
     last = min(given.first + given.documents, len(file))
     starts = file.starts(file.documents[given.first : last + 1]).tolist()
     for number, start, stop in zip(range(given.first, last), starts, starts[1:], strict=False):
-        ids = tokens[start : min(stop, start + _SHOWN_TOKENS)].tolist()
+        ids = file.read(start, min(stop, start + _SHOWN_TOKENS)).tolist()
         known = tokenizer is not None and all(0 <= i < tokenizer.vocab_size for i in ids)
         text = repr(tokenizer.decode(ids)) if tokenizer and known else " ".join(map(str, ids))
         more = " ..." if stop - start > _SHOWN_TOKENS else ""

@@ -7,21 +7,24 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from megapipe.data.indices.blend import Index, blend_index
-from megapipe.data.indices.folder import Save, mapped_arrays
+from megapipe.data.indices.blend import blend_index
+from megapipe.data.indices.folder import Save, stored_arrays
 from megapipe.data.indices.shares import BlendSizes
+from megapipe.data.stored import StoredArray
 
 _FORMAT = 1
 """Raised when the same blend would come out as other arrays."""
 
 
-def open_blend(blend: BlendSizes, cache: Path, note: Callable[[str], None] | None = None) -> Index:
+def open_blend(
+    blend: BlendSizes, cache: Path, note: Callable[[str], None] | None = None
+) -> tuple[StoredArray, StoredArray]:
     """The index of a blend, computed by one of the processes that share `cache`.
 
     Args:
         blend: its sizes.
         cache: the folder for all such indices; they get one of their own in it.
-        note: see :func:`~megapipe.data.indices.folder.mapped_arrays`.
+        note: see :func:`~megapipe.data.indices.folder.stored_arrays`.
 
     Raises:
         ConfigError: as :func:`~megapipe.data.indices.blend.blend_index`.
@@ -36,5 +39,5 @@ def open_blend(blend: BlendSizes, cache: Path, note: Callable[[str], None] | Non
 
     name = hashlib.sha256(json.dumps(["blend", _FORMAT, size, asked]).encode()).hexdigest()
     forms = {"dataset_index": ((size,), "<i2"), "dataset_sample_index": ((size,), "<i8")}
-    arrays = mapped_arrays(cache / name, forms, compute, note)
+    arrays = stored_arrays(cache / name, forms, compute, note)
     return arrays["dataset_index"], arrays["dataset_sample_index"]

@@ -29,8 +29,8 @@ class IndexedDataset:
         self.file = file
         self.indices = indices
         self.sequence_length = sequence_length
-        # the same memory; to take slices of a memmap is slow
-        self._offsets, self._lengths = map(np.asarray, (file.offsets, file.lengths))
+        for array in (file.offsets, *vars(indices).values()):
+            array.hold()
 
     def __len__(self) -> int:
         return len(self.indices.shuffle)
@@ -55,25 +55,32 @@ class IndexedDataset:
 
     def _window(self, index: int) -> npt.NDArray[np.int64]:
         """The tokens of a sample and the one that follows [L + 1], or fewer in the last one."""
-        starts, counts = self._parts(index)
-        total = len(self.file.tokens)
-        if any(s < 0 or n < 0 or s + n > total for s, n in zip(starts, counts, strict=True)):
-            raise DataError(
-                f"{self.file.index_path} is damaged: sample {index} is outside {self.file.path}"
-            )
-        parts = [self.file.read(s, s + n) for s, n in zip(starts, counts, strict=True)]
-        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+        return self.file.read_runs(*self._parts(index)).astype(np.int64)
 
     def _parts(self, index: int) -> tuple[list[int], list[int]]:
         """The tokens of the file that the runs of a sample begin with, and the tokens of each."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         row = int(self.indices.shuffle[index])
-        (first, begin), (last, end) = self.indices.samples[row : row + 2].tolist()
-        numbers = self.indices.documents[first : last + 1]
-        starts = (self._offsets[numbers] // self.file.tokens.itemsize).tolist()
-        counts = self._lengths[numbers].tolist()
+        (first, begin), (last, end) = self.indices.samples.rows(row, row + 2).tolist()
+        if not 0 <= first <= last < len(self.indices.documents):
+            raise DataError(
+                f"{self.indices.samples.file.path} is damaged: it has no place for sample {index}"
+            )
+        starts, counts = self.file.spans(self.indices.documents.rows(first, last + 1))
+        rest = counts[-1] - (end + 1)
         counts[-1] = end + 1
         starts[0] += begin
         counts[0] -= begin
+        tokens = sum(counts)
+        if (
+            rest < 0
+            or min(counts) < 0
+            or tokens > self.sequence_length + 1
+            or (tokens <= self.sequence_length and row != len(self) - 1)
+        ):
+            raise DataError(
+                f"{self.file.index_path} and {self.indices.samples.file.path} do not agree about "
+                f"sample {index}: one of them is damaged"
+            )
         return starts, counts

@@ -1,32 +1,32 @@
-"""Arrays that one process of a node computes, and all map into memory."""
+"""Arrays that one process of a node computes, and all read."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from megapipe.data.prepare.once import make_once
+from megapipe.data.stored import Array, StoredArray, StoredFile, write_checksums
 from megapipe.errors import DataError
 
-Array = npt.NDArray[Any]
 Save = Callable[[str, Array], None]
 Form = tuple[tuple[int | None, ...], str]
 """The shape and the type of an array; None: a size that is not known before."""
 
 
-def mapped_arrays(
+def stored_arrays(
     folder: Path,
     forms: Mapping[str, Form],
     compute: Callable[[Save], None],
     note: Callable[[str], None] | None = None,
-) -> dict[str, Array]:
-    """The arrays of a folder, by name, which all processes of a node share in memory.
+) -> dict[str, StoredArray]:
+    """The arrays of a folder, by name, of which each process reads what it needs.
 
     If the folder is not there, one of the processes that share its file system computes them, and
     the others wait for it (:func:`~megapipe.data.prepare.once.make_once`).
@@ -43,10 +43,12 @@ def mapped_arrays(
 
     def fill(new: Path) -> None:
         def save(name: str, array: Array) -> None:
-            with open(new / f"{name}.npy", "wb") as file:
+            path = new / f"{name}.npy"
+            with open(path, "wb") as file:
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
+            write_checksums(path)
 
         compute(save)
 
@@ -56,27 +58,39 @@ def mapped_arrays(
     except OSError as error:
         where = error.filename or folder
         raise DataError(f"indices {where}: {error.strerror or error}") from error
-    return {name: _mapped(folder, name, form) for name, form in forms.items()}
+    return {name: _stored(folder, name, form) for name, form in forms.items()}
 
 
-def _mapped(folder: Path, name: str, form: Form) -> Array:
+def _stored(folder: Path, name: str, form: Form) -> StoredArray:
     path, repair = folder / f"{name}.npy", f"remove {folder} to have it made again"
     try:
-        if form[0][0] == 0:
-            array = np.load(path)  # nothing cannot be mapped
-        else:
-            with np.errstate(over="ignore"):
-                array = np.load(path, mmap_mode="r")
+        with path.open("rb") as file:
+            shape, dtype = _header(file)
+            begin, size = file.tell(), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}: {repair}") from error
-    except (ValueError, EOFError, MemoryError, OverflowError) as error:
+    except Exception as error:  # a header that is overwritten: of the parsers that NumPy asks
         raise DataError(f"{path} is damaged: {repair}") from error
+    if dtype.hasobject or size != begin + math.prod(shape) * dtype.itemsize:
+        raise DataError(f"{path} is damaged: {repair}")
     sizes = tuple(
         found if wanted is None else wanted
-        for found, wanted in itertools.zip_longest(array.shape, form[0], fillvalue=-1)
+        for found, wanted in itertools.zip_longest(shape, form[0], fillvalue=-1)
     )
-    if (array.shape, array.dtype) != (sizes, np.dtype(form[1])):
+    if (shape, dtype) != (sizes, np.dtype(form[1])):
         raise DataError(
-            f"{path} has shape {array.shape} of {array.dtype}, not {form[0]} of {form[1]}: {repair}"
+            f"{path} has shape {shape} of {dtype}, not {form[0]} of {form[1]}: {repair}"
         )
-    return np.asarray(array)  # the same memory; slices of a memmap are slow
+    stored = StoredFile(path)
+    stored.read(0, begin)  # as its checksum says
+    return StoredArray(stored, dtype, begin, shape)
+
+
+def _header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of an array that ``np.save`` has written. Raises ValueError."""
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("another version")
+    shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
+    if fortran_order and len(shape) > 1:
+        raise ValueError("another order")
+    return shape, dtype

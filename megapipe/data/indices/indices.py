@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from megapipe.data.indices.counts import Counts
-from megapipe.data.indices.folder import Array, Form, Save, mapped_arrays
+from megapipe.data.indices.folder import Form, Save, stored_arrays
 from megapipe.data.indices.samples import sample_index
 from megapipe.data.indices.shuffled import document_index, generator, shuffle_index
+from megapipe.data.stored import Array, StoredArray
 from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
 
@@ -47,7 +48,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Indices:
-    """The indices of Megatron-LM's GPTDataset, mapped into memory.
+    """The indices of Megatron-LM's GPTDataset, in files.
 
     Attributes:
         documents: sequences in reading order [epochs * sequences].
@@ -56,9 +57,9 @@ class Indices:
         shuffle: the sample of each number [M].
     """
 
-    documents: Array
-    samples: Array
-    shuffle: Array
+    documents: StoredArray
+    samples: StoredArray
+    shuffle: StoredArray
 
 
 def open_indices(
@@ -69,12 +70,13 @@ def open_indices(
 ) -> Indices:
     """The indices of a request, computed by one of the processes that share `cache`.
 
-    That process holds 4 bytes for each sequence and epoch, and 8 or 4 for each sample (16 or 8 if
-    there are more than 2^31): its sample index and its shuffle index one after the other.
+    That process holds 4 bytes for each sequence of the file, 4 for each sequence and epoch, and 8
+    or 4 for each sample (16 or 8 if there are more than 2^31): its sample index and its shuffle
+    index one after the other.
 
     Args:
         cache: the folder for all such indices; they get one of their own in it.
-        note: see :func:`~megapipe.data.indices.folder.mapped_arrays`.
+        note: see :func:`~megapipe.data.indices.folder.stored_arrays`.
 
     Raises:
         ConfigError: a seed that NumPy does not take.
@@ -100,12 +102,12 @@ def open_indices(
             "sample_index",
             sample_index(lengths, documents, request.sequence_length, counts.samples),
         )
-        del documents
+        del documents, lengths
         save("shuffle_index", shuffle_index(counts, random))
 
     forms = _forms(len(request.sequences) * counts.epochs, counts.samples)
     folder = cache / _digest(file, request, counts)
-    arrays = mapped_arrays(folder, forms, compute, note)
+    arrays = stored_arrays(folder, forms, compute, note)
     return Indices(*(arrays[name] for name in forms))
 
 
@@ -126,7 +128,7 @@ def _tokens(file: TokenFile, sequences: range) -> int:
 
 def _lengths(file: TokenFile, sequences: range, tokens: int) -> Array:
     """The lengths of all sequences of the file, after a look at those that are counted on."""
-    lengths = np.asarray(file.lengths)
+    lengths: Array = file.lengths[:]
     used = lengths[sequences.start : sequences.stop]
     if used.min() < 0 or int(used.sum(dtype=np.int64)) != tokens:
         raise DataError(f"{file.index_path} is damaged: its lengths and offsets do not agree")

@@ -6,10 +6,11 @@ import numpy as np
 
 from megapipe.data.indices.blend import Index
 from megapipe.data.mixture import Draw
+from megapipe.data.stored import Array, StoredArray
 from megapipe.errors import DataError
 
-_BACK = 2**10
-"""Samples that are looked at first for the last one of each source."""
+_BACK, _MOST_BACK = 2**10, 2**20
+"""Samples that are looked at first for the last one of each source, and at most at a time."""
 
 
 class Blend:
@@ -20,8 +21,9 @@ class Blend:
         sources: n.
     """
 
-    def __init__(self, index: Index, sources: int) -> None:
-        self._source, self._number = index
+    def __init__(self, index: Index | tuple[StoredArray, StoredArray], sources: int) -> None:
+        self._source: Array | StoredArray = index[0]
+        self._number: Array | StoredArray = index[1]
         self._sources = sources
 
     def __len__(self) -> int:
@@ -45,7 +47,7 @@ class Blend:
                 if len(at):
                     found[source] = int(self._number[start + at[-1]]) + 1
                     left.remove(source)
-            back, stop = 2 * back, start
+            back, stop = min(2 * back, _MOST_BACK), start
         return found
 
     def check(self, samples: int) -> None:

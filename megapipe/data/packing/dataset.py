@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from megapipe.data.dataset import Sample
 from megapipe.data.packing.index import Packing
 from megapipe.data.tokens import TokenFile
+from megapipe.errors import DataError
 
 
 class PackedDataset:
@@ -33,6 +35,8 @@ class PackedDataset:
         self.packing = packing
         self.sequence_length = sequence_length
         self.padding = padding
+        for array in packing:
+            array.hold()
 
     def __len__(self) -> int:
         return len(self.packing.samples) - 1
@@ -40,9 +44,8 @@ class PackedDataset:
     @property
     def padded(self) -> float:
         """The share of all positions that is padding."""
-        return 1 - int(self.packing.lengths.sum(dtype=np.int64)) / (
-            len(self) * self.sequence_length
-        )
+        filled = sum(int(some.sum(dtype=np.int64)) for some in self.packing.lengths.parts())
+        return 1 - filled / (len(self) * self.sequence_length)
 
     def labelled(self, index: int) -> Sample:
         """Sample `index`. Raises IndexError if it is not in 0 .. len-1."""
@@ -61,8 +64,11 @@ class PackedDataset:
 
     def pieces(self, index: int) -> list[npt.NDArray[Any]]:
         """The pieces of a sample, n+1 tokens each for n positions."""
-        found = zip(*self._places(index), strict=True)
-        return [self.file.read(start, start + length + 1) for start, length in found]
+        starts, lengths = self._places(index)
+        counts = [length + 1 for length in lengths]
+        tokens = self.file.read_runs(starts, counts)
+        stops = itertools.accumulate(counts)
+        return [tokens[stop - n : stop] for stop, n in zip(stops, counts, strict=True)]
 
     def place(self, index: int, at: int, *, label: bool) -> str:
         starts, lengths = self._places(index)
@@ -77,5 +83,13 @@ class PackedDataset:
         """Starts and lengths of the pieces of a sample."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        first, last = self.packing.samples[index : index + 2]
-        return self.packing.starts[first:last].tolist(), self.packing.lengths[first:last].tolist()
+        first, last = self.packing.samples.rows(index, index + 2).tolist()
+        starts: list[int] = self.packing.starts.rows(first, last).tolist()
+        lengths: list[int] = self.packing.lengths.rows(first, last).tolist()
+        if min(lengths, default=0) < 1 or sum(lengths) > self.sequence_length:
+            folder = self.packing.samples.file.path.parent
+            raise DataError(
+                f"{folder} is damaged: sample {index} has pieces of {sum(lengths)} positions in "
+                "all: remove it to have it made again"
+            )
+        return starts, lengths

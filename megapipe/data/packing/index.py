@@ -1,7 +1,8 @@
-"""Which pieces of which documents make up each sample, kept in a folder and mapped into memory."""
+"""Which pieces of which documents make up each sample, kept in a folder."""
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megapipe.data.dataset import Stream
-from megapipe.data.indices.folder import Array, Save, mapped_arrays
+from megapipe.data.indices.folder import Save, stored_arrays
 from megapipe.data.packing.best_fit import Numbers, best_fit
+from megapipe.data.stored import Array, StoredArray
 from megapipe.errors import DataError
 
 _FORMAT = 1
@@ -28,11 +30,11 @@ class Packing(NamedTuple):
     A piece of n tokens and the one that follows makes n positions, each with its label.
     """
 
-    samples: Array
+    samples: StoredArray
     """[B + 1] int64: the first piece of each sample, and P."""
-    starts: Array
+    starts: StoredArray
     """[P] int64: the first token of each piece in its file."""
-    lengths: Array
+    lengths: StoredArray
     """[P] int32: its positions, 1 to L."""
 
 
@@ -69,22 +71,27 @@ def open_packing(stream: Stream, rule: Rule, cache: Path) -> Packing:
 
     def compute(save: Save) -> None:
         found = _pack(stream, rule)
-        if not len(found.starts):
+        if not len(found["starts"]):
             raise DataError(_nothing(stream, rule))
-        for name, array in found._asdict().items():
+        for name, array in found.items():
             save(name, array)
 
     folder = cache / f"packing-{_digest(stream, rule)}"
     forms = {"samples": ((None,), "<i8"), "starts": ((None,), "<i8"), "lengths": ((None,), "<i4")}
-    found = Packing(**mapped_arrays(folder, forms, compute))
+    found = Packing(**stored_arrays(folder, forms, compute))
     if found.samples[-1] != len(found.starts) or len(found.starts) != len(found.lengths):
         raise DataError(f"{folder} is damaged: remove it to have it made again")
     return found
 
 
-def _pack(stream: Stream, rule: Rule) -> Packing:
-    samples, pieces = [np.zeros(1, np.int64)], 0
-    starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+def _pack(stream: Stream, rule: Rule) -> dict[str, Array]:
+    """The arrays of a packing, by name."""
+    found: dict[str, list[Array]] = {
+        "samples": [np.zeros(1, np.int64)],
+        "starts": [np.empty(0, np.int64)],
+        "lengths": [np.empty(0, np.int32)],
+    }
+    pieces = 0
     for first, positions in _documents(stream):
         most = rule.length - rule.spare
         if not rule.cut:
@@ -94,19 +101,19 @@ def _pack(stream: Stream, rule: Rule) -> Packing:
             continue
         sample_of = best_fit(sizes + rule.spare, rule.length)
         order = np.argsort(sample_of, kind="stable")
-        starts.append(some[order])
-        lengths.append(sizes[order].astype(np.int32))
-        samples.append(pieces + np.cumsum(np.bincount(sample_of)))
+        found["starts"].append(some[order])
+        found["lengths"].append(sizes[order].astype(np.int32))
+        found["samples"].append(pieces + np.cumsum(np.bincount(sample_of)))
         pieces += len(order)
-    return Packing(*(np.concatenate(parts) for parts in (samples, starts, lengths)))
+    return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
 def _documents(stream: Stream) -> Iterator[tuple[Numbers, Numbers]]:
     """First token and positions of the documents of a stream, some at a time."""
     file = stream.file
     ends = stream.sequences.start, stream.sequences.stop
-    low = int(np.searchsorted(file.documents, ends[0], side="right")) - 1
-    high = int(np.searchsorted(file.documents, ends[1], side="left"))
+    low = bisect.bisect_right(file.documents, ends[0]) - 1
+    high = bisect.bisect_left(file.documents, ends[1])
     for at in range(low, high, AT_ONCE):  # what a split cuts off of a document is left out
         boundaries = np.clip(file.documents[at : min(at + AT_ONCE, high) + 1], *ends)
         tokens = file.starts(boundaries)

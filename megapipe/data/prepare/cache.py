@@ -21,9 +21,9 @@ from megapipe.data.prepare.held_out import divide
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.parts_folder import PartsFolder
 from megapipe.data.prepare.sizes import Sizes
+from megapipe.data.stored import crc_of, write_checksums
 from megapipe.data.tokenizer import Encoder
 from megapipe.data.tokens import TokenFile
-from megapipe.data.tokens.checksums import crc_of, write_checksums
 from megapipe.data.tokens.format import bin_of, idx_of
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
@@ -31,6 +31,7 @@ from megapipe.section import Section
 
 _FORMAT = 2
 """Raised when the same corpus would come out as other token files."""
+_INDEX_CRC = ".idx.crc"
 
 
 class Meta(Section):
@@ -88,9 +89,12 @@ class Prepared:
     @property
     def content(self) -> str:
         """SHA-256, in hex, of what the corpus came out as: tokens, sizes, entropy and tokenizer. It
-        stays the same where the files of a corpus are moved or copied."""
+        stays the same where the files of a corpus are moved or copied, and the checksums of an
+        index, which older caches lack, are left out."""
         older = {"tokens"} if self.meta.tokens is None else set()
-        what = self.meta.model_dump_json(exclude={"source", "tokenizer", "rows", *older})
+        files = {name: n for name, n in self.meta.files.items() if not name.endswith(_INDEX_CRC)}
+        meta = self.meta.model_copy(update={"files": files})
+        what = meta.model_dump_json(exclude={"source", "tokenizer", "rows", *older})
         return hashlib.sha256(what.encode()).hexdigest()
 
 
@@ -151,9 +155,11 @@ def _build(parts: PartsFolder, folder: Path, digest: str, *, progress: bool) -> 
     if _digest(config, tokenizer) != digest:
         raise parts.has_changed()
     made = [name for name in SPLITS if bin_of(folder / name).exists()]
-    tokens = {str(name): write_checksums(folder / name) for name in made}
-    kinds = (bin_of, idx_of, crc_of)
-    files = [kind(folder / name) for name in made for kind in kinds]
+    tokens = {str(name): write_checksums(bin_of(folder / name)) for name in made}
+    for name in made:
+        write_checksums(idx_of(folder / name))
+    both = [kind(folder / name) for name in made for kind in (bin_of, idx_of)]
+    files = [*both, *map(crc_of, both)]
     meta = Meta(
         source=config.source,
         tokenizer=config.tokenizer,

@@ -64,5 +64,6 @@ def _copy_run(file: TokenFile, first: int, last: int, writer: TokenWriter) -> No
     boundaries = file.documents[first : last + 1]
     start, stop = file.starts(boundaries[[0, -1]]).tolist()
     lengths = file.lengths[boundaries[0] : boundaries[-1]]
-    writer.write(file.tokens[start:stop])
+    for tokens in file.tokens.parts(start, stop):
+        writer.write(tokens)
     writer.close_sequences(lengths, np.diff(boundaries))

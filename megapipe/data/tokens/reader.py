@@ -1,33 +1,30 @@
-"""Reads token files: indices through memory maps, tokens by reads that a truncated file fails.
+"""Reads token files: tokens and index alike by ranges, as they are asked for."""
 
-A page of a mapped file that is truncated kills the process that touches it (SIGBUS).
-"""
-
-import os
+import operator
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.data.tokens.checksums import Checksums, crc_of
+from megapipe.data.stored import StoredArray, StoredFile
 from megapipe.data.tokens.format import HEADER, Header, Ids, bin_of, idx_of, unpack
 from megapipe.errors import DataError
+from megapipe.launch.open_files import reason
 
 _AT_ONCE = 2**20
+"""Documents whose lengths are computed at a time."""
 
 
 class TokenFile:
     """A token file, after a look at the sizes of its two parts and at the ends of the index.
 
-    A process loads only what it asks for, and the processes of a node share it in memory. What is
-    between the ends is for :mod:`megapipe.data.tokens.verify` to read.
+    A process loads only what it asks for, and the processes of a node share the system's copy of
+    it. What is between the ends is for :mod:`megapipe.data.tokens.verify` to read.
 
     Attributes:
-        tokens: all ids of the file as one stream [T], in the file's own type; :meth:`read` to be
-            safe from a file that changes.
+        tokens: all ids of the file as one stream [T], in the file's own type.
         lengths: tokens of each sequence [S].
         offsets: byte offset of each sequence [S].
         documents: first sequence of each document, and S at the end [documents + 1].
@@ -41,11 +38,11 @@ class TokenFile:
         self.path, self.index_path = bin_of(prefix), idx_of(prefix)
         header = _header(self.index_path)
         sequences = header.sequences
-        self.lengths = _map(self.index_path, "<i4", HEADER.size, sequences)
-        self.offsets = _map(self.index_path, "<i8", HEADER.size + 4 * sequences, sequences)
-        self.documents = _map(
-            self.index_path, "<i8", HEADER.size + 12 * sequences, header.boundaries
-        )
+        index, at = StoredFile(self.index_path), HEADER.size
+        index.read(0, at)  # as its checksum says
+        self.lengths = StoredArray(index, "<i4", at, (sequences,))
+        self.offsets = StoredArray(index, "<i8", at + 4 * sequences, (sequences,))
+        self.documents = StoredArray(index, "<i8", at + 12 * sequences, (header.boundaries,))
         if header.boundaries < 1 or self.documents[0] != 0 or self.documents[-1] != sequences:
             raise DataError(
                 f"{self.index_path}: document boundaries do not run from 0 to {sequences} sequences"
@@ -56,10 +53,8 @@ class TokenFile:
         size = _file_size(self.path)
         if size != declared:
             raise DataError(f"{self.path} has {size} bytes, {self.index_path} declares {declared}")
-        self.tokens: Ids = _map(self.path, header.dtype, 0, size // header.dtype.itemsize)
-        self._dtype, self._length = header.dtype, len(self.tokens)
-        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115, for as long as it is read
-        self._checksums = Checksums(prefix, size) if crc_of(prefix).exists() else None
+        length = size // header.dtype.itemsize
+        self.tokens = StoredArray(StoredFile(self.path), header.dtype, 0, (length,))
 
     def __len__(self) -> int:
         """Documents."""
@@ -71,43 +66,50 @@ class TokenFile:
         Raises:
             DataError: there are no such tokens, the file was truncated, or a checksum differs.
         """
-        if not 0 <= start <= stop <= self._length:
-            raise DataError(f"{self.index_path} is damaged: it names tokens outside {self.path}")
-        size = self._dtype.itemsize
-        own = start * size, stop * size
-        blocks = None if self._checksums is None else self._checksums.unchecked(*own)
-        first, last = blocks or own
-        content = self._bytes(first, last)
-        if self._checksums is not None and blocks is not None:
-            self._checksums.check(first, memoryview(content))
-        return np.frombuffer(content, self._dtype, stop - start, own[0] - first)
+        if not 0 <= start <= stop <= len(self.tokens):
+            raise self._outside()
+        size = self.tokens.itemsize
+        return np.frombuffer(self.tokens.file.read(start * size, stop * size), self.tokens.dtype)
 
-    def _bytes(self, start: int, stop: int) -> bytes:
-        """The bytes start .. stop-1 of the tokens."""
-        handle = self._file.fileno()
-        try:
-            content = os.pread(handle, stop - start, start)
-            while len(content) < stop - start:  # Linux reads 2 GiB at a time
-                more = os.pread(handle, stop - start - len(content), start + len(content))
-                if not more:
-                    end = os.fstat(handle).st_size
-                    raise DataError(f"{self.path} ends at byte {end}: was it truncated?")
-                content += more
-        except OSError as error:
-            raise DataError(f"token file {self.path}: {error.strerror}") from error
-        return content
+    def read_runs(self, starts: Sequence[int], counts: Sequence[int]) -> Ids:
+        """So many tokens from each start, one run after the other. Raises as :meth:`read`."""
+        size = self.tokens.itemsize
+        ends = map(operator.add, starts, counts)
+        if min(starts) < 0 or min(counts) < 0 or max(ends) > len(self.tokens):
+            raise self._outside()
+        bytes_of = [start * size for start in starts], [count * size for count in counts]
+        return np.frombuffer(self.tokens.file.read_each(*bytes_of), self.tokens.dtype)
+
+    def _outside(self) -> DataError:
+        return DataError(f"{self.index_path} is damaged: it names tokens outside {self.path}")
 
     def starts(self, boundaries: Ids) -> npt.NDArray[np.int64]:
         """The token [n] that each of the sequences [n], of 0 .. S, begins with. Raises DataError if
         the index has no such sequence, or a place outside the file."""
         if len(boundaries) and not 0 <= boundaries.min() <= boundaries.max() <= len(self.lengths):
-            raise DataError(f"{self.index_path} is damaged: a document of sequences that it lacks")
+            raise self._lacks()
         starts = np.full(len(boundaries), len(self.tokens), np.int64)
         inside = boundaries < len(self.lengths)
         starts[inside] = self.offsets[boundaries[inside]] // self.tokens.dtype.itemsize
         if len(starts) and not 0 <= starts.min() <= starts.max() <= len(self.tokens):
             raise DataError(f"{self.index_path} is damaged: a sequence outside {self.path}")
         return starts
+
+    def spans(self, sequences: Ids) -> tuple[list[int], list[int]]:
+        """The token that each of some sequences [n] begins with, and how many it has: up to where
+        the next one begins. Raises as :meth:`starts`."""
+        listed, last = sequences.tolist(), len(self.lengths) - 1
+        if not 0 <= min(listed) <= max(listed) <= last:
+            raise self._lacks()
+        if last in listed:  # none is next
+            starts, stops = (self.starts(some).tolist() for some in (sequences, sequences + 1))
+        else:
+            size = self.tokens.itemsize
+            starts, stops = ([at // size for at in some] for some in self.offsets.pairs(sequences))
+        return starts, [stop - start for start, stop in zip(starts, stops, strict=True)]
+
+    def _lacks(self) -> DataError:
+        return DataError(f"{self.index_path} is damaged: a document of sequences that it lacks")
 
     def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
         """Tokens of each document, some documents at a time [n]. Raises as :meth:`starts`."""
@@ -127,12 +129,6 @@ def _header(path: Path) -> Header:
     return header
 
 
-def _map(path: Path, kind: str | np.dtype[Any], offset: int, count: int) -> Ids:
-    if not count:  # nothing cannot be mapped
-        return np.empty(0, kind)
-    return np.memmap(path, kind, "r", offset, (count,))
-
-
 def _file_size(path: Path) -> int:
     """Bytes of a file that is there, is a file, and may be read."""
     try:
@@ -141,5 +137,5 @@ def _file_size(path: Path) -> int:
             raise DataError(f"token file {path}: not a regular file")
         path.open("rb").close()
     except OSError as error:
-        raise DataError(f"token file {path}: {error.strerror}") from error
+        raise DataError(f"token file {path}: {reason(error)}") from error
     return status.st_size

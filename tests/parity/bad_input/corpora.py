@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from megapipe.data.prepare import prepare
+from megapipe.data.stored import write_checksums
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens import TokenWriter
-from megapipe.data.tokens.checksums import write_checksums
 from megapipe.data_config import DataConfig
 from tests.parity.bad_folder import LONG, cut_off, gone, swapped, text
 from tests.parity.bad_input.case import Bad, all_of, made, mode
@@ -64,7 +64,7 @@ def foreign_token(folder: Path) -> None:
             tokens = np.memmap(cached.folder / "train.bin", dtype="<u2", mode="r+")
             tokens[len(tokens) // 2] = 300
             tokens.flush()
-            write_checksums(cached.folder / "train")
+            write_checksums(cached.folder / "train.bin")
     finally:
         os.chdir(before)
 

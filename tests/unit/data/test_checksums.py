@@ -12,9 +12,10 @@ import pytest
 
 from megapipe.data.dataset import TokenDataset
 from megapipe.data.prepare import prepare
+from megapipe.data.stored import crc_of, write_checksums
+from megapipe.data.stored.checksums import BLOCK
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens import TokenFile, TokenWriter
-from megapipe.data.tokens.checksums import BLOCK, crc_of, write_checksums
 from megapipe.data.tokens.format import bin_of, token_type
 from megapipe.data.tokens.verify import verify
 from megapipe.data_config import DataConfig
@@ -28,7 +29,7 @@ def written(prefix: Path) -> Path:
     """A token file of three blocks and a short one."""
     with TokenWriter(prefix, token_type(257), 257) as writer:
         writer.add(IDS)
-    write_checksums(prefix)
+    write_checksums(bin_of(prefix))
     return prefix
 
 
@@ -43,7 +44,7 @@ def test_reads_are_those_of_the_whole_file_wherever_they_begin(tmp_path: Path) -
     places = [0, 1, 7, PER_BLOCK - 1, PER_BLOCK, PER_BLOCK + 1, 2 * PER_BLOCK, len(IDS) - 1]
     for checked in (True, False):
         if not checked:
-            crc_of(prefix).unlink()
+            crc_of(bin_of(prefix)).unlink()
         file = TokenFile(prefix)
         for _ in range(2):
             for start in places:
@@ -77,7 +78,7 @@ def test_an_overwritten_block_is_found_and_no_other(tmp_path: Path, at: int) -> 
 def test_a_file_that_is_truncated_while_it_is_open_is_a_line_and_no_signal(tmp_path: Path) -> None:
     for prefix in (written(tmp_path / "x"), written(tmp_path / "y")):
         if prefix.name == "y":
-            crc_of(prefix).unlink()
+            crc_of(bin_of(prefix)).unlink()
         dataset = TokenDataset(TokenFile(prefix), 100)
         os.truncate(bin_of(prefix), 100)
         with pytest.raises(DataError, match=f"{prefix.name}.bin ends at byte 100: was it trunc"):
@@ -86,7 +87,7 @@ def test_a_file_that_is_truncated_while_it_is_open_is_a_line_and_no_signal(tmp_p
 
 def test_checksums_of_another_size_are_refused(tmp_path: Path) -> None:
     prefix = written(tmp_path / "x")
-    os.truncate(crc_of(prefix), 12)
+    os.truncate(crc_of(bin_of(prefix)), 12)
     with pytest.raises(DataError, match=r"x.crc has 12 bytes, 4 blocks need 16"):
         TokenFile(prefix)
 
@@ -106,10 +107,14 @@ def test_a_cache_stands_for_the_order_of_its_tokens_too(tmp_path: Path) -> None:
         contents.add(made.content)
         train = made.part("train")
         assert train is not None
-        assert crc_of(train.file.prefix).exists()
+        assert crc_of(train.file.path).exists()
         assert made.meta.files[f"{train.file.prefix.name}.crc"] == 4
     assert len(contents) == 2
-    older = made.meta.model_copy(update={"tokens": None})
+    files = {name: n for name, n in made.meta.files.items() if not name.endswith(".idx.crc")}
+    assert len(files) == len(made.meta.files) - 2, "of train and validation"
+    older = made.meta.model_copy(update={"files": files})
+    assert replace(made, meta=older).content == made.content
+    older = older.model_copy(update={"tokens": None})
     before = older.model_dump_json(exclude={"source", "tokenizer", "tokens", "rows"}).encode()
     assert replace(made, meta=older).content == hashlib.sha256(before).hexdigest()
     overwrite(train.file.prefix, 3)

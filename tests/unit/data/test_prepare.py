@@ -36,7 +36,7 @@ class Barred(ByteTokenizer):
 
 def texts_of(prepared: Prepared, split: str) -> list[str]:
     """The documents of a split, taken back from its token file."""
-    tokens = TokenFile(prepared.folder / split).tokens
+    tokens = TokenFile(prepared.folder / split).tokens[:]
     assert tokens[-1] == 256
     ends = np.flatnonzero(tokens == 256)
     starts = [0, *(ends[:-1] + 1)]
@@ -105,7 +105,7 @@ def test_batches_of_texts_do_not_change_the_result(
 def test_trained_tokenizer(folder_config: DataConfig, bpe_file: Path) -> None:
     tokenizer = load_tokenizer(str(bpe_file))
     prepared = prepare(folder_config, tokenizer)
-    tokens = TokenFile(prepared.folder / "train").tokens.tolist()
+    tokens = TokenFile(prepared.folder / "train").tokens[:].tolist()
     train = texts_of(prepare(folder_config, BYTE), "train")
     expected = [i for text in train for i in [*tokenizer.encode(text).tolist(), tokenizer.eod]]
     assert tokens == expected

@@ -20,10 +20,10 @@ from megapipe.data.prepare import prepare
 from megapipe.data.prepare.copies import MANIFEST, check_contents
 from megapipe.data.remote import fetched, is_remote
 from megapipe.data.sources import load_sources
+from megapipe.data.stored import crc_of
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenWriter
-from megapipe.data.tokens.checksums import crc_of
-from megapipe.data.tokens.format import bin_of, token_type
+from megapipe.data.tokens.format import bin_of, idx_of, token_type
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.layout.resolve import resolve
@@ -136,12 +136,14 @@ def test_a_token_file_that_is_damaged_at_the_same_size_is_found_when_it_is_read(
     config = fetched(DataConfig(source="memory://bucket/x", cache=str(tmp_path)), progress=False)
     given_tokens(config)
     prefix = Path(config.source)
-    content = bytearray(bin_of(prefix).read_bytes())
-    content[70] += 1
-    bin_of(prefix).write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.bin is damaged: bytes 0 to 200 are not"):
-        given_tokens(config)
-    crc_of(prefix).unlink()
+    for path, size in ((bin_of(prefix), 200), (idx_of(prefix), 62)):
+        sound = path.read_bytes()
+        path.write_bytes(sound[:40] + bytes([sound[40] ^ 1]) + sound[41:])
+        with pytest.raises(DataError, match=rf"{path.name} is damaged: bytes 0 to {size} are not"):
+            given_tokens(config)
+        path.write_bytes(sound)
+    given_tokens(config)
+    crc_of(bin_of(prefix)).unlink()
     with pytest.raises(DataError, match=r"x\.crc: No such file or directory: remove"):
         fetched(DataConfig(source="memory://bucket/x", cache=str(tmp_path)))
 

@@ -37,9 +37,9 @@ def refused(prefix: Path, match: str, *, on_reading_all: bool = False) -> None:
 def test_round_trip(tmp_path: Path) -> None:
     file = TokenFile(write(tmp_path / "x"))
     assert file.tokens.dtype == np.uint16
-    assert file.tokens.tolist() == np.concatenate(DOCUMENTS).tolist()
-    assert file.lengths.tolist() == [4, 1, 200]
-    assert file.documents.tolist() == [0, 1, 2, 3]
+    assert file.tokens[:].tolist() == np.concatenate(DOCUMENTS).tolist()
+    assert file.lengths[:].tolist() == [4, 1, 200]
+    assert file.documents[:].tolist() == [0, 1, 2, 3]
 
 
 def test_writes_the_format_byte_for_byte(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_token_type_follows_the_vocabulary(tmp_path: Path, vocab_size: int, item
     ids = np.array([0, vocab_size - 1])
     file = TokenFile(write(tmp_path / "x", vocab_size, [ids]))
     assert file.tokens.dtype == np.dtype("<u2" if itemsize == 2 else "<i4")
-    assert file.tokens.tolist() == ids.tolist()
+    assert file.tokens[:].tolist() == ids.tolist()
     assert (tmp_path / "x.idx").read_bytes()[17] == (8 if itemsize == 2 else 4)
 
 
@@ -65,13 +65,13 @@ def test_reads_every_integer_type(tmp_path: Path, code: int, form: str) -> None:
     size = struct.calcsize(form)
     index = index_bytes([2, 3], [0, 2 * size], [0, 1, 2], code=code)
     file = TokenFile(by_hand(tmp_path, index, struct.pack(f"<5{form}", 1, 2, 3, 4, 5)))
-    assert file.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert file.tokens[:].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_reads_documents_of_several_sequences_and_modes(tmp_path: Path) -> None:
     index = index_bytes([2, 1, 0], [0, 4, 6], [0, 2, 2, 3], tail=b"\0\1\0")
     file = TokenFile(by_hand(tmp_path, index, struct.pack("<3H", 1, 2, 3)))
-    assert file.documents.tolist() == [0, 2, 2, 3]
+    assert file.documents[:].tolist() == [0, 2, 2, 3]
 
 
 def test_a_document_too_long_for_a_sequence_has_several(
@@ -79,9 +79,9 @@ def test_a_document_too_long_for_a_sequence_has_several(
 ) -> None:
     monkeypatch.setattr(writer_module, "LONGEST_SEQUENCE", 3)
     file = TokenFile(write(tmp_path / "x", documents=[np.arange(7), np.arange(3)]))
-    assert file.lengths.tolist() == [3, 3, 1, 3]
-    assert file.documents.tolist() == [0, 3, 4]
-    assert file.tokens.tolist() == [*range(7), *range(3)]
+    assert file.lengths[:].tolist() == [3, 3, 1, 3]
+    assert file.documents[:].tolist() == [0, 3, 4]
+    assert file.tokens[:].tolist() == [*range(7), *range(3)]
 
 
 @pytest.mark.parametrize("wrong", [-1, 257, 2**31, 65536 + 5])
@@ -201,7 +201,7 @@ def test_damage_that_only_reading_all_finds(
 )
 def test_no_tokens(tmp_path: Path, index: tuple[list[int], list[int], list[int]]) -> None:
     file = TokenFile(by_hand(tmp_path, index_bytes(*index), b""))
-    assert file.tokens.tolist() == []
+    assert file.tokens[:].tolist() == []
     verify(file, 1)
 
 
@@ -222,7 +222,7 @@ def test_an_index_is_checked_across_its_parts(
     tokens = struct.pack("<7H", *range(7))
     good = [2, 1, 0, 3, 1], [0, 4, 6, 6, 12], [0, 1, 1, 2, 5]
     file = TokenFile(by_hand(tmp_path, index_bytes(*good), tokens))
-    assert (file.lengths.tolist(), file.documents.tolist()) == (good[0], good[2])
+    assert (file.lengths[:].tolist(), file.documents[:].tolist()) == (good[0], good[2])
     steps: list[int] = []
     verify(file, 7, steps.append)
     assert steps == [4, 4, 4, 2]

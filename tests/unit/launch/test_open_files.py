@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from megapipe.errors import LaunchError
-from megapipe.launch.open_files import LEAST, USUAL, allow_connections
+from megapipe.launch.open_files import LEAST, MOST, USUAL, allow_connections, leave_room
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,24 @@ def test_one_too_low_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     with pytest.raises(LaunchError, match=r"hard limit is 1024, and 1024 .*: expected ulimit -Hn"):
         allow_connections(1024)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "handle", "set_to"),
+    [
+        (1024, 524288, 255, None),
+        (1024, 524288, 256, (524288, 524288)),
+        (256, -1, 100, None),
+        (256, -1, 192, (MOST, -1)),
+        (4096, 4096, 4000, None),
+        (-1, -1, 4000, None),
+    ],
+)
+def test_many_files_of_data_leave_room_for_others(
+    soft: int, hard: int, handle: int, set_to: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = [None]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    leave_room(handle)
+    assert asked[-1] == set_to

@@ -60,7 +60,7 @@ def test_megatron_cores(
     in tests/external."""
     (start, stop), sequence_length, *rest = given
     found = open_indices(file, Request(range(start, stop), sequence_length, *rest), tmp_path / "c")
-    assert digest(found.documents, found.samples, found.shuffle) == indices
+    assert digest(found.documents[:], found.samples[:], found.shuffle[:]) == indices
     dataset = IndexedDataset(file, found, sequence_length)
     samples = [dataset.labelled(i) for i in range(len(dataset))]
     assert digest(np.concatenate([sample.labels for sample in samples])) == labels
@@ -123,7 +123,8 @@ def test_damage(file: TokenFile, tmp_path: Path) -> None:
     (folder,) = (tmp_path / "c").iterdir()
     path = folder / "sample_index.npy"
     whole = path.read_bytes()
-    for content in (whole[:-1], whole[:20], b"", b"x" * len(whole)):
+    overwritten = whole[:20] + b"\0" + whole[21:], whole.replace(b"}", b"(", 1)
+    for content in (whole[:-1], whole[:20], b"", b"x" * len(whole), *overwritten):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"sample_index\.npy is damaged: remove .* made again"):
             open_indices(file, request, tmp_path / "c")
@@ -152,11 +153,20 @@ def test_damage(file: TokenFile, tmp_path: Path) -> None:
 
 def test_a_damaged_token_file(file: TokenFile, tmp_path: Path) -> None:
     request = Request(range(150), 8, None, 1)
-    dataset = IndexedDataset(file, open_indices(file, request, tmp_path / "c"), 8)
-    dataset._offsets = np.array(dataset._offsets) + 2 * len(file.tokens)
-    with pytest.raises(DataError, match=r"x\.idx is damaged: sample 0 is outside .*x\.bin"):
-        dataset.labelled(0)
+    indices = open_indices(file, request, tmp_path / "c")
     content = bytearray(file.index_path.read_bytes())
+    offsets = np.frombuffer(content, "<i8", 150, 34 + 4 * 150)
+    for wrong, message in (
+        (offsets[::-1], "x.idx and .*sample_index.npy do not agree about sample 0: one of them"),
+        (offsets // 4 * 2, "x.idx and .*sample_index.npy do not agree about sample"),
+        (offsets + 2 * len(file.tokens), "x.idx is damaged: it names tokens outside .*x.bin"),
+    ):
+        overwritten = content.copy()
+        np.frombuffer(overwritten, "<i8", 149, 34 + 4 * 150)[:] = wrong[:-1]
+        file.index_path.write_bytes(overwritten)
+        dataset = IndexedDataset(TokenFile(file.prefix), indices, 8)
+        with pytest.raises(DataError, match=message):
+            [dataset.labelled(number) for number in range(len(dataset))]
     content[34 + 4 * 3] ^= 1  # the length of sequence 3
     file.index_path.write_bytes(content)
     with pytest.raises(DataError, match=r"x\.idx is damaged: its lengths and offsets do not agree"):

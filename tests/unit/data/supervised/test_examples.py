@@ -40,8 +40,8 @@ def stored(examples: Examples, vocab_size: int) -> list[tuple[list[int], list[bo
     """Ids of each example, and which of them are labels."""
     part = examples.part("train")
     assert part is not None
-    tokens = part.file.tokens.astype(int)
-    each = np.split(tokens, np.cumsum(part.file.lengths)[:-1])
+    tokens = part.file.tokens[:].astype(int)
+    each = np.split(tokens, np.cumsum(part.file.lengths[:])[:-1])
     return [((t % vocab_size).tolist(), (t < vocab_size).tolist()) for t in each]
 
 

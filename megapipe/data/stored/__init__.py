@@ -1,0 +1,7 @@
+"""Files of arrays that are read as they are needed; none is held as a whole, and none is mapped."""
+
+from megapipe.data.stored.array import Array, StoredArray
+from megapipe.data.stored.checksums import crc_of, write_checksums
+from megapipe.data.stored.file import StoredFile
+
+__all__ = ["Array", "StoredArray", "StoredFile", "crc_of", "write_checksums"]

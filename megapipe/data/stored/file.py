@@ -1,0 +1,76 @@
+"""Reads of ranges of a file, each of which ends well or in a line.
+
+They are made by ``pread`` and not through a memory map: a page of a mapped file that is truncated
+kills the process that touches it by a signal, SIGBUS, without a word.
+"""
+
+import os
+from collections.abc import Sequence
+from itertools import repeat
+from pathlib import Path
+
+from megapipe.data.stored.checksums import Checksums, crc_of
+from megapipe.errors import DataError
+from megapipe.launch.open_files import leave_room, reason
+
+
+class StoredFile:
+    """A file that is open for reading; where there are checksums beside it, they are compared.
+
+    Raises DataError if it cannot be opened, or if its checksums are those of another size.
+
+    Attributes:
+        size: its bytes when it was opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115, for as long as it is read
+            self._handle = self._file.fileno()
+            self.size = os.fstat(self._handle).st_size
+        except OSError as error:
+            raise DataError(f"{path}: {reason(error)}") from error
+        leave_room(self._handle)
+        self._checksums = Checksums(path, self.size) if crc_of(path).exists() else None
+
+    def read(self, start: int, stop: int) -> bytes | memoryview:
+        """The bytes start .. stop-1. Raises DataError: the file was truncated, cannot be read, or
+        differs from its checksums."""
+        blocks = None if self._checksums is None else self._checksums.unchecked(start, stop)
+        if self._checksums is None or blocks is None:
+            return self._bytes(start, stop)
+        first, last = blocks
+        content = memoryview(self._bytes(first, last))
+        self._checksums.check(first, content)
+        return content[start - first : stop - first]
+
+    def read_each(self, starts: Sequence[int], sizes: Sequence[int]) -> bytes:
+        """So many bytes from each start, one after the other. Raises as :meth:`read`."""
+        if self._checksums is not None and not self._checksums.all_checked(starts, sizes):
+            for start, size in zip(starts, sizes, strict=True):
+                self.read(start, start + size)
+        try:
+            content = b"".join(map(os.pread, repeat(self._handle), sizes, starts))
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if len(content) != sum(sizes):  # one by one they say what is wrong
+            found = zip(starts, sizes, strict=True)
+            return b"".join(self._bytes(start, start + size) for start, size in found)
+        return content
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        try:
+            content = os.pread(self._handle, stop - start, start)
+            while len(content) < stop - start:  # Linux reads 2 GiB at a time
+                more = os.pread(self._handle, stop - start - len(content), start + len(content))
+                if not more:
+                    end = os.fstat(self._handle).st_size
+                    raise DataError(f"{self.path} ends at byte {end}: was it truncated?")
+                content += more
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return content
+
+    def _unreadable(self, error: OSError) -> DataError:
+        return DataError(f"{self.path}: {error.strerror}")
