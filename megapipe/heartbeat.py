@@ -74,8 +74,8 @@ class Owner:
         """Whether the process is known to have ended: it is of this machine and not there."""
         if not self.is_here:
             return False
-        began = start_of(self.process)
-        return began is None or began != self.began
+        began = start_of(self.process)  # 0: the system does not tell of processes of other users
+        return began is None or began not in (0.0, self.began)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ other processes wait and look whether the maker is alive. A process that finds i
 folder anew in ``.corpus.2``.
 
 A wrong judgement does no harm: a maker that was only suspended goes on in its own folder, the first
-to finish wins, and both make the same.
+to finish wins, and both make the same. What is left under other names by makers that are gone is
+removed by the next maker (:mod:`megapipe.data.prepare.leftovers`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megapipe import heartbeat
+from megapipe.data.prepare.leftovers import MAKER, remove_leftovers
 from megapipe.heartbeat import attempts, beating
-
-MAKER = "maker"
 
 
 def make_once(
@@ -27,11 +27,12 @@ def make_once(
     """Return when `folder` exists, made here or by another process that was first.
 
     `fill` fills a folder of another name, which is then renamed. `note` is given a line if there is
-    a maker to wait for, or to take over from; by default the line goes to stderr. Raises what
-    `fill` raises, and OSError; the unfinished folder is then removed.
+    a maker to wait for, or to take over from, or if something was removed; by default the line goes
+    to stderr. Raises what `fill` raises, and OSError; the unfinished folder is then removed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    watch = _Watch(note or heartbeat.say, folder)
+    note = note or heartbeat.say
+    watch = _Watch(note, folder)
     while not folder.exists():
         number, newest = max(attempts(folder), default=(0, None))
         if newest is not None and not watch.is_gone(newest):
@@ -41,14 +42,17 @@ def make_once(
             own.mkdir()
         except FileExistsError:  # another was first to see that
             continue
-        _make(folder, own, fill)
+        _make(folder, own, fill, note)
 
 
-def _make(folder: Path, own: Path, fill: Callable[[Path], None]) -> None:
+def _make(
+    folder: Path, own: Path, fill: Callable[[Path], None], note: Callable[[str], None]
+) -> None:
     try:
         if folder.exists():  # by one that finished since we looked
             return
         with beating(own / MAKER):
+            remove_leftovers(own, folder.name, note)
             fill(own)
         own.rename(folder)
     except Exception:
