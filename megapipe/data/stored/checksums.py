@@ -1,8 +1,8 @@
 """CRC-32 of each block of a file, in another file beside it, ``.crc``, as ``<u4``.
 
 So a reader knows that the content is what was written without reading all of it first: a block is
-checked when something in it is first asked for. A block is what Linux reads ahead for a page of a
-mapped file, or less, so that the check costs no further reading.
+checked when something in it is first asked for. A block is no more than Linux reads ahead, so that
+the check costs no further reading.
 """
 
 import hashlib
