@@ -27,6 +27,7 @@ from megapipe.keys import (
     expected,
     field_of,
     literal_type_fits,
+    refuse_code,
     unknown,
 )
 from megapipe.lora_config import LoraConfig
@@ -110,12 +111,14 @@ def parse(argv: Sequence[str]) -> Command:
     where = " and ".join(
         filter(None, (path and _line(path), "command line" if overrides else None))
     )
+    config, where = _config([*given, *overrides]), where or "defaults"
+    refuse_code(config, where)
     return Command(
-        config=_config([*given, *overrides]),
+        config=config,
         dry_run="--dry-run" in argv,
         time_slices="--time-slices" in argv,
         traceback=TRACEBACK in argv,
-        where=where or "defaults",
+        where=where,
     )
 
 
@@ -124,7 +127,9 @@ def from_mapping(given: Mapping[str, Any], where: str) -> Config:
 
     `where` begins the line of an error. Raises :class:`ConfigError`.
     """
-    return _config(_Given(key, value, where) for key, value in _keys_of(given))
+    config = _config(_Given(key, value, where) for key, value in _keys_of(given))
+    refuse_code(config, where)
+    return config
 
 
 def _keys_of(given: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

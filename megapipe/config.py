@@ -55,6 +55,12 @@ class RunConfig(Section):
     """Whether a run may continue with another corpus, seed, sequence length, document mask or
     model (as far as the tensors fit). Other changes, such as the learning rate, are listed."""
 
+    own_code: Literal["allow", "refuse"] = "allow"
+    """Whether values may name code to run, as `module:name` (docs/extending.md). refuse: each is an
+    error before anything is imported. For a configuration from somebody else, write it on the
+    command line, which wins over the file, or set MEGAPIPE_OWN_CODE=refuse, which wins over both.
+    """
+
     def exact_on(self, device: str) -> bool:
         """Whether equal runs are bitwise equal on devices of this type."""
         return device == "cpu" or self.deterministic

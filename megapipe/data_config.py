@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -165,6 +166,14 @@ class DataConfig(Section):
         if not self.mixture:
             return {ONLY: self}
         return {name: self._of(source) for name, source in self.mixture.items()}
+
+    @property
+    def named(self) -> Iterator[tuple[str, str]]:
+        """Every source that there is, by its key, whether it is used or not."""
+        yield "data.source", self.source
+        yield from ((f"data.mixture.{name}.source", s.source) for name, s in self.mixture.items())
+        yield from ((f"data.validation.{name}", source) for name, source in self.validation.items())
+        yield from ((f"data.test.{name}", source) for name, source in self.test.items())
 
     def _of(self, source: MixtureSource) -> DataConfig:
         given = {"source": source.source, "subset": source.subset}

@@ -3,7 +3,7 @@
 All of it is read off the models in :mod:`megapipe.config`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher, get_close_matches
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -11,8 +11,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megapipe.config import Config
+from megapipe.errors import ConfigError
 from megapipe.section import Expected, Section
 from megapipe.strict_yaml import Value
+from megapipe.user_code import is_source, is_user_code
 
 
 def _section(annotation: Any) -> type[Section]:
@@ -43,6 +45,36 @@ MAPPINGS: dict[str, type[Section] | None] = {
     if get_origin(info.annotation) is dict
 }
 """Keys that are mappings from names of the user's, with the section that each value is, if any."""
+
+
+CODE = (
+    *("pipeline.schedule", "context.plan", "model.source", "train.loss"),
+    *("optimizer.rule", "optimizer.schedule"),
+)
+"""Keys that may name code of the user's, beside sources of data."""
+
+
+def code_of(config: Config) -> Iterator[tuple[str, str]]:
+    """Each key whose value names code of the user's, with the value."""
+    for key in CODE:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None and is_user_code(value):
+            yield key, value
+    yield from ((key, source) for key, source in config.data.named if is_source(source))
+
+
+def refuse_code(config: Config, where: str) -> None:
+    """Raise :class:`ConfigError` if ``run.own_code`` refuses code that a value names.
+
+    To be called before code may be loaded; `where` begins the line.
+    """
+    if config.run.own_code == "refuse":
+        for key, value in code_of(config):
+            raise ConfigError(
+                f"{where}: {key}={value}: it names code to run, which run.own_code=refuse does not "
+                "allow"
+            )
 
 
 def field_of(key: str) -> FieldInfo | None:

@@ -1,7 +1,8 @@
 """Code of the user's that a configuration names as ``module:name``.
 
-It is imported with the current directory on the path. Every problem with it becomes an error of one
-line, which names the code.
+It is imported with the current directory on the path, unless the environment refuses that. Every
+problem with it becomes an error of one line, which names the code. ``run.own_code``, by which a
+command refuses it, is read where configurations are (:mod:`megapipe.cli`).
 """
 
 import contextlib
@@ -16,16 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import MegapipeError
+from megapipe.paths import exists
 
 FAILURES = (Exception, SystemExit)
 """Exceptions by which code of the user's fails: a sys.exit() in it would end the run as if it were
 done."""
+ENVIRONMENT = "MEGAPIPE_OWN_CODE"
+"""Variable by which a site or a user refuses all code of this kind, whatever configurations say."""
 _SPEC = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 
 def is_user_code(text: str) -> bool:
     """Whether `text` has the form ``module:name``, with dots in the module if need be."""
     return re.fullmatch(_SPEC, text) is not None
+
+
+def is_source(text: str) -> bool:
+    """Whether a source of data is code of the user's; a file of that name comes first."""
+    return is_user_code(text) and not exists(Path(text))
 
 
 def names_or_code(names: Iterable[str]) -> str:
@@ -43,7 +52,8 @@ class UserCode:
         kind: the noun for what is wanted, in the error where there is no such name.
 
     Raises:
-        MegapipeError: no such module or name, not callable, or an exception at its import.
+        MegapipeError: no such module or name, not callable, an exception at its import, or refused
+            by the environment, before it is imported.
     """
 
     def __init__(
@@ -53,13 +63,23 @@ class UserCode:
         self._error = error
         self._kind = kind
         self._where = f"{what}{spec}" if what.endswith("=") else f"{what} {spec}"
+        self._check_allowed()
         with _current_directory_on_path():
             self.function = self._find()
 
+    def _check_allowed(self) -> None:
+        value = os.environ.get(ENVIRONMENT, "") or "allow"
+        if value == "refuse":
+            raise self.problem(f"it names code to run, which {ENVIRONMENT}=refuse does not allow")
+        if value != "allow":
+            raise self.problem(
+                f"{ENVIRONMENT}={value} in the environment: expected allow or refuse"
+            )
+
     def _find(self) -> Callable[..., Any]:
-        module, _, name = self.spec.partition(":")
-        if not module or not name:
+        if not is_user_code(self.spec):  # all that is ever imported has the form that is looked for
             raise self.problem("write module:name, as in my_module:build")
+        module, _, name = self.spec.partition(":")
         try:
             function = getattr(importlib.import_module(module), name, None)
         except FAILURES as error:

@@ -9,7 +9,6 @@ mask [L] each, where L is ``train.sequence_length``.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from megapipe.config import Config
 from megapipe.data.dataset import Sample, Split
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import DataError, MegapipeError
-from megapipe.paths import exists
-from megapipe.user_code import FAILURES, UserCode, is_user_code
+from megapipe.user_code import FAILURES, UserCode
 
 ARGUMENTS = ("split", "sequence_length", "vocab_size", "tokenizer", "seed")
 """`split` is ``train``, ``validation``, or ``test`` for ``data.test``; `vocab_size` that of the
@@ -30,11 +28,6 @@ CORPUS_KEYS = ("subset", "dataset_split", "text_field", "validation_fraction", "
 """Keys of ``data`` that only a corpus of texts has a use for."""
 _PROBES = 16
 """Samples of a split that its digest covers."""
-
-
-def is_own(source: str) -> bool:
-    """Whether a ``data.source`` is code of the user's; a file of that name comes first."""
-    return is_user_code(source) and not exists(Path(source))
 
 
 def load(source: str, error: type[MegapipeError]) -> UserCode:

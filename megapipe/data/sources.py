@@ -13,12 +13,13 @@ from megapipe.config import Config
 from megapipe.data.dataset import SPLITS, Corpus, Dataset, Split, Stream
 from megapipe.data.fill_in_the_middle import marks_of
 from megapipe.data.given import given_tokens, is_given
-from megapipe.data.own import is_own, own_data
+from megapipe.data.own import own_data
 from megapipe.data.prepare import prepare
 from megapipe.data.remote import fetched
 from megapipe.data.supervised import Examples, left_out, prepare_examples
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import ONLY, DataConfig
+from megapipe.user_code import is_source
 
 
 class HeldOut(NamedTuple):
@@ -92,7 +93,7 @@ def prefetches(data: DataConfig) -> bool:
     """Whether samples are read in a thread of their own (``data.prefetch``)."""
     if data.prefetch is not None:
         return data.prefetch
-    return not any(is_own(source.source) for source in data.sources.values())
+    return not any(is_source(source.source) for source in data.sources.values())
 
 
 def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True) -> Sources:
@@ -109,7 +110,7 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
 
     def load(given: DataConfig, *splits: Split) -> Corpus:
         given = fetched(given, progress=progress)
-        if is_own(given.source):
+        if is_source(given.source):
             return own_data(config, given.source, tokenizer, splits)
         if is_given(given.source):
             return given_tokens(given)

@@ -12,6 +12,7 @@ from megapipe.data.unused import check_fields, no_rows, refuse_unused
 from megapipe.data_config import ONLY, DataConfig
 from megapipe.errors import ConfigError
 from megapipe.urls import refuse_user_info
+from megapipe.user_code import is_source
 
 MOST_SOURCES = 255
 """Of a mixture: a byte tells them apart."""
@@ -20,7 +21,7 @@ MOST_SOURCES = 255
 def check_data(data: DataConfig) -> None:
     """Raise :class:`ConfigError` for keys that contradict each other, or that nothing would read;
     data sets of the user's are loaded."""
-    for key, source in _named(data):
+    for key, source in data.named:
         refuse_user_info(key, source)
     _check_mixture(data)
     if data.split is not None and data.validation:
@@ -143,7 +144,7 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
     unused: Sequence[str] = ()
     refused: Sequence[str] = ()
     instead = ""
-    if own.is_own(source):
+    if is_source(source):
         own.load(source, ConfigError)
         what, unused, refused = (
             "a data set of your own",
@@ -173,11 +174,3 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
                     f"data.{name}={value} is for {kind}, and {key}={source} is {what}: "
                     f"expected {'null' if default is None else default}{instead}"
                 )
-
-
-def _named(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """Every source that a configuration names, by its key."""
-    yield "data.source", data.source
-    yield from ((f"data.mixture.{name}.source", s.source) for name, s in data.mixture.items())
-    yield from ((f"data.validation.{name}", source) for name, source in data.validation.items())
-    yield from ((f"data.test.{name}", source) for name, source in data.test.items())

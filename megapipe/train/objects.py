@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megapipe import cli
 from megapipe.config import Config
 from megapipe.errors import ConfigError, LaunchError, MegapipeError
+from megapipe.keys import refuse_code
 from megapipe.launch import rendezvous
 from megapipe.launch.place import find_launch_info
 from megapipe.launch.shutdown import Shutdown
@@ -49,7 +50,8 @@ def train(
         rule: a class of update rules, as ``optimizer.rule`` does.
 
             These four are at the top level of a module, a script or a notebook: a checkpoint says
-            what it was trained with.
+            what it was trained with. ``run.own_code=refuse`` in `config` refuses code that `config`
+            names; with one of these, the run is recorded as one that allows its own.
         callbacks: hooks into the loop of the run, any objects
             (:class:`~megapipe.train.callbacks.callback.Callback`).
 
@@ -69,6 +71,7 @@ def train(
     for (section, key), value in given.items():
         if value is not None:
             tree[section][key] = name_of(value, {"source": section}.get(key, key))
+            tree["run"]["own_code"] = "allow"
     config = Config.model_validate(tree)
     if world_size() is not None:
         raise LaunchError(
@@ -100,6 +103,7 @@ def name_of(value: Any, argument: str) -> str:
 def _config(given: Any) -> tuple[Config, str]:
     """A configuration, and where it is from."""
     if isinstance(given, Config):
+        refuse_code(given, WHERE)
         return given, WHERE
     if isinstance(given, Mapping):
         return cli.from_mapping(given, WHERE), WHERE

@@ -7,12 +7,12 @@ from pydantic import ValidationError
 
 from megapipe.command_line import Parser
 from megapipe.data.given import is_given
-from megapipe.data.own import is_own
 from megapipe.data.unused import check_fields
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 from megapipe.keys import expected
 from megapipe.section import documentation
+from megapipe.user_code import is_source
 
 OF_A_CORPUS = ("source", "subset", "dataset_split", "text_field", "workers")
 
@@ -41,7 +41,7 @@ def data_config(given: argparse.Namespace) -> DataConfig:
         key = str(first["loc"][0])
         words = expected(DataConfig.model_fields[key])
         raise ConfigError(f"{_option(key)} {first['input']}: expected {words}") from None
-    if is_own(config.source):
+    if is_source(config.source):
         raise ConfigError(
             f"--source {config.source}: a data set of your own has token ids already, and there is "
             "nothing to prepare"

@@ -19,6 +19,16 @@ def own(name: str, argv: str, code: int, words: tuple[str, ...], source: str,
 
 
 OWN_CODE = [
+    Bad("a schedule where code is refused", "pipeline.schedule=os:abort run.own_code=refuse", 2,
+        ("command line: pipeline.schedule=os:abort: it names code to run, which run.own_code",)),
+    Bad("a file that allows its own code", "theirs.yaml run.own_code=refuse", 2,
+        ("theirs.yaml and command line: data.source=os:abort: it names code to run",),
+        text("theirs.yaml", "run.own_code: allow\ndata.source: os:abort\n"),
+        without=("data.source",)),
+    Bad("a model where the environment refuses code", f"{MODEL} run.own_code=allow", 2,
+        ("model.source=own:model: it names code to run, which MEGAPIPE_OWN_CODE=refuse",),
+        text("own.py", "raise SystemExit(0)"), environ={"MEGAPIPE_OWN_CODE": "refuse"},
+        without=("model.",)),
     Bad("no such module", "optimizer.rule=gone:Rule", 2,
         ("optimizer.rule=gone:Rule: there is no module 'gone' in",)),
     own("no such name", RULE, 2, ("optimizer.rule=own:Rule: module 'own' has no class 'Rule'",),

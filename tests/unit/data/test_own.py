@@ -16,11 +16,12 @@ from megapipe.data import commands
 from megapipe.data.batch import Batches
 from megapipe.data.build import build_batches
 from megapipe.data.order import order
-from megapipe.data.own import ARGUMENTS, OwnData, is_own, own_data
+from megapipe.data.own import ARGUMENTS, OwnData, own_data
 from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.errors import ConfigError, DataError
 from megapipe.layout.resolve import resolve
+from megapipe.user_code import is_source
 
 L, EOD = 4, 256
 MODULE = """
@@ -191,11 +192,11 @@ def test_a_digest_follows_the_samples() -> None:
 
 
 def test_a_file_of_that_name_is_a_corpus() -> None:
-    assert is_own("sets:counting")
+    assert is_source("sets:counting")
     Path("sets:counting").write_text("text")
-    assert not is_own("sets:counting")
+    assert not is_source("sets:counting")
     for other in ("stdlib", "a/b", "https://x.org/y", "sets:", "corpus.txt", "s3://a:b"):
-        assert not is_own(other)
+        assert not is_source(other)
 
 
 @pytest.mark.parametrize(
