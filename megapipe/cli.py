@@ -34,7 +34,8 @@ from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import documentation
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
-from megapipe.words import without_user_info
+from megapipe.urls import is_remote
+from megapipe.words import without_secrets
 
 USAGE = (
     "train.py [CONFIG] [section.key=value ...] [--dry-run | --time-slices] [--traceback] "
@@ -141,12 +142,21 @@ def _keys_of(given: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 
 def flatten(config: Config) -> dict[str, str | int | float | bool | None]:
-    """Every dotted key with its value; lists and options as JSON."""
+    """Every dotted key with its value, to be written down; lists and options as JSON."""
     return {
         f"{section}.{key}": json.dumps(value) if isinstance(value, (list, dict)) else value
-        for section, keys in config.model_dump().items()
+        for section, keys in _to_write(config.model_dump()).items()
         for key, value in keys.items()
     }
+
+
+def _to_write(value: Any) -> Any:
+    """A value, and its URLs without their secrets."""
+    if isinstance(value, dict):
+        return {key: _to_write(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_to_write(inner) for inner in value]
+    return without_secrets(value) if isinstance(value, str) and is_remote(value) else value
 
 
 def stored_model(stored: Mapping[str, Any]) -> ModelConfig:
@@ -179,8 +189,9 @@ def stored_lora(stored: Mapping[str, Any]) -> LoraConfig:
 
 
 def dump(config: Config) -> str:
-    """`config` as YAML that :func:`parse` reads back to an equal one."""
-    return strict_yaml.dump(config.model_dump())
+    """`config` as YAML, to be written down; :func:`parse` reads it back to an equal one, but for
+    queries of URLs."""
+    return strict_yaml.dump(_to_write(config.model_dump()))
 
 
 def help_text(topic: str = "") -> str:
@@ -382,7 +393,7 @@ def _shown(value: Any) -> str:
 
 
 def _clipped(text: str) -> str:
-    text = without_user_info(_line(text))
+    text = without_secrets(_line(text))
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.words import without_user_info
+from megapipe.words import without_secrets
 
 TRACEBACK = "--traceback"
 """The option by which an error is shown with where it arose."""
@@ -76,14 +76,19 @@ def take_any_character() -> None:
 
 
 def say(error: MegapipeError, *, trace: bool = False) -> None:
-    """Print an error as one line; with `trace`, below where it arose and what led to it. No
-    password of a URL is repeated."""
-    lines = [f"megapipe: error: {' '.join(str(error).split())}"]
+    """Print an error as one line; with `trace`, below where it arose and what led to it."""
     if trace:
         error.__suppress_context__ = False
-        lines.insert(0, "".join(traceback.format_exception(error)).rstrip())
+        show_trace(error)
     with contextlib.suppress(OSError, ValueError):
-        print(without_user_info("\n".join(lines)), file=sys.stderr, flush=True)
+        print(f"megapipe: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def show_trace(error: BaseException) -> None:
+    """Print where an exception arose and what led to it, without the secrets of URLs."""
+    text = without_secrets("".join(traceback.format_exception(error)).rstrip())
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:

@@ -60,9 +60,9 @@ class DataConfig(Section):
     .gz, .xz, .zst), a folder of such files, a pattern such as `texts/**/*.jsonl.zst`, a folder
     saved by `datasets`, the name of a data set on the Hugging Face hub, a token file of
     Megatron-LM's (PREFIX of PREFIX.bin and PREFIX.idx, whose last documents are held out), any of
-    these but the hub's by a URL that fsspec opens (`s3://bucket/texts`: copied into `cache`), or a
-    function of your own as `module:name` that returns a data set of token ids
-    (docs/extending.md)."""
+    these but the hub's by a URL that fsspec opens (`s3://bucket/texts`: copied into `cache`; what
+    follows a `?` is left out of all that is written), or a function of your own as `module:name`
+    that returns a data set of token ids (docs/extending.md)."""
     mixture: Annotated[
         dict[str, MixtureSource],
         Expected("sources by names of your own, as in data.mixture.web.source=texts"),

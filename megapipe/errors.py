@@ -22,11 +22,16 @@ code  meaning
 ====  ====================================================================
 """
 
+from megapipe.words import without_secrets
+
 
 class MegapipeError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base of every error that a user can cause and mend. Its text has no secrets of URLs."""
 
     exit_code = 1
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(without_secrets(text))
 
 
 class ConfigError(MegapipeError):

@@ -77,6 +77,18 @@ def refuse_code(config: Config, where: str) -> None:
             )
 
 
+def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a configuration as a tree, with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from texts_of(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from texts_of(inner, key)
+
+
 def field_of(key: str) -> FieldInfo | None:
     """The field of a key, or of one below a mapping: ``data.mixture.NAME.weight``."""
     parts = key.split(".")

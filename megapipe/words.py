@@ -5,11 +5,25 @@ from collections.abc import Iterable, Sequence
 
 _USER_IN_URL = re.compile(r"(:/{1,2})[^/@\s]+@")
 """With one slash where a URL was taken for a path."""
+_END = r"\S*?(?=[\"')\]}>,:;.]*(?:\s|$))"
+"""The rest of a word, but for signs of the sentence or the JSON that it stands in."""
+_FIELDS = re.compile(rf"\?(?=[\w.-]+=){_END}")
+"""The query of a URL that has fields, also where the URL is cut off before it."""
+_QUERY = re.compile(rf"(https?:/{{1,2}}[^\s?#\"]*)[?#]{_END}")
+LEFT_OUT = "?***"
+"""Stands where the query of a URL was."""
 
 
 def without_user_info(text: str) -> str:
     """The text, and its URLs without the names and passwords of users that are in them."""
     return _USER_IN_URL.sub(r"\1", text)
+
+
+def without_secrets(text: str) -> str:
+    """The text, and its URLs without users and without queries, which may be signatures or tokens:
+    whatever is printed or written goes through here."""
+    text = without_user_info(_FIELDS.sub(LEFT_OUT, text))
+    return _QUERY.sub(rf"\1{LEFT_OUT}", text)
 
 
 def counted(number: int, noun: str) -> str:

@@ -3,7 +3,8 @@
 What fsspec knows by its protocol can be named: ``s3``, ``gs``, ``https``, ... (some need a package,
 which the error names). One process of those that share the cache copies; a copy is complete or is
 not there, and one that was cut short goes on with the files that are complete. It is identified by
-names, sizes and versions of the files, so that changed files are copied anew.
+names, sizes and versions of the files, so that changed files are copied anew. Where the server tells
+versions, the query of a URL is no part of that: a file by a new signature is the same file.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from megapipe.data.prepare.progress import Meter, meter
 from megapipe.data.stored import crc_of, write_checksums
 from megapipe.data.tokens.format import bin_of, idx_of
 from megapipe.data_config import DataConfig
-from megapipe.errors import DataError
-from megapipe.urls import is_remote, refuse_user_info
-from megapipe.words import one_line
+from megapipe.errors import ConfigError, DataError
+from megapipe.urls import check_url, is_remote, without_query
+from megapipe.words import LEFT_OUT, one_line, without_secrets
 
 _VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "modified", "created")
 """Names that file systems have for the version of a file; the first one that is there is taken."""
@@ -49,11 +50,18 @@ def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
     """
     if not is_remote(config.source):
         return config
-    refuse_user_info("data.source", config.source)
+    check_url("data.source", config.source)
+    if config.source.endswith(LEFT_OUT):
+        raise ConfigError(
+            f"data.source={config.source}: this is a URL as it was written down, without its query:"
+            " expected the whole URL"
+        )
     try:
         remote = _look(config.source)
         known = sorted((name, *_version(info)) for name, info in remote.names.items())
-        digest = hashlib.sha256(json.dumps([config.source, known]).encode()).hexdigest()[:32]
+        told = all(version for *_, version in known)
+        name = without_secrets(config.source) if told else config.source
+        digest = hashlib.sha256(json.dumps([name, known]).encode()).hexdigest()[:32]
         folder = Path(config.cache, f"remote-{digest}")
         if not folder.exists():
             kept = folder.with_name(f".{folder.name}.parts")
@@ -75,6 +83,9 @@ def _look(source: str) -> _Remote:
     from fsspec.core import url_to_fs
 
     system, path = url_to_fs(source)
+    if (plain := without_query(path)) != path:  # one file
+        name = os.path.basename(plain) or "file"
+        return _Remote(system, {name: system.info(path)}, name)
     if glob.has_magic(path):
         found = [name for name in system.glob(path) if system.isfile(name)]
         root = os.path.commonpath([os.path.dirname(name) for name in found]) if found else ""
@@ -112,7 +123,7 @@ def _copy(remote: _Remote, source: str, kept: Path, folder: Path, *, progress: b
     """Fill `folder`. Files that are complete are in `kept` until all are."""
     total = sum(_version(info)[0] for info in remote.names.values())
     found = {}
-    with meter(f"fetching {source}", total, wanted=progress) as shown:
+    with meter(f"fetching {without_secrets(source)}", total, wanted=progress) as shown:
         for place, info in remote.names.items():
             if (kept / place).exists():
                 found[place] = copied_file(kept / place)
@@ -129,7 +140,9 @@ def _copy(remote: _Remote, source: str, kept: Path, folder: Path, *, progress: b
             write_checksums(half)
             found[crc_of(half).name] = copied_file(crc_of(half))
     with open(folder / MANIFEST, "w") as file:
-        file.write(Manifest(source=source, files=found).model_dump_json(indent=2) + "\n")
+        file.write(
+            Manifest(source=without_secrets(source), files=found).model_dump_json(indent=2) + "\n"
+        )
         file.flush()
         os.fsync(file.fileno())
 

@@ -24,11 +24,10 @@ import re
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from megapipe.command_line import say
+from megapipe.command_line import say, show_trace
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch.deadline import unless_within
 from megapipe.launch.place import LaunchInfo
@@ -218,7 +217,7 @@ class Shutdown:
         with self._deadline(MegapipeError(f"a bug: {type(error).__name__}: {error}")):
             first = self._claim(1)
         if first:
-            traceback.print_exception(error)
+            show_trace(error)
         self.leave(1)
         return 1
 

@@ -1,6 +1,5 @@
 """Keys that do not go together: each case is one line that says what would be right."""
 
-from megapipe.cli import flatten
 from megapipe.config import (
     USUAL_WARMUP,
     ActivationsConfig,
@@ -11,26 +10,26 @@ from megapipe.config import (
 )
 from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
+from megapipe.keys import texts_of
 from megapipe.layout.data_checks import check_data
 from megapipe.layout.devices import device
 from megapipe.layout.lr_plan import LearningRatePlan, warms_up
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.interface import Family, Feature, load_loss
 from megapipe.update_rules import RULES, declaration
-from megapipe.urls import check_folder, is_remote, refuse_user_info
+from megapipe.urls import check_folder, check_url, is_remote
 from megapipe.words import choices, counted, either, multiples, plural
 
 
 def check(config: Config, family: Family, dp: int, processes: int) -> None:
     """Raise :class:`ConfigError` for the first thing in a resolved configuration that is wrong."""
+    for key, text in texts_of(config.model_dump()):
+        check_url(key, text)
     _check_support(config, family)
     family.check()
     load_loss(family.conditions)  # raises where there is none
     _check_sequence(config)
     check_data(config.data)
-    for key, value in flatten(config).items():
-        if isinstance(value, str):
-            refuse_user_info(key, value)
     declaration(config.optimizer.rule)  # raises where there is none
     _check_optimizer(config.optimizer, config.train.steps, dp, config.parallel.cp)
     _check_post_validation(config)

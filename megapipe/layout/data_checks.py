@@ -11,7 +11,6 @@ from megapipe.data.split import split_ranges
 from megapipe.data.unused import check_fields, no_rows, refuse_unused
 from megapipe.data_config import ONLY, DataConfig
 from megapipe.errors import ConfigError
-from megapipe.urls import refuse_user_info
 from megapipe.user_code import is_source
 
 MOST_SOURCES = 255
@@ -21,8 +20,6 @@ MOST_SOURCES = 255
 def check_data(data: DataConfig) -> None:
     """Raise :class:`ConfigError` for keys that contradict each other, or that nothing would read;
     data sets of the user's are loaded."""
-    for key, source in data.named:
-        refuse_user_info(key, source)
     _check_mixture(data)
     if data.split is not None and data.validation:
         raise ConfigError(

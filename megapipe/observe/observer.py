@@ -11,6 +11,7 @@ from megapipe.errors import ConfigError
 from megapipe.observe.console import ConsoleSink
 from megapipe.observe.jsonl import JsonlSink
 from megapipe.observe.record import Sink, StepRecord, ValidationRecord
+from megapipe.words import without_secrets
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Observer:
 
     def note(self, text: str) -> None:
         """Report a line of text."""
+        text = without_secrets(text)
         self._each(lambda sink: sink.note(text))
 
     def close(self) -> None:
@@ -104,5 +106,5 @@ def check_sinks(log: LogConfig) -> None:
 
 
 def _warn(sink: str, error: Exception) -> None:
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = without_secrets(" ".join(str(error).split())) or type(error).__name__
     _log.warning("megapipe: %s does not take records, training goes on: %s", sink, reason)

@@ -4,23 +4,25 @@ Offline runs need no account and no network. The key of an online run comes from
 or from ``wandb login``, never from the configuration, and nobody is asked for it.
 """
 
+import contextlib
 import re
+import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from megapipe.beneath import make_folder, open_beneath
 from megapipe.observe.record import StepRecord, ValidationRecord
-from megapipe.words import without_user_info
+from megapipe.words import without_secrets
 
 _SECRET_KEY = re.compile(r"(^|[._])(key|token|secret|password|credentials?)$")
 
 
-def without_secrets(flat_config: Mapping[str, object]) -> dict[str, object]:
-    """The configuration without keys that name a secret, and URLs without their user part."""
+def public(flat_config: Mapping[str, object]) -> dict[str, object]:
+    """The configuration without keys that name a secret, and URLs without theirs."""
     return {
-        key: without_user_info(value) if isinstance(value, str) else value
+        key: without_secrets(value) if isinstance(value, str) else value
         for key, value in flat_config.items()
         if not _SECRET_KEY.search(key)
     }
@@ -45,16 +47,17 @@ class WandbSink:
         if mode == "online" and not wandb.login(prompt=False):
             raise RuntimeError("no API key; set WANDB_API_KEY, or log.wandb=offline")
         make_folder(run_folder, self.name)
-        run = wandb.init(
-            project=project,
-            name=run_name,
-            id=_run_id(run_folder),
-            resume="allow",
-            dir=run_folder,
-            mode=mode,
-            config=without_secrets(flat_config),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=60),
-        )
+        with _public_arguments():
+            run = wandb.init(
+                project=project,
+                name=run_name,
+                id=_run_id(run_folder),
+                resume="allow",
+                dir=run_folder,
+                mode=mode,
+                config=public(flat_config),
+                settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+            )
         run.define_metric("*", step_metric="train/step")
         self._run = run
 
@@ -73,6 +76,17 @@ class WandbSink:
     def close(self) -> None:
         """Finish the run, uploading what is left of an online one."""
         self._run.finish()
+
+
+@contextlib.contextmanager
+def _public_arguments() -> Iterator[None]:
+    """Has the arguments of this process, which wandb records, without the secrets of URLs."""
+    whole = sys.argv
+    sys.argv = [*map(without_secrets, whole)]
+    try:
+        yield
+    finally:
+        sys.argv = whole
 
 
 def _run_id(run_folder: Path) -> str:

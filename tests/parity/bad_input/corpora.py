@@ -113,6 +113,7 @@ TEXTS = [
     late("a line that is a list", ROWS, ("own.jsonl", "line 1"), text("own.jsonl", "[1, 2]\n")),
     late("deep nesting", ROWS, ("own.jsonl", "line 1"), text("own.jsonl", "[" * 10**6)),
     late("a URL that nothing opens", "data.source=nothing://x/y", ("nothing://x/y",)),
+    late("a URL with a token", "data.source=nothing://x/y?token=s3cret", ("nothing://x/y?***",)),
     Bad("a URL with a password", "data.source=https://me:s3cret@example.org/t.txt", 2,
         ("data.source is a URL with a user name", "in the environment")),
     late("a cache that cannot be made", "data.cache=texts.txt/x", ("data.cache", "texts.txt")),

@@ -200,7 +200,7 @@ def test_wandb_online_without_a_key_warns_and_trains_on(
 
 
 def test_wandb_gets_no_secrets():
-    from megapipe.observe.wandb import without_secrets
+    from megapipe.observe.wandb import public
 
     flat_config = {
         "run.seed": 1,
@@ -209,7 +209,7 @@ def test_wandb_gets_no_secrets():
         "log.api_key": "hunter2",
         "hub.token": "hunter2",
     }
-    assert without_secrets(flat_config) == {
+    assert public(flat_config) == {
         "run.seed": 1,
         "data.source": "https://example.org/corpus",
         "data.tokenizer": "byte",
