@@ -25,6 +25,16 @@ def make_folder(root: Path, name: str) -> Path:
         return root / name
 
 
+def refuse_links(folder: Path) -> None:
+    """Raise OSError for a symbolic link at `folder` or beneath it, at any depth."""
+    paths = [folder]
+    for parent, folders, files in os.walk(folder):
+        paths += [Path(parent, name) for name in (*folders, *files)]
+    for path in paths:
+        if path.is_symlink():
+            raise _is_link(path)
+
+
 def open_beneath(root: Path, name: str, mode: str, **how: Any) -> IO[Any]:
     """Open the file ``root/name`` as :func:`open` does; folders in between are made. Raises
     OSError, also where it or one of them is a link."""
@@ -65,6 +75,8 @@ def _refuse_link(folder: int, name: str, path: Path) -> None:
     """Say in words what O_NOFOLLOW, by which links are not followed, has none for."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            raise OSError(
-                errno.ELOOP, f"{path} is a symbolic link, which a run does not write through"
-            )
+            raise _is_link(path)
+
+
+def _is_link(path: Path) -> OSError:
+    return OSError(errno.ELOOP, f"{path} is a symbolic link, which a run does not write through")

@@ -38,7 +38,7 @@ def same_ids(tokenizer: Tokenizer, folder: Path) -> bool:
     """
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     return all(
         theirs(text, add_special_tokens=False, verbose=False).input_ids
         == tokenizer.encode(text).tolist()

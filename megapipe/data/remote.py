@@ -3,8 +3,8 @@
 What fsspec knows by its protocol can be named: ``s3``, ``gs``, ``https``, ... (some need a package,
 which the error names). One process of those that share the cache copies; a copy is complete or is
 not there, and one that was cut short goes on with the files that are complete. It is identified by
-names, sizes and versions of the files, so that changed files are copied anew. Where the server tells
-versions, the query of a URL is no part of that: a file by a new signature is the same file.
+names, sizes and versions of the files, so that changed files are copied anew. Where the server
+tells versions, the query of a URL is no part of that: by a new signature it is the same file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from megapipe.beneath import refuse_links
 from megapipe.data.prepare.copies import AT_ONCE, FILES, MANIFEST, Copied, Manifest, check_sizes
 from megapipe.data.prepare.copies import copied as copied_file
 from megapipe.data.prepare.once import make_once
@@ -121,6 +122,7 @@ def _version(info: dict[str, Any]) -> tuple[int, str]:
 
 def _copy(remote: _Remote, source: str, kept: Path, folder: Path, *, progress: bool) -> None:
     """Fill `folder`. Files that are complete are in `kept` until all are."""
+    refuse_links(kept)
     total = sum(_version(info)[0] for info in remote.names.values())
     found = {}
     with meter(f"fetching {without_secrets(source)}", total, wanted=progress) as shown:

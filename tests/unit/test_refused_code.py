@@ -35,7 +35,7 @@ DOCS = Path(megapipe.__file__).parents[1] / "docs/extending.md"
 
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Makes code that tells when it is loaded, under a new name each time; returns ``module:name``."""
+    """Makes code that tells when it is loaded, each time under a new ``module:name``."""
     monkeypatch.chdir(tmp_path)
     numbers = itertools.count()
 

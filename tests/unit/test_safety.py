@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 from megapipe.checkpoint.durable import foreign
-from megapipe.cli import parse
+from megapipe.cli import from_mapping, parse
 from megapipe.command_line import Parser, run_command
+from megapipe.console import COMMANDS
+from megapipe.data.prepare import prepare
 from megapipe.data.remote import fetched
+from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data_config import DataConfig
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, DataError
 from megapipe.layout.resolve import resolve
 from megapipe.left_out import LeftOut
 from megapipe.train import run_folder
@@ -49,6 +56,14 @@ def test_files_are_not_for_every_user_to_write(
     assert os.umask(0) == 0o077, "what is stricter stays"
 
 
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"train"}))
+def test_every_command_sees_to_that(name: str, open_umask: None) -> None:
+    main = import_module(COMMANDS[name][0]).main
+    with contextlib.suppress(SystemExit):
+        assert main(["--no-such-option"]) == 2
+    assert os.umask(0) == 0o002
+
+
 @pytest.mark.parametrize("name", ["log.jsonl", "checkpoints", "summary.json"])
 def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_is_left(
     name: str, tmp_path: Path
@@ -62,6 +77,46 @@ def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_is_left(
         run_folder._take(run_folder.RunFolder(run))
     assert not any(outside.iterdir())
     assert [path.name for path in run.iterdir()] == [name], "nor is it locked"
+
+
+@pytest.mark.parametrize("inside", [".", "00000.bin"])
+def test_a_link_in_a_cache_is_refused_and_what_it_leads_to_is_left(
+    inside: str, tmp_path: Path
+) -> None:
+    """In the place of a folder that is made under a name which others can know beforehand."""
+    (tmp_path / "a.txt").write_text("the cat sat on a mat " * 40)
+    config = DataConfig(source=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
+    made = prepare(config, ByteTokenizer(), progress=False)
+    shutil.rmtree(made.folder)
+    place = made.folder.with_name(f".{made.digest}.parts") / inside
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(tmp_path / "outside")
+    with pytest.raises(DataError, match=rf"cache.*: {place} is a symbolic link, which a run does"):
+        prepare(config, ByteTokenizer(), progress=False)
+    assert not (tmp_path / "outside").exists()
+    assert place.is_symlink()
+
+
+def test_a_link_among_copies_is_refused(tmp_path: Path) -> None:
+    system = fsspec.filesystem("memory")
+    system.pipe("/linked/a/b.txt", b"text")
+    config = DataConfig(source="memory://linked", cache=str(tmp_path / "cache"))
+    folder = Path(fetched(config, progress=False).source).parent
+    shutil.rmtree(folder)
+    outside, kept = tmp_path / "outside", folder.with_name(f".{folder.name}.parts")
+    outside.mkdir()
+    kept.mkdir()
+    (kept / "a").symlink_to(outside)
+    with pytest.raises(DataError, match=rf"{kept / 'a'} is a symbolic link, which a run does not"):
+        fetched(config, progress=False)
+    assert not any(outside.iterdir())
+    system.rm("/linked", recursive=True)
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/b", "/tmp/x", ".x", "a\n", "", "x" * 101])
+def test_no_name_of_a_run_leads_out_of_its_folder(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name="):
+        from_mapping({"run.name": name}, "here")
 
 
 URL = "https://me:s3cret@example.org/texts.txt"

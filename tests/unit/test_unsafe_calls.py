@@ -25,6 +25,10 @@ OBJECTS = {"gather_object", "all_gather_object", "broadcast_object_list", "scatt
 KEYWORDS = {"shell", "allow_pickle", "trust_remote_code", "weights_only"}
 SAFE = {"weights_only": True}
 """The value of a keyword that is allowed; of the others it is False."""
+IMPORTS = {"import_module", "spec_from_file_location", "run_module", "run_path"}
+"""Calls that load code by its name; a name that is written there is like an import."""
+LOADERS = {"from_pretrained"}
+"""Methods that ask whether to run code of a folder unless they are told not to."""
 
 EXCEPTIONS = {
     # functions of the user's, to processes that this one has started and from them: over pipes
@@ -32,13 +36,21 @@ EXCEPTIONS = {
     # an unpickler that knows names of plain data alone, and the error that torch raises
     ("convert/dcp/metadata.py", "import pickle"),
     ("convert/pickles.py", "import pickle"),
+    # names of the user's, unless run.own_code refuses them; packages and modules of fixed lists
+    ("user_code.py", "importlib.import_module"),
+    ("ops/probe.py", "importlib.import_module"),
+    ("console.py", "import_module"),
+    ("__init__.py", "import_module"),
     # with --trust-pickle alone
     ("convert/pickles.py", "torch.load"),
     ("convert/pickles.py", "torch.load(weights_only=...)"),
 }
 """(file, finding) that are there for a reason."""
 
-WORDS = [*MODULES, *CALLS, *OBJECTS, *KEYWORDS, *(name.rsplit(".", 1)[1] for name in METHODS)]
+WORDS = [
+    *(*MODULES, *CALLS, *OBJECTS, *KEYWORDS, *IMPORTS, *LOADERS),
+    *(name.rsplit(".", 1)[1] for name in METHODS),
+]
 SUSPECT = re.compile(rf"\b({'|'.join(WORDS)})\b")
 """Files without one of these words have no finding, and are not parsed."""
 
@@ -63,7 +75,12 @@ def of_call(call: ast.Call) -> Iterator[str]:
         for keyword in call.keywords
     }
     safe = name == "torch.load" and values.get("weights_only") is True
-    if name in CALLS or name.rsplit(".", 1)[-1] in OBJECTS or (name in METHODS and not safe):
+    last = name.rsplit(".", 1)[-1]
+    if name in CALLS or last in OBJECTS or (name in METHODS and not safe):
+        yield name
+    if last in IMPORTS and not all(isinstance(given, ast.Constant) for given in call.args):
+        yield name
+    if last in LOADERS and "trust_remote_code" not in values:
         yield name
     for key in KEYWORDS & values.keys():
         if values[key] is not SAFE.get(key, False):
@@ -104,6 +121,12 @@ def test_no_call_turns_data_into_code() -> None:
         ("np.load(x, allow_pickle=True)", "numpy.load(allow_pickle=...)"),
         ("auto.of(x, trust_remote_code=True)", "auto.of(trust_remote_code=...)"),
         ("os.system('x')", "os.system"),
+        ("importlib.import_module(name)", "importlib.import_module"),
+        ("AutoTokenizer.from_pretrained(x)", "AutoTokenizer.from_pretrained"),
+        (
+            "AutoTokenizer.from_pretrained(x, trust_remote_code=given)",
+            "AutoTokenizer.from_pretrained(trust_remote_code=...)",
+        ),
     ],
 )
 def test_what_is_found(line: str, finding: str) -> None:
@@ -112,7 +135,10 @@ def test_what_is_found(line: str, finding: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["model.eval()", "torch.load(x, weights_only=True)", "np.load(x, allow_pickle=False)"],
+    [
+        *("model.eval()", "torch.load(x, weights_only=True)", "np.load(x, allow_pickle=False)"),
+        *("import_module('a.b')", "Auto.from_pretrained(x, trust_remote_code=False)"),
+    ],
 )
 def test_what_is_not_found(line: str) -> None:
     assert not list(findings(ast.parse(line)))

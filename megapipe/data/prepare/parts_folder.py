@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.beneath import refuse_links
 from megapipe.data.corpus import Part, Rows, parts, total_bytes
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare.encode import Summary, prefix_of
@@ -48,11 +49,12 @@ class PartsFolder:
 
         Raises:
             DataError: the corpus is empty or cannot be read.
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written, or has symbolic links.
         """
         counts = np.zeros(self.tokenizer.vocab_size, np.int64)
         documents = text_bytes = 0
         rows = RowCount()
+        refuse_links(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             total = total_bytes(self.config)
