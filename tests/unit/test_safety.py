@@ -84,8 +84,8 @@ def test_a_link_in_a_cache_is_refused_and_what_it_leads_to_is_left(
     inside: str, tmp_path: Path
 ) -> None:
     """In the place of a folder that is made under a name which others can know beforehand."""
-    (tmp_path / "a.txt").write_text("the cat sat on a mat " * 40)
-    config = DataConfig(source=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
+    (tmp_path / "a.jsonl").write_text('{"text": "the cat sat on a mat"}\n' * 40)
+    config = DataConfig(source=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
     made = prepare(config, ByteTokenizer(), progress=False)
     shutil.rmtree(made.folder)
     place = made.folder.with_name(f".{made.digest}.parts") / inside
