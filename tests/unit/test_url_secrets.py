@@ -17,6 +17,9 @@ from megapipe.data.prepare.copies import MANIFEST
 from megapipe.data.remote import fetched
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
+from megapipe.launch.place import LaunchInfo
+from megapipe.launch.rendezvous import open_store
+from megapipe.launch.shutdown import Shutdown
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import Observer
 from megapipe.train.main import train
@@ -132,6 +135,15 @@ def test_no_error_and_no_note_has_it(capsys: pytest.CaptureFixture[str]) -> None
     sink = type("Sink", (), {"name": "sink", "note": lambda self, text: told.append(text)})
     Observer([sink()]).note(f"read {SIGNED}")
     assert told == ["read https://example.org/texts.txt?***"]
+
+
+def test_no_traceback_of_a_bug_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    info = LaunchInfo()
+    ending = Shutdown(info, open_store(info, 1.0))
+    assert ending.report_unexpected(ValueError(f"no answer from {SIGNED}")) == 1
+    said = capsys.readouterr().err
+    assert "ValueError: no answer from https://example.org/texts.txt?***\n" in said
+    assert SECRET not in said
 
 
 @pytest.mark.parametrize("end", [" b", "ab.", "ab'", "ab)"])
