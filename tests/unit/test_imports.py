@@ -64,12 +64,12 @@ FLOORS = (
     "answers",
     "processes",
     "urls",
-    "words",
     "finite",
     "left_out",
     "paths",
     "beneath",
     "errors",
+    "words",
 )
 """Folders and single files of the package, the highest first: imports go down."""
 
