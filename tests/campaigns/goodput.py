@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megapipe.checkpoint.folders import committed
 from tests.campaigns import runs
 from tests.campaigns.campaign import Campaign, Figure, Record, limit
 from tests.campaigns.runs import Layout
@@ -102,22 +103,29 @@ class Goodput(Campaign[Storm]):
     name = "goodput"
     full = 1
 
-    def __init__(self, folder: Path, *, mean_s: float = MEAN_S, kills: int = KILLS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        layout: Layout = LAYOUT,
+        mean_s: float = MEAN_S,
+        kills: int = KILLS,
+    ) -> None:
         super().__init__(folder)
-        self._mean_s, self._kills = mean_s, kills
+        self._layout, self._mean_s, self._kills = layout, mean_s, kills
 
     def draw(self, number: int, rng: random.Random) -> Storm:
         return Storm(self._kills, rng.randrange(1 << 60))
 
     def run(self, trial: Storm, folder: Path) -> Record:
         rng = random.Random(trial.seed)
-        given = {**LAYOUT.settings, **ENDLESS, "checkpoint.keep": "2"}
+        given = {**self._layout.settings, **ENDLESS, "checkpoint.keep": "2"}
         whole = folder / "whole"
         whole.mkdir()
         steps, every = CALIBRATION
         few = {**given, "train.stop_after": str(steps), "checkpoint.every": str(every)}
         args = runs.settings(folder, whole, few)
-        outcome = runs.forked(whole, LAYOUT.ranks, runs.plan(whole), *args)
+        outcome = runs.forked(whole, self._layout.ranks, runs.plan(whole), *args)
         assert set(outcome.codes) == {0}, outcome.text
         first = measure(runs.lines(whole), [], every)
         interval = math.sqrt(2 * max(first.stall, 0.0) * self._mean_s)
@@ -125,8 +133,8 @@ class Goodput(Campaign[Storm]):
         args = runs.settings(folder, folder, {**given, "checkpoint.every": str(every)})
         longest = 100.0 + 20 * self._mean_s * (trial.kills + 1)
         with Job(folder, longest) as job:
-            runs.launched(job, LAYOUT.ranks, runs.plan(folder), *args, restarts=1000)
-            until(job, lambda: bool(runs.records(folder, "step")))
+            runs.launched(job, self._layout.ranks, runs.plan(folder), *args, restarts=1000)
+            until(job, lambda: bool(committed(runs.checkpoints(folder))))
             *before, last = waits(self._mean_s, trial.kills + 1, rng)
             kills = [self._kill(job, rng, seconds) for seconds in before]
             until(job, lambda: runs.resumed(folder, kills[-1]) is not None)
@@ -173,7 +181,8 @@ def waits(mean_s: float, count: int, rng: random.Random) -> list[float]:
 
 
 def until(job: Job, true: Callable[[], bool]) -> None:
-    """Wait for something, as long as the job goes on."""
+    """Wait for something, as long as the job goes on and may."""
     while not true():
         assert job.processes[0].poll() is None, job.text
+        assert time.monotonic() < job.began + job.limit_s, job.text
         time.sleep(0.1)

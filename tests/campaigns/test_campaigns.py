@@ -20,13 +20,15 @@ from tests.campaigns.campaign import Campaign, Figure, Record
 from tests.campaigns.damage import Damages
 from tests.campaigns.disk import Disks
 from tests.campaigns.fuzz import Fuzz
-from tests.campaigns.goodput import Costs, expected, measure
+from tests.campaigns.goodput import Costs, Goodput, expected, measure
+from tests.campaigns.hangs import Hangs
 from tests.campaigns.kills import Kill, Kills
 from tests.campaigns.not_finite import NotFinite
 from tests.campaigns.phases import PHASES
 from tests.campaigns.preemptions import Preemptions
 from tests.campaigns.report import HEAD, replace_figures
 from tests.campaigns.resumes import Resumes
+from tests.campaigns.runs import Layout
 
 SEED = 7
 
@@ -88,6 +90,12 @@ def test_a_trial_follows_from_its_seed_and_number() -> None:
     assert len({kill.phase for kill in inside}) > len(PHASES) / 2
     assert len({kill.rank for kill in drawn}) > 4
     assert all(isinstance(kill, Kill) and str(kill) for kill in drawn)
+
+
+def test_each_campaign_has_trials_here() -> None:
+    own = Path(__file__).read_text()
+    names = [kind.__name__ for kind in run.CAMPAIGNS.values()]
+    assert [name for name in names if f"{name}(tmp_path" not in own] == []
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -192,6 +200,25 @@ def test_a_rank_that_is_killed_inside_a_save(tmp_path: Path) -> None:
     """In the background, at four ranks."""
     (record,) = play(Kills(tmp_path), [4])
     assert record["in a save"]
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs(tmp_path: Path) -> None:
+    """It is stopped by a signal, and the job ends within the seconds that are promised."""
+    campaign = Hangs(tmp_path)
+    assert campaign.trial(SEED, 0).fault.kind == "stop"
+    records = play(campaign, [0])
+    assert all(figure.met for figure in campaign.figures(records))
+
+
+@pytest.mark.full
+def test_a_job_with_a_kill_at_any_time(tmp_path: Path) -> None:
+    """One, so soon that the model has nothing to say about it: the run goes on after it."""
+    layout = Layout(2, {"parallel.pp": "2"})
+    (record,) = play(Goodput(tmp_path, layout=layout, mean_s=1.0, kills=1), [0])
+    assert record["kills"] == 1
+    assert 0 < record["costs"].goodput < 1
+    assert record["costs"].restart > 0
 
 
 @pytest.mark.full
