@@ -12,10 +12,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+from megapipe.answers import within
 from megapipe.beneath import make_folder, open_beneath
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.words import without_secrets
 
+INIT_S, FINISH_S = 60.0, 60.0
+"""How long the service may take to begin a run, and to take what is left of it at the end."""
 _SECRET_KEY = re.compile(r"(^|[._])(key|token|secret|password|credentials?)$")
 
 
@@ -56,7 +59,7 @@ class WandbSink:
                 dir=run_folder,
                 mode=mode,
                 config=public(flat_config),
-                settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+                settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_S),
             )
         run.define_metric("*", step_metric="train/step")
         self._run = run
@@ -74,8 +77,12 @@ class WandbSink:
         self._run.summary["note"] = text
 
     def close(self) -> None:
-        """Finish the run, uploading what is left of an online one."""
-        self._run.finish()
+        """Finish the run, uploading what is left of an online one.
+
+        Raises Mute where that takes too long; the files stay in the run folder, for
+        ``wandb sync``.
+        """
+        within(FINISH_S, self._run.finish)
 
 
 @contextlib.contextmanager

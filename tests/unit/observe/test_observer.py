@@ -1,8 +1,12 @@
 import json
 import logging
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -197,6 +201,34 @@ def test_wandb_online_without_a_key_warns_and_trains_on(
     observer.close()
     assert "step   7/300" in capsys.readouterr().out
     assert "no API key" in caplog.text
+
+
+def test_a_service_that_never_answers_is_not_waited_for(
+    tmp_path, wandb_home, make_record, monkeypatch, capsys, caplog
+):
+    """Neither at the beginning nor at the end."""
+    import wandb
+
+    from megapipe.observe import wandb as sink
+
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{mute.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        monkeypatch.setattr(wandb, "login", lambda **_: True)  # it has a time-out of its own
+        monkeypatch.setattr(sink, "INIT_S", 1.0)
+        began = time.monotonic()
+        observer = build_sinks(wandb_config("online"), tmp_path, {})
+        assert time.monotonic() - began < 30
+    observer.step(make_record())
+    assert "step   7/300" in capsys.readouterr().out
+    assert "wandb does not take records, training goes on" in caplog.text
+
+    caplog.clear()
+    monkeypatch.setattr(sink, "FINISH_S", 0.1)
+    begun = sink.WandbSink.__new__(sink.WandbSink)
+    begun._run = SimpleNamespace(finish=threading.Event().wait)
+    Observer([begun]).close()
+    assert "no answer in 0.1 s" in caplog.text
 
 
 def test_wandb_gets_no_secrets():
