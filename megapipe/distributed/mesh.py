@@ -265,7 +265,9 @@ class ParallelMesh:
         others = c10d._world.pg_group_ranks
         twins = sum(list(members) == list(ranks) for members in others.values())
         name: Any = group_name(ranks, twins)
-        group, _ = c10d._new_process_group_helper(
+        meeting = self.journal.line(f"meeting.{name}", ranks)
+        make = functools.partial(
+            c10d._new_process_group_helper,
             len(ranks),
             ranks.index(self.rank),
             list(ranks),
@@ -275,6 +277,7 @@ class ParallelMesh:
             backend_options=options,
             timeout=self.timeout,
         )
+        group, _ = meeting.wait(meeting.count(), make)
         others[group] = {rank: index for index, rank in enumerate(ranks)}
         return group
 

@@ -129,7 +129,9 @@ def start(
                 end=ending.hangs,
             )
             journal, timeout = watch.journal, timeout + WATCHED_S
-        rendezvous.start_process_group(store, info, backend, timeout)
+        meeting = journal.line("meeting", range(info.world))
+        enter = partial(rendezvous.start_process_group, store, info, backend, timeout)
+        meeting.wait(meeting.count(), enter)
         grid = Grid(layout.pipeline_processes, layout.dp, layout.cp, layout.tp)
         mesh = ParallelMesh(grid, device=device, timeout_s=timeout, journal=journal)
         try:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.parity.hanging import TIMEOUT_S, Fault, run_hanging, write_script
-from tests.parity.jobs import ENDLESS, Job, arguments, tiny
+from tests.parity.jobs import ENDLESS, ROOT, Job, arguments, tiny
+from tests.parity.launches import run_forked
 
 pytestmark = pytest.mark.full
 LEAVE_S = 5.0
@@ -71,6 +72,30 @@ def test_a_killed_rank_whose_connections_stay_open(tmp_path: Path) -> None:
         job.start([*run, script, *given])
         outcome = job.end(left_behind_s=15.0)
     outcome.assert_one_line(-9, "rank 0 lost contact with rank 1 (", "ended without a word")
+    assert outcome.seconds < 40.0
+
+
+DIES = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from megapipe.train import job
+from megapipe.train.main import main
+if os.environ["RANK"] == "1":
+    job.rendezvous.start_process_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_is_killed_between_the_store_and_the_mesh(tmp_path: Path) -> None:
+    """There are no connections yet that could tell, and nobody waits for the time-out."""
+    script = tmp_path / "dies.py"
+    script.write_text(DIES.format(root=str(ROOT)))
+    given = {**tiny(tmp_path), "train.global_batch": "6", "parallel.timeout_s": "60"}
+    outcome = run_forked(tmp_path, 3, *arguments(given), script=str(script))
+    assert outcome.codes == [4, -signal.SIGKILL, 4]
+    (line,) = outcome.errors
+    assert "ranks 0, 2 lost contact with rank 1 (process " in line
+    assert "whose process has ended without a word" in line
     assert outcome.seconds < 40.0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.checkpoint import Checkpoint
 from megapipe.launch.signals import AGAIN_S
 from tests.parity.jobs import (
     ENDLESS,
@@ -21,6 +22,7 @@ from tests.parity.jobs import (
     run_plain,
     tiny,
 )
+from tests.parity.launches import run_forked
 
 pytestmark = pytest.mark.full
 
@@ -213,6 +215,41 @@ def test_a_save_that_would_outlast_the_grace_is_not_begun(background: str, tmp_p
         outcome = job.end()
     assert outcome.codes == [75]
     assert_saved(outcome, tmp_path)
+
+
+SIGNALS = """
+import functools, os, signal, sys
+sys.path.insert(0, {root!r})
+from megapipe.checkpoint import writer
+from megapipe.train.main import main
+write_shard = writer.write_shard
+def interrupted(*args, **given):
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), number)
+    return write_shard(*args, **given)
+writer.write_shard = interrupted
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_signals_within_a_save(background: str, tmp_path: Path) -> None:
+    """The save is finished, and no step is lost."""
+    script = tmp_path / "signals.py"
+    script.write_text(SIGNALS.format(root=str(ROOT)))
+    more = {"checkpoint.every": "3", "checkpoint.background": background, "parallel.pp": "2"}
+    given = endless(tmp_path, **more)
+    outcome = run_forked(tmp_path, 2, *given, script=str(script))
+    outcome.assert_one_line(75, "stopped by a signal; saved step")
+    last = int(outcome.errors[0].split("saved step ")[1].split()[0])
+    checkpoints = tmp_path / "runs/run/checkpoints"
+    for step in (3, last):
+        Checkpoint.open(checkpoints / f"step-{step:08d}").verify()
+    assert not list(checkpoints.glob(".staging*"))
+    again = run_forked(tmp_path, 2, *given, f"train.stop_after={last + 1}")
+    assert again.codes == [0, 0]
+    assert f"at step {last} of" in again.text
 
 
 TOKENIZES = """

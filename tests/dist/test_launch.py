@@ -242,6 +242,19 @@ def test_ranks_that_disagree(port: int) -> None:
     )
 
 
+def test_a_start_finds_nothing_of_the_one_before(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's agent keeps its store from one start to the next, and tells their number."""
+    found = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        store = rendezvous.open_store(LaunchInfo(1, 2, 1, 2, port=port, hosted=True), 10)
+        found.append(store.check(["address"]))
+        store.set("address", "of a process that has ended")
+    assert found == [False, False]
+
+
 def test_a_rank_that_is_late(port: int) -> None:
     def compare(info: LaunchInfo, store: PrefixStore) -> None:
         if info.rank != 1:

@@ -42,13 +42,33 @@ def test_a_rank_that_was_killed_is_spoken_for(tmp_path: Path) -> None:
     assert len(outcome.text.splitlines()) == 1
 
 
+SKEWED = """
+import datetime, time
+real = time.time
+time.time = lambda: real() + {seconds}
+class Skewed(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + datetime.timedelta(seconds={seconds})
+    @classmethod
+    def utcnow(cls):
+        return super().utcnow() + datetime.timedelta(seconds={seconds})
+datetime.datetime = Skewed
+"""
+
+
 @pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_nodes_meet_and_hand_on_their_code(code: int, tmp_path: Path) -> None:
+    """Their clocks are two minutes apart."""
     nodes = ["--nnodes", "2", "--nproc", "2", "--rdzv-id", "a"]
     nodes += ["--rdzv-endpoint", f"localhost:{free_port()}"]
     with Job(tmp_path) as job:
-        for _ in range(2):
-            job.start(["-m", "megapipe.launch", *nodes, *program(f"{SHOW}; sys.exit({code})")])
+        for seconds in (-60, 60):
+            clock = tmp_path / f"clock{seconds}"
+            clock.mkdir()
+            (clock / "sitecustomize.py").write_text(SKEWED.format(seconds=seconds))
+            command = ["-m", "megapipe.launch", *nodes, *program(f"{SHOW}; sys.exit({code})")]
+            job.start(command, {"PYTHONPATH": str(clock)})
         outcome = job.end()
     said = set(outcome.text.splitlines())
     assert said <= {"0 0 4", "1 1 4", "2 0 4", "3 1 4"}

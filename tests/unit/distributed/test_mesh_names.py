@@ -28,6 +28,7 @@ from megapipe.optim.buffers import make_buckets
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.placement import Placement, loop
+from megapipe.watch.journal import LINE
 
 
 class Job(NamedTuple):
@@ -134,6 +135,26 @@ def check_all_are_made(made: Sequence[Sequence[Made]]) -> None:
 @given(jobs())
 def test_every_group_is_made(job: Job) -> None:
     check_all_are_made([made_by(job, rank) for rank in range(job.grid.world)])
+
+
+def test_who_waits_for_the_members_of_a_group_says_so() -> None:
+    """For each of them, in its journal: one may be gone."""
+    waits: list[tuple[int, ...]] = []
+    helper = dist.distributed_c10d._new_process_group_helper
+
+    with alone(Grid(pp=2, tp=2), 1) as mesh:
+        heeds = [ranks for _, ranks in mesh.journal._lines]
+
+        def note(*given: Any, **options: Any) -> Any:
+            waits.append(tuple(mesh.journal._lines[mesh.journal.words[LINE] - 1][1]))
+            assert mesh.journal.words[LINE] > 0
+            return helper(*given, **options)
+
+        with mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", note):
+            mesh.group_of((1, 3))
+        assert mesh.journal.words[LINE] == 0
+    assert waits == [(1, 3)]
+    assert (0, 1) in map(tuple, heeds), "and for those of an axis"
 
 
 CHAIN = Job(Grid(pp=3), loop(3), ZeroPolicy(), tied=False)
