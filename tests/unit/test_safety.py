@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +32,7 @@ from megapipe.train.changes import Changes
 from megapipe.train.main import train
 from megapipe.train.opening import opening
 from megapipe.train.resume import Source
-from tests.parity.jobs import ROOT, Job, arguments, tiny
+from tests.parity.jobs import ENDLESS, Job, arguments, tiny
 from tests.parity.launches import run_forked
 
 
@@ -199,43 +200,42 @@ def test_no_file_of_a_run_has_a_secret_of_the_environment(loss: str, tmp_path: P
         assert [path for path in files if secret.encode() in path.read_bytes()] == []
 
 
-LOOK = """
-import contextlib, functools, sys
-sys.path.insert(0, {root!r})
-from pathlib import Path
-from megapipe.train import job
-from megapipe.train.callbacks import Callback
-from megapipe.train.main import main
-class Look(Callback):
-    def after_step(self, run, step):
-        if run.mesh.rank == 0:
-            found = []
-            for path in Path("/proc").glob("[0-9]*/cmdline"):
-                with contextlib.suppress(OSError):  # it has ended meanwhile
-                    found.append(path.read_bytes())
-            Path({out!r}).write_bytes(b"\\n".join(found))
-job.start = functools.partial(job.start, callbacks=[Look()])
-sys.exit(main(sys.argv[1:]))
-"""
+def listening(pid: int) -> set[str]:
+    """The addresses, in hexadecimal, at which a process listens."""
+    sockets = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {
+        row[1].partition(":")[0]
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    }
 
 
 @pytest.mark.full
 @pytest.mark.skipif(
     not Path("/proc/self/cmdline").exists(), reason="processes are not listed there"
 )
-def test_no_process_of_a_job_shows_a_secret_of_the_environment(tmp_path: Path) -> None:
-    """Launcher, ranks and the monitor beside them, as every user of the machine may list them."""
-    script, out = tmp_path / "look.py", tmp_path / "processes"
-    script.write_text(LOOK.format(root=str(ROOT), out=str(out)))
-    launch = ["-m", "megapipe.launch", "--nproc", "2", "--restarts", "1", str(script)]
+def test_what_processes_of_a_job_show(tmp_path: Path) -> None:
+    """Launcher, ranks and the monitor beside them: no secret of the environment, as every user of
+    the machine may list them, and no socket that other machines could reach."""
+    launch = ["-m", "megapipe.launch", "--nproc", "2", "--restarts", "1", "train.py"]
     with Job(tmp_path) as job:
-        job.start([*launch, *arguments(tiny(tmp_path))], SECRETS)
-        outcome = job.end()
-    assert outcome.codes == [0], outcome.text
-    processes = [line for line in out.read_bytes().splitlines() if str(script).encode() in line]
-    assert len(processes) >= 3
+        launcher = job.start([*launch, *arguments({**tiny(tmp_path), **ENDLESS})], SECRETS)
+        job.await_text("| loss")
+        pids = list(job.alive())
+        shown = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
+        open_at = set().union(*map(listening, pids))
+        launcher.send_signal(signal.SIGTERM)
+        assert job.end().codes == [75]
+    assert len(pids) >= 4
     for secret in SECRETS.values():
-        assert secret.encode() not in out.read_bytes()
+        assert secret.encode() not in shown
+    assert open_at
+    assert not open_at & {8 * "0", 32 * "0"}, "all interfaces, of both kinds"
 
 
 def lines(folder: Path, *, own: bool = True, device: str = "cpu", **given: Any) -> list[str]:
