@@ -19,6 +19,7 @@ from megapipe.errors import LaunchError
 from megapipe.keys import KEYS, SECTIONS
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import compare_ranks
+from megapipe.observe import package_hash
 from megapipe.train.job import compared
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
@@ -49,8 +50,10 @@ def test_a_key_of_each_section_is_started_and_few_have_no_other_value() -> None:
 
 
 def test_a_run_has_its_ranks_compare_every_key() -> None:
+    """And the files of the package, and the version of torch."""
     values = compared(resolved(list(GIVEN)))
-    assert values.keys() > set(KEYS)
+    assert values.keys() == {*KEYS, "megapipe's files", "torch"}
+    assert values["megapipe's files"] == package_hash()
     assert outcome(list(GIVEN)).items() <= values.items()
 
 
