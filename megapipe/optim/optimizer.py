@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import ParallelMesh
+from megapipe.finite import all_finite
 from megapipe.layers.parameter import LocalParameter
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.buffers import Bucket, Entry
@@ -28,7 +29,8 @@ from megapipe.optim.look_ahead import predict
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
-from megapipe.optim.state_store import StatePolicy
+from megapipe.optim.state_store import MASTER, StatePolicy
+from megapipe.words import ranges
 
 
 class OwnSlice(NamedTuple):
@@ -213,6 +215,31 @@ class Optimizer:
         for shard in self.shards:
             finite += shard.store.finite
         return finite
+
+    def where_not_finite(self, *, states: bool = False) -> str | None:
+        """Where reduced gradients, or masters and states, are not finite: how many tensors, the
+        first of them, and the ranks that have them; None: nowhere. All ranks call it."""
+        own = self._states_not_finite() if states else self._gradients_not_finite()
+        names = list(dict.fromkeys(own))
+        counts = self.mesh.gather_numbers(torch.tensor([len(names)])).flatten().tolist()
+        ranks = [rank for rank, count in enumerate(counts) if count]
+        first = self.mesh.agree(names[0] if ranks[:1] == [self.mesh.rank] else None)
+        if sum(counts) <= 1:
+            return f"{first} on rank {ranks[0]}" if ranks else None
+        on = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+        return f"{sum(counts):,} tensors on {on}, {first} the first"
+
+    def _gradients_not_finite(self) -> Iterator[str]:
+        for shard, entry in self._with_states():
+            if not all_finite(shard.grad[shard.own_range(entry)]):
+                yield entry.spec.name
+
+    def _states_not_finite(self) -> Iterator[str]:
+        for name in (MASTER, *self.rule.states):
+            for shard, entry in self._with_states():
+                here = shard.own_range(entry)
+                if not all_finite(shard.store.read(name, here.start, here.stop)):
+                    yield entry.spec.name if name == MASTER else f"{name} of {entry.spec.name}"
 
     def keep(self) -> None:
         """Remember weights and states, for :meth:`undo`."""

@@ -74,6 +74,10 @@ class Shard:
         """The range [start, stop) of the bucket as an index of the shard's arrays."""
         return slice(start - self.start, stop - self.start)
 
+    def own_range(self, entry: Entry) -> slice:
+        """The part of a parameter that is in the shard, as an index of its arrays."""
+        return self.local(max(entry.start, self.start), min(entry.stop, self.stop))
+
     def zero_grad(self) -> None:
         """Begin a step: zero the gradients, and free the sum of the last step's."""
         self._reduction = None

@@ -132,13 +132,11 @@ class Judge:
             )
         return fault.text
 
-    def states_fault(self, updates: int, step: int) -> Unsound:
+    def states_fault(self, updates: int, step: int, where: str | None) -> Unsound:
         """The error where update number `updates`, that of `step`, has left values that are not
-        finite; skip cannot mend that."""
-        told = (
-            f"update {updates} has left weights or optimizer states that are not finite, and is "
-            "not saved"
-        )
+        finite, and `where`; skip cannot mend that."""
+        told = f"update {updates} has left weights or optimizer states that are not finite"
+        told += ", and is not saved" if where is None else f", in {where}, and is not saved"
         if self._config.non_finite == "rewind":
             return Unsound(told, step, rewinds=True)
         advice = "lower optimizer.lr or optimizer.clip, or resume from an earlier checkpoint"

@@ -66,7 +66,7 @@ class Update:
         self.scaler = scaler
         self.steps = steps
         self.judge = Judge(numbers)
-        self.rerun = Rerun(numbers, exact=exact, fault=self.fault)
+        self.rerun = Rerun(numbers, exact=exact, fault=self._located_fault)
         self.made = 0
         """The step of the last update."""
 
@@ -106,6 +106,15 @@ class Update:
             return None if problem is None else self.judge.not_finite(problem)
         return self.judge.fault(totals)
 
+    def _located_fault(self, totals: Totals) -> Fault | None:
+        """The same, of gradients that are still there with the tensors and ranks that have them.
+        All ranks call it."""
+        fault = self.fault(totals)
+        if fault is None or totals.finite:
+            return fault
+        where = self.optimizer.where_not_finite()
+        return fault if where is None else fault._replace(text=f"{fault.text}, in {where}")
+
     def check_states(self) -> None:
         """Raise :class:`~megapipe.train.judge.Unsound` on all ranks, which all call it, where the
         last update has left weights or states that are not finite on one: nobody is to read or save
@@ -114,7 +123,8 @@ class Update:
             raise self._states_not_finite()
 
     def _states_not_finite(self) -> Unsound:
-        return self.judge.states_fault(self.optimizer.count, self.made)
+        where = self.optimizer.where_not_finite(states=True)
+        return self.judge.states_fault(self.optimizer.count, self.made, where)
 
     def apply_plainly(self, step: int) -> None:
         """Update without clipping by gradients that are known to be finite."""

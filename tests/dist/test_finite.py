@@ -86,7 +86,12 @@ def test_one_rank_alone_is_enough(tmp_path: Path) -> None:
         for first in (seen["gradient"][0], seen["copies"][0]):
             assert first.startswith("step 2: loss ")
             assert "gradients of stages 0" in first
+        assert f"not finite, in {NORM} on rank 1; " in seen["gradient"][0]
+        assert f"not finite, in 2 tensors on ranks 0-1, {NORM} the first; " in seen["copies"][0]
         for both in (seen["exp_avg_sq"], seen["narrow"]):
             for error in both:
-                assert error.startswith("update 2 has left weights or optimizer states that are")
+                assert error.startswith(
+                    "update 2 has left weights or optimizer states that are not finite, in "
+                    f"exp_avg_sq of {NORM} on rank 1, and is not saved"
+                )
     assert not any((tmp_path / name).exists() for name in ("exp_avg_sq", "narrow"))

@@ -152,8 +152,8 @@ def test_what_cannot_be_mended_ends_a_run_on_all_ranks(tmp_path: Path) -> None:
         assert Unsound.exit_code == 6
         (text,) = set(texts)
         expected = {
-            "stop": "not finite; computed again with the same result: persistent, of data and "
-            "weights; lower optimizer.lr or resume from an earlier checkpoint",
+            "stop": "computed again with the same result: persistent, of data and weights; lower "
+            "optimizer.lr or resume from an earlier checkpoint",
             "skip": "step 8: loss",
             "states": "update 6 has left weights or optimizer states that are not finite",
             "none": "there is no checkpoint to go back to; lower optimizer.lr",

@@ -87,9 +87,10 @@ def test_what_is_done_about_a_fault() -> None:
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
 def test_states_that_are_not_finite_are_never_skipped(policy: str) -> None:
-    unsound = judge(non_finite=policy).states_fault(4, 2)
+    unsound = judge(non_finite=policy).states_fault(4, 2, "w on rank 1")
     assert unsound.rewinds is (policy == "rewind")
-    assert str(unsound).startswith("update 4 has left weights or optimizer states that are not")
+    told = "update 4 has left weights or optimizer states that are not finite, in w on rank 1, and"
+    assert str(unsound).startswith(told)
 
 
 def test_values_that_are_not_finite_are_no_spike() -> None:
