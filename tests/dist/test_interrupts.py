@@ -218,15 +218,17 @@ def test_a_save_that_would_outlast_the_grace_is_not_begun(background: str, tmp_p
 
 
 SIGNALS = """
-import functools, os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, {root!r})
 from megapipe.checkpoint import writer
+from megapipe.launch.signals import AGAIN_S
 from megapipe.train.main import main
 write_shard = writer.write_shard
+left = [signal.SIGTERM, signal.SIGUSR1] if os.environ["RANK"] == "1" else []
 def interrupted(*args, **given):
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), number)
+    while left:
+        os.kill(os.getpid(), left.pop(0))
+        time.sleep(AGAIN_S + 0.1)
     return write_shard(*args, **given)
 writer.write_shard = interrupted
 sys.exit(main(sys.argv[1:]))
