@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.data.tokens import TokenWriter
 
 HEAVY = (
     "datasets",
@@ -59,3 +65,32 @@ def test_choosing_kernels_loads_nothing_heavy() -> None:
         "kernels.attention(q, q, q, 0.0, None).sum().backward()",
     )
     assert not loaded.intersection(HEAVY) - modules_after("import torch")
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_token_files_are_looked_at_without_torch(tmp_path: Path, damaged: bool) -> None:
+    """Sound or not, and within little memory, whatever a header declares."""
+    prefix, out = tmp_path / "t", tmp_path / "out"
+    with TokenWriter(prefix, np.dtype("<u2")) as writer:
+        for _ in range(40):
+            writer.add(np.full(50, 7))
+    if damaged:
+        with open(f"{prefix}.idx", "r+b") as index:
+            index.seek(18)
+            index.write((2**40).to_bytes(8, "little"))
+    commands = (
+        f"inspect {prefix} --tokenizer byte",
+        f"verify {prefix} --tokenizer byte",
+        f"verify {prefix} --vocab-size 9",
+        f"merge {out} {prefix} {prefix}",
+        f"split {prefix} {out}-a=1 {out}-b=1",
+    )
+    code = 3 if damaged else 0
+    loaded = modules_after(
+        "from megapipe.data.commands import main",
+        *(f"assert main({command.split()}) == {code}" for command in commands),
+        "status = open('/proc/self/status').read()",
+        "assert int(status.split('VmHWM:')[1].split()[0]) < 100_000",  # KiB
+    )
+    assert "megapipe.data.tokens.join" in loaded
+    assert not loaded.intersection((*HEAVY, "torch", "tokenizers"))
