@@ -109,9 +109,10 @@ class PipelineConfig(Section):
     """1f1b, eager_1f1b: micro-batches by which the forwards of each rank are further ahead of its
     backwards (AvgPipe, PPoPP'23). Default: none."""
     memory_limit: float | None = Field(None, gt=0)
-    """Most activations of a pipeline rank, in micro-batches of all its layers, each held until its
-    weight gradient. Searched schedules (zb_1p, zb_2p, auto) keep to it, others are refused above
-    it. Default of auto: what the schedule that it begins with holds."""
+    """Most activations of a pipeline rank, in micro-batches of all its layers. Each counts as one
+    until its input gradient, then as the part of it that its weight gradient still needs. Searched
+    schedules (zb_1p, zb_2p, auto) keep to it, others are refused above it. Default of auto: what
+    the schedule that it begins with holds."""
     layout: str | list[int] | None = None
     """Which layers each stage holds: a list of layer counts, or a string of stages divided by
     `|` made of E (embedding), L or L*n (layers) and H (head), as in "E L*3 | L*4 | L*3 H";

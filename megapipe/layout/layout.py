@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal
 
 from megapipe.context.split import Split
@@ -56,6 +57,9 @@ class Layout:
     """The result of the proof that the schedule can be executed."""
     spans: tuple[tuple[Span, ...], ...] = field(repr=False)
     """How the blocks of each stage keep their activations."""
+    freed: Fraction
+    """The share of a micro-batch's activations that an I frees at least, of whole sequences
+    (:mod:`megapipe.layout.freed`); limits of activations count by it."""
     cost: Cost = field(repr=False)
     """Costs of each stage's operations, in FLOPs per token; messages cost nothing."""
 

@@ -6,6 +6,7 @@ before any process group exists. It imports no torch.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 from megapipe.config import Config, PipelineConfig
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
@@ -17,6 +18,7 @@ from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
 from megapipe.layout.family import family_of, resolved_lora, resolved_model
+from megapipe.layout.freed import freed_share
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.links import scatters, sends_tuples
 from megapipe.layout.others import for_processes, replica_size
@@ -28,7 +30,7 @@ from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators.lists import split_backwards
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.load import goes_by_cost, is_own, load
-from megapipe.schedule.memory import peak_held
+from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.proof.validate import Report, validate
 from megapipe.words import multiples
@@ -113,19 +115,23 @@ def _resolve(
         slice_lengths = fastest_cut(config, family, microbatches, whole)
     else:
         slice_lengths = balanced_cut(config, family, schedule.slices)
-    cost = relative_cost(config, family, work, slice_lengths)
+    cost, freed = relative_cost(config, family, work, slice_lengths), Fraction(0)
+    if len(slice_lengths) == 1 and model.vocab_size is not None:
+        freed = freed_share(config, family, device, split, stages, spans)
     if by_cost and model.vocab_size is not None:
-        known = before is not None and before.cost == cost
+        known = before is not None and (before.cost, before.freed) == (cost, freed)
         if before is not None and known and before.schedule.whole_microbatches == microbatches:
             schedule = before.schedule
         else:
             slices = len(slice_lengths) if by_time else None
-            schedule = _recomputing(config, _schedule(config, microbatches, cost, slices))
+            ordered = _schedule(config, microbatches, cost, slices, freed)
+            schedule = _recomputing(config, ordered)
     if before is not None and schedule is before.schedule:
         proof = before.proof
     else:
         final = not by_cost or model.vocab_size is not None
-        proof = _prove(config, schedule, config.pipeline.memory_limit if final else None)
+        limit = config.pipeline.memory_limit if final else None
+        proof = _prove(config, schedule, limit, freed)
     layout = Layout(
         dp=dp,
         tp=parallel.tp,
@@ -147,22 +153,26 @@ def _resolve(
             config.optimizer, dp * parallel.cp, loss_chunk=family.conditions.loss_chunk
         ),
         schedule=schedule,
-        smaller=_smaller(config, dp, schedule, cost, len(slice_lengths) if by_time else None),
+        smaller=_smaller(
+            config, dp, schedule, cost, len(slice_lengths) if by_time else None, freed
+        ),
         proof=proof,
         spans=spans,
+        freed=freed,
         cost=cost,
     )
     return config, layout
 
 
-def _prove(config: Config, schedule: Schedule, limit: float | None) -> Report:
-    """Prove that the schedule can be executed, with at most `limit` micro-batches on a rank."""
+def _prove(config: Config, schedule: Schedule, limit: float | None, freed: Fraction) -> Report:
+    """Prove that the schedule can be executed, with at most `limit` micro-batches on a rank, of
+    which I frees a share."""
     try:
         proof = validate(schedule)
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={config.pipeline.schedule}: {error}") from None
     if limit is not None:
-        _check_memory(schedule, limit)
+        _check_memory(schedule, limit, freed)
     return proof
 
 
@@ -239,16 +249,17 @@ def _check_ramp(config: Config, ramp: Sequence[int], per_round: int) -> None:
 
 
 def _smaller(
-    config: Config, dp: int, like: Schedule, cost: Cost, slices: int | None
+    config: Config, dp: int, like: Schedule, cost: Cost, slices: int | None, freed: Fraction
 ) -> dict[int, Schedule]:
-    """Schedules of the batches that lead to the final one, proved; `slices` as in
+    """Schedules of the batches that lead to the final one, proved; `slices` and `freed` as in
     :func:`_schedule`."""
     found = {}
     for batch in config.train.batches.sizes[:-1]:
         microbatches = batch // (config.train.microbatch * dp)
         try:
-            schedule = _recomputing(config, _schedule(config, microbatches, cost, slices))
-            _prove(config, schedule, config.pipeline.memory_limit)
+            ordered = _schedule(config, microbatches, cost, slices, freed)
+            schedule = _recomputing(config, ordered)
+            _prove(config, schedule, config.pipeline.memory_limit, freed)
         except ConfigError as error:
             raise ConfigError(f"train.batch_ramp: a batch of {batch} samples: {error}") from None
         if schedule.placement != like.placement or schedule.recompute != like.recompute:
@@ -277,10 +288,15 @@ def _partition(config: Config, family: Family, placement: Placement) -> tuple[St
 
 
 def _schedule(
-    config: Config, microbatches: int, cost: Cost | None = None, slices: int | None = None
+    config: Config,
+    microbatches: int,
+    cost: Cost | None = None,
+    slices: int | None = None,
+    freed: Fraction | None = None,
 ) -> Schedule:
     """The schedule. If it depends on costs and none is given, only its placement counts. `slices`
-    is their number where the configuration may leave it open."""
+    is their number where the configuration may leave it open, `freed` the share of activations
+    that an I frees."""
     pipeline, pp = config.pipeline, config.parallel.pp
     passes = microbatches * pp * (pipeline.chunks or 1)
     if passes > MOST_PASSES:
@@ -310,6 +326,7 @@ def _schedule(
                 advance=pipeline.advance,
                 memory_limit=pipeline.memory_limit,
                 cost=cost,
+                freed=freed,
             )
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
@@ -341,8 +358,8 @@ def _recomputing(config: Config, schedule: Schedule) -> Schedule:
     return replace(schedule, recompute=schedule.recompute | stages) if stages else schedule
 
 
-def _check_memory(schedule: Schedule, limit: float) -> None:
-    held = peak_held(schedule)
+def _check_memory(schedule: Schedule, limit: float, freed: Fraction) -> None:
+    held = peak_weighted(schedule, freed)
     rank = max(range(len(held)), key=held.__getitem__)
     if held[rank] > limit:
         raise ConfigError(

@@ -6,8 +6,9 @@ from functools import partial
 from typing import NamedTuple
 
 from megapipe.config import Config
+from megapipe.layout.freed import sizes_of
 from megapipe.layout.layout import Layout
-from megapipe.model.interface import Held, Peaks, Sizes, bytes_of
+from megapipe.model.interface import Held, Peaks, bytes_of
 from megapipe.plan.context_memory import attention_workspace
 from megapipe.schedule.ir import Kind, Op
 
@@ -116,16 +117,7 @@ def _cache(op: Op, piece: _Piece) -> dict[_Owner, Activations]:
 
 def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -> _Piece:
     model, lengths, spec = layout.model, layout.local_lengths, layout.stage_layers[stage]
-    cuda, split = layout.device == "cuda", config.parallel.sequence_parallel
-    sizes = Sizes(
-        layout.local_length,
-        rows,
-        layout.tp,
-        split,
-        cuda,
-        cp=layout.cp,
-        ulysses=layout.split.ulysses,
-    )
+    sizes = sizes_of(config, layout.device, layout.split, layout.local_length, rows)
     cached = gradients = 0
     if layout.schedule.slices > 1:
         sizes = sizes._replace(sequence=lengths[slice_], before=sum(lengths[:slice_]))

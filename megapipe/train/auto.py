@@ -21,7 +21,8 @@ from megapipe.errors import ScheduleError
 from megapipe.layout.layout import Layout
 from megapipe.model.partition import balanced, parse_layout
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.memory import peak_held
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.memory import peak_weighted
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.search import Found, search
@@ -61,7 +62,7 @@ class AutoSchedule:
         self.config, self.layout, self.train_step, self.mesh = config, layout, step, mesh
         self.path = folder / FILE
         self.note = note
-        self.limit = config.pipeline.memory_limit or float(max(peak_held(step.schedule)))
+        self.limit = config.pipeline.memory_limit or self._most_alive(step.schedule)
         self.steps = 0
         self.recorded = 0
         """Steps recorded so far."""
@@ -103,10 +104,14 @@ class AutoSchedule:
         for what in same:
             if getattr(schedule, what) != getattr(ours, what):
                 raise ScheduleError(f"its {what} is not that of this run")
-        held = float(max(peak_held(schedule)))
+        held = self._most_alive(schedule)
         if held > self.limit:
             raise ScheduleError(f"it holds {held:g} micro-batches, the limit is {self.limit:g}")
         return text
+
+    def _most_alive(self, schedule: Schedule) -> float:
+        """The most micro-batches that a rank holds, less what their input gradients free."""
+        return float(max(peak_weighted(schedule, self.layout.freed)))
 
     def after(self, seconds: float, *, recorded: bool) -> None:
         """A step has ended, which took `seconds`, recorded or not."""
@@ -178,6 +183,8 @@ class AutoSchedule:
             cost_of=lambda _: cost,
             placements=(placement,),
             memory_limit=self.limit,
+            accounting="weighted",
+            freed=self.layout.freed,
             evaluations=evaluations,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -12,7 +13,7 @@ import pytest
 from megapipe.distributed.mesh import Grid
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
-from megapipe.schedule.memory import peak_held
+from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import from_csv, to_csv
 from megapipe.testing import World, run_world
@@ -39,10 +40,17 @@ class Seen(NamedTuple):
 
 
 def run(
-    world: World, case: Case, folder: Path, cost: Cost | None, limit: float | None, resumed: bool
+    world: World,
+    case: Case,
+    folder: Path,
+    cost: Cost | None,
+    limit: float | None,
+    resumed: bool,
+    freed: Fraction,
 ) -> Seen:
-    """Train STEPS steps; `cost` stands in for what is measured."""
+    """Train STEPS steps; `cost` stands in for what is measured, `freed` for what is planned."""
     config, layout = configure(case)
+    layout = replace(layout, freed=freed)
     pipeline = config.pipeline.model_copy(update={"memory_limit": limit})
     config = config.model_copy(update={"pipeline": pipeline})
     mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
@@ -71,7 +79,12 @@ def run(
 
 
 def train(folder: Path, case: Case = CASE, **given: Any) -> list[Seen]:
-    terms = given.get("cost"), given.get("limit"), given.get("resumed", False)
+    terms = (
+        given.get("cost"),
+        given.get("limit"),
+        given.get("resumed", False),
+        given.get("freed", Fraction(0)),
+    )
     return run_world(case.world, run, case, folder, *terms)
 
 
@@ -106,6 +119,15 @@ def test_real_measurements_and_a_limit(tmp_path: Path) -> None:
     assert max(peak_held(chosen)) <= 2
     assert ranks[0].schedules[-1] == to_csv(chosen)
     assert any("stays" in note or "chosen" in note for note in ranks[0].notes)
+
+
+def test_what_input_gradients_free_is_room_within_the_limit(tmp_path: Path) -> None:
+    free = Fraction(1)
+    ranks = train(tmp_path, cost=UNEVEN, limit=2.0, freed=free)
+    found = from_csv(ranks[0].schedules[-1])
+    assert max(peak_weighted(found, free)) == 2 < max(peak_held(found))
+    again = train(tmp_path, cost=UNEVEN, limit=2.0, freed=free, resumed=True)
+    assert "as found before" in again[0].notes[0]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,11 @@ def refuse(capsys):
         (["simulate", "1f1b", *SMALL, "--cost", "F=1/0"], "'1/0' is not a number >= 0"),
         (["simulate", "1f1b", *SMALL, "--cost", "F=0,B=0"], "give at least one cost above 0"),
         (["simulate", "1f1b", *SMALL, "--freed-by-input-grad", "2"], "'2' is not from 0 to 1"),
+        (
+            ["simulate", "zb_2p", *SMALL, "--memory-accounting", "weighted"],
+            "--memory-accounting: weighted needs --freed-by-input-grad, the share",
+        ),
+        (["search", *SMALL, "--memory-accounting", "weighted"], "needs --freed-by-input-grad"),
         (["simulate", "1f1b", *SMALL, "--bandwidth", "0"], "bandwidth"),
         (["simulate", "1f1b", *SMALL, "--objective", "x"], "invalid choice: 'x'"),
         (["simulate", "1f1b", *SMALL, "--placement", "v"], "1f1b: its placement is single"),

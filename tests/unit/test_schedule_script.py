@@ -249,14 +249,14 @@ def test_memory_limits_and_accountings(ask):
 
 def test_weighted_memory_is_what_a_schedule_may_use(ask):
     """The published ZB-2p of 2401.10241 (table 5, p 8, m 24) counts what I frees."""
-    given = "--ranks 8 --microbatches 24 --memory-limit 16 --freed-by-input-grad 0.366 --json "
+    given = "--ranks 8 --microbatches 24 --memory-limit 16 --freed-by-input-grad 0.634 --json "
     given += "--cost F=18.522,I=18.086,W=9.337,comm=0.601 --memory-accounting "
     told = {
         accounting: json.loads(ask("simulate", "zb_2p", *(given + accounting).split()))
         for accounting in ("held", "weighted")
     }
     assert max(told["weighted"]["peak_weighted"]) <= 16 < max(told["weighted"]["peak_held"])
-    assert told["weighted"]["bubble"]["span"] == pytest.approx(0.0434, abs=5e-4)
+    assert told["weighted"]["bubble"]["span"] == pytest.approx(0.0433, abs=5e-5)
     assert told["held"]["bubble"]["span"] > told["weighted"]["bubble"]["span"] + 0.01
 
 

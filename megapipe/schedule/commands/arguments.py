@@ -155,9 +155,9 @@ def add_costs(parser: Parser) -> None:
     parser.add_argument(
         "--freed-by-input-grad",
         type=share,
-        default=0,
         metavar="X",
-        help="share of an activation that the input gradient frees, for `weighted` (0)",
+        help="share of an activation that the input gradient frees: 0.634 and 0.568 in 2401.10241, "
+        "next to nothing where attention is fused; `weighted` needs it (0 elsewhere)",
     )
     parser.add_argument(
         "--memory-accounting",

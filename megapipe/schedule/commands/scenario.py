@@ -58,7 +58,8 @@ class Scenario:
         """The setting that was given on the command line.
 
         Raises:
-            ConfigError: a file of stage costs or a configuration that cannot be used.
+            ConfigError: a file of stage costs or a configuration that cannot be used, or weighted
+                memory without its share.
         """
         planned = None
         if given.config is not None:
@@ -70,6 +71,11 @@ class Scenario:
                 raise ConfigError("argument --config: scripts/schedule.py reads configurations")
             planned = given.planner(given.config)
         stage_costs = {} if given.stage_cost is None else read_stage_costs(given.stage_cost)
+        if given.memory_accounting == "weighted" and given.freed_by_input_grad is None:
+            raise ConfigError(
+                "argument --memory-accounting: weighted needs --freed-by-input-grad, the share of "
+                "an activation that the input gradient frees"
+            )
         both = sorted(set(stage_costs) & set(given.cost))
         if both:
             raise ConfigError(f"argument --cost: {both[0]} is in {given.stage_cost} already")
@@ -83,7 +89,7 @@ class Scenario:
             jitter=given.jitter,
             seed=given.seed,
             memory_limit=given.memory_limit,
-            freed=Fraction(given.freed_by_input_grad),
+            freed=Fraction(given.freed_by_input_grad or 0),
             accounting=given.memory_accounting,
             objective=given.objective,
             placement=given.placement,

@@ -68,8 +68,8 @@ def zb_2p(
     """The heuristic at twice the memory of 1F1B: 2p micro-batches per rank, or `memory_limit`.
 
     At equal times, zero latency and m >= 2p no rank idles within its own span, while the makespan
-    is that of zb_h1. The limit of the paper's table is weighted, with a share `freed` of 0.366 or
-    0.432: it holds 3p to 4.5p micro-batches from F to W. See :func:`zb_1p` for the arguments.
+    is that of zb_h1. The limit of the paper's table is weighted, with a share `freed` of 0.634 or
+    0.568: it holds 3p to 4.5p micro-batches from F to W. See :func:`zb_1p` for the arguments.
     """
     limit = 2 * ranks if memory_limit is None else memory_limit
     return _best("zb_2p", ranks, microbatches, cost, limit, freed)

@@ -185,14 +185,13 @@ def test_no_room(name):
 
 
 PUBLISHED = [
-    (8, 24, (18.522, 18.086, 9.337, 0.601), 0.366, (0.2431, 0.1585, 0.1585, 0.0433)),
-    (8, 24, (29.718, 29.444, 19.927, 0.527), 0.432, (0.2347, 0.1323, 0.1323, 0.0029)),
-    (16, 48, (11.347, 11.248, 8.132, 0.377), 0.432, (0.2552, 0.1397, 0.1397, 0.0066)),
-    (32, 96, (10.419, 10.207, 7.715, 0.408), 0.432, (0.2646, 0.1421, 0.1421, 0.0038)),
+    (8, 24, (18.522, 18.086, 9.337, 0.601), 0.634, (0.2431, 0.1585, 0.1585, 0.0433)),
+    (8, 24, (29.718, 29.444, 19.927, 0.527), 0.568, (0.2347, 0.1323, 0.1323, 0.0029)),
+    (16, 48, (11.347, 11.248, 8.132, 0.377), 0.568, (0.2552, 0.1397, 0.1397, 0.0066)),
+    (32, 96, (10.419, 10.207, 7.715, 0.408), 0.568, (0.2646, 0.1421, 0.1421, 0.0038)),
 ]
 """2401.10241: p, m, times of F, I, W and a message, the share that I frees, and the share of the
-longest span that 1F1B, ZB-H1, ZB-1p and ZB-2p idle. They are met to a tenth of a percent: the
-order of ZB-2p in the first row idles 0.0434."""
+longest span that 1F1B, ZB-H1, ZB-1p and ZB-2p idle. W frees 32h / (34h + 5as)."""
 
 
 @pytest.mark.parametrize(("p", "m", "times", "freed", "bubbles"), PUBLISHED)
@@ -203,7 +202,7 @@ def test_published_bubbles_within_weighted_memory(p, m, times, freed, bubbles):
     for (name, limit), published in zip(limits.items(), bubbles, strict=True):
         schedule = build(name, ranks=p, microbatches=m, cost=cost, freed=share)
         bubble = simulate(schedule, cost).bubble_span
-        assert round(float(bubble), 3) == round(published, 3), name
+        assert round(float(bubble), 4) == published, name
         assert max(peak_weighted(schedule, share)) <= limit
     held = build("zb_2p", ranks=p, microbatches=m, cost=cost)
     assert simulate(held, cost).bubble_span > bubble + Fraction(1, 100)
