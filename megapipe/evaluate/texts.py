@@ -64,9 +64,8 @@ def joined(documents: Iterable[Document], end: int) -> Iterator[Document]:
 
 def _of_token_file(path: Path, tokenizer: Tokenizer) -> Iterator[Document]:
     file = TokenFile(without_suffix(path))
-    verify(file)
+    verify(file, tokenizer.vocab_size)
     for number in range(len(file)):
         start, stop = file.starts(file.documents[number : number + 2]).tolist()
         ids: list[int] = file.read(start, stop).tolist()
-        known = [token for token in ids if 0 <= token < tokenizer.vocab_size]
-        yield Document(ids, len(tokenizer.decode(known).encode(errors="replace")))
+        yield Document(ids, len(tokenizer.decode(ids).encode(errors="replace")))

@@ -76,6 +76,16 @@ def small() -> Model:
     return held_model(config, init_random(config, seed=2), context=8)
 
 
+def test_an_id_of_a_token_file_that_the_tokenizer_lacks_is_named_with_its_place(
+    tmp_path: Path,
+) -> None:
+    with TokenWriter(tmp_path / "t", token_type(300), 300) as writer:
+        writer.add(np.array([5, 299]))
+    message = r"token id 299 at position 1 of .*t\.bin is outside the vocabulary \(0 to 256\)"
+    with pytest.raises(DataError, match=message):
+        list(of_source(DataConfig(source=str(tmp_path / "t")), BYTES))
+
+
 def test_documents_of_a_token_file_are_scored_with_their_end_marks(
     small: Model, tmp_path: Path
 ) -> None:
