@@ -1,6 +1,6 @@
 """A scene as SVG."""
 
-from xml.sax.saxutils import escape, quoteattr
+from html import escape  # that of xml.sax imports urllib
 
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.render.picture import picture
@@ -53,7 +53,7 @@ def _element(shape: Shape) -> str:
             return (
                 f"<text x='{_number(shape.x)}' y='{_number(shape.y)}' "
                 f"font-size='{_number(shape.size)}' text-anchor='{shape.anchor}' "
-                f"fill='{shape.colour}'>{escape(shape.words)}</text>"
+                f"fill='{shape.colour}'>{escape(shape.words, quote=False)}</text>"
             )
         case Polygon():
             return f"<path d='{_line(shape.points)}z' fill='{shape.fill}'/>"
@@ -64,7 +64,7 @@ def _element(shape: Shape) -> str:
 def _rect(shape: Rectangle, fill: str, edge: str) -> str:
     return (
         f"<rect x='{_number(shape.x)}' y='{_number(shape.y)}' width='{_number(shape.width)}' "
-        f"height='{_number(shape.height)}' fill={quoteattr(fill)} stroke='{edge}'/>"
+        f"height='{_number(shape.height)}' fill=\"{escape(fill)}\" stroke='{edge}'/>"
     )
 
 
