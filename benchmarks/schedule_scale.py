@@ -45,7 +45,9 @@ OWN_LIST: dict[str, Callable[[int, int], array[int]]] = {
 }
 """The list of rank 0 alone, for ranks and micro-batches."""
 WHOLE, DECIMALS = "F=1,I=1,W=1,comm=0", "F=0.366,I=1.234,W=0.5,comm=0.05"
-"""Costs: of a full rank, so that a chunk takes half of each, and as they are measured."""
+LONG_DECIMALS = "F=0.36612345678901234,I=1.2345678901234567,W=0.1,comm=0.05"
+"""Costs: of a full rank, so that a chunk takes half of each; as they are measured; and as programs
+print them, with 17 digits, whose exact times need more than 64 bits."""
 MICROSECONDS, OTHERS_MICROSECONDS = 2.5, 50.0
 """Targets per operation: of those above, and of all others."""
 SLOPE, SECONDS, MEBIBYTES, OWN_RATIO = 1.1, 20.0, 512.0, 1.5
@@ -93,7 +95,7 @@ def closed(name: str, sizes: Sequence[tuple[int, int]], rounds: int) -> list[Res
     """The claims on one schedule; `sizes` are (ranks, micro-batches), ascending."""
     by_costs = {
         costs: [fastest(rounds, name, *size, costs, CLOSED[name]) for size in sizes]
-        for costs in (WHOLE, DECIMALS)
+        for costs in (WHOLE, DECIMALS, LONG_DECIMALS)
     }
     ranks, microbatches = sizes[-1]
     results = []

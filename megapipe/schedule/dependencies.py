@@ -82,6 +82,11 @@ class Dependencies:
         self.slots = self.totals + self.pieces
 
     @property
+    def there(self) -> range:
+        """The slots of what is always there."""
+        return range(self.always, self.nothing)
+
+    @property
     def plain(self) -> bool:
         """Whether codes are the operations themselves: one flow, one slice."""
         return len(self.flows) == 1 and self.schedule.slices == 1

@@ -7,12 +7,11 @@ operations. A schedule whose ranks mostly wait for each other is left to the loo
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megapipe.schedule.cost import Time
 from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
 from megapipe.schedule.ir import JOINED
 
@@ -64,16 +63,21 @@ class Wavefront:
         of 32 bits."""
         if len(lists) < RANKS or dependencies.slots >= 1 << 31:
             return False
-        return all(max(listed, default=0) < JOINED for listed in lists)
+        return all(np.array(listed).max(initial=0) < JOINED for listed in lists)
 
     def done(self, rank: int) -> int:
         """How many operations of a rank have run."""
         return int(self._next[rank] - self._first[rank])
 
-    def of(self, rank: int, times: NDArray[Any], typecode: str) -> list[Time]:
-        """From times by place, those of a rank's operations that have run, packed."""
-        own = array(typecode, times[self._first[rank] : self._next[rank]].tobytes())
-        return cast("list[Time]", own)
+    @property
+    def left(self) -> bool:
+        """Whether operations are left."""
+        return bool((self._next < self._first[1:]).any())
+
+    @property
+    def ran(self) -> list[slice]:
+        """By rank, the places of its operations that have run."""
+        return [slice(a, b) for a, b in zip(self._first, self._next, strict=False)]
 
     def rounds(self, made: NDArray[Any]) -> Iterator[Round]:
         """The rounds up to the end, to where no rank can go on, or to where rounds are too narrow.

@@ -183,8 +183,8 @@ def _refilled(dependencies: Dependencies, cost: Cost, limit: int, eager: bool) -
     lag = [0 if edge is None else cost.link(*edge) for edge in dependencies.incoming]
     operations = sum(map(len, schedule.ops))
     ends = room(-1, dependencies.slots, (sum(length) + sum(lag)) * operations)
-    for piece in range(dependencies.pieces):
-        ends[dependencies.always + piece] = 0
+    for slot in dependencies.there:
+        ends[slot] = 0
     ranks = [_Rank(ops) for ops in schedule.ops]
     waiting: dict[int, _Rank] = {}
     ready = list(ranks)

@@ -15,17 +15,22 @@ A rank without a backward has warm-up until its first operation and drain after 
 from array import array
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megapipe.schedule.cost import Time
 from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
 from megapipe.schedule.ir import JOINED, KIND_MASK, Kind
 from megapipe.schedule.timing.simulate import Timeline
-
-Numbers = NDArray[Any]
+from megapipe.schedule.timing.ticks import (
+    Numbers,
+    Wide,
+    differences,
+    later,
+    total,
+    unpacked,
+)
 
 
 class Idle(NamedTuple):
@@ -51,9 +56,10 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
         if not starts:
             result.append(Idle(0, 0, timeline.makespan, 0))
             continue
-        codes, begins, before = np.array(listed), _numbers(starts), _numbers(ends)[:-1]
-        places = np.flatnonzero(begins[1:] > before) + 1  # of operations that start late
-        gaps = begins[places] - before[places - 1]
+        codes, begins = np.array(listed), _numbers(starts)
+        gaps = differences(begins[1:], _numbers(ends)[:-1])
+        places = np.flatnonzero(gaps > 0) + 1  # of operations that start late
+        gaps = gaps[places - 1]
         first_back, last_forward = _phases(codes)
         early = places <= first_back
         late = ~early & (places > last_forward)
@@ -61,13 +67,13 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
         places, gaps, early, late = places[between], gaps[between], gaps[early], gaps[late]
         ready = _made_for(codes[places], need, made)
         joined = codes[places] >= JOINED
-        ready[joined] = np.maximum(ready[joined], _made_for(codes[places[joined] + 1], need, made))
-        under_way = np.clip(begins[places] - ready, 0, gaps)
+        ready[joined] = later(ready[joined], _made_for(codes[places[joined] + 1], need, made))
+        under_way = np.clip(differences(begins[places], ready), 0, gaps)
         causes = (
-            starts[0] - timeline.begin_ticks + _sum(early),
-            _sum(under_way),
-            timeline.finish_ticks - ends[-1] + _sum(late),
-            _sum(gaps) - _sum(under_way),
+            starts[0] - timeline.begin_ticks + total(early),
+            total(under_way),
+            timeline.finish_ticks - ends[-1] + total(late),
+            total(gaps) - total(under_way),
         )
         result.append(Idle(*map(timeline.time, causes)))
     return tuple(result)
@@ -81,7 +87,7 @@ def typical_latency(timeline: Timeline) -> Time:
     """
     dependencies = Dependencies(timeline.schedule)
     lists = [dependencies.codes(rank) for rank in range(len(timeline.start_ticks))]
-    made = _made(dependencies, lists, timeline).tolist()
+    made = unpacked(_made(dependencies, lists, timeline))
     waited = []
     for listed, starts, ends in zip(lists, timeline.start_ticks, timeline.end_ticks, strict=True):
         for code, start, before in zip(listed[1:], islice(starts, 1, None), ends, strict=False):
@@ -95,7 +101,10 @@ def _made(dependencies: Dependencies, lists: Sequence["array[int]"], timeline: T
     """By slot, the tick at which its operation ended; the beginning for what is always there."""
     make = np.array(dependencies.base[1])
     columns = [_numbers(ends) for ends in timeline.end_ticks]
-    made = np.full(dependencies.slots, timeline.begin_ticks, np.result_type(*columns))
+    made = np.empty(dependencies.slots, np.result_type(*columns))
+    begin = [timeline.begin_ticks]
+    wide = made.dtype.kind == "V"
+    made[:] = Wide(made.itemsize // 8, cast("list[int]", begin)).rows if wide else begin
     for listed, ends in zip(lists, columns, strict=True):
         codes = np.array(listed, np.int64)
         made[make[codes & LOW] + (codes >> PIECE_SHIFT & PIECES)] = ends
@@ -109,13 +118,9 @@ def _made_for(codes: Numbers, need: Numbers, made: Numbers) -> Numbers:
 
 def _numbers(times: Sequence[Time]) -> Numbers:
     """Times as an array, with Python numbers as elements where they are not packed."""
+    if isinstance(times, Wide):
+        return times.rows
     return np.array(times) if isinstance(times, array) else np.array(list(times), object)
-
-
-def _sum(times: Numbers) -> Time:
-    """The sum of times, as a Python number."""
-    total = times.sum()
-    return total.item() if isinstance(total, np.generic) else total
 
 
 def _phases(listed: Numbers) -> tuple[int, int]:

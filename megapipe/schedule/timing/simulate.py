@@ -4,7 +4,6 @@ Every rank runs its list in order and starts an operation as soon as the one bef
 and its input has arrived, so each start is the longest path to it: one pass, no event queue.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,17 @@ from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy
 from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
 from megapipe.schedule.ir import JOINED, Schedule
 from megapipe.schedule.timing.data_parallel import Interval, complete, make_lanes
-from megapipe.schedule.timing.ticks import Scaled, scaled
+from megapipe.schedule.timing.ticks import (
+    Scaled,
+    add,
+    kept,
+    later,
+    listed,
+    scaled,
+    signs,
+    total,
+    unpacked,
+)
 from megapipe.schedule.timing.times import Times
 from megapipe.schedule.wavefront import Wavefront
 
@@ -121,7 +130,7 @@ class Timeline:
     def busy(self) -> tuple[Time, ...]:
         """Per rank, the time it computes."""
         return tuple(
-            self.time(sum(ends) - sum(starts) - self._twice(rank))
+            self.time(total(ends) - total(starts) - self._twice(rank))
             for rank, (starts, ends) in enumerate(
                 zip(self.start_ticks, self.end_ticks, strict=True)
             )
@@ -171,17 +180,17 @@ def simulate(
     beside = [] if schedule.updates else make_lanes(schedule, times)
     lag, hold, together = times.lag, times.hold, times.together
     need_base, make_base = dependencies.base
-    finished = times.many(-1, dependencies.always)
-    finished.extend(times.many(0, dependencies.pieces))  # what is always there
-    finished.extend(times.many(-1, dependencies.slots - len(finished)))
     lengths = [times.by_operation(rank, codes) for rank, codes in enumerate(lists)]
     starts: list[list[Time]]
     ends: list[list[Time]]
     free: list[Time]
-    if isinstance(finished, array) and not beside and Wavefront.suits(dependencies, lists):
-        starts, ends, free = _abreast(Wavefront(dependencies, lists), times, lengths, finished)
+    if not beside and Wavefront.suits(dependencies, lists):
+        starts, ends, free, finished = _abreast(Wavefront(dependencies, lists), times, lengths)
     else:
-        starts, ends = ([times.many(0, 0) for _ in lists] for _ in range(2))
+        finished = times.many(-1, dependencies.slots)
+        for slot in dependencies.there:
+            finished[slot] = 0
+        starts, ends = ([times.kept() for _ in lists] for _ in range(2))
         free = [0] * len(lists)
     length = times.length
     stops = list(map(len, lists))
@@ -256,27 +265,26 @@ def simulate(
 
 
 def _abreast(
-    front: Wavefront,
-    times: Times,
-    lengths: list[list[Time] | None],
-    finished: "array[int] | array[float]",
-) -> tuple[list[list[Time]], list[list[Time]], list[Time]]:
-    """Starts and ends of the operations that a wavefront reaches, per rank, and when each rank can
-    go on: bitwise the numbers of the loop."""
-    code = finished.typecode
-    made = np.frombuffer(finished, code)
-    lag, length, hold = (np.array(x, code) for x in (times.lag, times.length, times.hold))
-    given = [np.array(each, code) for each in lengths if each is not None]
+    front: Wavefront, times: Times, lengths: list[list[Time] | None]
+) -> tuple[list[list[Time]], list[list[Time]], list[Time], list[Time]]:
+    """Starts and ends of the operations that a wavefront reaches, per rank, when each rank can go
+    on, and what is made by slot, unless nothing is left: bitwise the numbers of the loop."""
+    lag, length, hold = map(times.numbers, (times.lag, times.length, times.hold))
+    given = [times.numbers(each) for each in lengths if each is not None]
     taken = np.concatenate(given) if given else None
-    starts, ends = np.empty(len(front.low), code), np.empty(len(front.low), code)
-    free = np.zeros(len(lengths), code)
-    for ranks, places, needs in front.rounds(made):
+    made = np.repeat(times.numbers([-1]), times.dependencies.slots)
+    made[times.dependencies.there] = times.numbers([0])
+    starts, ends = (np.empty(len(front.low), lag.dtype) for _ in range(2))
+    free = times.numbers([0] * len(lengths))
+    for ranks, places, needs in front.rounds(signs(made)):
         low = front.low[places]
-        start = np.maximum(made[needs] + lag[low], free[ranks])
-        end = start + (length[low] if taken is None else taken[places])
+        start = later(add(made[needs], lag[low]), free[ranks])
+        end = add(start, length[low] if taken is None else taken[places])
         starts[places], ends[places] = start, end
-        free[ranks] = made[front.make[places]] = end + hold[low]
-    own_starts = [front.of(rank, starts, code) for rank in range(len(lengths))]
-    del starts  # millions: not more copies at a time than there must be
-    own_ends = [front.of(rank, ends, code) for rank in range(len(lengths))]
-    return own_starts, own_ends, free.tolist()
+        free[ranks] = made[front.make[places]] = add(end, hold[low])
+    finished = listed(made) if front.left else []
+    ran = front.ran
+    del front, made  # millions: not more at a time than there must be
+    own_starts = [kept(starts[own]) for own in ran]
+    del starts
+    return own_starts, [kept(ends[own]) for own in ran], unpacked(free), finished

@@ -2,11 +2,15 @@
 
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise, repeat
 from math import inf
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time, plain
@@ -14,7 +18,7 @@ from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy
 from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
 from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, WORK, Kind
 from megapipe.schedule.placement import Placement
-from megapipe.schedule.timing.ticks import per_unit, room, whole
+from megapipe.schedule.timing.ticks import Numbers, Wide, per_unit, room, whole, width
 
 
 class Times:
@@ -91,8 +95,23 @@ class Times:
         return int(each * sum(map(len, self.dependencies.schedule.ops))) + 1
 
     def many(self, value: int, count: int) -> list[Time]:
-        """`count` equal times, packed."""
+        """`count` equal times."""
         return room(value, count, self._longest)
+
+    @cached_property
+    def width(self) -> int:
+        """Limbs of a time; 1 where it is a number of 64 bits, whole or float."""
+        return 1 if isinstance(self._longest, float) else width(self._longest)
+
+    def kept(self) -> list[Time]:
+        """No times yet; packed."""
+        return self.many(0, 0) if self.width == 1 else cast("list[Time]", Wide(self.width))
+
+    def numbers(self, times: Sequence[Time]) -> Numbers:
+        """Times as an array."""
+        if self.width > 1:
+            return Wide(self.width, cast("Sequence[int]", times)).rows
+        return np.array(times, np.int64 if self.exact else np.float64)
 
     def together(self, first: Time, second: Time) -> Time:
         """The time of two joined operations that take these times alone."""
@@ -147,4 +166,6 @@ def in_ticks(placement: Placement, cost: Cost) -> tuple[Cost, int]:
 
 
 def _share(time: Time, share: Fraction) -> Time:
+    if share == 1:
+        return time
     return time * float(share) if isinstance(time, float) else plain(time * share)
