@@ -23,9 +23,12 @@ SUITES: dict[str, Groups] = {
         (f"{PROOF}validate.py",),
         (f"{GENERATORS}generators.py", f"{GENERATORS}sequence.py", f"{GENERATORS}recompute.py"),
     ),
-    "schedule/wavefront.py": ((f"{TIMING}simulate.py", f"{PROOF}validate.py"),),
+    "schedule/wavefront.py": (
+        (f"{TIMING}simulate.py", f"{TIMING}ticks.py", f"{PROOF}validate.py"),
+    ),
+    "schedule/timing/ticks.py": ((f"{TIMING}ticks.py", f"{TIMING}simulate.py"),),
     "schedule/timing/simulate.py": (
-        (f"{TIMING}simulate.py",),
+        (f"{TIMING}simulate.py", f"{TIMING}ticks.py"),
         (f"{GENERATORS}closed_forms.py", f"{GENERATORS}sequence.py", f"{GENERATORS}recompute.py"),
         (f"{TIMING}zero_stages.py", f"{SCHEDULE}render.py", f"{TIMING}trace.py"),
     ),

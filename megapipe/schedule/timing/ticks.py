@@ -103,14 +103,12 @@ class Wide:
 
 
 def _limbs(rows: Numbers) -> Numbers:
-    """The limbs, those of a row beside each other."""
+    """The limbs, those of a row beside each other; the bits of a number of 64."""
     return rows.view(np.int64).reshape(len(rows), rows.itemsize // 8)
 
 
 def signs(numbers: Numbers) -> Numbers:
-    """Numbers that are negative where these are."""
-    if numbers.dtype.kind != "V":
-        return numbers
+    """Whole numbers that are negative where these are: their last 8 bytes, in place."""
     return _limbs(numbers)[:, -1]
 
 

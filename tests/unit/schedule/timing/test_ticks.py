@@ -4,6 +4,7 @@ from array import array
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from megapipe.schedule import wavefront
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.generators import build
+from megapipe.schedule.ir import JOINED
 from megapipe.schedule.timing.idle import idle, typical_latency
 from megapipe.schedule.timing.simulate import simulate
 from megapipe.schedule.timing.ticks import (
@@ -110,8 +112,8 @@ def test_decimals_of_17_digits_stay_exact(f, i, w, latency, overlap, name):
     ],
 )
 def test_many_ranks_abreast_are_as_exact(monkeypatch, name, ranks, microbatches, narrow, recompute):
-    if narrow:  # the rounds end early, and the loop goes on
-        monkeypatch.setattr(wavefront, "WIDTH", 20)
+    if narrow:  # the rounds end after some, and the loop goes on
+        monkeypatch.setattr(wavefront, "WIDTH", ranks + 1)
     schedule = build(name, ranks=ranks, microbatches=microbatches)
     schedule = replace(schedule, recompute=frozenset(recompute))
     assert Wavefront.suits(Dependencies(schedule), schedule.ops)
@@ -122,6 +124,24 @@ def test_many_ranks_abreast_are_as_exact(monkeypatch, name, ranks, microbatches,
         assert [*zip(timeline.starts[rank], timeline.ends[rank], strict=True)] == expected
     for busy, causes in zip(timeline.busy, idle(timeline), strict=True):
         assert sum(causes) == timeline.makespan - busy
+
+
+def test_operations_that_are_joined_and_too_many_slots_are_left_to_the_loop():
+    schedule = build("1f1b", ranks=32, microbatches=2)
+    dependencies, ops = Dependencies(schedule), [array("q", [0])] * 32
+    assert Wavefront.suits(dependencies, ops)
+    assert not Wavefront.suits(dependencies, [*ops[1:], array("q", [JOINED])])
+    dependencies.slots = (1 << 31) + 1
+    assert not Wavefront.suits(dependencies, ops)
+
+
+@pytest.mark.parametrize("times", [[0.5, -1.0, 0.0], [1, -1, 0]])
+def test_signs_are_those_of_numbers_of_64_bits_too(times):
+    numbers = np.array(times)
+    found = signs(numbers)
+    assert (found < 0).tolist() == [False, True, False]
+    numbers[1] = 2
+    assert (found >= 0).all(), "what is filled later is seen"
 
 
 def test_the_typical_latency_is_exact():
