@@ -10,7 +10,15 @@ OPTIM, DIST = "tests/unit/optim/test_", "tests/dist/test_"
 EXECUTED = (f"{ENGINE}executor.py", f"{ENGINE}executor_pieces.py", f"{ENGINE}stage.py")
 LAYERS = (f"{DIST}tensor_parallel.py",)
 PARITY = (f"{DIST}parity.py::test_pairs[1]", f"{DIST}parity.py::test_pairs[2]")
+STREAMS = (
+    "tests/unit/schedule/streams/test_streams.py",
+    "tests/unit/schedule/streams/test_proof.py",
+)
 FAULTLESS = (f"{DIST}faults.py::test_the_cases_pass_without_a_fault",)
+ON_A_DEVICE = (
+    "tests/fake_cuda/test_parity_cuda.py::test_parity[2]",
+    "tests/fake_cuda/test_faults_cuda.py::test_the_cases_have_no_faults",
+)
 
 Groups = tuple[tuple[str, ...], ...]
 SUITES: dict[str, Groups] = {
@@ -18,6 +26,7 @@ SUITES: dict[str, Groups] = {
         (f"{PROOF}validate.py",),
         (f"{GENERATORS}generators.py", f"{GENERATORS}sequence.py", f"{GENERATORS}recompute.py"),
         (f"{GENERATORS}classic.py", f"{GENERATORS}zero_bubble.py", f"{GENERATORS}v_family.py"),
+        STREAMS,
     ),
     "schedule/proof/lists.py": (
         (f"{PROOF}validate.py",),
@@ -30,7 +39,7 @@ SUITES: dict[str, Groups] = {
     "schedule/timing/simulate.py": (
         (f"{TIMING}simulate.py", f"{TIMING}ticks.py"),
         (f"{GENERATORS}closed_forms.py", f"{GENERATORS}sequence.py", f"{GENERATORS}recompute.py"),
-        (f"{TIMING}zero_stages.py", f"{SCHEDULE}render.py", f"{TIMING}trace.py"),
+        (f"{TIMING}zero_stages.py", f"{SCHEDULE}render.py", f"{TIMING}trace.py", *STREAMS),
     ),
     "schedule/lower.py": (
         (f"{SCHEDULE}lower.py",),
@@ -53,11 +62,18 @@ SUITES: dict[str, Groups] = {
         EXECUTED,
         FAULTLESS,
         (f"{DIST}odd_sizes.py",),
+        ON_A_DEVICE,
     ),
     "layers/weight_grad.py": ((f"{LAYER_UNITS}weight_grad.py",), EXECUTED, LAYERS),
     "layers/offload.py": (
-        (f"{MODEL}activations_kept.py", f"{MODEL}slices_kept.py", f"{ENGINE}stage.py"),
+        (
+            f"{LAYER_UNITS}offload.py",
+            f"{MODEL}activations_kept.py",
+            f"{MODEL}slices_kept.py",
+            f"{ENGINE}stage.py",
+        ),
         (f"{DIST}activations.py", f"{DIST}activation_policies.py"),
+        ON_A_DEVICE,
     ),
     "layers/recompute.py": (
         (f"{MODEL}activations_kept.py", f"{MODEL}slices_kept.py", f"{ENGINE}stage.py"),
@@ -78,7 +94,7 @@ SUITES: dict[str, Groups] = {
     "distributed/collectives.py": (
         (GLOO, f"{OPTIM}reduction.py", *LAYERS),
         (f"{DIST}mesh_groups.py", f"{DIST}rules.py"),
-        (f"{DIST}zero.py",),
+        (f"{DIST}zero.py", "tests/fake_cuda/test_staged.py"),
     ),
     "distributed/gloo.py": ((GLOO, *LAYERS), (f"{DIST}zero.py",)),
     "layers/cross_entropy.py": (LAYERS, FAULTLESS),

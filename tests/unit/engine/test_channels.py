@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -104,6 +105,9 @@ class FakeGroup:
         self.works.append(FakeWork())
         return self.works[-1]
 
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> FakeWork:
+        return self.send(tensors, peer, tag)
+
 
 def fake_line(kind: type[_Outgoing]) -> tuple[_Outgoing, list[FakeWork]]:
     group: Any = FakeGroup()
@@ -145,6 +149,28 @@ def test_without_asking_a_completed_send_is_kept() -> None:
     works[0].completed = True
     line.send(FORWARD[1], tensor_of(FORWARD[1]))
     assert len(line.under_way) == 2
+
+
+@pytest.mark.parametrize(("backend", "wire"), [("gloo", "cpu"), ("nccl", "meta")])
+def test_messages_of_a_device_go_through_the_host_on_gloo_alone(backend: str, wire: str) -> None:
+    meta = torch.device("meta")
+    ends = Axis(2, 0, (0, 1), cast(Any, FakeGroup()))
+    mesh: Any = SimpleNamespace(backend=backend, device=meta, pp=ends)
+    mesh.group_of = lambda ranks, ctas: ends
+    for debug in (False, True):
+        channels = ProcessGroupChannels(mesh, [(0, 1), (1, 0)], dtype=torch.float32, debug=debug)
+        there, back = channels.outgoing[1], channels.incoming[1]
+        assert (there.device, there.wire.type, there.staged) == (meta, wire, backend == "gloo")
+        assert (back.device, back.wire.type, back.staged) == (meta, wire, backend == "gloo")
+        assert isinstance(there, _PolledOutgoing) == (backend == "nccl" and not debug)
+    line = ProcessGroupChannels(mesh, [(1, 0)], dtype=torch.float32).incoming[1]
+    line.expect(expected(FORWARD[:1]))
+    line.post()
+    assert line.posted is not None
+    posted = line.posted[1]
+    received = line.receive()
+    assert (posted.device.type, received.device) == (wire, meta)
+    assert (received is posted) == (backend == "nccl")
 
 
 @dataclass

@@ -11,7 +11,7 @@ from math import ceil
 import pytest
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.cost import Cost
+from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.ir import Kind, Op, Read, Schedule
 from megapipe.schedule.memory import peak_held
 from megapipe.schedule.proof.validate import validate
@@ -244,6 +244,36 @@ def test_one_rank_has_no_stale_weights() -> None:
     for weights in ("stash", "vertical", "latest"):
         (stale,) = staleness(finite(make("1f1b", weights, 1, 2), 4))
         assert stale == (0, 0, 0, 1)
+
+
+@pytest.mark.parametrize(("weights", "order"), ORDERED)
+def test_an_update_waits_for_its_gradients_and_no_longer(weights: str, order: str) -> None:
+    """Where nothing takes time but updates, these alone take it; and where they take none, one
+    begins when the last gradient that it needs is there."""
+    schedule = finite(make(order, weights, 3, 6), 3)
+    assert simulate(schedule, Cost(F=0, I=0, W=0)).makespan == 0
+    timeline = simulate(schedule, Cost(F=1, I=1, W=1))
+    updates = schedule.updates
+    assert updates is not None
+    made = {
+        (op.microbatch // updates.window, op.stage, rank): end
+        for rank, ends in enumerate(timeline.ends)
+        for op, end in zip(schedule.rank_ops(rank), ends, strict=True)
+        if op.kind == Kind.B
+    }
+    for rank, starts in enumerate(timeline.starts):
+        before: Time = 0
+        for op, start, end in zip(
+            schedule.rank_ops(rank), starts, timeline.ends[rank], strict=True
+        ):
+            if op.kind == Kind.U:
+                needed = [
+                    made[window, stage, holder]
+                    for window, stage, holder in made
+                    if window == op.microbatch and (updates.waits or stage == op.stage)
+                ]
+                assert start == max(before, *needed)
+            before = end
 
 
 def test_the_makespan_of_a_stream() -> None:

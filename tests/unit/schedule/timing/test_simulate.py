@@ -13,7 +13,7 @@ from megapipe.schedule.cost import Cost
 from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.placement import loop, mirrored, vee
+from megapipe.schedule.placement import loop, mirrored, replicated, vee
 from megapipe.schedule.timing.idle import Idle, idle, typical_latency
 from megapipe.schedule.timing.simulate import simulate
 from tests.unit.schedule.schedule_cases import WALKS, counted_rounds, of, schedules
@@ -310,6 +310,15 @@ def test_errors():
     stuck = of("0F0 0B0 0F1 0B1/1F1 1B1 1F0 1B0", 2)
     with pytest.raises(ScheduleError, match="schedule x: it deadlocks"):
         simulate(stuck)
+
+
+def test_a_rank_without_operations_is_idle_throughout():
+    schedule = of("0F0 0B0/", placement=replicated([2]), direction=(0,))
+    timeline = simulate(schedule, Cost(F=1, B=2))
+    assert timeline.spans == timeline.busy == (3, 0)
+    assert idle(timeline) == (Idle(0, 0, 0, 0), Idle(0, 0, 3, 0))
+    assert (timeline.bubble_makespan, timeline.bubble_span) == (Fraction(1, 2), Fraction(1, 2))
+    assert timeline.bubble_ideal == 1
 
 
 def test_the_latency_that_operations_wait_for():
