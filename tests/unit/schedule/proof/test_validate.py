@@ -372,6 +372,20 @@ def test_ranks_that_are_read_together_get_the_error_of_one_alone(schedule, chang
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "together"),
+    [
+        ([3, 3, 1, 7, 2], [[0, 1], [2], [3], [4]]),
+        ([7, 7], [[0], [1]]),
+        ([0, 6, 0, 1], [[0, 1, 2], [3]]),
+        ([], [[]]),
+    ],
+)
+def test_six_operations_are_read_at_once_or_those_of_one_rank(lengths, together):
+    with mock.patch.object(lists, "AT_ONCE", 6):
+        assert [[*ranks] for ranks in lists._batches(lengths)] == together
+
+
 @settings(max_examples=150, deadline=None)
 @given(dealt())
 def test_reports_are_those_of_the_token_game(schedule):
