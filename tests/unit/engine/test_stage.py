@@ -29,10 +29,13 @@ def test_a_whole_model_as_one_stage() -> None:
     assert stage.input_grad((0, 0), None) is None, "nor does the first backward"
     early = {name for name, grad in main_grads([bucket]).items() if grad.any()}
     assert early == {name for name in PARAMS if "norm" in name}, "I computes those of norms alone"
+    unit = stage._unit
     stage.weight_grad((0, 0))
     loss, grads = reference.loss_and_grads(PARAMS, CONFIG.model, (TOKENS, LABELS, MASK))
     reference.assert_grads_close(main_grads([bucket]), grads)
     assert abs(stage.loss_sums[0, 0].item() / COUNT - loss) < 1e-12
+    stage.forward((1, 0), None, MB)
+    assert stage._unit is unit, "every loss has the same gradient by itself"
 
 
 def test_micro_batches_in_flight_do_not_touch_each_other() -> None:

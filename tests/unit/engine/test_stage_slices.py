@@ -129,6 +129,15 @@ def test_a_slice_frees_its_graph_and_the_first_one_the_carry() -> None:
     assert not stage._in_flight
 
 
+def test_beginning_forgets_the_carry_of_an_unfinished_step() -> None:
+    model = model_of("llama", 2)
+    stage, _ = new_stage(model, reference.init_random(model, seed=3))
+    stage.forward((0, 0), None, cut(batches(model, 1)[0], (4, 4))[0])
+    assert stage._caches
+    stage.begin(train=True)
+    assert not stage._caches
+
+
 def test_keys_and_values_are_kept_once() -> None:
     """Attention of every slice reads one buffer per layer; nothing is copied per slice."""
     model = model_of("gpt2", None)

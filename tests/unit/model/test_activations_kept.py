@@ -21,7 +21,7 @@ from megapipe.layers.norm import Norm
 from megapipe.layers.offload import HostMemory
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layers.policy import Span
-from megapipe.layers.recompute import keep, recompute
+from megapipe.layers.recompute import Entrance, keep, recompute
 from megapipe.layers.weight_grad import WeightGradQueue, WeightGradTask
 from megapipe.layout.activations import stage_spans
 from megapipe.model.gpt.attention import Attention
@@ -88,6 +88,15 @@ def run(model: ModelConfig, name: str) -> tuple[list[Tensor], dict[str, Tensor]]
         for stage in stages:
             stage.weight_grad((i, 0))
     return [stages[-1].loss_sums[i, 0] for i in range(2)], main_grads(buckets)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_input_of_a_stage_is_a_leaf_unless_it_is_put_away(name: str) -> None:
+    model = model_of("gpt2")
+    stage = middle(model, name)
+    stage.forward((0, 0), hidden(model), microbatch(model, 0))
+    put_away = spans_of(name)[0].policy.offloads_input
+    assert isinstance(stage._in_flight[0, 0].input, Entrance) == put_away
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
