@@ -61,7 +61,7 @@ class Wavefront:
     def suits(dependencies: Dependencies, lists: Sequence["array[int]"]) -> bool:
         """Whether rounds may be faster than a loop, no operations are joined, and slots are numbers
         of 32 bits."""
-        if len(lists) < RANKS or dependencies.slots >= 1 << 31:
+        if len(lists) < RANKS or dependencies.slots > 1 << 31:
             return False
         return all(np.array(listed).max(initial=0) < JOINED for listed in lists)
 

@@ -69,6 +69,8 @@ def test_rows_are_added_and_compared_without_a_carry(given, less):
     assert unpacked(later(first, second)) == [2 * max(pair) for pair in both]
     found = differences(first, second)
     assert found.tolist() == [2 * (a - b) for a, b in both]
+    if all(abs(a - b) < 2**60 for a, b in both):
+        assert (found.dtype == np.int64) == (limbs == 2)
     assert total(found) == 2 * sum(a - b for a, b in both)
     assert (signs(first) >= 0).all()
     assert (signs(Wide(limbs, [-1]).rows) < 0).all()
@@ -131,8 +133,23 @@ def test_operations_that_are_joined_and_too_many_slots_are_left_to_the_loop():
     dependencies, ops = Dependencies(schedule), [array("q", [0])] * 32
     assert Wavefront.suits(dependencies, ops)
     assert not Wavefront.suits(dependencies, [*ops[1:], array("q", [JOINED])])
-    dependencies.slots = (1 << 31) + 1
+    dependencies.slots = 1 << 31
+    assert Wavefront.suits(dependencies, ops), "the last one is numbered 2^31 - 1"
+    dependencies.slots += 1
     assert not Wavefront.suits(dependencies, ops)
+
+
+def test_rounds_leave_nothing_or_what_deadlocks():
+    for text, left in (("0F0 0B0/1F0 1B0", False), ("0B0 0F0/1F0 1B0", True)):
+        schedule = of(text)
+        dependencies = Dependencies(schedule)
+        front = Wavefront(dependencies, schedule.ops)
+        made = np.full(dependencies.slots, -1)
+        made[dependencies.there] = 0
+        assert front.left
+        for _, places, _ in front.rounds(made):
+            made[front.make[places]] = 0
+        assert front.left == left
 
 
 @pytest.mark.parametrize("times", [[0.5, -1.0, 0.0], [1, -1, 0]])
