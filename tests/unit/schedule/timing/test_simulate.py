@@ -1,5 +1,6 @@
 """The simulator against closed forms, exactly."""
 
+from dataclasses import replace
 from fractions import Fraction
 from unittest import mock
 
@@ -319,6 +320,19 @@ def test_a_rank_without_operations_is_idle_throughout():
     assert idle(timeline) == (Idle(0, 0, 0, 0), Idle(0, 0, 3, 0))
     assert (timeline.bubble_makespan, timeline.bubble_span) == (Fraction(1, 2), Fraction(1, 2))
     assert timeline.bubble_ideal == 1
+
+
+def test_a_timeline_that_was_measured_may_begin_at_any_time():
+    timeline = simulate(build("1f1b", ranks=3, microbatches=5), Cost(F=2, B=3, latency=1))
+    columns = (timeline.start_ticks, timeline.end_ticks)
+    starts, ends = (tuple([tick + 7 for tick in own] for own in column) for column in columns)
+    later = replace(timeline, start_ticks=starts, end_ticks=ends)
+    assert (timeline.begin, later.begin) == (0, 7)
+    assert later.makespan == timeline.makespan
+    assert (later.exposed_gather, later.exposed_reduce) == (0, 0)
+    assert (later.spans, later.busy) == (timeline.spans, timeline.busy)
+    assert later.bubble_makespan == timeline.bubble_makespan
+    assert idle(later) == idle(timeline)
 
 
 def test_the_latency_that_operations_wait_for():
