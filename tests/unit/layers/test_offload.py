@@ -75,4 +75,9 @@ def test_a_copy_is_fetched_once() -> None:
     fetched = copy.fetched
     copy.fetch()
     assert copy.fetched is fetched
-    assert torch.empty(0).set_(copy.take(), 0, (4,), (1,)).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert torch.empty(0).set_(_Copy(copy.take(), None).take(), 0, (4,), (1,)).tolist() == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+    ]

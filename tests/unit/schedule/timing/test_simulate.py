@@ -327,6 +327,7 @@ def test_a_timeline_that_was_measured_may_begin_at_any_time():
     columns = (timeline.start_ticks, timeline.end_ticks)
     starts, ends = (tuple([tick + 7 for tick in own] for own in column) for column in columns)
     later = replace(timeline, start_ticks=starts, end_ticks=ends)
+    assert timeline.starts is timeline.start_ticks, "whole numbers are in the unit of the costs"
     assert (timeline.begin, later.begin) == (0, 7)
     assert later.makespan == timeline.makespan
     assert (later.exposed_gather, later.exposed_reduce) == (0, 0)
