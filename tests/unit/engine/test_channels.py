@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +21,7 @@ from megapipe.engine.channels import (
 from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.program import Action, Do
 from megapipe.testing import World, run_world
+from megapipe.watch.journal import Journal, Line
 
 FORWARD = [Op(Kind.F, 0, i) for i in range(4)]
 ANSWERS = [Op(Kind.I, 1, i) for i in range(2)]
@@ -127,6 +128,32 @@ def test_a_send_is_not_waited_for_before_it_is_acknowledged(kind: type[_Outgoing
     line.finish()
     assert [work.waits for work in works] == [1, 1, 1, 1]
     assert not line.under_way
+
+
+class FakeLine(Line):
+    """Notes which exchanges are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(Journal(), 0)
+        self.waited: list[int] = []
+
+    def wait(self, exchange: int, call: Callable[[], Any]) -> Any:
+        self.waited.append(exchange)
+        return call()
+
+
+@pytest.mark.parametrize("kind", [_Outgoing, _PolledOutgoing])
+def test_the_journal_names_the_message_that_is_waited_for(kind: type[_Outgoing]) -> None:
+    line, works = fake_line(kind)
+    journal = line.line = FakeLine()
+    for message in FORWARD[:3]:
+        line.send(message, tensor_of(message))
+    line.acknowledge(2)
+    assert journal.waited == [1, 2]
+    line.send(FORWARD[3], tensor_of(FORWARD[3]))
+    line.finish()
+    assert journal.waited == [1, 2, 3, 4]
+    assert [work.waits for work in works] == [1, 1, 1, 1]
 
 
 def test_where_sends_can_be_asked_they_are_let_go_as_they_complete() -> None:
