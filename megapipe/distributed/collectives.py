@@ -62,12 +62,11 @@ def all_to_all(tensor: Tensor, sends: Sequence[int], receives: Sequence[int], ax
     """
     if axis.group is None:
         return tensor
-    staged = _staged(tensor, axis)
-    sent = tensor.cpu() if staged else tensor
+    sent = tensor.cpu() if _staged(tensor, axis) else tensor
     received = sent.new_empty(sum(receives))
     lengths = list(receives), list(sends)
     _started(dist.all_to_all_single, axis, received, sent, *lengths)()
-    return received.to(tensor.device) if staged else received
+    return received.to(tensor.device)
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, *, in_order: bool = False) -> Wait:

@@ -145,7 +145,6 @@ class _Line:
         """Where the stages compute."""
         self.wire = wire
         """Where messages are sent from and received: gloo's go through host memory."""
-        self.staged = device != wire
 
 
 class _Outgoing(_Line):
@@ -160,10 +159,7 @@ class _Outgoing(_Line):
         """Messages sent and not known from acknowledgements to be received."""
 
     def send(self, message: Op, tensor: Tensor) -> None:
-        tensor = tensor.contiguous()
-        if self.staged:
-            tensor = tensor.to(self.wire)
-        self._start(tensor)
+        self._start(tensor.contiguous().to(self.wire))
         self.unacknowledged += 1
 
     def _start(self, tensor: Tensor) -> None:
@@ -224,7 +220,7 @@ class _Incoming(_Line):
         self.posted = None
         self.line.wait(self.line.count(), work.wait)
         self.expected.popleft()
-        return buffer.to(self.device) if self.staged else buffer
+        return buffer.to(self.device)
 
 
 _HEADER = 12
