@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from megapipe.command_line import Parser, run_command
-from megapipe.distributed.environment import CONNECTIONS
+from megapipe.distributed.environment import ALLOCATOR, CONNECTIONS, LOADING, set_environment
 from megapipe.errors import LaunchError
 from megapipe.launch.affinity import near
 from megapipe.launch.devices import Cuda, pci_address
@@ -79,6 +79,12 @@ def host(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("note", "environment", text)
 
 
+def heeded(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The variables on which it depends what waits for a kernel that spins."""
+    names = [name for name in (CONNECTIONS, LOADING, *ALLOCATOR) if name in environ]
+    yield Finding("ok", "environment", ", ".join(f"{name}={environ[name]}" for name in names))
+
+
 _INTERFACE = "for jobs on several hosts expected GLOO_SOCKET_IFNAME=INTERFACE"
 
 
@@ -125,7 +131,8 @@ def main(argv: Sequence[str]) -> int:
         "--spin",
         action="store_true",
         help="on a GPU: which calls wait for a kernel that spins, as a posted receive does, and "
-        "what such kernels cost a matrix product; takes a minute",
+        "what such kernels cost a matrix product, with the environment variables that a run sets; "
+        "takes a minute",
     )
     parser.set_defaults(run=_look)
     return run_command(parser, argv)
@@ -133,6 +140,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _look(given: argparse.Namespace) -> None:
     looks: list[Callable[[], Iterator[Finding]]] = [versions, lambda: host(os.environ), gpus]
+    if given.spin:  # before torch is loaded, as a run does
+        set_environment(os.environ, sends_messages=False, deterministic=False)
+        looks.insert(0, lambda: heeded(os.environ))
     wrong = False
     for look in looks:
         for state, what, text in look():

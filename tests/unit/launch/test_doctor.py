@@ -73,7 +73,7 @@ def test_what_is_wrong_is_the_exit_code(
 def test_the_command_on_a_machine_without_a_gpu() -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "scripts/doctor.py", *arguments]
-        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUDA_MODULE_LOADING": "LAZY"}
         return subprocess.run(
             command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=120
         )
@@ -84,3 +84,6 @@ def test_the_command_on_a_machine_without_a_gpu() -> None:
     spin = run("--spin")
     assert spin.returncode == LaunchError.exit_code
     assert spin.stderr.startswith("megapipe: error: --spin needs a CUDA device")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in plain.stdout
+    heeded = "CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=LAZY, PYTORCH_ALLOC_CONF="
+    assert f"ok     environment  {heeded}expandable_segments:True\n" in spin.stdout
