@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._last: weakref.ref[_Parcel] | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._side: _Side | None = None
 
     def begin(self) -> None:
         """Begin a forward: its first segment has none before it to fetch ahead."""
@@ -41,9 +42,9 @@ class HostMemory:
         """
         if not torch.is_grad_enabled():
             return inner(segment, x, *rest, graph_only=graph_only)
-        if x.is_cuda and self._stream is None:
-            self._stream = torch.cuda.Stream(x.device)
-        parcel = _Parcel(self._last, self._stream)
+        if x.is_cuda and self._side is None:
+            self._side = _Side(x.device)
+        parcel = _Parcel(self._last, self._side)
         with saved_tensors_hooks(parcel.pack, parcel.unpack):
             y = inner(segment, x, *rest, graph_only=graph_only)
         parcel.close()
@@ -51,21 +52,46 @@ class HostMemory:
         return y
 
 
+class _Side:
+    """The stream of the copies of one stage on CUDA, and the pinned memory that they use in turn.
+
+    Memory whose bytes nobody needs any more is taken for the next copy of that size at once, as the
+    stream carries the copies out in order. So there is as much of it as is held at a time, however
+    far the device is behind, and after the first step none is made: that may wait for all that runs
+    on the device, a receive included.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, nbytes: int) -> Tensor:
+        """Pinned memory of so many bytes."""
+        free = self._free[nbytes]
+        return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def give_back(self, host: Tensor) -> None:
+        """Of these bytes no further copy will begin."""
+        self._free[len(host)].append(host)
+
+
 class _Copy:
     """A storage's bytes in host memory, and on the device again once they are asked for."""
 
-    def __init__(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, storage: torch.UntypedStorage, side: _Side | None) -> None:
         source = torch.empty(0, dtype=torch.uint8, device=storage.device)
         source.set_(storage)
         self.device = storage.device
-        self.stream = stream
+        self.side: _Side | None = None
         self.fetched: Tensor | None = None
         """The bytes on the device, in memory of the stream that computes."""
         self.arrived: torch.cuda.Event | None = None
-        self.host = torch.empty(len(source), dtype=torch.uint8, pin_memory=stream is not None)
-        if stream is None:
+        if side is None:
+            self.host = torch.empty(len(source), dtype=torch.uint8)
             self.host.copy_(source)
             return
+        self.host, stream = side.take(len(source)), side.stream
+        self.side = side  # to which there is something to give back now
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self.host.copy_(source, non_blocking=True)
@@ -76,13 +102,14 @@ class _Copy:
         if self.fetched is not None:
             return
         self.fetched = torch.empty_like(self.host, device=self.device)
-        if self.stream is None:
+        if self.side is None:
             self.fetched.copy_(self.host)
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # used it before
-        with torch.cuda.stream(self.stream):
+        stream = self.side.stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # used it before
+        with torch.cuda.stream(stream):
             self.fetched.copy_(self.host, non_blocking=True)
-        self.arrived = self.stream.record_event()
+        self.arrived = stream.record_event()
 
     def take(self) -> torch.UntypedStorage:
         """The bytes on the device, for the current stream."""
@@ -97,6 +124,8 @@ class _Copy:
 
     def __del__(self) -> None:
         self._await_arrival()  # of bytes that nobody took: their memory is used again
+        if self.side is not None:
+            self.side.give_back(self.host)
 
 
 class _View(NamedTuple):
@@ -112,11 +141,9 @@ class _View(NamedTuple):
 class _Parcel:
     """Tensors that one segment saved in one forward. Alive as long as the graph that saved them."""
 
-    def __init__(
-        self, previous: weakref.ref[_Parcel] | None, stream: torch.cuda.Stream | None
-    ) -> None:
+    def __init__(self, previous: weakref.ref[_Parcel] | None, side: _Side | None) -> None:
         self.previous = previous
-        self.stream = stream
+        self.side = side
         self.copies: list[weakref.ref[_Copy]] = []
         """Weak: a copy lives as long as the saved tensors that are views of it."""
         self._open: dict[int, tuple[torch.UntypedStorage, _Copy]] = {}
@@ -129,7 +156,7 @@ class _Parcel:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._open:
-            self._open[address] = storage, _Copy(storage, self.stream)
+            self._open[address] = storage, _Copy(storage, self.side)
             self.copies.append(weakref.ref(self._open[address][1]))
         copy, offset = self._open[address][1], int(tensor.storage_offset())
         return _View(copy, tensor.dtype, offset, tensor.size(), tensor.stride())
@@ -146,7 +173,7 @@ class _Parcel:
     def unpack(self, packed: Tensor | _View) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if self.stream is not None and packed.copy.fetched is None:
+        if self.side is not None and packed.copy.fetched is None:
             self.fetch()
             if self.previous is not None and (previous := self.previous()) is not None:
                 previous.fetch()

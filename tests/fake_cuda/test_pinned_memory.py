@@ -1,0 +1,81 @@
+"""Pinned memory is found before the first step: to find more may wait for a receive that spins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.layers import offload
+from megapipe.train.step import TrainStep
+from tests.fake_cuda.world import run_world
+from tests.parity.cases import END, Case, Rows, configure
+
+OFFLOAD = Case(pp=2, m=4, layers=4, activations="offload", dtype="fp32", steps=4)
+CASES = [
+    replace(OFFLOAD, schedule="zb_h1", post_validation=True),
+    replace(OFFLOAD, schedule="zb_v", activations="of each some"),
+    replace(OFFLOAD, schedule="interleaved_1f1b", chunks=2, model="llama"),
+    replace(OFFLOAD, schedule="dualpipe", offload="host"),
+    Case(pp=2, m=4, documents=True, dropout=0.2, offload="host", state_dtype="bf16", dtype="bf16"),
+]
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """Bytes of what is pinned."""
+    found: list[int] = []
+    with ExitStack() as patches:
+        for owner, name in ((torch, "empty"), (torch, "zeros"), (Tensor, "pin_memory")):
+            make = getattr(owner, name)
+
+            def noting(*args: Any, make: Any = make, **options: Any) -> Tensor:
+                made: Tensor = make(*args, **options)
+                if options.get("pin_memory") or make.__name__ == "pin_memory":
+                    found.append(made.nbytes)
+                return made
+
+            patches.enter_context(mock.patch.object(owner, name, noting))
+        yield found
+
+
+def pinned(world: Any, cases: list[Case]) -> list[tuple[int, list[int]]]:
+    """Of each case how often memory was pinned before the first program, and what was later."""
+    results = []
+    for case in cases:
+        config, layout = configure(case)
+        with counting() as found:
+            step = TrainStep(config, layout, world.mesh(case.grid), document_end=END)
+            rows = Rows(case)
+            step._warm_up(0, rows)
+            before = len(found)
+            for i in range(3):
+                step.train(i, rows)
+            step.settle()
+        results.append((before, found[before:]))
+    return results
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_nothing_is_pinned_in_a_step(case: Case) -> None:
+    for ((before, later),) in run_world(2, pinned, [case]):
+        assert before > 0
+        assert not later
+
+
+def never_used_again(world: Any, case: Case) -> list[tuple[int, list[int]]]:
+    def frees(self: Any, host: Tensor) -> None:
+        """Nobody keeps it."""
+
+    with mock.patch.object(offload._Side, "give_back", frees):
+        return pinned(world, [case])
+
+
+def test_memory_that_is_not_used_again_is_noticed() -> None:
+    assert all(later for ((_, later),) in run_world(2, never_used_again, OFFLOAD))
