@@ -55,13 +55,14 @@ class Documents:
     """Which document each of t positions belongs to, for the queries of the last s of them.
 
     Made once per micro-batch, from `ids` [b, t] on the CPU, not decreasing along a row; each form
-    is computed when a kernel first asks for it, and kept.
+    is computed when a kernel first asks for it, and kept. `near` has the same on the device, and is
+    copied there by default.
     """
 
-    def __init__(self, ids: Tensor, device: torch.device) -> None:
+    def __init__(self, ids: Tensor, device: torch.device, near: Tensor | None = None) -> None:
         self.ids = ids
         self.device = device
-        self._near = to_device(ids, device)
+        self._near = to_device(ids, device) if near is None else near
         self._forms: dict[Any, Any] = {}
 
     def mask(self, s: int) -> Tensor:

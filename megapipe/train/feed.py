@@ -96,9 +96,12 @@ class _Place(NamedTuple):
 
 class _ReadPiece(NamedTuple):
     piece: Piece
-    documents: Documents | None
-    at: int | None
-    """Where its tokens, labels and mask are among what is copied; None: not needed here."""
+    ids: Tensor | None
+    """Documents of its tokens and of those before them; copied ahead of what follows."""
+    at: int
+    """Where what is copied for it begins."""
+    needed: bool
+    """Whether its tokens, labels and mask are."""
     scored: bool
     """Whether its last stage is of this process."""
 
@@ -181,9 +184,12 @@ class Feed:
         near = read.take()
         result = {}
         losses = [self._losses(0.0)] if self.sources else []
-        for piece, documents, at, scored in read.pieces:
-            tokens, labels, mask = near[at : at + 3] if at is not None else (None, None, None)
-            positions = near[at + 3] if at is not None and self._resets else None
+        for piece, ids, at, needed, scored in read.pieces:
+            documents = None
+            if ids is not None:
+                documents, at = Documents(ids, self.mesh.device, near[at]), at + 1
+            tokens, labels, mask = near[at : at + 3] if needed else (None, None, None)
+            positions = near[at + 3] if needed and self._resets else None
             mixed = scored and mask is not None and mask.dtype != torch.bool
             if mixed:
                 losses.append(self._losses(math.nan))
@@ -278,15 +284,16 @@ class Feed:
                 own += self._count(self._own(samples[piece.whole].mask, piece))
             if is_first and piece.positions.start == 0:
                 numbers += self._numbers(place, piece.whole)[piece.rows]
-            at = len(copied) if is_first or is_last else None
+            at, needed = len(copied), is_first or is_last
             ids = self._document_ids(samples, piece)
-            if at is not None:
+            if ids is not None:
+                copied.append(ids)
+            if needed:
                 copied += [self._own(x, piece) for x in samples[piece.whole][:3]]
-            if at is not None and self._resets:
+            if needed and self._resets:
                 assert ids is not None, "positions begin anew where documents do"
                 copied.append(self._own(positions_in(ids), piece._replace(rows=slice(None))).t())
-            documents = None if ids is None else Documents(ids, self.mesh.device)
-            found.append(_ReadPiece(piece, documents, at, is_last))
+            found.append(_ReadPiece(piece, ids, at, needed, is_last))
         lengths = self._lengths(place.schedule)
         length = sum(lengths) // self.layout.cp if len(lengths) > 1 else None
         return _Read(
