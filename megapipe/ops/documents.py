@@ -31,6 +31,20 @@ def document_ids(tokens: Tensor, end: int) -> Tensor:
     return ends.cumsum(-1) - ends
 
 
+def _numbered(ids: Tensor) -> Tensor:
+    """Number of the document of each token, [b, t], counted over all rows."""
+    begins = torch.ones_like(ids, dtype=torch.int64)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return begins.flatten().cumsum(0).view_as(ids) - 1
+
+
+def _ends(numbers: Tensor, n: int) -> Tensor:
+    """[n + 1] int32: where each of n documents ends among these tokens, from 0."""
+    tokens = torch.ones(numbers.numel(), dtype=torch.int32, device=numbers.device)
+    lengths = torch.zeros(n + 1, dtype=torch.int32, device=numbers.device)
+    return lengths.scatter_add_(0, numbers.flatten() + 1, tokens).cumsum(0, dtype=torch.int32)
+
+
 def positions_in(ids: Tensor) -> Tensor:
     """Position of each token in its document, [b, t], from the documents' numbers [b, t]."""
     at = torch.arange(ids.shape[1], device=ids.device)
@@ -80,13 +94,10 @@ class Documents:
         """The documents as runs of queries and keys."""
         key = ("runs", s)
         if key not in self._forms:
-            b, t = self.ids.shape
-            numbers = self.ids + torch.arange(b).unsqueeze(1) * (int(self.ids.max()) + 1)
-            _, place, k = torch.unique_consecutive(
-                numbers.flatten(), return_inverse=True, return_counts=True
-            )
-            q = torch.bincount(place.view(b, t)[:, -s:].flatten(), minlength=len(k))
-            self._forms[key] = Runs(self._ends(q), self._ends(k), int(q.max()), int(k.max()))
+            here, near = _numbered(self.ids), _numbered(self._near)
+            n = int(here[-1, -1]) + 1
+            most_q, most_k = (int(x.flatten().bincount().max()) for x in (here[:, -s:], here))
+            self._forms[key] = Runs(_ends(near[:, -s:], n), _ends(near, n), most_q, most_k)
         return self._forms[key]
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -111,8 +122,3 @@ class Documents:
 
             self._forms[key] = create_block_mask(allowed, b, None, s, t, device=self.device)
         return self._forms[key]
-
-    def _ends(self, lengths: Tensor) -> Tensor:
-        ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        ends[1:] = lengths.cumsum(0)
-        return to_device(ends, self.device)

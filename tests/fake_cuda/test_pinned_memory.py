@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megapipe.layers import offload
+from megapipe.ops.documents import Documents
 from megapipe.train.step import TrainStep
-from tests.fake_cuda.world import run_world
+from tests.fake_cuda.world import observe, run_world
 from tests.parity.cases import END, Case, Rows, configure
 
 OFFLOAD = Case(pp=2, m=4, layers=4, activations="offload", dtype="fp32", steps=4)
@@ -67,6 +68,27 @@ def test_nothing_is_pinned_in_a_step(case: Case) -> None:
     for ((before, later),) in run_world(2, pinned, [case]):
         assert before > 0
         assert not later
+
+
+def ends_of_documents(world: Any) -> None:
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0], [0, 1, 2, 3, 3, 3]])
+    near = ids.cuda()
+    for s in (6, 3, 1):
+        with counting() as found:
+            runs = Documents(ids, near.device, near).runs(s)
+        assert not found
+        expected = Documents(ids, ids.device).runs(s)
+        assert runs.q_ends.tolist() == expected.q_ends.tolist()
+        assert runs.k_ends.tolist() == expected.k_ends.tolist() == [0, 2, 5, 6, 12, 13, 14, 15, 18]
+        assert (runs.most_q, runs.most_k) == (expected.most_q, expected.most_k)
+
+
+def test_where_documents_end_is_found_on_the_device() -> None:
+    _, (report,) = observe(1, ends_of_documents)
+    assert not report.faults
+    assert report.host_waits == {"copy from the host": 1, "copy to the host": 6}, (
+        "those of the test"
+    )
 
 
 def never_used_again(world: Any, case: Case) -> list[tuple[int, list[int]]]:
