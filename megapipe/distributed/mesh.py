@@ -210,11 +210,11 @@ class ParallelMesh:
         nccl = self.backend == "nccl"
         self._host = axes_of("gloo" if nccl else self.backend, AXES)
         """For numbers that the host has and needs: no GPU waits, or is waited for."""
-        own = axes_of(self.backend, ("cp", "tp")) if nccl else self._host
-        self.pp, self.dp = self._host["pp"], self._host["dp"]
-        """Their ranks share numbers alone: messages between stages have channels, and what replicas
-        share has groups of its own, which only the optimizer knows."""
-        self.cp, self.tp = own["cp"], own["tp"]
+        self.pp, self.dp, self.cp = (self._host[name] for name in ("pp", "dp", "cp"))
+        """Their ranks share numbers alone: messages between stages have channels, what replicas
+        share has groups of its own, which only the optimizer knows, and so have the rings and heads
+        of cp, which :mod:`megapipe.train.context` knows."""
+        self.tp = axes_of(self.backend, ["tp"])["tp"] if nccl else self._host["tp"]
 
     def group_of(self, ranks: Sequence[int], *, ctas: int | None = None) -> Axis:
         """A new process group of `ranks` (ascending), entered by its members alone.

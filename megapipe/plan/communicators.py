@@ -45,10 +45,8 @@ class Communicators(NamedTuple):
 
 def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
     """Those of a process at pipeline index `rank`."""
-    groups = {"tp": layout.tp, "cp": layout.cp}
     split = layout.split
-    if split.ring > 1 and split.ulysses > 1:  # a ring or heads alone are all of cp
-        groups |= {"ring": split.ring, "ulysses": split.ulysses}
+    groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses}
     for bucket in process_buckets(config, layout, rank):
         for group in (bucket.shard, bucket.replicate):
             groups[group.axis] = max(group.members, groups.get(group.axis, 1))

@@ -33,6 +33,6 @@ def _group(mesh: ParallelMesh, indices: Sequence[int]) -> Axis:
     ranks = [mesh.cp.ranks[index] for index in indices]
     if len(ranks) == 1:
         return Axis.alone(mesh.rank)
-    if len(ranks) == mesh.cp.size:
+    if len(ranks) == mesh.cp.size and mesh.backend != "nccl":
         return mesh.cp
     return mesh.connected(mesh.group_of(ranks))

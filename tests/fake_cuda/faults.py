@@ -107,6 +107,25 @@ def partial_sums_not_waited_for() -> Patch:
     return never_waits(linear, "start_all_reduce")
 
 
+@seeded(replace(SMALL, cp=2), "reads what NCCL's recv .* has not waited")
+def keys_of_a_ring_not_waited_for() -> Patch:
+    from megapipe.layers import ring_attention
+
+    start = ring_attention.start_exchange
+
+    def wrong(*args: Any) -> Any:
+        return start(*args)._replace(received=lambda: None)
+
+    return mock.patch.object(ring_attention, "start_exchange", wrong)
+
+
+@seeded(replace(SMALL, cp=2, context="ulysses"), "reads what NCCL's all_to_all .* has not waited")
+def other_heads_not_waited_for() -> Patch:
+    from megapipe.layers import reshard
+
+    return never_waits(reshard, "start_all_to_all")
+
+
 @seeded(PIPELINE, "reads what NCCL's recv .* has not waited")
 def message_not_waited_for() -> Patch:
     """The buffer is handed on as soon as the receive is posted; it is waited for in the end."""

@@ -114,7 +114,7 @@ def batch(operations: Sequence[dist.P2POp]) -> list[Pending]:
     spin until this host goes on.
     """
     return [
-        op.group.send([op.tensor], op.group_peer)
+        op.group.send([op.tensor], op.group_peer, of_batch=True)
         if op.op is dist.isend
         else op.group.recv([op.tensor], op.group_peer, of_batch=True)
         for op in operations
@@ -257,13 +257,15 @@ class StandIn(dist.ProcessGroup):
 
     # -- messages
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Sending:
+    def send(
+        self, tensors: Sequence[Tensor], peer: int, tag: int = 0, *, of_batch: bool = False
+    ) -> Sending:
         (tensor,) = self._checked(tensors)
-        line = self._line(self._me, peer)
+        line, end = self._way(peer, of_batch)
         self._notes.sent.setdefault(peer, []).append(_kind(tensor))
         self._ledger.counts["send"] += 1
         bytes_ = [on_host(tensor).clone()]
-        self._under_way.append((bytes_, line.gloo.send(bytes_, self._end(peer), tag)))
+        self._under_way.append((bytes_, line.gloo.send(bytes_, end, tag)))
         event = self._run(line, "send", [tensor], [])
         tensor.record_stream(line.stream)
         name = f"send of {_kind(tensor)} to {self._notes.ranks[peer]}"
@@ -273,11 +275,11 @@ class StandIn(dist.ProcessGroup):
         self, tensors: Sequence[Tensor], peer: int, tag: int = 0, *, of_batch: bool = False
     ) -> Pending:
         (tensor,) = self._checked(tensors)
-        line = self._line(self._me, peer)
+        line, end = self._way(peer, of_batch)
         self._notes.received.setdefault(peer, []).append(_kind(tensor))
         self._ledger.counts["recv"] += 1
         bytes_ = torch.empty_like(on_host(tensor))
-        work = line.gloo.recv([bytes_], self._end(peer), tag)
+        work = line.gloo.recv([bytes_], end, tag)
         event = self._run(line, "recv", [], [tensor])
         tensor.record_stream(line.stream)
         spoil(tensor)
@@ -380,9 +382,12 @@ class StandIn(dist.ProcessGroup):
             self._ledger.communicators += 1
         return self._communicators[key]
 
-    def _end(self, peer: int) -> int:
-        """The peer's rank in the communicator of the two."""
-        return int(peer > self._me)
+    def _way(self, peer: int, of_batch: bool) -> tuple[Communicator, int]:
+        """The communicator of a message, and the peer's rank there: batches have that of all
+        members, other messages one of the two."""
+        if of_batch:
+            return self._line(), peer
+        return self._line(self._me, peer), int(peer > self._me)
 
     def _checked(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Raises ValueError where NCCL would, or would do something else."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megapipe.distributed.mesh import Grid
 from megapipe.plan.communicators import communicators
 from megapipe.train.step import TrainStep
 from tests.fake_cuda.world import faults_of, observe
@@ -21,13 +20,17 @@ CASES = [
     Case(pp=4, m=4, schedule="chimera", layers=4),
     Case(dp=2, tp=2, pp=2, layers=4, **LOOP),
     Case(dp=4, pp=2, shard_size=2, layers=4, **LOOP),
+    Case(cp=2, dp=2, zero=3),
+    Case(cp=2, context="ulysses", pp=2),
+    Case(cp=4, context="usp", sequence=16),
+    Case(cp=4, context="usp", pp=2, sequence=16, shard_size=2, layers=4, **LOOP),
 ]
 
 
 def train(world: Any, case: Case) -> int:
     """A step; the index on the pipeline axis."""
     config, layout = configure(case)
-    mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
+    mesh = world.mesh(case.grid)
     step = TrainStep(config, layout, mesh)
     step.train(0, Rows(case))
     step.settle()

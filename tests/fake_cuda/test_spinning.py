@@ -38,6 +38,9 @@ GIVEN = [
     Case(pp=2, tp=2, m=4, layers=4, sequence_parallel=True, dtype="bf16"),
     Case(pp=2, dp=2, m=4, zero=3, layers=4),
     Case(pp=2, dp=2, m=4, zero=2, layers=4, reduce_dtype="bf16", dtype="fp32"),
+    Case(pp=2, cp=2, m=4, layers=4, model="llama", activations="full, attention kept"),
+    Case(pp=2, cp=2, m=4, layers=4, context="ulysses", schedule="zb_v", documents=True),
+    Case(pp=2, cp=2, m=4, layers=4, schedule="seq1f1b", slices=2),
 ]
 CASES = [replace(case, steps=4) for case in GIVEN]
 
@@ -48,9 +51,7 @@ def first_steps(world: Any, cases: list[Case]) -> None:
     for case in cases:
         own.forget_kernels()
         config, layout = configure(case)
-        step = TrainStep(
-            config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)), document_end=END
-        )
+        step = TrainStep(config, layout, world.mesh(case.grid), document_end=END)
         rows = Rows(case)
         for i in range(3):
             step.train(i, rows)

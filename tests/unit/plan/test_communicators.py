@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
 from megapipe.plan.communicators import CONTEXT, LARGER, PAIR, THREAD_BLOCK, communicators
 from megapipe.plan.report import report
+from megapipe.schedule.generators import names
+from tests.parity.cases import configure
+from tests.parity.registry_cases import settings
 
 MODEL = ["model.layers=8", "model.hidden=64", "model.heads=4", "model.vocab_size=257"]
 
@@ -33,10 +39,33 @@ def made(rank: int, *overrides: str) -> tuple[list[int], int]:
         (["parallel.pp=4", "parallel.dp=4", "optimizer.shard_size=2"], 0, [2, 2, 4], 2),
         (["parallel.pp=4", "pipeline.schedule=chimera"], 1, [2], 4),
         (["parallel.pp=4", "pipeline.channels=in_process", "parallel.dp=2"], 0, [2], 0),
+        (["parallel.cp=4"], 0, [4, 4], 0),
+        (["parallel.cp=4", "context.ulysses=4"], 0, [4, 4], 0),
+        (["parallel.cp=4", "context.ulysses=2"], 0, [2, 2, 4], 0),
     ],
 )
 def test_counted(overrides: list[str], rank: int, groups: list[int], channels: int) -> None:
     assert made(rank, *overrides) == (groups, channels)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 4, "tp": 2, "zero": 3, "shard_size": 2},
+        {"dp": 2, "cp": 2, "tp": 2},
+        {"dp": 2, "cp": 4, "context": "usp"},
+    ],
+    ids=str,
+)
+def test_eight_at_most_under_every_schedule(layout: dict[str, Any]) -> None:
+    most = {}
+    for name in names():
+        for case in settings(name):
+            given = configure(replace(case, layers=24, sequence=48, **layout))
+            found = max(communicators(*given, rank).number for rank in range(case.pp))
+            most[name] = max(found, most.get(name, 0))
+    assert most.pop("1f1b_rr") == 10
+    assert max(most.values()) == 8
 
 
 def test_their_memory_is_in_the_plan_of_a_gpu() -> None:
