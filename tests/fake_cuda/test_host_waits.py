@@ -41,6 +41,9 @@ CASES = [
     Case(dp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", zero=2, tied=False, layers=4),
     Case(tp=2, pp=2, m=4, layers=4, scatter="on"),
     Case(cp=2, pp=2, documents=True, m=3, sequence=12),
+    Case(cp=4, context="teams", sequence=16),
+    replace(PIPELINE, cp=2, post_validation=True),
+    Case(pp=3, m=6, layers=6, schedule="zb_v", activations="offload", dtype="fp32"),
     Case(dp=2, tp=2, pp=2, m=4, schedule="zb_h1", layers=4),
 ]
 
@@ -97,7 +100,7 @@ def waits_in_steps(world: Any, cases: list[Case]) -> list[Waits]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_one_wait_in_a_step(world: int) -> None:
     cases = [case for case in CASES if case.world == world]
     for of_rank in run_world(world, waits_in_steps, cases):
