@@ -46,7 +46,13 @@ def open_store(info: LaunchInfo, timeout_s: float) -> Store:
         raise RendezvousError(
             f"rendezvous at {info.address}:{info.port} failed: {reason.splitlines()[0]}"
         ) from None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return of_ranks(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def of_ranks(store: Store, attempt: str = "0") -> Store:
+    """What the ranks of an attempt keep in the store of a launcher."""
+    from torch.distributed import PrefixStore
+
     return PrefixStore(f"megapipe/{attempt}", store)
 
 
@@ -58,7 +64,10 @@ def _tcp_store(info: LaunchInfo, timeout_s: float) -> Store:
         listening = listen(info.address, info.port)
     else:
         place = (info.address, info.port)
-        _until_there(lambda: socket.create_connection(place, timeout=timeout_s).close(), timeout_s)
+        hint = "" if info.hosted else "; look whether rank 0 was started, and how it ended"
+        _until_there(
+            lambda: socket.create_connection(place, timeout=timeout_s).close(), timeout_s, hint
+        )
     try:
         return open_tcp_store(
             info.address,
@@ -72,19 +81,20 @@ def _tcp_store(info: LaunchInfo, timeout_s: float) -> Store:
         raise Mute(f"{error}; set MASTER_PORT to another") from None
 
 
-def _until_there(look: Callable[[], object], timeout_s: float) -> None:
+def _until_there(look: Callable[[], object], timeout_s: float, hint: str = "") -> None:
     """Call `look` until it raises no OSError: a host may get its name, and a port its listener,
-    while others wait for it. Raises TimeoutError."""
+    while others wait for it. Raises TimeoutError, with a `hint` where nobody listens."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             look()
         except OSError as error:
             if time.monotonic() > deadline:
-                reason = f"{error.strerror or error} for {timeout_s:.0f} s (parallel.timeout_s)"
                 if isinstance(error, socket.gaierror):
-                    reason += "; set MASTER_ADDR to the host of rank 0"
-                raise TimeoutError(reason) from None
+                    hint = "; set MASTER_ADDR to the host of rank 0"
+                raise TimeoutError(
+                    f"{error.strerror or error} for {timeout_s:.0f} s (parallel.timeout_s){hint}"
+                ) from None
             time.sleep(0.2)
         else:
             return
@@ -97,11 +107,14 @@ def compare_ranks(
 
     Raises :class:`LaunchError` on every rank, naming the fields, their values and the ranks.
     """
+    from torch.distributed import DistStoreError
+
     if info.world == 1:
         return
     wait = datetime.timedelta(seconds=timeout_s)
     if info.rank == 0:
         store.set(VALUES, json.dumps(dict(values), default=str))
+    store.set(f"arrived {info.rank}", "")
     try:
         store.wait([VALUES], wait)
         reference = json.loads(store.get(VALUES))
@@ -115,7 +128,7 @@ def compare_ranks(
         if store.add("compared", 1) == info.world:
             store.set("all compared", "yes")
         store.wait(["all compared"], wait)
-    except RuntimeError:
+    except DistStoreError:
         raise _not_all(store, info, timeout_s) from None
     numbers = range(1, store.add("differences", 0) + 1)
     if numbers:
@@ -123,8 +136,12 @@ def compare_ranks(
 
 
 def _not_all(store: Store, info: LaunchInfo, timeout_s: float) -> LaunchError:
-    """The error where some ranks have not compared their values."""
-    absent = [rank for rank in range(info.world) if not store.check([f"compared {rank}"])]
+    """The error where some ranks have not come, or come no further."""
+
+    def without(mark: str) -> list[int]:
+        return [rank for rank in range(info.world) if not store.check([f"{mark} {rank}"])]
+
+    absent = without("arrived") or without("compared")
     return LaunchError(
         f"{info.world - len(absent)} of {info.world} ranks arrived within {timeout_s:.0f} s "
         f"(parallel.timeout_s), and not rank{'s' * (len(absent) > 1)} {ranges(absent)}: look "
@@ -150,19 +167,22 @@ def _describe(differences: list[tuple[str, object, object, int]]) -> str:
 T = TypeVar("T")
 
 
-def first_on_host(store: Store, name: str, act: Callable[[], T], timeout_s: float) -> T:
+def first_on_host(store: Store, rank: int, name: str, act: Callable[[], T], timeout_s: float) -> T:
     """Call `act` in one process of each host, then in the others, which find what it has fetched.
 
     Returns its result. A DataError of the first process is raised in all of the host;
     :class:`LaunchError` where that process takes longer than `timeout_s`.
     """
+    from torch.distributed import DistStoreError
+
     key = f"{name} on {socket.gethostname()}"
-    if store.add(key, 1) > 1:
+    first = int(store.compare_set(key, "", str(rank)))
+    if first != rank:
         try:
             store.wait([f"{key} done"], datetime.timedelta(seconds=timeout_s))
-        except RuntimeError:
+        except DistStoreError:
             raise LaunchError(
-                f"{name}: another process of {socket.gethostname()} took more than "
+                f"{name}: rank {first}, the first on {socket.gethostname()}, took more than "
                 f"{timeout_s:.0f} s for it (parallel.timeout_s)"
             ) from None
         problem = store.get(f"{key} done").decode()

@@ -41,6 +41,8 @@ GRACE_S = 3.0
 """How long after a peer's failure a process may take to end by itself."""
 LINGER_S = 4.0
 """How long the host of the store waits for the others to leave: longer than their grace."""
+SIGN_S = 1.0
+"""Time between two signs of life that a process asks of the store."""
 ANSWER_S = 2.0
 """How long the store may take to answer at the end of a job."""
 HANG_ANSWER_S = 1.0
@@ -86,7 +88,7 @@ class Shutdown:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        lost = LaunchError(f"rank {self.info.rank} lost the rendezvous store")
+        lost = LaunchError(f"rank {self.info.rank} lost {self._place()}")
         store = self._await_failure()
         if self._leaving.wait(GRACE_S):
             return
@@ -115,8 +117,9 @@ class Shutdown:
             with unless_within(self.timeout_s, self._mute):
                 store: Store = self._store.clone()  # type: ignore[attr-defined]
             while True:
-                with unless_within(self.timeout_s, self._mute), contextlib.suppress(DistStoreError):
-                    store.wait([FAILED], datetime.timedelta(seconds=self.timeout_s / 2))
+                late = unless_within(SIGN_S + self.timeout_s, self._mute)
+                with late, contextlib.suppress(DistStoreError):
+                    store.wait([FAILED], datetime.timedelta(seconds=SIGN_S))
                     self._known = int(store.get(FAILED))
                     return store
         except DistNetworkError:
@@ -143,13 +146,14 @@ class Shutdown:
         error = LaunchError(verdict)
         self.linger_s = HANG_LINGER_S
         self.answer_s = HANG_ANSWER_S
-        self.report(error)
-        with unless_within(GRACE_S, lambda: os._exit(error.exit_code)):
+        code = self._end_beside(error)
+        with unless_within(GRACE_S, lambda: os._exit(code)):
             self.cleanup()
-        os._exit(error.exit_code)
+        os._exit(code)
 
     def _place(self) -> str:
-        return f"the rendezvous store at {self.info.address}:{self.info.port}"
+        whose = "" if self.info.hosted else " (rank 0's)"
+        return f"the rendezvous store at {self.info.address}:{self.info.port}{whose}"
 
     def _say_alone(self, error: MegapipeError) -> None:
         """Say it if this process is one that speaks where the store cannot be asked."""
@@ -187,15 +191,23 @@ class Shutdown:
         anything. Returns the exit code, by which the process is to end at once."""
         self._ender.acquire()
         self.linger_s = PATIENCE_S  # others may be on their way to the store
+        code = self._end_beside(error)
+        self.cleanup()
+        return code
+
+    def _end_beside(self, error: MegapipeError) -> int:
+        """End beside a main thread that may be waiting for the store, unless a peer has failed by
+        itself; returns the exit code."""
+        from torch.distributed import DistError
+
         with self._deadline(error):
             if self.info.world > 1:
-                self._store = self._store.clone()  # type: ignore[attr-defined]
+                with contextlib.suppress(DistError):  # the store is gone
+                    self._store = self._store.clone()  # type: ignore[attr-defined]
             code = self._failure_of_peer(0.0)
         if code is None:
-            code = Shutdown.report(self, error)
-        else:
-            self.leave(code)
-        self.cleanup()
+            return Shutdown.report(self, error)
+        self.leave(code)
         return code
 
     def report_unexpected(self, error: BaseException) -> int:
@@ -242,12 +254,9 @@ class Shutdown:
         from torch.distributed import DistError
 
         try:
-            first = self._store.add("failures", 1) == 1
-            if first:
-                self._store.set(FAILED, str(exit_code))
+            return claim(self._store, exit_code) is None
         except DistError:
             return self._known is None and speaks_alone(self.info)
-        return first
 
     def _failure_of_peer(self, seconds: float) -> int | None:
         """The exit code that another rank failed with, if one says so within `seconds`."""
@@ -262,6 +271,15 @@ class Shutdown:
         except DistError:
             pass
         return self._known
+
+
+def claim(store: Store, exit_code: int) -> int | None:
+    """Claim a failure for this process, which is to speak if it is the first; else the exit code of
+    that."""
+    if store.add("failures", 1) > 1:
+        return int(store.get(FAILED))
+    store.set(FAILED, str(exit_code))
+    return None
 
 
 def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) -> int:

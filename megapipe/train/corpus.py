@@ -19,11 +19,13 @@ from megapipe.errors import DataError, MegapipeError
 from megapipe.left_out import LeftOut
 from megapipe.train.changes import Change
 from megapipe.train.checkpoint_io import coordinates
+from megapipe.watch.journal import text
 
 T = TypeVar("T")
 
 PATIENCE = datetime.timedelta(days=7)
-"""How long the other processes wait for one of their node to tokenize a corpus."""
+"""How long the other processes wait for one of their node to tokenize a corpus, at most: monitors
+(:mod:`megapipe.watch`) end the job where a rank is lost."""
 
 
 def prepare_on_all(
@@ -45,6 +47,7 @@ def on_all(mesh: ParallelMesh, local_rank: int, make: Callable[[], T]) -> T:
 
     It may take long. Raises a :class:`MegapipeError` of any rank on all of them.
     """
+    mesh.journal.does(text("preparing the data"))
     made: list[T] = []
     error = None
     for turn in (local_rank == 0, local_rank != 0):

@@ -28,7 +28,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import package_hash
 from megapipe.plan.report import report as plan_report
-from megapipe.watch.journal import Journal
+from megapipe.watch.journal import Journal, text
 from megapipe.watch.rank import Watch
 
 if TYPE_CHECKING:
@@ -100,8 +100,21 @@ def start(
         stop.leave = ending.stop
     watch, journal = None, Journal()
     try:
+        if info.world > 1:
+            several = info.local_world < info.world
+            watch = Watch(
+                store,
+                info.rank,
+                timeout,
+                Path(config.run.folder) / config.run.name / "hangs",
+                listen=partial(listen_beside, info.address, info.port) if several else None,
+                flight_record=flight_record,
+                end=ending.hangs,
+            )
+            journal = watch.journal
+            journal.does(text("meeting the others"))
         tokenizer = rendezvous.first_on_host(
-            store, "tokenizer", lambda: load_tokenizer(name), timeout
+            store, info.rank, "tokenizer", lambda: load_tokenizer(name), timeout
         )
         config, layout = resolve(
             config, world, tokenizer.vocab_size, where=command.where, before=layout
@@ -117,18 +130,7 @@ def start(
             bind_near(devices.pci_address(device))
         if config.log.memory_history:
             remember_allocations(device)
-        if watched:
-            several = info.local_world < info.world
-            watch = Watch(
-                store,
-                info.rank,
-                timeout,
-                Path(config.run.folder) / config.run.name / "hangs",
-                listen=partial(listen_beside, info.address, info.port) if several else None,
-                flight_record=flight_record,
-                end=ending.hangs,
-            )
-            journal, timeout = watch.journal, timeout + WATCHED_S
+        timeout += WATCHED_S * watched
         meeting = journal.line("meeting", range(info.world))
         enter = partial(rendezvous.start_process_group, store, info, backend, timeout)
         meeting.wait(meeting.count(), enter)
@@ -150,6 +152,8 @@ def start(
                     callbacks=callbacks,
                 )
                 ending.cleanup = trainer.close
+                if watch is not None and not watched:
+                    watch.close()
                 trainer.run()
         except Finished as finished:
             if info.rank == 0:
@@ -167,6 +171,8 @@ def start(
             return ending.report(out_of_memory(error, config, layout, info.rank))
         return ending.report_unexpected(error)
     finally:
+        if watch is not None:
+            watch.close()
         ending.cleanup()  # after the peers know: an upload may take its time
 
 

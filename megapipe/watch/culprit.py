@@ -4,6 +4,10 @@ A rank that waits for an exchange waits for those of its members that have not b
 them leads to a rank that waits for nobody: its process is gone or stopped, it holds Python's lock,
 or it is busy with something that does not end. Or it leads to an exchange that all members have
 begun and one of them still waits for: then a message is lost.
+
+Before the first step a rank may work for hours, as one that tokenizes a corpus, and the others wait
+for it. There nobody is to blame for that, and nobody has to wait for a rank that will never come:
+one that is gone, stopped or out of reach.
 """
 
 from __future__ import annotations
@@ -22,6 +26,13 @@ GONE_S = 5.0
 tells at once; and where the rank has failed by itself, it has told the store."""
 
 
+Why = Literal[
+    "gone", "stopped", "unheard", "holds the lock", "busy", "sent nothing", "unclear", "unknown"
+]
+ORDER: tuple[Why, ...] = get_args(Why)
+"""Kinds of evidence, the surest first."""
+
+
 class View(NamedTuple):
     """The journal of a rank as a monitor sees it."""
 
@@ -35,21 +46,28 @@ class View(NamedTuple):
     host: str
     gone: bool = False
     """The process has ended, and has not said that it leaves."""
+    unheard: bool = False
+    """This is what the monitor of its node has told last, and that is not heard any more."""
 
     @property
     def frozen(self) -> bool:
-        """Whether it hears nothing: it is gone or stopped, or its heart does not beat."""
-        return self.gone or self.stopped or self.beatless_s >= BEATLESS_S
+        """Whether it hears nothing: it is gone, stopped or out of reach, or its heart does not
+        beat."""
+        return self.lost is not None or self.beatless_s >= BEATLESS_S
+
+    @property
+    def lost(self) -> Why | None:
+        """Why nothing more is to be expected of it, if so."""
+        if self.gone:
+            return "gone"
+        if self.stopped:
+            return "stopped"
+        return "unheard" if self.unheard else None
 
     @property
     def waits(self) -> bool:
         """Whether it waits for others."""
         return self.state.line is not None and not self.frozen
-
-
-Why = Literal["gone", "stopped", "holds the lock", "busy", "sent nothing", "unclear", "unknown"]
-ORDER: tuple[Why, ...] = get_args(Why)
-"""Kinds of evidence, the surest first."""
 
 
 class Culprit(NamedTuple):
@@ -60,23 +78,49 @@ class Culprit(NamedTuple):
     seconds: float
     """For how long."""
     waiting: tuple[int, ...]
-    """The ranks that wait, for it or for others that do."""
+    """The ranks that are known to wait, for it or for others that do: not all that ranks wait for
+    before the first step is in their journals."""
 
 
 def find(views: Mapping[int, View], limit_s: float) -> Culprit | None:
     """The culprit, where a rank has waited for `limit_s` seconds, or for GONE_S for one that is
-    gone, and is still there to tell; else None. Of several the one with the surest evidence, and of
-    these the one that stands still the longest."""
+    gone, and is still there to tell; or a rank that is lost for so long before its first step; else
+    None. Of several the one with the surest evidence, and of these the one that stands still the
+    longest."""
+    waiting = sorted(rank for rank, view in views.items() if view.waits)
+    found = _lost_early(views, limit_s) or _waited_for(views, limit_s)
+    if found is None:
+        return None
+    why, rank, seconds = found
+    return Culprit(rank, why, seconds, tuple(r for r in waiting if r != rank))
+
+
+def _lost_early(views: Mapping[int, View], limit_s: float) -> tuple[Why, int, float] | None:
+    """The evidence against a rank that has not begun to train and of which nothing more is to be
+    expected, and for how long. Its journal may stand still for as long as it works: its heart tells
+    since when it is lost."""
+    lost = [
+        (view.lost, rank, view.beatless_s)
+        for rank, view in views.items()
+        if view.state.step == 0 and view.lost is not None
+        if view.beatless_s >= (GONE_S if view.gone else limit_s)
+    ]
+    if not lost or all(view.frozen for view in views.values()):
+        return None
+    return min(lost, key=lambda found: (ORDER.index(found[0]), -found[2], found[1]))
+
+
+def _waited_for(views: Mapping[int, View], limit_s: float) -> tuple[Why, int, float] | None:
+    """The same for a rank that others have waited for, whatever it does."""
     gone = [found for found in _followed(views, _late(views, GONE_S)) if found[0] == "gone"]
     evidence = gone or list(_followed(views, _late(views, limit_s)))
     if not evidence:
         return None
-    waiting = sorted(rank for rank, view in views.items() if view.waits)
     why, rank = min(
         evidence,
         key=lambda found: (ORDER.index(found[0]), -_seconds(views, found[1]), found[1]),
     )
-    return Culprit(rank, why, _seconds(views, rank), tuple(r for r in waiting if r != rank))
+    return why, rank, _seconds(views, rank)
 
 
 def _late(views: Mapping[int, View], seconds: float) -> list[int]:
@@ -100,10 +144,8 @@ def _followed(views: Mapping[int, View], late: Iterable[int]) -> Iterator[tuple[
         view = views.get(rank)
         if view is None:
             yield "unknown", rank
-        elif view.gone:
-            yield "gone", rank
-        elif view.stopped:
-            yield "stopped", rank
+        elif view.lost is not None:
+            yield view.lost, rank
         elif view.beatless_s >= BEATLESS_S:
             yield "holds the lock", rank
         elif not view.waits:
@@ -130,7 +172,8 @@ def told(culprit: Culprit, views: Mapping[int, View], limit_s: float) -> str:
     """One line on a culprit, for the user."""
     view = views.get(culprit.rank)
     waiting = culprit.waiting
-    who = f"rank{'s' * (len(waiting) > 1)} {ranges(waiting)} wait{'s' * (len(waiting) == 1)}"
+    ranks = f"rank{'s' * (len(waiting) > 1)} {ranges(waiting)}" if waiting else "the job"
+    who = f"{ranks} wait{'s' * (len(waiting) <= 1)}"
     if view is None:
         return (
             f"the job hangs: {who} for rank {culprit.rank}, of which nothing is known, for "
@@ -143,10 +186,10 @@ def told(culprit: Culprit, views: Mapping[int, View], limit_s: float) -> str:
     whose = f"rank {culprit.rank} ({'; '.join(who_it_is)})"
     since = f"for {culprit.seconds:.0f} s{f' at {does}' if does else ''}"
     if culprit.why == "gone":
-        lost = f"rank{'s' * (len(waiting) > 1)} {ranges(waiting)} lost contact with {whose}"
-        return f"{lost}, whose process has ended without a word, {since}"
+        return f"{ranks} lost contact with {whose}, whose process has ended without a word, {since}"
     what = {
         "stopped": "is stopped by a signal",
+        "unheard": "is on a node of which nothing is heard any more",
         "holds the lock": "does not answer, as something holds Python's lock",
         "busy": "comes no further",
         "sent nothing": "waits as well, and what it has sent does not arrive",

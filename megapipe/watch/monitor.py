@@ -3,9 +3,9 @@
 It reads the journals of the node's ranks four times a second, and no rank can hold it up. Where one
 has waited for its peers for longer than the limit, or for seconds for one whose process is gone, it
 finds out for whom (:mod:`megapipe.watch.culprit`), has all ranks of the node write down their
-stacks, and gives the verdict to the ranks, which end by it; those that cannot are killed. Of
-several nodes one monitor decides, to which the others tell what they see
-(:mod:`megapipe.watch.nodes`).
+stacks, and gives the verdict to the ranks, which end by it; those that cannot are killed. Before
+the first step it does so where a rank is lost, whoever waits. Of several nodes one monitor decides,
+to which the others tell what they see (:mod:`megapipe.watch.nodes`).
 
 It ends when its ranks have ended. Signals that a terminal or a launcher sends to all are not for
 it.
@@ -39,6 +39,8 @@ STACKS_S = 0.2
 END_S = 4.0
 """How long ranks may take to end by a verdict; those that cannot hear it are killed when the others
 have ended, whose exit code is then that of the job."""
+SAY_S = 2.0
+"""How long ranks of other nodes may take to tell the store of a verdict that they have heard."""
 VERDICT = "verdict"
 """The file that has it, and the folder of the report."""
 STACKS = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -133,11 +135,15 @@ class Monitor:
             if verdict is not None:
                 self._end(verdict)
                 break
-        if self._hub is not None:
-            self._hub.await_all()
+        else:
+            if self._spoke is not None and self._spoke.is_heard:
+                self._spoke.exchange(self._own(), last=True)  # some may be gone
 
     def _is_needed(self) -> bool:
-        """Whether there are ranks, or there may be some soon."""
+        """Whether there are ranks, here or where others look who ask this monitor, or there may be
+        some soon."""
+        if self._hub is not None and self._hub.is_asked:
+            return True
         if self._ranks:
             return not all(rank.ended for rank in self._ranks.values())
         return os.getppid() == self._settings.starter
@@ -153,17 +159,20 @@ class Monitor:
     def _verdict(self) -> str | None:
         """One line on a hang; None as long as there is none."""
         limit = self._settings.limit_s
-        own = {number: rank.view() for number, rank in self._ranks.items() if not rank.state.left}
+        own = self._own()
         if self._spoke is not None and self._spoke.is_heard:
             return self._spoke.exchange(own)
-        views = {**own, **(self._hub.views() if self._hub is not None else {})}
+        other = self._hub or self._spoke
+        views = {**own, **(other.views() if other is not None else {})}
         culprit = find(views, limit)
-        if culprit is None:
-            return None
-        verdict = told(culprit, views, limit)
+        verdict = told(culprit, views, limit) if culprit is not None else None
         if self._hub is not None:
-            self._hub.tell(verdict)
+            self._hub.tell(verdict, own)
         return verdict
+
+    def _own(self) -> dict[int, View]:
+        """The ranks of this node that have not left."""
+        return {number: rank.view() for number, rank in self._ranks.items() if not rank.state.left}
 
     def _end(self, verdict: str) -> None:
         """Have the ranks end, by a line that says why."""
@@ -175,8 +184,12 @@ class Monitor:
         (self._folder / f".{VERDICT}").rename(self._folder / VERDICT)
         for rank in self._ranks.values():
             rank.reader.tell()
-        until = time.monotonic() + END_S
-        while time.monotonic() < until and not all(
+        began = time.monotonic()
+        if self._hub is not None:
+            self._hub.await_all()
+        if self._hub is not None or self._spoke is not None:
+            time.sleep(SAY_S)
+        while time.monotonic() < began + END_S and not all(
             rank.ended or rank.view().frozen for rank in self._ranks.values()
         ):
             time.sleep(LOOK_S / 5)

@@ -2,6 +2,7 @@
 
 They talk over connections of their own, in lines of JSON, because the rendezvous store may be in
 a rank that is stopped. Who connects has to know a word that ranks have shared through that store.
+Where one is heard no more, the other keeps what it has told last: with its node its ranks are lost.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from megapipe.watch.culprit import View
 from megapipe.watch.journal import State
@@ -33,29 +33,32 @@ class Hub:
         self._token = token
         self._listens = socket.socket(fileno=listens)
         self._lock = threading.Lock()
-        self._seen: dict[int, tuple[float, Mapping[int, View]]] = {}
-        """The time and the content of the last message of each connection."""
+        self._told: dict[int, _Told] = {}
+        """The last message of each connection."""
         self._verdict: str | None = None
+        self._answer = _message(None, {})
         threading.Thread(target=self._accept, daemon=True).start()
 
     def views(self) -> dict[int, View]:
         """The ranks of the other nodes."""
-        found: dict[int, View] = {}
-        now = time.monotonic()
         with self._lock:
-            for when, views in self._seen.values():
-                if now - when < SILENT_S:
-                    found |= {rank: _older(view, now - when) for rank, view in views.items()}
-        return found
+            return {rank: view for told in self._told.values() for rank, view in told.now().items()}
 
-    def tell(self, verdict: str) -> None:
-        """Answer the monitors with the verdict from now on."""
+    def tell(self, verdict: str | None, own: Mapping[int, View]) -> None:
+        """Answer the other monitors with the verdict, and the ranks of this node, from now on."""
+        self._answer = _message(verdict, own)
         self._verdict = verdict
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether there are monitors that are to be answered."""
+        with self._lock:
+            return any(told.is_heard for told in self._told.values())
+
     def await_all(self) -> None:
-        """Wait until all have heard it, for as long as they are there to hear."""
+        """Wait until all have heard the verdict, for as long as they are there to hear."""
         until = time.monotonic() + SILENT_S
-        while self._seen and time.monotonic() < until:
+        while self.is_asked and time.monotonic() < until:
             time.sleep(0.05)
 
     def _accept(self) -> None:
@@ -78,14 +81,16 @@ class Hub:
             if not hmac.compare_digest(file.readline(200).strip(), self._token.encode()):
                 return
             while line := file.readline(LONGEST):
+                _, views = _read(line)
                 with self._lock:
-                    self._seen[number] = time.monotonic(), _views(json.loads(line))
-                answer = self._verdict
-                connection.sendall((json.dumps(answer) + "\n").encode())
-                if answer is not None:
+                    self._told[number] = _Told(views)
+                over = self._verdict is not None
+                connection.sendall(self._answer)
+                if over:
                     break
         with self._lock:
-            self._seen.pop(number, None)
+            if number in self._told:
+                self._told[number].ended = True
 
 
 class Spoke:
@@ -93,7 +98,7 @@ class Spoke:
 
     def __init__(self, address: tuple[str, int], token: str) -> None:
         self._connection: socket.socket | None = None
-        self._last = 0.0
+        self._told: _Told | None = None
         with contextlib.suppress(OSError):
             self._connection = socket.create_connection(address, timeout=SILENT_S)
             self._connection.sendall(f"{token}\n".encode())
@@ -104,29 +109,65 @@ class Spoke:
         """Whether the other has answered so far."""
         return self._connection is not None
 
-    def exchange(self, views: Mapping[int, View]) -> str | None:
-        """Tell what is to be seen here, now and then; returns the verdict, if there is one."""
+    def views(self) -> dict[int, View]:
+        """The ranks of the other's node."""
+        return {} if self._told is None else self._told.now()
+
+    def exchange(self, views: Mapping[int, View], *, last: bool = False) -> str | None:
+        """Tell what is to be seen here, now and then and at last; returns the verdict, if there is
+        one."""
         assert self._connection is not None
-        if time.monotonic() < self._last + EVERY_S:
+        told = self._told
+        if told is not None and time.monotonic() < told.when + EVERY_S and not last:
             return None
-        self._last = time.monotonic()
         try:
-            text = json.dumps({rank: [[*view.state], *view[1:]] for rank, view in views.items()})
-            self._connection.sendall(f"{text}\n".encode())
-            line = self._answers.readline(LONGEST)
-            verdict: str | None = json.loads(line)
+            self._connection.sendall(_message(None, views))
+            verdict, others = _read(self._answers.readline(LONGEST))
         except (OSError, ValueError):
             self._connection.close()
             self._connection = None
+            if told is not None:
+                told.ended = True
             return None
+        self._told = _Told(others)
         return verdict
 
 
-def _views(told: Mapping[str, Any]) -> dict[int, View]:
-    """Views out of what JSON makes of them."""
-    return {int(rank): View(State(*state), *rest) for rank, (state, *rest) in told.items()}
+class _Told:
+    """What a monitor has told in one message."""
+
+    def __init__(self, views: Mapping[int, View]) -> None:
+        self.when = time.monotonic()
+        self.ended = False
+        """Whether its connection has."""
+        self._views = views
+
+    @property
+    def is_heard(self) -> bool:
+        return not self.ended and time.monotonic() < self.when + SILENT_S
+
+    def now(self) -> dict[int, View]:
+        """The views after the time in which nothing was heard."""
+        seconds, lost = time.monotonic() - self.when, not self.is_heard
+        return {
+            rank: view._replace(
+                still_s=view.still_s + seconds, beatless_s=view.beatless_s + seconds, unheard=lost
+            )
+            for rank, view in self._views.items()
+        }
 
 
-def _older(view: View, seconds: float) -> View:
-    """A view after so many seconds in which nothing was heard."""
-    return view._replace(still_s=view.still_s + seconds, beatless_s=view.beatless_s + seconds)
+def _message(verdict: str | None, views: Mapping[int, View]) -> bytes:
+    """A line of JSON."""
+    told = {rank: [[*view.state], *view[1:]] for rank, view in views.items()}
+    return f"{json.dumps([verdict, told])}\n".encode()
+
+
+def _read(line: bytes) -> tuple[str | None, dict[int, View]]:
+    """The verdict and the views of a message; raises ValueError if it is none."""
+    try:
+        verdict, told = json.loads(line)
+        views = {int(rank): View(State(*state), *rest) for rank, (state, *rest) in told.items()}
+    except TypeError:
+        raise ValueError("another version of this file is at work there") from None
+    return verdict, views

@@ -406,7 +406,7 @@ def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: str) -> Non
     assert process.exitcode == (3 if loss == "a word" else 4)
     lost = {
         "a word": "",
-        "gone": "megapipe: error: rank 1 lost the rendezvous store\n",
+        "gone": f"megapipe: error: rank 1 lost the rendezvous store at 127.0.0.1:{port}\n",
         "mute": f"megapipe: error: rank 1 lost the rendezvous store at 127.0.0.1:{port}: no answer "
         "for 1 s (by parallel.timeout_s)\n",
     }

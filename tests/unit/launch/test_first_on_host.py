@@ -36,13 +36,13 @@ class Shelf:
 def call_all(shelf: Shelf, store: Store, timeout_s: float = 20.0) -> list[object]:
     results: list[object] = []
 
-    def call() -> None:
+    def call(rank: int) -> None:
         try:
-            results.append(rendezvous.first_on_host(store, "book", shelf.take, timeout_s))
+            results.append(rendezvous.first_on_host(store, rank, "book", shelf.take, timeout_s))
         except Exception as error:
             results.append(error)
 
-    threads = [threading.Thread(target=call) for _ in range(N)]
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(N)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -75,6 +75,6 @@ def test_an_error_is_that_of_all_or_lets_the_others_try(error: MegapipeError) ->
 
 def test_a_first_that_never_comes_back_is_one_line() -> None:
     store = HashStore()
-    store.add(f"book on {rendezvous.socket.gethostname()}", 1)
-    with pytest.raises(LaunchError, match=r"^book: another process of .* took more than 1 s"):
-        rendezvous.first_on_host(store, "book", lambda: None, 1.0)
+    store.set(f"book on {rendezvous.socket.gethostname()}", "3")
+    with pytest.raises(LaunchError, match=r"^book: rank 3, the first on .*, took more than 1 s"):
+        rendezvous.first_on_host(store, 1, "book", lambda: None, 1.0)

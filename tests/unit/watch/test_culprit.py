@@ -19,12 +19,14 @@ def view(
     beatless_s: float = 0.1,
     stopped: bool = False,
     gone: bool = False,
+    unheard: bool = False,
+    step: int = 3,
 ) -> View:
     given = {} if line is None else {line: exchange}
     state = State(
-        7, 9, 3, "F stage 0", "pp 0", {**given, **(begun or {})}, line, exchange, heeds, False
+        7, 9, step, "F stage 0", "pp 0", {**given, **(begun or {})}, line, exchange, heeds, False
     )
-    return View(state, still_s, beatless_s, stopped, "node1", gone)
+    return View(state, still_s, beatless_s, stopped, "node1", gone, unheard)
 
 
 def test_nobody_who_waits_is_no_hang() -> None:
@@ -107,6 +109,51 @@ def test_a_rank_that_is_gone() -> None:
     assert find(views, LIMIT_S) is None, "it may hear of it by itself"
     views = {0: waits, 1: gone._replace(gone=False, stopped=True), 2: stopped}
     assert find(views, LIMIT_S) is None, "who is there may go on"
+
+
+def test_a_rank_whose_node_is_not_heard() -> None:
+    """It is to blame rather than one that waits for it on yet another node."""
+    views = {
+        0: view(GROUP, 4, (0, 1, 2)),
+        1: view(begun={GROUP: 3}),
+        2: view(begun={GROUP: 3}, unheard=True),
+    }
+    found = find(views, LIMIT_S)
+    assert found == Culprit(2, "unheard", LIMIT_S, (0,))
+    assert told(found, views, LIMIT_S) == (
+        "the job hangs: rank 2 (pp 0; process 7 on node1) is on a node of which nothing is heard "
+        "any more, for 10 s at step 3: F stage 0; rank 0 waits for it (parallel.timeout_s=10)"
+    )
+
+
+def test_before_the_first_step_a_rank_may_work_for_as_long_as_it_likes() -> None:
+    hours = 20 * 3600.0
+    works = view(step=0, still_s=hours)
+    others = {0: view(step=0, still_s=hours), 2: view(step=0, still_s=hours)}
+    assert find({**others, 1: works}, LIMIT_S) is None
+    locks = works._replace(beatless_s=hours)
+    assert find({**others, 1: locks}, LIMIT_S) is None, "its code does not let its heart beat"
+
+
+def test_a_rank_that_is_lost_before_the_first_step() -> None:
+    """Nobody is noted to wait for it."""
+    works, hours = view(step=0, still_s=3600.0), 3600.0
+    for lost, limit_s in (("gone", GONE_S), ("stopped", LIMIT_S), ("unheard", LIMIT_S)):
+        silent = view(step=0, still_s=hours, beatless_s=limit_s)._replace(**{lost: True})
+        assert find({0: works, 1: silent}, LIMIT_S) == Culprit(1, lost, limit_s, ())  # type: ignore[arg-type]
+        earlier = silent._replace(beatless_s=limit_s - 0.1)
+        assert find({0: works, 1: earlier}, LIMIT_S) is None
+        assert find({0: silent, 1: silent}, LIMIT_S) is None, "nobody is left"
+    found = Culprit(1, "gone", GONE_S, ())
+    assert told(found, {1: works}, LIMIT_S) == (
+        "the job lost contact with rank 1 (pp 0; process 7 on node1), whose process has ended "
+        "without a word, for 5 s at F stage 0"
+    )
+    found = Culprit(1, "stopped", LIMIT_S, ())
+    assert told(found, {1: works}, LIMIT_S) == (
+        "the job hangs: rank 1 (pp 0; process 7 on node1) is stopped by a signal, for 10 s at "
+        "F stage 0; the job waits for it (parallel.timeout_s=10)"
+    )
 
 
 def test_the_line_for_the_user() -> None:

@@ -41,10 +41,14 @@ def test_views_arrive_and_the_verdict_comes_back(hub: tuple[Hub, tuple[str, int]
     assert seen.state == VIEW.state._replace(heeds=[0, 1])  # type: ignore[arg-type]
     assert 4.0 <= seen.still_s < 6.0
     assert seen.host == "node1"
-    here.tell("it is rank 1")
+    here.tell(None, {7: VIEW})
+    assert [spoke.exchange({}) for spoke in spokes] == [None] * 2
+    assert spokes[0].views()[7].host == "node1", "of the node of the one that decides"
+    here.tell("it is rank 1", {})
     assert [spoke.exchange({}) for spoke in spokes] == ["it is rank 1"] * 2
     here.await_all()
-    assert soon(lambda: not here.views())
+    assert not here.is_asked
+    assert not here.views()
 
 
 def test_a_stranger_is_not_heard(hub: tuple[Hub, tuple[str, int]]) -> None:
@@ -55,23 +59,49 @@ def test_a_stranger_is_not_heard(hub: tuple[Hub, tuple[str, int]]) -> None:
     assert not here.views()
 
 
-def test_a_monitor_that_is_gone_is_forgotten(hub: tuple[Hub, tuple[str, int]]) -> None:
+def test_the_last_words_of_a_monitor_are_kept(hub: tuple[Hub, tuple[str, int]]) -> None:
+    """Its ranks may be gone, and it ends with them."""
     here, address = hub
     spoke = Spoke(address, "a word")
     spoke.exchange({5: VIEW})
+    assert not here.views()[5].unheard
+    assert here.is_asked
+    spoke.exchange({5: VIEW._replace(gone=True)}, last=True)
     assert spoke._connection is not None
     spoke._connection.close()
     spoke._answers.close()
-    assert soon(lambda: not here.views())
+    assert soon(lambda: here.views()[5].unheard)
+    assert here.views()[5].gone
+    assert not here.is_asked
 
 
-def test_what_nobody_tells_any_more_is_not_believed(
+def test_a_node_that_is_silent(
     hub: tuple[Hub, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its connection stays open."""
     here, address = hub
-    Spoke(address, "a word").exchange({5: VIEW})
+    here.tell(None, {2: VIEW})
+    spoke = Spoke(address, "a word")
+    spoke.exchange({5: VIEW})
+    assert not here.views()[5].unheard
     monkeypatch.setattr(nodes, "SILENT_S", 0.0)
-    assert not here.views()
+    assert here.views()[5].unheard
+    assert spoke.views()[2].unheard
+    assert not here.is_asked
+
+
+def test_the_node_of_the_one_that_decides_is_lost(hub: tuple[Hub, tuple[str, int]]) -> None:
+    here, address = hub
+    here.tell(None, {2: VIEW})
+    spoke = Spoke(address, "a word")
+    spoke.exchange({5: VIEW})
+    assert not spoke.views()[2].unheard
+    here.tell("it ends the connection", {})
+    assert spoke.exchange({5: VIEW}) is not None
+    assert spoke.exchange({5: VIEW}) is None
+    assert not spoke.is_heard
+    spoke = Spoke(address, "another word")
+    assert not spoke.views(), "nothing was ever told"
 
 
 def test_without_a_hub_each_decides_alone() -> None:
