@@ -42,8 +42,8 @@ from megapipe.launch.supervisor import Supervisor, line
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+    from megapipe.launch.agent import Agent
     from megapipe.launch.meeting import Meeting
 
 STOPPED = (signal.SIGTERM, *NOTICES)
@@ -92,7 +92,7 @@ def launch(
         meeting = _meeting(nproc, nodes, endpoints, rdzv_id, rdzv_timeout_s, last_call_s)
         while True:
             with _newcomers(meeting, file):
-                code = _run(_agent(command, nproc, meeting), relay, meeting)
+                code = _run(_agent(command, nproc, meeting, relay.handed_on), relay, meeting)
             done = progress.read(file) if file is not None else progress.Progress()
             again = supervisor.again(code, done) if not relay.handed_on else None
             if again is None or file is None:
@@ -159,11 +159,14 @@ def _newcomers(meeting: Meeting, file: Path | None) -> Iterator[None]:
         over.set()
 
 
-def _agent(command: Sequence[str], nproc: int, meeting: Meeting) -> LocalElasticAgent:
+def _agent(
+    command: Sequence[str], nproc: int, meeting: Meeting, handed_on: Container[int]
+) -> Agent:
     """torchrun's agent, for one start of the job."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    from megapipe.launch.agent import Agent
 
     spec = WorkerSpec(
         role="megapipe",
@@ -176,17 +179,17 @@ def _agent(command: Sequence[str], nproc: int, meeting: Meeting) -> LocalElastic
     )
     # the agent's own handler would end the ranks: it gets a signal that nobody sends
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
-    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
+    return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), handed_on=handed_on)
 
 
-def _run(agent: LocalElasticAgent, relay: _Relay, meeting: Meeting) -> int:
+def _run(agent: Agent, relay: _Relay, meeting: Meeting) -> int:
     """Start the ranks and wait for their end; returns the exit code."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     group = agent.get_worker_group()
     relay.pids = lambda: [worker.id for worker in group.workers if worker.id]
-    ends = Ends(relay.pids, relay.leave)
+    ends = Ends(relay.pids, lambda: agent.has_failed, relay.leave)
     ends.start()
     try:
         result = agent.run()
@@ -194,11 +197,14 @@ def _run(agent: LocalElasticAgent, relay: _Relay, meeting: Meeting) -> int:
         raise LaunchError(f"the nodes do not meet at {meeting.where}: {error}") from None
     finally:
         ends.over.set()
-    return _exit_code(result, relay, ends.killed)
+    return _exit_code(result, relay, ends.killed, agent.before)
 
 
-def _exit_code(result: RunResult, relay: _Relay, stopped: Container[int]) -> int:
-    """The exit code of a job on this node, of which nothing has been said if a rank was killed.
+def _exit_code(
+    result: RunResult, relay: _Relay, stopped: Container[int], before: int | None
+) -> int:
+    """The exit code of a job on this node, of which nothing has been said if a rank was killed,
+    unless another process has failed `before`, with this code.
 
     Those that were `stopped`, and killed for that, had not failed."""
     failures = sorted(result.failures.items(), key=lambda failure: failure[1].pid in stopped)
@@ -212,6 +218,12 @@ def _exit_code(result: RunResult, relay: _Relay, stopped: Container[int]) -> int
             say(_stopped(signal.Signals(number), "before the ranks had begun"))
             return Preempted.exit_code
         if number not in relay.handed_on:
+            if before is not None:
+                return before
+            if failure.pid in stopped:
+                error = LaunchError(f"rank {rank} was stopped by a signal, and others have ended")
+                say(error)
+                return error.exit_code
             _say_killed(rank, signal.Signals(number))
         return 128 + number
     return 0

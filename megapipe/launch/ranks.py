@@ -22,14 +22,21 @@ LATE_S = 1.0
 
 
 class Ends(threading.Thread):
-    """Kills ranks that are stopped where another has ended, and calls `late` with the exit code
-    where all have ended, one failed, and the agent, which asks for it first, does not."""
+    """Kills ranks that are stopped where another has ended or the job `has_failed`, and calls
+    `late` with the exit code where all have ended, one failed, and the agent, which asks for it
+    first, does not."""
 
-    def __init__(self, pids: Callable[[], list[int]], late: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        pids: Callable[[], list[int]],
+        has_failed: Callable[[], bool],
+        late: Callable[[int], object],
+    ) -> None:
         super().__init__(daemon=True)
         self.over = threading.Event()
         """Set when the agent has noticed the end of the ranks."""
         self._pids = pids
+        self._has_failed = has_failed
         self._late = late
         self.killed = set[int]()
         """The ranks that it has killed."""
@@ -43,8 +50,8 @@ class Ends(threading.Thread):
             pids = self._pids()
             running = [pid for pid in pids if not _has_ended(pid)]
             if code is None:
-                code = next((c for pid in pids if (c := _exit_code(pid)) not in (None, 0)), None)
-            if len(running) < len(pids):
+                code = next((c for pid in pids if (c := exit_code(pid)) not in (None, 0)), None)
+            if len(running) < len(pids) or self._has_failed():
                 for pid in running:
                     if is_stopped(pid):
                         self.killed.add(pid)
@@ -64,7 +71,7 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-def _exit_code(pid: int) -> int | None:
+def exit_code(pid: int) -> int | None:
     """The exit code of a child that nobody has asked for it yet, 128 + n for signal n; else
     None."""
     try:

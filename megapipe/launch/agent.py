@@ -1,0 +1,99 @@
+"""torchrun's agent, which tells all nodes at once where a rank of its own has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+from collections.abc import Container
+from typing import Any
+
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from megapipe.answers import Mute, within
+from megapipe.launch.ranks import exit_code
+from megapipe.launch.rendezvous import of_ranks
+from megapipe.launch.shutdown import FAILED, claim
+
+ANSWER_S = 0.5
+"""How long the store may take to answer: less than :class:`~megapipe.launch.ranks.Ends` waits."""
+LOOK_S = 0.5
+"""How long it may take to notice that the ranks have ended."""
+
+
+class Agent(LocalElasticAgent):
+    """An agent whose ranks meet as :mod:`megapipe.launch.rendezvous` says.
+
+    A rank that is killed, or fails before it has met the others, says nothing to those of other
+    nodes, so this claims its failure. The rank's neighbours, which torchrun's agent is about to ask
+    to stop, then know why.
+    """
+
+    def __init__(self, *given: Any, handed_on: Container[int], **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.before: int | None = None
+        """The exit code of a failure that another process has claimed before a rank failed here."""
+        self._handed_on = handed_on
+        self._claimed = False
+        self._heard: list[int] = []
+        """The exit code of the job's failure, once there is one."""
+        self._alone = threading.Event()
+        """Set when the store is gone, and with it the node that hosts it."""
+        self._over = threading.Event()
+        self._ear: threading.Thread | None = None
+
+    def run(self, *given: Any) -> RunResult:
+        try:
+            return super().run(*given)
+        finally:
+            self._over.set()
+            if self._ear is not None:
+                self._ear.join(ANSWER_S)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the job has, on whatever node."""
+        return bool(self._heard) or self._alone.is_set()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        store = _store(worker_group)
+        with contextlib.suppress(DistError, Mute):
+            own = within(ANSWER_S, store.clone)  # type: ignore[attr-defined]
+            self._ear = threading.Thread(target=self._hear, args=(own,), daemon=True)
+            self._ear.start()
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = (exit_code(worker.id) for worker in worker_group.workers)
+        code = next((code for code in codes if code), None)
+        if code is not None and not self._claimed and code - 128 not in self._handed_on:
+            self._claimed = True
+            self.before = next(iter(self._heard), None)
+            if self.before is None:
+                store = _store(worker_group)
+                with contextlib.suppress(DistError, Mute):
+                    self.before = within(ANSWER_S, lambda: claim(store, code))
+        return super()._monitor_workers(worker_group)
+
+    def _hear(self, store: Store) -> None:
+        """Wait for a failure of the job while it runs, over a connection of its own: the store may
+        answer nobody."""
+        while not self._over.is_set():
+            try:
+                store.wait([FAILED], datetime.timedelta(seconds=LOOK_S))
+                self._heard.append(int(store.get(FAILED)))
+                return
+            except DistStoreError:
+                pass
+            except DistError:
+                self._alone.set()
+                return
+
+
+def _store(worker_group: WorkerGroup) -> Store:
+    """That of the ranks."""
+    assert isinstance(worker_group.store, PrefixStore)
+    return of_ranks(worker_group.store.underlying_store)
