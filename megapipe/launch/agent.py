@@ -19,8 +19,8 @@ from megapipe.launch.shutdown import FAILED, claim
 
 ANSWER_S = 0.5
 """How long the store may take to answer: less than :class:`~megapipe.launch.ranks.Ends` waits."""
-LOOK_S = 0.5
-"""How long it may take to notice that the ranks have ended."""
+LOOK_S = 0.25
+"""How long the thread that waits for a failure may take to notice that the ranks have ended."""
 
 
 class Agent(LocalElasticAgent):
@@ -50,19 +50,20 @@ class Agent(LocalElasticAgent):
         finally:
             self._over.set()
             if self._ear is not None:
-                self._ear.join(ANSWER_S)
+                self._ear.join(LOOK_S + ANSWER_S)  # no thread may come out of C++ at Python's end
 
     @property
     def has_failed(self) -> bool:
-        """Whether the job has, on whatever node."""
+        """Whether the job has on another node, as far as is known."""
         return bool(self._heard) or self._alone.is_set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        store = _store(worker_group)
-        with contextlib.suppress(DistError, Mute):
-            own = within(ANSWER_S, store.clone)  # type: ignore[attr-defined]
-            self._ear = threading.Thread(target=self._hear, args=(own,), daemon=True)
-            self._ear.start()
+        if (worker_group.group_world_size or 1) > 1:  # nodes
+            store = _store(worker_group)
+            with contextlib.suppress(DistError, Mute):
+                own = within(ANSWER_S, store.clone)  # type: ignore[attr-defined]
+                self._ear = threading.Thread(target=self._hear, args=(own,), daemon=True)
+                self._ear.start()
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 

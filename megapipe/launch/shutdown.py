@@ -51,6 +51,9 @@ HANG_LINGER_S = 2.0
 """Of the host of the store where the job hangs: whoever can hear that, hears it at once."""
 PATIENCE_S = 10.0
 """How long processes wait for each other that have not met yet: torch takes its time to load."""
+NAMED_S = 2.5
+"""How long a monitor may take to name the rank with which this one has lost contact: less than
+:data:`GRACE_S`."""
 FAILED = "failed"
 
 
@@ -78,6 +81,9 @@ class Shutdown:
         self.answer_s: float | None = None
         """How long the store may take to tell who speaks, if not as long as ever."""
         self.cleanup: Callable[[], None] = lambda: None
+        self.lost_contact: Callable[[], bool] = lambda: False
+        """Asks a monitor, if there is one, to name the rank with which contact is lost, by
+        :meth:`hangs`."""
         self._store = store
         self._leaving = threading.Event()
         self._ender = threading.RLock()
@@ -110,20 +116,21 @@ class Shutdown:
 
     def _await_failure(self) -> Store | None:
         """Wait until another process says that it has failed; returns a connection to the store,
-        or None if the store is gone."""
+        or None if the store is gone or this process leaves."""
         from torch.distributed import DistNetworkError, DistStoreError
 
         try:
             with unless_within(self.timeout_s, self._mute):
                 store: Store = self._store.clone()  # type: ignore[attr-defined]
-            while True:
+            while not self._leaving.is_set():
                 late = unless_within(SIGN_S + self.timeout_s, self._mute)
                 with late, contextlib.suppress(DistStoreError):
                     store.wait([FAILED], datetime.timedelta(seconds=SIGN_S))
                     self._known = int(store.get(FAILED))
                     return store
         except DistNetworkError:
-            return None
+            pass
+        return None
 
     def _mute(self) -> None:
         """End without the store, which does not answer; a thread that ends this process already
@@ -215,16 +222,22 @@ class Shutdown:
 
         Only the first rank to fail shows the traceback of a bug. Returns the exit code.
         """
-        self._ender.acquire()
+        from torch.distributed import DistNetworkError
+
         if self.info.world > 1 and is_communication(error):
+            self._await_name()
+            self._ender.acquire()
             reason = re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0]
-            lost = LaunchError(f"rank {self.info.rank} lost contact with a peer: {reason}")
+            of_store = isinstance(error, DistNetworkError)
+            whom = self._place() if of_store else "contact with a peer"
+            lost = LaunchError(f"rank {self.info.rank} lost {whom}: {reason}")
             with self._deadline(lost):
                 code = self._failure_of_peer(1.0)
             if code is None:
                 return self.report(lost)
             self.leave(code)
             return code
+        self._ender.acquire()
         self._leaving.set()
         with self._deadline(MegapipeError(f"a bug: {type(error).__name__}: {error}")):
             first = self._claim(1)
@@ -232,6 +245,13 @@ class Shutdown:
             show_trace(error)
         self.leave(1)
         return 1
+
+    def _await_name(self) -> None:
+        """Wait for a monitor to name the rank with which contact is lost, which ends this process,
+        as long as no peer says that it has failed by itself."""
+        until = time.monotonic() + NAMED_S * self.lost_contact()
+        while self._known is None and time.monotonic() < until:
+            time.sleep(0.05)
 
     def leave(self, code: int = 0) -> None:
         """Tell the store that this process is done with it; the host of the store waits for all.

@@ -111,6 +111,7 @@ def start(
                 flight_record=flight_record,
                 end=ending.hangs,
             )
+            ending.lost_contact = watch.lost_contact
             journal = watch.journal
             journal.does(text("meeting the others"))
         tokenizer = rendezvous.first_on_host(

@@ -84,26 +84,33 @@ class Culprit(NamedTuple):
 
 def find(views: Mapping[int, View], limit_s: float) -> Culprit | None:
     """The culprit, where a rank has waited for `limit_s` seconds, or for GONE_S for one that is
-    gone, and is still there to tell; or a rank that is lost for so long before its first step; else
-    None. Of several the one with the surest evidence, and of these the one that stands still the
-    longest."""
+    gone, and is still there to tell; or a rank that is lost for so long before its first step, or
+    that is gone where one has lost contact; else None. Of several the one with the surest evidence,
+    and of these the one that stands still the longest."""
     waiting = sorted(rank for rank, view in views.items() if view.waits)
-    found = _lost_early(views, limit_s) or _waited_for(views, limit_s)
+    found = _lost(views, limit_s) or _waited_for(views, limit_s)
     if found is None:
         return None
     why, rank, seconds = found
     return Culprit(rank, why, seconds, tuple(r for r in waiting if r != rank))
 
 
-def _lost_early(views: Mapping[int, View], limit_s: float) -> tuple[Why, int, float] | None:
-    """The evidence against a rank that has not begun to train and of which nothing more is to be
-    expected, and for how long. Its journal may stand still for as long as it works: its heart tells
-    since when it is lost."""
+def _lost(views: Mapping[int, View], limit_s: float) -> tuple[Why, int, float] | None:
+    """The evidence against a rank of which nothing more is to be expected, and for how long, where
+    nobody has to be seen to wait for it. Its journal may stand still for as long as it works: its
+    heart tells since when it is lost."""
+    contact = any(view.state.lost_contact for view in views.values())
+
+    def enough(view: View) -> bool:
+        if view.gone and contact:
+            return True
+        patience_s = GONE_S if view.gone else limit_s
+        return view.state.step == 0 and view.beatless_s >= patience_s
+
     lost = [
         (view.lost, rank, view.beatless_s)
         for rank, view in views.items()
-        if view.state.step == 0 and view.lost is not None
-        if view.beatless_s >= (GONE_S if view.gone else limit_s)
+        if view.lost is not None and enough(view)
     ]
     if not lost or all(view.frozen for view in views.values()):
         return None
@@ -184,9 +191,9 @@ def told(culprit: Culprit, views: Mapping[int, View], limit_s: float) -> str:
     step = f"step {state.step}" if state.step else ""
     does = ": ".join(part for part in (step, state.does) if part)
     whose = f"rank {culprit.rank} ({'; '.join(who_it_is)})"
-    since = f"for {culprit.seconds:.0f} s{f' at {does}' if does else ''}"
+    at = f" at {does}" if does else ""
     if culprit.why == "gone":
-        return f"{ranks} lost contact with {whose}, whose process has ended without a word, {since}"
+        return f"{ranks} lost contact with {whose}, whose process has ended without a word{at}"
     what = {
         "stopped": "is stopped by a signal",
         "unheard": "is on a node of which nothing is heard any more",
@@ -195,4 +202,7 @@ def told(culprit: Culprit, views: Mapping[int, View], limit_s: float) -> str:
         "sent nothing": "waits as well, and what it has sent does not arrive",
         "unclear": "waits for an exchange that all its members have begun",
     }[culprit.why]
-    return f"the job hangs: {whose} {what}, {since}; {who} for it (parallel.timeout_s={limit_s:g})"
+    return (
+        f"the job hangs: {whose} {what}, for {culprit.seconds:.0f} s{at}; {who} for it "
+        f"(parallel.timeout_s={limit_s:g})"
+    )

@@ -22,10 +22,11 @@ from megapipe.watch.own_time import OwnTime
 
 T = TypeVar("T")
 
-PID, BEATS, STEP, LINE, EXCHANGE, VERDICT, LEFT = range(7)
+PID, BEATS, STEP, LINE, EXCHANGE, VERDICT, LEFT, LOST = range(8)
 """Words of a journal: the process; how often its heart has beaten; the step that it trains, counted
 from 1; the line that it waits at, counted from 1, and the number of the exchange there; 1 once the
-monitor has found that the job hangs; 1 once the rank is leaving."""
+monitor has found that the job hangs; 1 once the rank is leaving; 1 once it has lost contact with
+another."""
 _FIRST = 8
 WORDS = 512
 """Words of 8 bytes: those above, and a count of exchanges for each line."""
@@ -139,6 +140,8 @@ class State(NamedTuple):
     heeds: tuple[int, ...]
     """... and the ranks that it may be waiting for."""
     left: bool
+    lost_contact: bool = False
+    """It has lost contact with another, and cannot tell with whom."""
 
 
 class Reader:
@@ -180,6 +183,7 @@ class Reader:
             exchange=words[EXCHANGE],
             heeds=lines[at][1] if known else (),
             left=bool(words[LEFT]),
+            lost_contact=bool(words[LOST]),
         )
 
     def _known_lines(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -199,8 +199,10 @@ class Monitor:
     def _report(self) -> Path | None:
         """Write down what all ranks of the node do; returns the folder, None if none can be made.
 
-        A rank that is stopped writes its stacks if it ever goes on.
+        A rank that is stopped writes its stacks if it ever goes on. `noticed` is when the monitor
+        has found or heard that the job hangs, in seconds since 1970.
         """
+        noticed = time.time()
         for rank in self._ranks.values():
             rank.send(STACKS)
         time.sleep(STACKS_S)
@@ -214,7 +216,7 @@ class Monitor:
                 if stacks.exists():
                     text = stacks.read_text(encoding="utf-8", errors="replace")
                     write_beneath(report, f"{PREFIX}{number}.txt", text)
-                view = rank.view()._asdict() | {"state": rank.state._asdict()}
+                view = rank.view()._asdict() | {"state": rank.state._asdict(), "noticed": noticed}
                 write_beneath(report, f"{PREFIX}{number}.json", json.dumps(view, indent=1) + "\n")
         except OSError:
             return None

@@ -20,7 +20,7 @@ from typing import IO, Any, Protocol
 
 from megapipe.beneath import open_beneath
 from megapipe.processes import machine
-from megapipe.watch.journal import BEATS, LEFT, PREFIX, Journal
+from megapipe.watch.journal import BEATS, LEFT, LOST, PREFIX, Journal
 from megapipe.watch.journal import VERDICT as TOLD
 from megapipe.watch.monitor import STACKS, VERDICT, Settings
 
@@ -77,6 +77,12 @@ class Watch:
         """Be watched no more: this rank leaves the job."""
         self.journal.words[LEFT] = 1
         self._over.set()
+
+    def lost_contact(self) -> bool:
+        """Tell the monitor that contact with another rank is lost, which it may name by `end`;
+        returns whether there is a monitor."""
+        self.journal.words[LOST] = 1
+        return not self._over.is_set()
 
     def _beat(self) -> None:
         words = self.journal.words

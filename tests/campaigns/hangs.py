@@ -25,6 +25,7 @@ LAYOUTS = {
 }
 RANKS = 4
 LEAVE_S = 5.0
+LATE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Hangs(Campaign[Hang]):
         hang = run_hanging(folder, RANKS, trial.fault, **LAYOUTS[trial.layout])
         hang.outcome.assert_one_line(4, "the job hangs: ")
         assert hang.culprit == trial.fault.rank, hang.outcome.errors[0]
-        return {"seconds": hang.seconds}
+        assert hang.noticed is not None
+        return {"seconds": hang.seconds, "noticed": hang.noticed}
 
     def figures(self, records: Sequence[Record]) -> list[Figure]:
         late = percentile([record["seconds"] for record in records], 95)
@@ -68,6 +70,12 @@ class Hangs(Campaign[Hang]):
                 f"with parallel.timeout_s={TIMEOUT_S}",
                 late,
                 TIMEOUT_S + LEAVE_S,
+                " s",
+            ),
+            limit(
+                "seconds from the fault to the monitor's notice of it, at most",
+                max(record["noticed"] for record in records),
+                TIMEOUT_S + LATE_S,
                 " s",
             ),
         ]

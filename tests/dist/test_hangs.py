@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.parity.hanging import TIMEOUT_S, Fault, run_hanging, write_script
+from tests.parity.hanging import TIMEOUT_S, Fault, Hang, run_hanging, write_script
 from tests.parity.jobs import ENDLESS, ROOT, Job, arguments, tiny
 from tests.parity.launches import run_forked
 
 pytestmark = pytest.mark.full
 LEAVE_S = 5.0
 """Seconds after the time-out within which all have ended, launchers included."""
+EARLY_S = 0.5
+"""How long before the fault others may have begun to wait for that rank."""
+LATE_S = 1.0
+"""Seconds after the time-out within which a monitor notices."""
+
+
+def assert_noticed_in_time(hang: Hang) -> None:
+    """By the monitor's own watch, and by what its line says."""
+    assert hang.noticed is not None
+    assert TIMEOUT_S - EARLY_S <= hang.noticed <= TIMEOUT_S + LATE_S
+    said = re.search(r", for (\d+) s at ", hang.outcome.errors[0])
+    assert said is not None
+    assert TIMEOUT_S <= int(said[1]) <= TIMEOUT_S + LATE_S
 
 
 @pytest.mark.parametrize(
@@ -32,6 +46,7 @@ def test_the_culprit(tmp_path: Path, fault: Fault, evidence: str) -> None:
     hang = run_hanging(tmp_path, 4, fault, **{"parallel.pp": "2", "parallel.tp": "2"})
     hang.outcome.assert_one_line(4, f"the job hangs: rank {fault.rank} (pp ", evidence)
     assert hang.culprit == fault.rank
+    assert_noticed_in_time(hang)
     assert hang.seconds < TIMEOUT_S + LEAVE_S
     (report,) = (tmp_path / "runs/run/hangs").iterdir()
     assert f"{report}" in hang.outcome.errors[0]
@@ -104,6 +119,7 @@ def test_a_rank_of_another_node(tmp_path: Path) -> None:
     fault = Fault(3, "stop", action=5)
     hang = run_hanging(tmp_path, 2, fault, nodes=2, **{"parallel.pp": "2", "parallel.tp": "2"})
     hang.outcome.assert_one_line(4, "rank 3 (pp 1, ", "is stopped by a signal", "ranks 0-2 wait")
+    assert_noticed_in_time(hang)
     assert hang.seconds < TIMEOUT_S + LEAVE_S
     told = {path.name for path in (tmp_path / "runs/run/hangs").glob("*/*.json")}
     assert {f"rank-{rank}.json" for rank in range(4)} <= told, "of both nodes"

@@ -34,7 +34,7 @@ def hang():
     global here
     here = False
     mark.unlink()
-    os.write(1, f"the fault is at {{time.monotonic()}}\\n".encode())  # ranks do not write into it
+    os.write(1, f"the fault is at {{time.time()}}\\n".encode())  # ranks do not write into it
     if fault["kind"] == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault["kind"] == "spin":
@@ -118,6 +118,8 @@ class Hang:
     """The rank that it names."""
     seconds: float
     """From the fault to the end of the job."""
+    noticed: float | None
+    """From the fault to the moment at which a monitor has noticed, by its own report."""
 
 
 def write_script(folder: Path, fault: Fault) -> Path:
@@ -150,8 +152,15 @@ def run_hanging(
             if node == 0:
                 time.sleep(min(1.0, nodes - 1.0))  # the first hosts the store
         outcome = job.end()
-        ended = time.monotonic()
+        ended = time.time()
     at = re.search(r"the fault is at ([\d.]+)", outcome.text)
     assert at is not None, outcome.text
     named = re.search(r"the job hangs: rank (\d+)", outcome.text)
-    return Hang(outcome, int(named[1]) if named else None, ended - float(at[1]))
+    reports = Path(given["run.folder"]).glob("run/hangs/*/rank-*[0-9].json")
+    noticed = [json.loads(report.read_text())["noticed"] for report in reports]
+    return Hang(
+        outcome,
+        int(named[1]) if named else None,
+        seconds=ended - float(at[1]),
+        noticed=min(noticed) - float(at[1]) if noticed else None,
+    )

@@ -1,5 +1,5 @@
-"""Jobs of two nodes of which a rank prepares the corpus for as long as a test lasts, or comes late
-to the meeting of all."""
+"""Jobs of two nodes of which a rank stays, for as long as a test lasts, at a place that is before
+the first step."""
 
 from __future__ import annotations
 
@@ -8,27 +8,35 @@ import time
 from tests.parity.jobs import ROOT, Job, arguments, free_port, tiny
 
 SCRIPT = """
-import os, sys, time
+import os, socket, sys, time
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 sys.path.insert(0, {root!r})
-import megapipe.data.build, megapipe.data.sources
 from megapipe.launch import rendezvous
-from megapipe.train import corpus
+from megapipe.train import corpus, job
 from megapipe.train.main import main
 from megapipe.watch import rank
 
-rank.machine = lambda: os.environ["TEST_NODE"]
-number, at = int(os.environ["RANK"]), sys.argv.pop(1)
+if "TEST_NODE" in os.environ:
+    rank.machine = socket.gethostname = lambda: os.environ["TEST_NODE"]
+number, place = int(os.environ["RANK"]), sys.argv.pop(1)
+
+def say(text):
+    os.write(1, f"rank {{number}} {{text}}\\n".encode())  # ranks do not write into another's line
 
 def stay(*_, **__):
-    os.write(1, f"rank {{number}} is at the {{at}}\\n".encode())
+    say(f"is at the {{place}}")
     time.sleep(600)
 
+open_store = rendezvous.open_store
+def meet(*given):
+    say("is on its way to the others")
+    return open_store(*given)
+rendezvous.open_store = meet
+
 if number == int(sys.argv.pop(1)):
-    if at == "corpus":
+    if place == "corpus":
         corpus.load_sources = stay
-    elif at == "tokenizer":
-        from megapipe.train import job
+    elif place == "tokenizer":
         job.load_tokenizer = stay
     else:
         stay()
@@ -42,32 +50,41 @@ class TwoNodes:
 
     def __init__(self, job: Job, place: str, rank: int, **settings: str) -> None:
         self.job = job
-        script = job.folder / "stays.py"
-        script.write_text(SCRIPT.format(root=str(ROOT)))
-        self._command = [
-            str(script),
-            place,
-            str(rank),
-            *arguments({**tiny(job.folder), **settings}),
-        ]
-        self._text = f"rank {rank} is at the {place}"
+        self.script = job.folder / "stays.py"
+        self.script.write_text(SCRIPT.format(root=str(ROOT)))
+        given = {**tiny(job.folder), **settings}
+        self.command = [str(self.script), place, str(rank), *arguments(given)]
+        self._rank = rank
+        self._place = place
 
     def by_hand(self) -> None:
         """Two ranks that no launcher has started."""
-        port = str(free_port())
         common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(2):
-            environ = {**common, "RANK": str(rank), "TEST_NODE": f"node{rank}"}
-            self.job.start(self._command, environ)
-        self.job.await_text(self._text)
+            self.job.start(self.command, {**common, "RANK": str(rank), "TEST_NODE": f"node{rank}"})
+        self._await(2)
 
     def launched(self, nproc: int = 1) -> None:
-        """By a launcher on each."""
+        """By a launcher on each, with `nproc` ranks."""
         launch = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", str(nproc), "--rdzv-id", "a"]
-        launch += ["--rdzv-endpoint", f"localhost:{free_port()}"]
+        self._start([*launch, "--rdzv-endpoint", f"localhost:{free_port()}"], nproc)
+
+    def torchrun(self, nproc: int = 1) -> None:
+        """By torchrun on each, with `nproc` ranks."""
+        run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(nproc)]
+        run += ["--rdzv-backend", "c10d", "--rdzv-id", "a"]
+        self._start([*run, "--rdzv-endpoint", f"localhost:{free_port()}"], nproc)
+
+    def _start(self, launcher: list[str], nproc: int) -> None:
         for node in range(2):
-            self.job.start([*launch, *self._command], {"TEST_NODE": f"node{node}"})
+            self.job.start([*launcher, *self.command], {"TEST_NODE": f"node{node}"})
             if node == 0:
                 time.sleep(1.0)  # the first hosts the store
-        self.job.await_text(self._text)
+        self._await(2 * nproc)
+
+    def _await(self, world: int) -> None:
+        """Wait until all ranks are where they are to wait."""
+        for rank in {*range(world)} - {self._rank}:
+            self.job.await_text(f"rank {rank} is on its way to the others")
+        self.job.await_text(f"rank {self._rank} is at the {self._place}")

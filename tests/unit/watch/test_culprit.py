@@ -103,12 +103,23 @@ def test_a_rank_that_is_gone() -> None:
     assert found == Culprit(1, "gone", GONE_S, (0,))
     assert told(found, views, LIMIT_S) == (
         "rank 0 lost contact with rank 1 (pp 0; process 7 on node1), whose process has ended "
-        "without a word, for 5 s at step 3: F stage 0"
+        "without a word at step 3: F stage 0"
     )
     views[0] = waits._replace(still_s=GONE_S - 0.1)
     assert find(views, LIMIT_S) is None, "it may hear of it by itself"
     views = {0: waits, 1: gone._replace(gone=False, stopped=True), 2: stopped}
     assert find(views, LIMIT_S) is None, "who is there may go on"
+
+
+def test_a_rank_that_is_gone_when_another_has_lost_contact() -> None:
+    """At once, and whether or not somebody is known to wait for it."""
+    lost = view("a", 4, (0, 1, 2), still_s=0.0)
+    lost = lost._replace(state=lost.state._replace(lost_contact=True))
+    gone = view(still_s=0.5, beatless_s=0.5, gone=True)
+    assert find({0: lost, 1: view(), 2: gone}, LIMIT_S) == Culprit(2, "gone", 0.5, (0,))
+    assert find({0: lost, 1: view(), 2: gone._replace(gone=False)}, LIMIT_S) is None
+    silent = gone._replace(gone=False, stopped=True)
+    assert find({0: lost, 1: view(), 2: silent}, LIMIT_S) is None, "a connection to it stays open"
 
 
 def test_a_rank_whose_node_is_not_heard() -> None:
@@ -147,7 +158,7 @@ def test_a_rank_that_is_lost_before_the_first_step() -> None:
     found = Culprit(1, "gone", GONE_S, ())
     assert told(found, {1: works}, LIMIT_S) == (
         "the job lost contact with rank 1 (pp 0; process 7 on node1), whose process has ended "
-        "without a word, for 5 s at F stage 0"
+        "without a word at F stage 0"
     )
     found = Culprit(1, "stopped", LIMIT_S, ())
     assert told(found, {1: works}, LIMIT_S) == (

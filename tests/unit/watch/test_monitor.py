@@ -77,7 +77,9 @@ def test_ranks_hear_the_verdict(tmp_path: Path, ranks: list[subprocess.Popen[byt
     assert "comes no further" in verdict
     assert "rank 0 waits for it" in verdict
     assert "rank.py" in (report / "rank-1.txt").read_text()
-    assert json.loads((report / "rank-0.json").read_text())["state"]["does"] == "a task"
+    told = json.loads((report / "rank-0.json").read_text())
+    assert told["state"]["does"] == "a task"
+    assert 0.0 < time.time() - told["noticed"] < 10.0
 
 
 def test_a_stopped_rank_is_killed(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:

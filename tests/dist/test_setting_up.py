@@ -1,0 +1,156 @@
+"""A rank that is killed or stopped before the first step: nobody waits for it in vain, and it is
+named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.parity.jobs import Job
+from tests.parity.setting_up import TwoNodes
+
+pytestmark = pytest.mark.full
+TIMEOUT_S = 6.0
+LEAVE_S = 5.0
+"""Seconds after ``parallel.timeout_s`` within which all have ended for a rank that is stopped."""
+SOON_S = 12.0
+"""Seconds within which they have for one that is killed, whatever the time-out."""
+LONG = {"parallel.pp": "2", "parallel.timeout_s": "300"}
+SHORT = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
+PLACES = ["corpus", "tokenizer", "import"]
+
+
+def strike(job: Job, rank: int, number: signal.Signals) -> float:
+    """Send a signal to a rank; returns when."""
+    os.kill(job.pids()[rank], number)
+    return time.monotonic()
+
+
+def assert_ended(job: Job, seconds: float, *codes: int | None) -> None:
+    """The processes end by these codes in so many seconds; None: it is not waited for."""
+    until = time.monotonic() + seconds
+    found = [
+        None if code is None else process.wait(max(0.1, until - time.monotonic()))
+        for process, code in zip(job.processes, codes, strict=True)
+    ]
+    assert found == [*codes], job.text
+
+
+def the_line(job: Job) -> str:
+    assert "Traceback" not in job.text
+    (line,) = [line for line in job.text.splitlines() if line.startswith("megapipe: error:")]
+    return line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", ["corpus", "tokenizer"])
+def test_a_killed_rank_of_two_nodes(tmp_path: Path, place: str, rank: int) -> None:
+    """Without a launcher. Rank 0 takes the store with it."""
+    with Job(tmp_path) as job:
+        TwoNodes(job, place, rank, **LONG).by_hand()
+        strike(job, rank, signal.SIGKILL)
+        assert_ended(job, SOON_S, *(-9 if other == rank else 4 for other in range(2)))
+        line = the_line(job)
+        job.end()
+    assert f"lost contact with rank {rank} (" in line
+    assert "whose process has ended without a word" in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", ["corpus", "tokenizer"])
+def test_a_stopped_rank_of_two_nodes(tmp_path: Path, place: str, rank: int) -> None:
+    with Job(tmp_path) as job:
+        TwoNodes(job, place, rank, **SHORT).by_hand()
+        strike(job, rank, signal.SIGSTOP)
+        codes = [None if other == rank else 4 for other in range(2)]
+        assert_ended(job, TIMEOUT_S + LEAVE_S, *codes)
+        line = the_line(job)
+    if place == "corpus" or rank == 0:
+        assert f"the job hangs: rank {rank} (" in line
+        assert "is stopped by a signal" in line
+    else:
+        assert "1 of 2 ranks arrived within 6 s (parallel.timeout_s), and not rank 1:" in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_comes(tmp_path: Path, rank: int) -> None:
+    """Without a launcher nobody knows whether it was killed or is late."""
+    with Job(tmp_path) as job:
+        TwoNodes(job, "import", rank, **SHORT).by_hand()
+        strike(job, rank, signal.SIGKILL)
+        assert_ended(job, TIMEOUT_S + LEAVE_S, *(-9 if other == rank else 4 for other in range(2)))
+        line = the_line(job)
+        job.end()
+    assert f"rank {rank}" in line
+    assert "they ended" in line.replace("it ended", "they ended")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", ["corpus", "import"])
+def test_a_killed_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) -> None:
+    with Job(tmp_path) as job:
+        TwoNodes(job, place, rank, **LONG).launched()
+        strike(job, rank, signal.SIGKILL)
+        assert_ended(job, SOON_S, 137, 137)
+        line = the_line(job)
+        job.end()
+    assert f"rank {rank} was killed by SIGKILL" in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stopped_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) -> None:
+    with Job(tmp_path) as job:
+        TwoNodes(job, place, rank, **SHORT).launched()
+        strike(job, rank, signal.SIGSTOP)
+        assert_ended(job, TIMEOUT_S + LEAVE_S, 4, 4)
+        line = the_line(job)
+        job.end()
+    if place == "corpus":
+        assert f"the job hangs: rank {rank} (" in line
+        assert "is stopped by a signal" in line
+    else:
+        assert f"1 of 2 ranks arrived within 6 s (parallel.timeout_s), and not rank {rank}:" in line
+
+
+def test_a_stopped_rank_that_waits_for_the_corpus(tmp_path: Path) -> None:
+    """The one that works is not to blame, and nobody waits until it has done its work; the watchdog
+    of training may be off."""
+    wanted = {**SHORT, "parallel.tp": "2", "parallel.watchdog": "false"}
+    with Job(tmp_path) as job:
+        TwoNodes(job, "corpus", 0, **wanted).launched(2)
+        time.sleep(TIMEOUT_S + 2.0)
+        assert all(process.poll() is None for process in job.processes), job.text
+        strike(job, 3, signal.SIGSTOP)
+        assert_ended(job, TIMEOUT_S + LEAVE_S, 4, 4)
+        line = the_line(job)
+        job.end()
+    assert "the job hangs: rank 3 (pp 1, dp 0, cp 0, tp 1; process " in line
+    assert "is stopped by a signal, for 6 s at preparing the data" in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_under_torchrun(tmp_path: Path, rank: int) -> None:
+    """On two nodes; torchrun has a code of its own for what has failed."""
+    with Job(tmp_path) as job:
+        TwoNodes(job, "corpus", rank, **SHORT).torchrun()
+        strike(job, rank, signal.SIGSTOP)
+        assert_ended(job, TIMEOUT_S + LEAVE_S, 1, 1)
+        line = the_line(job)
+        job.end()
+    assert f"the job hangs: rank {rank} (" in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_under_torchrun(tmp_path: Path, rank: int) -> None:
+    with Job(tmp_path) as job:
+        TwoNodes(job, "corpus", rank, **LONG).torchrun()
+        strike(job, rank, signal.SIGKILL)
+        assert_ended(job, SOON_S, 1, 1)
+        line = the_line(job)
+        job.end()
+    assert f"rank {rank}" in line
