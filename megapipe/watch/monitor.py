@@ -153,8 +153,9 @@ class Monitor:
             number = name.removeprefix(PREFIX)
             if name.startswith(PREFIX) and number.isdigit() and int(number) not in self._ranks:
                 self._ranks[int(number)] = _Rank(self._folder / name)
-        for rank in self._ranks.values():
-            rank.look(seconds)
+        for looked_after in (*self._ranks.values(), self._hub, self._spoke):
+            if looked_after is not None:
+                looked_after.look(seconds)
 
     def _verdict(self) -> str | None:
         """One line on a hang; None as long as there is none."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import secrets
 import socket
 import threading
 import time
@@ -22,6 +23,8 @@ EVERY_S = 1.0
 """Time between two messages."""
 SILENT_S = 5.0
 """How long one may hear nothing of the other before it counts as lost."""
+AGAIN_S = 0.5
+"""How long one that is lost may take to answer when it is tried again: one looks after ranks too."""
 LONGEST = 1 << 24
 """Bytes of a line."""
 
@@ -33,11 +36,17 @@ class Hub:
         self._token = token
         self._listens = socket.socket(fileno=listens)
         self._lock = threading.Lock()
-        self._told: dict[int, _Told] = {}
-        """The last message of each connection."""
+        self._told: dict[bytes, _Told] = {}
+        """The last message of each monitor."""
         self._verdict: str | None = None
         self._answer = _message(None, {})
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def look(self, seconds: float) -> None:
+        """To be called now and then, so many seconds after the last time."""
+        with self._lock:
+            for told in self._told.values():
+                told.age_s += seconds
 
     def views(self) -> dict[int, View]:
         """The ranks of the other nodes."""
@@ -62,52 +71,68 @@ class Hub:
             time.sleep(0.05)
 
     def _accept(self) -> None:
-        number = 0
         while True:
             try:
                 connection, _ = self._listens.accept()
             except OSError:
                 return
-            number += 1
-            threading.Thread(target=self._hear, args=(number, connection), daemon=True).start()
+            threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
 
-    def _hear(self, number: int, connection: socket.socket) -> None:
+    def _hear(self, connection: socket.socket) -> None:
         connection.settimeout(SILENT_S)
+        told: _Told | None = None
         with (
             contextlib.suppress(OSError, ValueError),
             connection,
             connection.makefile("rb") as file,
         ):
-            if not hmac.compare_digest(file.readline(200).strip(), self._token.encode()):
+            token, _, name = file.readline(200).strip().rpartition(b" ")
+            if not hmac.compare_digest(token, self._token.encode()):
                 return
             while line := file.readline(LONGEST):
                 _, views = _read(line)
                 with self._lock:
-                    self._told[number] = _Told(views)
+                    told = self._told[name] = _Told(views)
                 over = self._verdict is not None
                 connection.sendall(self._answer)
                 if over:
                     break
-        with self._lock:
-            if number in self._told:
-                self._told[number].ended = True
+        if told is not None:  # of which there may be a new connection by now
+            told.ended = True
 
 
 class Spoke:
     """A monitor that tells the one at `address` what it sees."""
 
     def __init__(self, address: tuple[str, int], token: str) -> None:
+        self._address = address
+        self._greeting = f"{token} {secrets.token_hex(8)}\n".encode()
         self._connection: socket.socket | None = None
         self._told: _Told | None = None
+        self._due = 0.0
+        """When to tell it something, or to try again, monotonic seconds."""
+        self._connect(SILENT_S)
+
+    def _connect(self, seconds: float) -> None:
+        self._due = time.monotonic() + SILENT_S
         with contextlib.suppress(OSError):
-            self._connection = socket.create_connection(address, timeout=SILENT_S)
-            self._connection.sendall(f"{token}\n".encode())
-            self._answers = self._connection.makefile("rb")
+            connection = socket.create_connection(self._address, timeout=seconds)
+            connection.sendall(self._greeting)
+            self._connection, self._answers = connection, connection.makefile("rb")
+            self._due = 0.0
 
     @property
     def is_heard(self) -> bool:
-        """Whether the other has answered so far."""
+        """Whether there is a connection."""
         return self._connection is not None
+
+    def look(self, seconds: float) -> None:
+        """To be called now and then, so many seconds after the last time; tries now and then to
+        reach one that is lost."""
+        if self._told is not None:
+            self._told.age_s += seconds
+        if self._connection is None and time.monotonic() >= self._due:
+            self._connect(AGAIN_S)
 
     def views(self) -> dict[int, View]:
         """The ranks of the other's node."""
@@ -117,18 +142,20 @@ class Spoke:
         """Tell what is to be seen here, now and then and at last; returns the verdict, if there is
         one."""
         assert self._connection is not None
-        told = self._told
-        if told is not None and time.monotonic() < told.when + EVERY_S and not last:
+        if time.monotonic() < self._due and not last:
             return None
+        self._due = time.monotonic() + EVERY_S
         try:
             self._connection.sendall(_message(None, views))
             verdict, others = _read(self._answers.readline(LONGEST))
         except (OSError, ValueError):
             self._connection.close()
             self._connection = None
-            if told is not None:
-                told.ended = True
+            self._due = time.monotonic() + SILENT_S
+            if self._told is not None:
+                self._told.ended = True
             return None
+        self._connection.settimeout(SILENT_S)
         self._told = _Told(others)
         return verdict
 
@@ -137,18 +164,19 @@ class _Told:
     """What a monitor has told in one message."""
 
     def __init__(self, views: Mapping[int, View]) -> None:
-        self.when = time.monotonic()
+        self.age_s = 0.0
+        """Seconds in which this process has run since: it may have been suspended with the job."""
         self.ended = False
         """Whether its connection has."""
         self._views = views
 
     @property
     def is_heard(self) -> bool:
-        return not self.ended and time.monotonic() < self.when + SILENT_S
+        return not self.ended and self.age_s < SILENT_S
 
     def now(self) -> dict[int, View]:
         """The views after the time in which nothing was heard."""
-        seconds, lost = time.monotonic() - self.when, not self.is_heard
+        seconds, lost = self.age_s, not self.is_heard
         return {
             rank: view._replace(
                 still_s=view.still_s + seconds, beatless_s=view.beatless_s + seconds, unheard=lost

@@ -90,6 +90,38 @@ def test_a_node_that_is_silent(
     assert not here.is_asked
 
 
+def test_time_counts_in_which_the_monitor_runs(hub: tuple[Hub, tuple[str, int]]) -> None:
+    """A job that was suspended as a whole has heard nothing meanwhile."""
+    here, address = hub
+    here.tell(None, {2: VIEW})
+    spoke = Spoke(address, "a word")
+    spoke.exchange({5: VIEW})
+    for side, rank in ((here, 5), (spoke, 2)):
+        side.look(1.0)
+        seen = side.views()[rank]
+        assert (seen.still_s, seen.unheard) == (5.0, False)
+        assert seen.beatless_s == pytest.approx(1.1)
+        side.look(nodes.SILENT_S)
+        assert side.views()[rank].unheard
+
+
+def test_one_that_is_lost_is_tried_again(hub: tuple[Hub, tuple[str, int]]) -> None:
+    here, address = hub
+    spoke = Spoke(address, "a word")
+    spoke.exchange({5: VIEW})
+    assert spoke._connection is not None
+    spoke._connection.shutdown(socket.SHUT_RDWR)
+    assert spoke.exchange({5: VIEW}) is None
+    assert soon(lambda: here.views()[5].unheard)
+    spoke.look(0.25)
+    assert not spoke.is_heard, "not at once: it may take its time to fail"
+    spoke._due = 0.0
+    spoke.look(0.25)
+    assert spoke.is_heard
+    spoke.exchange({6: VIEW})
+    assert [(rank, view.unheard) for rank, view in here.views().items()] == [(6, False)]
+
+
 def test_the_node_of_the_one_that_decides_is_lost(hub: tuple[Hub, tuple[str, int]]) -> None:
     here, address = hub
     here.tell(None, {2: VIEW})
