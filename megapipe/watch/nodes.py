@@ -24,7 +24,7 @@ EVERY_S = 1.0
 SILENT_S = 5.0
 """How long one may hear nothing of the other before it counts as lost."""
 AGAIN_S = 0.5
-"""How long one that is lost may take to answer when it is tried again: one looks after ranks too."""
+"""How long one that is lost may take to answer when it is tried again; ranks wait to be seen."""
 LONGEST = 1 << 24
 """Bytes of a line."""
 

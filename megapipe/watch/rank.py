@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megapipe.beneath import open_beneath
+from megapipe.errors import LaunchError
 from megapipe.processes import machine
 from megapipe.watch.journal import BEATS, LEFT, LOST, PREFIX, Journal
 from megapipe.watch.journal import VERDICT as TOLD
@@ -35,7 +36,7 @@ Listen = Callable[[], tuple[socket.socket, str]]
 class Store(Protocol):
     """Keys and values that all ranks see."""
 
-    def add(self, key: str, amount: int) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def wait(self, keys: list[str], timeout: datetime.timedelta) -> None: ...
@@ -67,7 +68,7 @@ class Watch:
         self._flight_record = flight_record
         self._end = end
         self._over = threading.Event()
-        self._folder, self._monitor = _join(store, limit_s, reports, listen)
+        self._folder, self._monitor = _join(store, rank, limit_s, reports, listen)
         self._stacks: IO[Any] = open(self._folder / f"{PREFIX}{rank}.stacks", "w")  # noqa: SIM115
         faulthandler.register(STACKS, self._stacks, all_threads=True)
         self.journal.publish(self._folder, rank)  # from here on the monitor sends that signal
@@ -104,38 +105,52 @@ class Watch:
 
 
 def _join(
-    store: Store, limit_s: float, reports: Path, listen: Listen | None
+    store: Store, rank: int, limit_s: float, reports: Path, listen: Listen | None
 ) -> tuple[Path, subprocess.Popen[bytes] | None]:
     """The folder of this machine's journals, and their monitor, if it was started here."""
     key = f"watch/{machine()}"
-    if store.add(key, 1) > 1:
-        store.wait([f"{key}/folder"], datetime.timedelta(seconds=limit_s))
-        folder = Path(store.get(f"{key}/folder").decode())
+    first = int(store.compare_set(key, "", str(rank)))
+    if first != rank:
+        folder = Path(_said_by(first, store, f"{key}/folder", limit_s))
         if folder.is_dir():  # else a container with files of its own
             return folder, None
     folder = Path(tempfile.mkdtemp(prefix="megapipe-watch-"))
     settings = Settings(str(folder), limit_s, str(reports.absolute()), os.getpid())
     listening = None
     if listen is not None:
-        settings, listening = _with_others(store, settings, listen)
+        settings, listening = _with_others(store, rank, settings, listen)
     monitor = _start(settings, listening)
     store.set(f"{key}/folder", str(folder))
     return folder, monitor
 
 
 def _with_others(
-    store: Store, settings: Settings, listen: Listen
+    store: Store, rank: int, settings: Settings, listen: Listen
 ) -> tuple[Settings, socket.socket | None]:
     """The settings with which the monitors of several machines find each other, and the socket at
     which the first of them listens."""
-    if store.add("watch/hub", 1) == 1:
+    first = int(store.compare_set("watch/hub", "", str(rank)))
+    if first == rank:
         listening, host = listen()
         token = secrets.token_hex(16)
         store.set("watch/address", json.dumps([host, listening.getsockname()[1], token]))
         return settings._replace(listens=listening.fileno(), token=token), listening
-    store.wait(["watch/address"], datetime.timedelta(seconds=settings.limit_s))
-    host, port, token = json.loads(store.get("watch/address"))
+    host, port, token = json.loads(_said_by(first, store, "watch/address", settings.limit_s))
     return settings._replace(hub=(host, port), token=token), None
+
+
+def _said_by(rank: int, store: Store, key: str, limit_s: float) -> str:
+    """What a rank says in the store; raises :class:`LaunchError` if it does not."""
+    from torch.distributed import DistStoreError
+
+    try:
+        store.wait([key], datetime.timedelta(seconds=limit_s))
+    except DistStoreError:
+        raise LaunchError(
+            f"rank {rank} has taken more than {limit_s:.0f} s to start a process that watches its "
+            "node (parallel.timeout_s): look how it ended"
+        ) from None
+    return store.get(key).decode()
 
 
 def _start(settings: Settings, listening: socket.socket | None) -> subprocess.Popen[bytes]:
