@@ -17,6 +17,7 @@ finds out within ``parallel.timeout_s``.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -91,7 +92,10 @@ class Shutdown:
         self._said = False
         self._known: int | None = None
         if info.world > 1:
-            threading.Thread(target=self._watch, daemon=True).start()
+            watcher = threading.Thread(target=self._watch, daemon=True)
+            watcher.start()
+            # a thread that comes out of C++ while Python ends aborts the process
+            atexit.register(watcher.join, 2 * SIGN_S)
 
     def _watch(self) -> None:
         lost = LaunchError(f"rank {self.info.rank} lost {self._place()}")
