@@ -137,7 +137,7 @@ class Monitor:
                 break
         else:
             if self._spoke is not None and self._spoke.is_heard:
-                self._spoke.exchange(self._own(), last=True)  # some may be gone
+                self._spoke.exchange(self._own(), at_once=True)  # some may be gone
 
     def _is_needed(self) -> bool:
         """Whether there are ranks, here or where others look who ask this monitor, or there may be

@@ -138,11 +138,12 @@ class Spoke:
         """The ranks of the other's node."""
         return {} if self._told is None else self._told.now()
 
-    def exchange(self, views: Mapping[int, View], *, last: bool = False) -> str | None:
-        """Tell what is to be seen here, now and then and at last; returns the verdict, if there is
-        one."""
+    def exchange(self, views: Mapping[int, View], *, at_once: bool = False) -> str | None:
+        """Tell what is to be seen here, now and then, or at once where it is news; returns the
+        verdict, if there is one."""
         assert self._connection is not None
-        if time.monotonic() < self._due and not last:
+        news = at_once or any(view.state.lost_contact for view in views.values())
+        if time.monotonic() < self._due and not news:
             return None
         self._due = time.monotonic() + EVERY_S
         try:

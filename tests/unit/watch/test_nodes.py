@@ -51,6 +51,20 @@ def test_views_arrive_and_the_verdict_comes_back(hub: tuple[Hub, tuple[str, int]
     assert not here.views()
 
 
+def test_lost_contact_is_told_at_once(
+    hub: tuple[Hub, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, address = hub
+    monkeypatch.setattr(nodes, "EVERY_S", 60.0)
+    spoke = Spoke(address, "a word")
+    spoke.exchange({5: VIEW})
+    spoke.exchange({6: VIEW})
+    assert here.views().keys() == {5}
+    state = VIEW.state._replace(lost_contact=True)
+    spoke.exchange({5: VIEW, 6: VIEW._replace(state=state)})
+    assert here.views()[6].state.lost_contact
+
+
 def test_a_stranger_is_not_heard(hub: tuple[Hub, tuple[str, int]]) -> None:
     here, address = hub
     stranger = Spoke(address, "another word")
@@ -66,7 +80,7 @@ def test_the_last_words_of_a_monitor_are_kept(hub: tuple[Hub, tuple[str, int]]) 
     spoke.exchange({5: VIEW})
     assert not here.views()[5].unheard
     assert here.is_asked
-    spoke.exchange({5: VIEW._replace(gone=True)}, last=True)
+    spoke.exchange({5: VIEW._replace(gone=True)}, at_once=True)
     assert spoke._connection is not None
     spoke._connection.close()
     spoke._answers.close()
