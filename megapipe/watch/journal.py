@@ -63,6 +63,11 @@ class Journal:
         self.words[PID] = os.getpid()
         fresh.rename(self._file)
 
+    def withdraw(self) -> None:
+        """Note that the rank leaves; the monitor may then remove the file."""
+        self.words[LEFT] = 1
+        self._file = None
+
     def line(self, name: str, ranks: Sequence[int], *, heeds: Sequence[int] | None = None) -> Line:
         """A line between `ranks`, all of which give it this `name`; of them this one waits for
         those that it `heeds`, by default for all."""

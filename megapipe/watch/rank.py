@@ -21,7 +21,7 @@ from typing import IO, Any, Protocol
 from megapipe.beneath import open_beneath
 from megapipe.errors import LaunchError
 from megapipe.processes import machine
-from megapipe.watch.journal import BEATS, LEFT, LOST, PREFIX, Journal
+from megapipe.watch.journal import BEATS, LOST, PREFIX, Journal
 from megapipe.watch.journal import VERDICT as TOLD
 from megapipe.watch.monitor import STACKS, VERDICT, Settings
 
@@ -76,7 +76,7 @@ class Watch:
 
     def close(self) -> None:
         """Be watched no more: this rank leaves the job."""
-        self.journal.words[LEFT] = 1
+        self.journal.withdraw()
         self._over.set()
 
     def lost_contact(self) -> bool:

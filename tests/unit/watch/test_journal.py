@@ -57,6 +57,19 @@ def test_a_verdict_is_heard(tmp_path: Path) -> None:
     assert mine.words[journal.VERDICT] == 1
 
 
+def test_a_rank_that_leaves_needs_no_folder(tmp_path: Path) -> None:
+    """It may train on, unwatched, and the monitor has removed the folder."""
+    mine = Journal()
+    mine.publish(tmp_path, 0)
+    reader = Reader(tmp_path / "rank-0")
+    mine.withdraw()
+    assert reader.read().left
+    (tmp_path / "rank-0").unlink()
+    tmp_path.rmdir()
+    mine.line("late", [0, 1]).count()
+    mine.trains(2)
+
+
 def test_a_wait_that_fails_still_shows_at_whom(tmp_path: Path) -> None:
     mine = Journal()
     mine.publish(tmp_path, 0)
