@@ -4,6 +4,7 @@ named."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ LEAVE_S = 5.0
 """Seconds after ``parallel.timeout_s`` within which all have ended for a rank that is stopped."""
 SOON_S = 12.0
 """Seconds within which they have for one that is killed, whatever the time-out."""
+TORCHRUN_S = 3.0
+"""How long torchrun may take to end when its ranks have."""
 LONG = {"parallel.pp": "2", "parallel.timeout_s": "300"}
 SHORT = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
 PLACES = ["corpus", "tokenizer", "import"]
@@ -41,9 +44,19 @@ def assert_ended(job: Job, seconds: float, *codes: int | None) -> None:
 
 
 def the_line(job: Job) -> str:
-    assert "Traceback" not in job.text
+    """The only one, without a traceback of ours; torchrun has some of its own."""
+    assert not re.search(r'File ".*(stays\.py|megapipe/)', job.text), job.text
     (line,) = [line for line in job.text.splitlines() if line.startswith("megapipe: error:")]
     return line
+
+
+def assert_named(rank: int, line: str) -> None:
+    """By the monitor, or by those who wait for it in the store, whoever is first."""
+    found = re.search(
+        r"the job hangs: rank (\d+) \(|arrived within 6 s .*, and not rank (\d+):", line
+    )
+    assert found is not None, line
+    assert str(rank) in found.groups()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -68,12 +81,7 @@ def test_a_stopped_rank_of_two_nodes(tmp_path: Path, place: str, rank: int) -> N
         strike(job, rank, signal.SIGSTOP)
         codes = [None if other == rank else 4 for other in range(2)]
         assert_ended(job, TIMEOUT_S + LEAVE_S, *codes)
-        line = the_line(job)
-    if place == "corpus" or rank == 0:
-        assert f"the job hangs: rank {rank} (" in line
-        assert "is stopped by a signal" in line
-    else:
-        assert "1 of 2 ranks arrived within 6 s (parallel.timeout_s), and not rank 1:" in line
+        assert_named(rank, the_line(job))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -86,7 +94,7 @@ def test_a_rank_that_never_comes(tmp_path: Path, rank: int) -> None:
         line = the_line(job)
         job.end()
     assert f"rank {rank}" in line
-    assert "they ended" in line.replace("it ended", "they ended")
+    assert re.search("look whether .* started, and how (it|they) ended", line)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -108,13 +116,8 @@ def test_a_stopped_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) 
         TwoNodes(job, place, rank, **SHORT).launched()
         strike(job, rank, signal.SIGSTOP)
         assert_ended(job, TIMEOUT_S + LEAVE_S, 4, 4)
-        line = the_line(job)
+        assert_named(rank, the_line(job))
         job.end()
-    if place == "corpus":
-        assert f"the job hangs: rank {rank} (" in line
-        assert "is stopped by a signal" in line
-    else:
-        assert f"1 of 2 ranks arrived within 6 s (parallel.timeout_s), and not rank {rank}:" in line
 
 
 def test_a_stopped_rank_that_waits_for_the_corpus(tmp_path: Path) -> None:
@@ -139,10 +142,9 @@ def test_a_stopped_rank_under_torchrun(tmp_path: Path, rank: int) -> None:
     with Job(tmp_path) as job:
         TwoNodes(job, "corpus", rank, **SHORT).torchrun()
         strike(job, rank, signal.SIGSTOP)
-        assert_ended(job, TIMEOUT_S + LEAVE_S, 1, 1)
-        line = the_line(job)
+        assert_ended(job, TIMEOUT_S + LEAVE_S + TORCHRUN_S, 1, 1)
+        assert_named(rank, the_line(job))
         job.end()
-    assert f"the job hangs: rank {rank} (" in line
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -150,7 +152,7 @@ def test_a_killed_rank_under_torchrun(tmp_path: Path, rank: int) -> None:
     with Job(tmp_path) as job:
         TwoNodes(job, "corpus", rank, **LONG).torchrun()
         strike(job, rank, signal.SIGKILL)
-        assert_ended(job, SOON_S, 1, 1)
+        assert_ended(job, SOON_S + TORCHRUN_S, 1, 1)
         line = the_line(job)
         job.end()
-    assert f"rank {rank}" in line
+    assert f"lost contact with rank {rank} (" in line
