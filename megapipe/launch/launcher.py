@@ -221,7 +221,9 @@ def _exit_code(
             if before is not None:
                 return before
             if failure.pid in stopped:
-                error = LaunchError(f"rank {rank} was stopped by a signal, and others have ended")
+                error = LaunchError(
+                    f"rank {rank} was stopped by a signal, and the job has ended without it"
+                )
                 say(error)
                 return error.exit_code
             _say_killed(rank, signal.Signals(number))

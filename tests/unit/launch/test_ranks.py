@@ -1,0 +1,56 @@
+"""What a launcher does with its ranks when some have ended, here or on another node."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megapipe.launch import launcher
+from megapipe.launch.ranks import LOOK_S, Ends
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_stopped_rank_is_killed_when_the_job_has_failed(failed: bool) -> None:
+    """Elsewhere: no other rank is here."""
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        rank.send_signal(signal.SIGSTOP)
+        ends = Ends(lambda: [rank.pid], lambda: failed, late=lambda code: None)
+        ends.start()
+        if failed:
+            assert rank.wait(10) == -signal.SIGKILL
+            assert ends.killed == {rank.pid}
+        else:
+            time.sleep(4 * LOOK_S)
+            assert rank.poll() is None
+        ends.over.set()
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def ended(code: int) -> Any:
+    """What torchrun's agent tells of a job whose rank 3 has ended by a code."""
+    return SimpleNamespace(failures={3: SimpleNamespace(exitcode=code, pid=7)})
+
+
+def test_the_exit_code_of_a_rank_that_was_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is news unless another process has failed before; one that the launcher itself has killed
+    is lost."""
+    relay: Any = SimpleNamespace(killed_for=None, handed_on=set())
+    killed = ended(-signal.SIGKILL)
+    assert launcher._exit_code(killed, relay, stopped=set(), before=4) == 4
+    assert capsys.readouterr().err == ""
+    assert launcher._exit_code(killed, relay, stopped=set(), before=None) == 137
+    assert "rank 3 was killed by SIGKILL" in capsys.readouterr().err
+    assert launcher._exit_code(killed, relay, stopped={7}, before=None) == 4
+    said = capsys.readouterr().err
+    assert said == (
+        "megapipe: error: rank 3 was stopped by a signal, and the job has ended without it\n"
+    )
