@@ -28,7 +28,7 @@ from megapipe.beneath import make_folder, write_beneath
 from megapipe.processes import is_stopped, start_of
 from megapipe.watch.culprit import View, find, told
 from megapipe.watch.journal import PREFIX, Reader
-from megapipe.watch.nodes import Hub, Spoke
+from megapipe.watch.nodes import SILENT_S, Hub, Spoke
 
 LOOK_S = 0.25
 """Time between two looks."""
@@ -125,11 +125,12 @@ class Monitor:
     def run(self) -> None:
         """Look until the ranks have ended."""
         last = time.monotonic()
+        most = SUSPENDED_S + (self._spoke is not None) * SILENT_S  # the other may not answer
         while self._is_needed():
             time.sleep(LOOK_S)
             now = time.monotonic()
             # a monitor that was suspended itself has not seen the ranks stand still
-            self._look(min(now - last, SUSPENDED_S))
+            self._look(min(now - last, most))
             last = now
             verdict = self._verdict()
             if verdict is not None:

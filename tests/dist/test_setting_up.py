@@ -51,10 +51,10 @@ def the_line(job: Job) -> str:
 
 
 def assert_named(rank: int, line: str) -> None:
-    """By the monitor, or by those who wait for it in the store, whoever is first."""
-    found = re.search(
-        r"the job hangs: rank (\d+) \(|arrived within 6 s .*, and not rank (\d+):", line
-    )
+    """By the monitor, by those who wait for it in the store, or as the one that has the store,
+    whoever is first."""
+    ways = r"the job hangs: rank (\d+) \(|arrived within 6 s .*, and not rank (\d+):"
+    found = re.search(rf"{ways}|the rendezvous store at \S+ \(rank (\d+)'s\): no answer", line)
     assert found is not None, line
     assert str(rank) in found.groups()
 
