@@ -50,7 +50,7 @@ def open_store(info: LaunchInfo, timeout_s: float) -> Store:
 
 
 def of_ranks(store: Store, attempt: str = "0") -> Store:
-    """What the ranks of an attempt keep in the store of a launcher."""
+    """The part of a launcher's store that the ranks of an attempt have."""
     from torch.distributed import PrefixStore
 
     return PrefixStore(f"megapipe/{attempt}", store)

@@ -162,7 +162,7 @@ class Spoke:
 
 
 class _Told:
-    """What a monitor has told in one message."""
+    """The last message of a monitor."""
 
     def __init__(self, views: Mapping[int, View]) -> None:
         self.age_s = 0.0

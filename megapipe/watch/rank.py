@@ -39,6 +39,7 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
     def wait(self, keys: list[str], timeout: datetime.timedelta) -> None: ...
 
 
@@ -140,16 +141,15 @@ def _with_others(
 
 
 def _said_by(rank: int, store: Store, key: str, limit_s: float) -> str:
-    """What a rank says in the store; raises :class:`LaunchError` if it does not."""
-    from torch.distributed import DistStoreError
-
+    """The value that a rank sets in the store; raises :class:`LaunchError` if it does not."""
     try:
         store.wait([key], datetime.timedelta(seconds=limit_s))
-    except DistStoreError:
-        raise LaunchError(
-            f"rank {rank} has taken more than {limit_s:.0f} s to start a process that watches its "
-            "node (parallel.timeout_s): look how it ended"
-        ) from None
+    except RuntimeError:
+        if not store.check([key]):  # which raises where the store is lost
+            raise LaunchError(
+                f"rank {rank} has taken more than {limit_s:.0f} s to start a process that watches "
+                "its node (parallel.timeout_s): look how it ended"
+            ) from None
     return store.get(key).decode()
 
 
