@@ -126,6 +126,7 @@ class Monitor:
         """Look until the ranks have ended."""
         last = time.monotonic()
         most = SUSPENDED_S + (self._spoke is not None) * SILENT_S  # the other may not answer
+        self._look(0.0)  # ranks may be gone already
         while self._is_needed():
             time.sleep(LOOK_S)
             now = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.watch.monitor import Monitor, Settings
+from megapipe.watch.nodes import Hub
 from megapipe.watch.rank import _start
 from tests.parity.jobs import ROOT
 
@@ -97,6 +99,21 @@ def test_a_rank_that_is_gone(tmp_path: Path, ranks: list[subprocess.Popen[bytes]
     assert verdict.startswith("rank 0 lost contact with rank 1 (process ")
     assert "has ended without a word" in verdict
     assert json.loads((report / "rank-1.json").read_text())["gone"]
+
+
+def test_ranks_that_are_gone_when_it_begins(
+    tmp_path: Path, ranks: list[subprocess.Popen[bytes]]
+) -> None:
+    """Another node's monitor hears of them."""
+    for process in ranks:
+        process.kill()
+        process.wait()
+    listens = socket.create_server(("127.0.0.1", 0))
+    address = listens.getsockname()
+    hub = Hub(listens.detach(), "word")
+    given = settings(tmp_path, 600.0, starter=-1)
+    Monitor(given._replace(hub=address, token="word")).run()
+    assert [view.gone for view in hub.views().values()] == [True, True]
 
 
 def test_ranks_that_go_on_are_left_alone(
