@@ -30,7 +30,9 @@ def stay(*_, **__):
 open_store = rendezvous.open_store
 def meet(*given):
     say("is on its way to the others")
-    return open_store(*given)
+    store = open_store(*given)
+    say("has the store")
+    return store
 rendezvous.open_store = meet
 
 if number == int(sys.argv.pop(1)):
@@ -86,5 +88,6 @@ class TwoNodes:
     def _await(self, world: int) -> None:
         """Wait until all ranks are where they are to wait."""
         for rank in {*range(world)} - {self._rank}:
-            self.job.await_text(f"rank {rank} is on its way to the others")
+            there = "is on its way to the others" if self._place == "import" else "has the store"
+            self.job.await_text(f"rank {rank} {there}")
         self.job.await_text(f"rank {self._rank} is at the {self._place}")
