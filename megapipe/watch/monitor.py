@@ -39,7 +39,7 @@ STACKS_S = 0.2
 END_S = 4.0
 """How long ranks may take to end by a verdict; those that cannot hear it are killed when the others
 have ended, whose exit code is then that of the job."""
-SAY_S = 2.0
+SAY_S = 3.0
 """How long ranks of other nodes may take to tell the store of a verdict that they have heard."""
 VERDICT = "verdict"
 """The file that has it, and the folder of the report."""
