@@ -258,6 +258,7 @@ def test_a_start_finds_nothing_of_the_one_before(
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_late(port: int, late: int) -> None:
     """Those that wait for the values of rank 0 are not late."""
+
     def compare(info: LaunchInfo, store: PrefixStore) -> None:
         if info.rank != late:
             rendezvous.compare_ranks(store, info, {"a": 1}, 1)
