@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,21 @@ TORCHRUN_S = 3.0
 """How long torchrun may take to end when its ranks have."""
 LONG = {"parallel.pp": "2", "parallel.timeout_s": "300"}
 SHORT = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
-PLACES = ["corpus", "tokenizer", "import"]
+
+
+def each(*places: str) -> Any:
+    """Of the ranks and places each one in every run of CI, all pairs with `slow`."""
+    return pytest.mark.parametrize(
+        ("place", "rank"),
+        [
+            pytest.param(place, rank, marks=[pytest.mark.slow] * ((i + rank) % 2))
+            for i, place in enumerate(places)
+            for rank in (0, 1)
+        ],
+    )
+
+
+RANKS = [0, pytest.param(1, marks=pytest.mark.slow)]
 
 
 def strike(job: Job, rank: int, number: signal.Signals) -> float:
@@ -59,8 +74,7 @@ def assert_named(rank: int, line: str) -> None:
     assert str(rank) in found.groups()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("place", ["corpus", "tokenizer"])
+@each("corpus", "tokenizer")
 def test_a_killed_rank_of_two_nodes(tmp_path: Path, place: str, rank: int) -> None:
     """Without a launcher. Rank 0 takes the store with it."""
     with Job(tmp_path) as job:
@@ -73,8 +87,7 @@ def test_a_killed_rank_of_two_nodes(tmp_path: Path, place: str, rank: int) -> No
     assert named or (rank == 0 and "(rank 0's)" in line)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("place", ["corpus", "tokenizer"])
+@each("corpus", "tokenizer")
 def test_a_stopped_rank_of_two_nodes(tmp_path: Path, place: str, rank: int) -> None:
     with Job(tmp_path) as job:
         TwoNodes(job, place, rank, **SHORT).by_hand()
@@ -84,7 +97,7 @@ def test_a_stopped_rank_of_two_nodes(tmp_path: Path, place: str, rank: int) -> N
         assert_named(rank, the_line(job))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_rank_that_never_comes(tmp_path: Path, rank: int) -> None:
     """Without a launcher nobody knows whether it was killed or is late."""
     with Job(tmp_path) as job:
@@ -97,8 +110,7 @@ def test_a_rank_that_never_comes(tmp_path: Path, rank: int) -> None:
     assert re.search("look whether .* started, and how (it|they) ended", line)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("place", ["corpus", "import"])
+@each("corpus", "import")
 def test_a_killed_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) -> None:
     with Job(tmp_path) as job:
         TwoNodes(job, place, rank, **LONG).launched()
@@ -109,8 +121,7 @@ def test_a_killed_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) -
     assert f"rank {rank} was killed by SIGKILL" in line
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("place", PLACES)
+@each("corpus", "tokenizer", "import")
 def test_a_stopped_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) -> None:
     with Job(tmp_path) as job:
         TwoNodes(job, place, rank, **SHORT).launched()
@@ -136,7 +147,7 @@ def test_a_stopped_rank_that_waits_for_the_corpus(tmp_path: Path) -> None:
     assert "is stopped by a signal, for 6 s at preparing the data" in line
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_stopped_rank_under_torchrun(tmp_path: Path, rank: int) -> None:
     """On two nodes; torchrun has a code of its own for what has failed."""
     with Job(tmp_path) as job:
@@ -147,7 +158,7 @@ def test_a_stopped_rank_under_torchrun(tmp_path: Path, rank: int) -> None:
         job.end()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_killed_rank_under_torchrun(tmp_path: Path, rank: int) -> None:
     """torchrun names it, and may end other nodes before a monitor does."""
     with Job(tmp_path) as job:
