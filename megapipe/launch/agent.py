@@ -35,8 +35,9 @@ class Agent(LocalElasticAgent):
         super().__init__(*given, **more)
         self.before: int | None = None
         """The exit code of a failure that another process has claimed before a rank failed here."""
+        self.has_noticed = False
+        """Whether it knows that a rank has failed here; from then on it asks the store no more."""
         self._handed_on = handed_on
-        self._claimed = False
         self._heard: list[int] = []
         """The exit code of the job's failure, once there is one."""
         self._alone = threading.Event()
@@ -70,14 +71,20 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = (exit_code(worker.id) for worker in worker_group.workers)
         code = next((code for code in codes if code), None)
-        if code is not None and not self._claimed and code - 128 not in self._handed_on:
-            self._claimed = True
-            self.before = next(iter(self._heard), None)
-            if self.before is None:
-                store = _store(worker_group)
-                with contextlib.suppress(DistError, Mute):
-                    self.before = within(ANSWER_S, lambda: claim(store, code))
+        if code is not None and not self.has_noticed:
+            self.has_noticed = True
+            self._claim(code, worker_group)
         return super()._monitor_workers(worker_group)
+
+    def _claim(self, code: int, worker_group: WorkerGroup) -> None:
+        """Claim a failure, unless the rank ended by a signal that was handed on to it."""
+        if code - 128 in self._handed_on:
+            return
+        self.before = next(iter(self._heard), None)
+        if self.before is None:
+            store = _store(worker_group)
+            with contextlib.suppress(DistError, Mute):
+                self.before = within(ANSWER_S, lambda: claim(store, code))
 
     def _hear(self, store: Store) -> None:
         """Wait for a failure of the job while it runs, over a connection of its own: the store may

@@ -189,7 +189,7 @@ def _run(agent: Agent, relay: _Relay, meeting: Meeting) -> int:
 
     group = agent.get_worker_group()
     relay.pids = lambda: [worker.id for worker in group.workers if worker.id]
-    ends = Ends(relay.pids, lambda: agent.has_failed, relay.leave)
+    ends = Ends(relay.pids, lambda: agent.has_failed, lambda: agent.has_noticed, relay.leave)
     ends.start()
     try:
         result = agent.run()

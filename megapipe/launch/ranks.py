@@ -24,19 +24,21 @@ LATE_S = 1.0
 class Ends(threading.Thread):
     """Kills ranks that are stopped where another has ended or the job `has_failed`, and calls
     `late` with the exit code where all have ended, one failed, and the agent, which asks for it
-    first, does not."""
+    first, has not noticed."""
 
     def __init__(
         self,
         pids: Callable[[], list[int]],
         has_failed: Callable[[], bool],
+        has_noticed: Callable[[], bool],
         late: Callable[[int], object],
     ) -> None:
         super().__init__(daemon=True)
         self.over = threading.Event()
-        """Set when the agent has noticed the end of the ranks."""
+        """Set when the agent is done with the ranks."""
         self._pids = pids
         self._has_failed = has_failed
+        self._has_noticed = has_noticed
         self._late = late
         self.killed = set[int]()
         """The ranks that it has killed."""
@@ -60,7 +62,8 @@ class Ends(threading.Thread):
             if since is None and pids and not running and code is not None:
                 since = time.monotonic()
         assert code is not None
-        self._late(code)
+        if not self._has_noticed():
+            self._late(code)
 
 
 def _has_ended(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ def test_a_stopped_rank_is_killed_when_the_job_has_failed(failed: bool) -> None:
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         rank.send_signal(signal.SIGSTOP)
-        ends = Ends(lambda: [rank.pid], lambda: failed, late=lambda code: None)
+        ends = Ends(lambda: [rank.pid], lambda: failed, lambda: False, lambda code: None)
         ends.start()
         if failed:
             assert rank.wait(10) == -signal.SIGKILL
@@ -33,6 +34,17 @@ def test_a_stopped_rank_is_killed_when_the_job_has_failed(failed: bool) -> None:
     finally:
         rank.kill()
         rank.wait()
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_an_agent_that_has_noticed_the_end_of_the_ranks_may_take_its_time(noticed: bool) -> None:
+    """It may start the job again; one that has not waits for a store that does not answer."""
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(4)"]) as rank:
+        os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # nobody has asked for its code
+        late: list[int] = []
+        ends = Ends(lambda: [rank.pid], lambda: False, lambda: noticed, late.append)
+        ends.run()
+    assert late == ([] if noticed else [4])
 
 
 def ended(code: int) -> Any:
