@@ -67,7 +67,7 @@ def stream(order: Order, policy: Policy) -> Stream:
 
     def relative(ops: tuple[Op, ...]) -> tuple[Read, ...]:
         """The weights that operations read, counted from those that their window changes."""
-        reads = (_absolute(known, policy, _moved(op, steady, window)) for op in ops)
+        reads = (_absolute(known, policy, moved(op, steady, window)) for op in ops)
         return tuple(read._replace(version=read.version - steady) for read in reads)
 
     kept = [max(weights_kept(ops, [_absolute(known, policy, op) for op in ops])) for ops in lists]
@@ -93,11 +93,13 @@ def finite(stream: Stream, windows: int) -> Schedule:
     """
     if windows < 1:
         raise ScheduleError(f"schedule {stream.name}: windows must be at least 1, not {windows}")
-    fills = map(zip, stream.fill, stream.fill_reads)
-    segments = map(zip, stream.segment, stream.segment_reads)
     lists = [
-        list(_in_windows(list(fill), list(segment), stream.microbatches, windows))
-        for fill, segment in zip(fills, segments, strict=True)
+        [
+            (moved(op, window, stream.microbatches), _at(read, window))
+            for window, steps in rank_parts
+            for op, read in steps
+        ]
+        for rank_parts in parts(stream, windows)
     ]
     policy = stream.policy
     return Schedule(
@@ -113,6 +115,21 @@ def finite(stream: Stream, windows: int) -> Schedule:
             kept=stream.kept,
         ),
     )
+
+
+def parts(stream: Stream, windows: int) -> list[list[tuple[int, list[Step]]]]:
+    """The first windows of a stream from cut to cut: for each rank the fill, a segment for each
+    window, and the updates that are still pending then.
+
+    Each part comes with the window from which its micro-batches and versions are counted; a part is
+    shorter than the stream's where it lies before the first window or behind the last.
+    """
+    fills = map(zip, stream.fill, stream.fill_reads)
+    segments = map(zip, stream.segment, stream.segment_reads)
+    return [
+        list(_in_windows(list(fill), list(segment), stream.microbatches, windows))
+        for fill, segment in zip(fills, segments, strict=True)
+    ]
 
 
 def _ahead(lists: Iterable[Iterable[Op]], window: int) -> int:
@@ -136,8 +153,8 @@ def _with_updates(ops: tuple[Op, ...], window: int, *, late: bool) -> tuple[Op, 
     return tuple(result)
 
 
-def _moved(op: Op, window: int, size: int) -> Op:
-    """An operation of a segment, as it is in the segment of a window."""
+def moved(op: Op, window: int, size: int) -> Op:
+    """An operation of a segment, as it is in the segment of a window of `size` micro-batches."""
     if op.kind == Kind.U:
         return op._replace(microbatch=window - op.microbatch)
     return op._replace(microbatch=window * size + op.microbatch)
@@ -146,25 +163,30 @@ def _moved(op: Op, window: int, size: int) -> Op:
 def _unrolled(fill: Iterable[Op], segment: Iterable[Op], size: int, windows: int) -> list[Op]:
     """The list of a rank for as many windows."""
     nothing = Read(0)
-    steps = [(op, nothing) for op in fill], [(op, nothing) for op in segment]
-    return [op for op, _ in _in_windows(*steps, size, windows)]
+    given = [(op, nothing) for op in fill], [(op, nothing) for op in segment]
+    return [
+        moved(op, window, size)
+        for window, steps in _in_windows(*given, size, windows)
+        for op, _ in steps
+    ]
 
 
-def _in_windows(fill: list[Step], segment: list[Step], size: int, windows: int) -> Iterator[Step]:
-    """The operations of the first windows on a rank, each with what it reads."""
-    total = size * windows
-    for op, read in fill:
-        if op.microbatch < total:
-            yield op, _at(read, 0)
-    for window in range(windows):
-        for op, read in segment:
-            moved = _moved(op, window, size)
-            if moved.microbatch >= 0 and (op.kind == Kind.U or moved.microbatch < total):
-                yield moved, _at(read, window)
-    for op, read in segment:
-        if op.kind == Kind.U:  # of windows that have no segment of their own any more
-            for window in range(windows, windows + op.microbatch):
-                yield _moved(op, window, size), _at(read, window)
+def _in_windows(
+    fill: list[Step], segment: list[Step], size: int, windows: int
+) -> Iterator[tuple[int, list[Step]]]:
+    """The parts of a rank, see :func:`parts`."""
+    yield 0, [step for step in fill if step[0].microbatch < size * windows]
+    for window in range(windows + 1):
+        left = range(-window * size, (windows - window) * size)
+        updated = range(window - windows + 1, window + 1)  # 0 is the window itself
+        yield (
+            window,
+            [
+                step
+                for step in segment
+                if step[0].microbatch in (updated if step[0].kind == Kind.U else left)
+            ],
+        )
 
 
 def _at(read: Read, window: int) -> Read:

@@ -1,0 +1,145 @@
+"""Programs of a stream: one per rank from cut to cut, the same for all windows in the steady state.
+
+The first windows of a stream are an ordinary schedule, whose programs are cut where its windows
+are. Micro-batches of a part are counted from its window, so that equal parts are one program.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megapipe.schedule.ir import Kind, Op, Read
+from megapipe.schedule.lower import lower
+from megapipe.schedule.program import Action, Do, Program
+from megapipe.schedule.streams.stream import Step, Stream, finite, parts
+
+
+class UnderWay(NamedTuple):
+    """A message that is sent before a cut and received behind it."""
+
+    peer: int
+    """The rank that sends it."""
+    message: Op
+    """The operation that makes it, counted from the window behind the cut."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's program from one cut to the next, or of the fill."""
+
+    program: Program
+    """Micro-batches are counted from the part's window; that of a U says how many windows before
+    the part's it updates by."""
+    reads: tuple[Read | None, ...]
+    """Of each action that computes the weights that it reads, counted from the version that the
+    part's window changes."""
+    under_way: tuple[UnderWay, ...]
+    """Messages on their way to this rank at the end, in the order in which they are received."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The programs of some windows in a row, from the fill to where the forwards run out."""
+
+    fill: tuple[Part, ...]
+    """By rank."""
+    segments: tuple[tuple[Part, ...], ...]
+    """By window and rank."""
+
+
+def run(stream: Stream, windows: int) -> Run:
+    """The programs of the first windows of a stream."""
+    schedule = finite(stream, windows)
+    by_rank = [
+        list(_parts(program.actions, steps, stream.microbatches))
+        for program, steps in zip(lower(schedule, proved=True), parts(stream, windows), strict=True)
+    ]
+    made: list[list[Part]] = []
+    for rank, own in enumerate(by_rank):
+        made.append([])
+        for number, part in enumerate(own):
+            waiting = _under_way(by_rank, rank, number, stream.microbatches)
+            actions, reads = zip(*part, strict=True) if part else ((), ())
+            made[-1].append(Part(Program(rank, actions), reads, tuple(waiting)))
+    fill, *segments = zip(*made, strict=True)
+    return Run(fill, tuple(segments[:windows]))
+
+
+class Runs:
+    """The programs of runs of any number of windows; those of long ones share their parts."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._ends = stream.ahead + 1
+        """Windows at each end of a run whose programs may be unlike those in between."""
+        self._most = 2 * self._ends + 1
+        self._made: dict[int, Run] = {}
+
+    def of(self, windows: int) -> Run:
+        """The run whose parts those of a run of so many windows are; see :meth:`part`."""
+        windows = min(windows, self._most)
+        if windows not in self._made:
+            self._made[windows] = run(self._stream, windows)
+        return self._made[windows]
+
+    def part(self, number: int, windows: int) -> tuple[Part, ...]:
+        """By rank, the segment of window `number` in a run of so many windows."""
+        if windows > self._most:
+            left = windows - number
+            number = self._most - left if left <= self._ends else min(number, self._ends)
+        return self.of(windows).segments[number]
+
+
+_Steps = list[tuple[Action, Read | None]]
+
+
+def _parts(
+    actions: tuple[Action, ...], of_rank: list[tuple[int, list[Step]]], size: int
+) -> Iterator[_Steps]:
+    """The actions of a rank, with what they read, cut where its parts end: messages are received
+    in the part of the operation that needs them, and sent in that of the operation that makes
+    them."""
+    place = 0
+    for window, steps in of_rank:
+        found: _Steps = []
+        reads = iter(steps)
+        computed = 0
+        while place < len(actions):
+            action = actions[place]
+            if action.do != Do.SEND and computed == len(steps):
+                break
+            read = None
+            if action.do == Do.COMPUTE:
+                computed += 1
+                read = next(reads)[1]
+            found.append((_counted_from(action, window, size), read))
+            place += 1
+        yield found
+
+
+def _counted_from(action: Action, window: int, size: int) -> Action:
+    if action.kind == Kind.U:
+        return action._replace(microbatch=window - action.microbatch)
+    return action._replace(microbatch=action.microbatch - window * size)
+
+
+def _under_way(
+    by_rank: list[list[_Steps]], rank: int, number: int, size: int
+) -> Iterator[UnderWay]:
+    """Messages on their way to a rank when all are through with a part."""
+    sent = Counter(
+        peer
+        for peer, its_parts in enumerate(by_rank)
+        for part in its_parts[: number + 1]
+        for action, _ in part
+        if action.do == Do.SEND and action.peer == rank
+    )
+    for part in by_rank[rank][: number + 1]:
+        sent.subtract(action.peer for action, _ in part if action.do == Do.RECV)
+    for later, part in enumerate(by_rank[rank][number + 1 :]):
+        for action, _ in part:
+            if action.do == Do.RECV and sent[action.peer] > 0:
+                sent[action.peer] -= 1
+                message = Op(action.kind, action.stage, action.microbatch + later * size)
+                yield UnderWay(action.peer, message)

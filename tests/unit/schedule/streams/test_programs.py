@@ -1,0 +1,82 @@
+"""Programs of a stream: cut at its windows, alike in the steady state, complete."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.schedule.ir import Kind
+from megapipe.schedule.program import Action, Do
+from megapipe.schedule.streams.load import load_stream
+from megapipe.schedule.streams.programs import Part, Runs, run
+from megapipe.schedule.streams.stream import Stream
+
+STREAMS = [
+    ("1f1b", "stash", 4, 1, 0),
+    ("1f1b", "latest", 3, 2, 2),
+    ("1f1b", "double_buffer", 3, 4, 0),
+    ("eager_1f1b", "vertical", 3, 1, 0),
+    ("eager_1f1b", "double_buffer", 3, 5, 1),
+    ("two_group", "double_group", 3, 3, 0),
+]
+
+
+@pytest.fixture(params=STREAMS, ids=lambda each: f"{each[1]}, p {each[2]} m {each[3]}")
+def stream(request: pytest.FixtureRequest) -> Stream:
+    order, weights, ranks, microbatches, advance = request.param
+    return load_stream(order, weights, ranks=ranks, microbatches=microbatches, advance=advance)
+
+
+def actions(part: Part, window: int, size: int) -> list[Action]:
+    """Those of a part, as they are in a whole run."""
+    return [
+        action._replace(
+            microbatch=window - action.microbatch
+            if action.kind == Kind.U
+            else window * size + action.microbatch
+        )
+        for action in part.program.actions
+    ]
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 30])
+def test_the_parts_of_a_run_are_those_of_all_its_windows(stream: Stream, windows: int) -> None:
+    runs, whole = Runs(stream), run(stream, windows)
+    assert runs.of(windows).fill == whole.fill
+    for number in range(windows):
+        assert runs.part(number, windows) == whole.segments[number], number
+
+
+def test_what_is_under_way_at_a_cut_is_sent_before_and_received_behind_it(stream: Stream) -> None:
+    size, windows = stream.microbatches, 6
+    made = run(stream, windows)
+    sent: set[tuple[int, object]] = set()
+    received: set[tuple[int, object]] = set()
+    for number, by_rank in enumerate((made.fill, *made.segments)):
+        window = max(0, number - 1)
+        for rank, part in enumerate(by_rank):
+            for action in actions(part, window, size):
+                message = action.kind, action.stage, action.microbatch
+                if action.do == Do.SEND:
+                    sent.add((action.peer, message))
+                elif action.do == Do.RECV:
+                    received.add((rank, message))
+        told = {
+            (rank, (each.message.kind, each.message.stage, number * size + each.message[2]))
+            for rank, part in enumerate(by_rank)
+            for each in part.under_way
+        }
+        assert received <= sent
+        assert told == sent - received
+    assert sent == received
+
+
+def test_a_segment_of_pipedream_updates_at_its_end_and_reads_what_it_has_read() -> None:
+    stream = load_stream("1f1b", "stash", ranks=2, microbatches=2)
+    first, last = Runs(stream).part(5, 20)
+    told = [
+        (action.kind.name, action.microbatch, read.version)
+        for action, read in zip(first.program.actions, first.reads, strict=True)
+        if read is not None
+    ]
+    assert told == [("F", 1, 0), ("B", 0, -1), ("F", 2, 0), ("B", 1, 0), ("U", 0, 1)]
+    assert [message.message.microbatch for message in last.under_way] == [0]
