@@ -16,6 +16,7 @@ from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.numbers_config import NumbersConfig
 from megapipe.parallel_config import ParallelConfig
+from megapipe.pipeline_config import PipelineConfig
 from megapipe.section import Expected, Section
 from megapipe.update_rules import RULES
 from megapipe.user_code import is_user_code, names_or_code
@@ -64,81 +65,6 @@ class RunConfig(Section):
     def exact_on(self, device: str) -> bool:
         """Whether equal runs are bitwise equal on devices of this type."""
         return device == "cpu" or self.deterministic
-
-
-class PipelineConfig(Section):
-    """How the layers become stages, and the order in which the stages work."""
-
-    schedule: str = "1f1b"
-    """Name of a registered schedule (`scripts/schedule.py list` shows them), a function of your
-    own as `module:function`, or a file of operations that ends in `.csv`; auto: measure the first
-    steps, search for what they cost, and go on with what was found."""
-    placement: Literal["loop", "v", "wave"] | None = None
-    """For schedule auto: stages around the ranks (loop, the default), down and back up (v, 2
-    chunks), or that twice (wave, 4). Other schedules have their own."""
-    chunks: int | None = Field(None, ge=1)
-    """Virtual stages (model chunks) per pipeline rank; default: the schedule's own."""
-    group: int | None = Field(None, ge=1)
-    """interleaved_1f1b: micro-batches per group, from 1 to all; default: as many as pipeline
-    ranks. Small groups are depth-first (less memory), large ones breadth-first.
-    grouped_interleaved: from half of the ranks to all."""
-    slices: int | None = Field(None, ge=1)
-    """Parts into which each sequence is cut, for the schedules that do (seq1f1b, terapipe, ...);
-    the parts take equal times, by their FLOPs and `slice_attention`. terapipe with `slice_overhead`
-    may leave it open."""
-    slice_overhead: float | None = Field(None, ge=0)
-    """Time that an operation on a part takes however short it is, in tokens: as long as so many of
-    them take by themselves. With it terapipe is cut so that its pipeline is shortest, by dynamic
-    programming (Li et al., 2102.07988), and in as many parts as are best, at most 128, unless
-    `slices` says how many. The plan counts it for all schedules that cut. `train.py
-    --time-slices` measures it. Default: none, and parts of equal times."""
-    slice_attention: float = Field(1.0, ge=0)
-    """Time of a FLOP of attention to the tokens before, in that of one of the linear layers: 2
-    where attention runs at half of their speed. `train.py --time-slices` measures it."""
-    pairs: int | None = Field(None, ge=1)
-    """chimera: pairs of pipelines in opposite directions, each with its copies of the weights."""
-    replicas: Annotated[
-        list[Annotated[int, Field(ge=1)]] | None,
-        Expected("a number of ranks for each stage, as in [2, 1], or null"),
-    ] = Field(None, min_length=1)
-    """1f1b_rr: how many of the `parallel.pp` ranks each stage has, as in [2, 1] for 3; micro-batch
-    k takes rank k mod 2 of the first. Default: two for the first stage and one for each other, as
-    far as there are three ranks or more. The default `layout` gives a stage with twice the ranks
-    twice the work."""
-    advance: int | None = Field(None, ge=1)
-    """1f1b, eager_1f1b: micro-batches by which the forwards of each rank are further ahead of its
-    backwards (AvgPipe, PPoPP'23). Default: none."""
-    memory_limit: float | None = Field(None, gt=0)
-    """Most activations of a pipeline rank, in micro-batches of all its layers. Each counts as one
-    until its input gradient, then as the part of it that its weight gradient still needs. Searched
-    schedules (zb_1p, zb_2p, auto) keep to it, others are refused above it. Default of auto: what
-    the schedule that it begins with holds."""
-    layout: str | list[int] | None = None
-    """Which layers each stage holds: a list of layer counts, or a string of stages divided by
-    `|` made of E (embedding), L or L*n (layers) and H (head), as in "E L*3 | L*4 | L*3 H";
-    default: the least FLOPs for the busiest rank, then for the slowest stage, head and what is run
-    again included."""
-    channels: Literal["process_group", "in_process"] = "process_group"
-    """process_group: one process per pipeline rank; in_process: each process runs all pipeline
-    ranks' programs itself, so the number of processes is dp x cp x tp."""
-    scatter_gather: Literal["auto", "on", "off"] = "auto"
-    """Without sequence parallelism all tensor-parallel ranks have the same hidden states. on: each
-    sends its share of them to the next pipeline rank, where the shares are gathered (Narayanan et
-    al., 2104.04473); off: each sends all of them; auto: on where the gather's links are faster
-    than the pipeline's, by `parallel.per_node`, `node_gb_s` and `network_gb_s`. Same bits."""
-    receive_ahead: int | None = Field(None, ge=0)
-    """Operations before the one that needs a message at which its receive is posted, one at a time
-    on each channel; 0: when it is needed. The first step, in which kernels are loaded, posts none
-    ahead, and on a GPU none does where attention goes by blocks (`parallel.cp`,
-    `activations.keep_attention`) that end at documents. Default: 1 on NCCL, where a receive that
-    waits occupies a multiprocessor; on gloo as soon as the message before has arrived."""
-    channel_ctas: int = Field(1, ge=1)
-    """On NCCL: most thread blocks of a channel between two pipeline ranks, each on a
-    multiprocessor of its own while a message is under way or awaited. How many pay, and how far
-    ahead to receive, log.timeline tells: it prints the bubble as measured beside the simulated."""
-    debug: bool = False
-    """Send a header with each message and check it on arrival; fill buffers with NaN before a
-    receive; compare checksums of the samples that ranks of cp and of tp are given."""
 
 
 class ActivationsConfig(Section):

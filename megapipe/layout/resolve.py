@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from megapipe.config import Config, PipelineConfig
+from megapipe.config import Config
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
 from megapipe.layout.checks import check, check_compile, check_slices
@@ -26,6 +26,7 @@ from megapipe.layout.replicas import replica_policy
 from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
 from megapipe.parallel_config import ParallelConfig
+from megapipe.pipeline_config import PipelineConfig
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators.lists import split_backwards
 from megapipe.schedule.ir import Schedule

@@ -41,6 +41,7 @@ FLOORS = (
     "lora_config",
     "numbers_config",
     "parallel_config",
+    "pipeline_config",
     "batch_ramp",
     "engine",
     "model",
