@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
@@ -40,22 +39,20 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter, release_initial
 from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
-from megapipe.observe.memory import memory_gib
 from megapipe.ops.kernels import Kernels
-from megapipe.optim.buffers import make_buckets
-from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.scaler import LossScaler
-from megapipe.optim.state_store import StatePolicy
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
 from megapipe.train import checkpoint_io, evaluation, logits, resume
 from megapipe.train.evaluation import Evaluation
 from megapipe.train.feed import Counted, Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
+from megapipe.train.make_optimizer import make_optimizer
 from megapipe.train.messages import Messages, receive_ahead
+from megapipe.train.own_totals import own_loss, own_totals
 from megapipe.train.post_validation import PostValidation
-from megapipe.train.totals import LARGEST, SourceTotal, Totals, Wishes
+from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.update import StepResult, Update
 from megapipe.train.warm_up import WarmUp
 from megapipe.watch.journal import text
@@ -120,7 +117,7 @@ class TrainStep:
             for rank in self.pipeline.ranks
             for s in self.placement.stages_of(rank)
         }
-        self.optimizer = self._make_optimizer()
+        self.optimizer = make_optimizer(self)
         kind = TupleStage if layout.sends_tuples else Stage
         self.stages: dict[int, Stage] = {
             s: kind(module, layout.spans[s], recompute=s in self.schedule.recompute)
@@ -178,28 +175,6 @@ class TrainStep:
                 f"stages and {whole} micro-batches; the layout needs {layout.pp}, "
                 f"{layout.stages} and {layout.microbatches}"
             )
-
-    def _make_optimizer(self) -> Optimizer:
-        placement = self.placement
-        buckets = make_buckets(
-            self.modules,
-            self.mesh,
-            self.policy,
-            holders=[placement.holders(stage) for stage in range(placement.stages)],
-            in_process=self.pipeline.in_process,
-        )
-        run = self.config.run
-        states = StatePolicy.of(
-            self.config.optimizer, run.seed, Path(run.folder) / run.name, self.mesh.device
-        )
-        return Optimizer(
-            buckets,
-            self.config.optimizer,
-            self.mesh,
-            placement.stages,
-            states=states,
-            kernel=self.kernels.adam,
-        )
 
     def use(self, schedule: Schedule) -> None:
         """Go on with another schedule, on the same placement, from the next step on."""
@@ -373,15 +348,7 @@ class TrainStep:
     def own_totals(self, counted: Counted, wishes: Callable[[], Wishes]) -> Totals:
         """This rank's part of the totals of a step whose backward passes are done."""
         squares = self.optimizer.finish_reduce(self.scaler.scale)
-        loss, counted = self._own_loss(counted)
-        some = [squares, loss, self.optimizer.states_finite(), *counted.summed_losses()]
-        values = self.mesh.computed(torch.cat(some))  # the step's one wait for a GPU
-        end = len(values) - len(counted.by_source)
-        by_source = tuple(map(SourceTotal, values[end:], counted.by_source))
-        memory = memory_gib(self.mesh.device) or 0.0
-        *numbers, loss_sum, states = values[:end]
-        tokens, squared = counted.tokens, tuple(numbers)
-        return Totals(squared, loss_sum, tokens, wishes(), by_source, states, memory)
+        return own_totals(self, squares, *self.own_loss(counted), wishes)
 
     def save(
         self,
@@ -483,16 +450,9 @@ class TrainStep:
         schedule, executors = self._validators[microbatches]
         given, counted = self._feed.fetch(schedule, rows, 0, first)
         self.pipeline.run(executors, given)
-        loss, counted = self._own_loss(counted)
+        loss, counted = self.own_loss(counted)
         return loss.item(), counted.tokens
 
-    def _own_loss(self, counted: Counted) -> tuple[Tensor, Counted]:
-        """Sum of this rank's unmasked token losses, micro-batches in order, and its tokens; 0, or
-        NaN if they are not finite, on all but one of the tp ranks, which have the same."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
-        if self.last is not None:
-            for key in sorted(self.last.loss_sums):
-                total += self.last.loss_sums[key]
-        if self.mesh.tp.index > 0:
-            return total * 0.0, counted.none()
-        return total, counted
+    def own_loss(self, counted: Counted) -> tuple[Tensor, Counted]:
+        """Sum of this rank's unmasked token losses, and its tokens."""
+        return own_loss(self, counted)

@@ -233,14 +233,14 @@ def replicated_stage_has_a_bucket_of_each_holder_s_own() -> Patch:
 
 
 def loss_of_one_holder_of_the_last_stage_only() -> Patch:
-    own_loss = TrainStep._own_loss
+    own_loss = TrainStep.own_loss
 
     def wrong(self: TrainStep, tokens: int) -> tuple[Tensor, int]:
         if self.last is not None and self.mesh.pp.index > 0:
             self.last.loss_sums.clear()
         return own_loss(self, tokens)
 
-    return mock.patch.object(TrainStep, "_own_loss", wrong)
+    return mock.patch.object(TrainStep, "own_loss", wrong)
 
 
 def clipped_by_the_local_norm() -> Patch:

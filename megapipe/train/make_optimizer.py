@@ -1,0 +1,36 @@
+"""The optimizer of a process: buckets of its stages, and where their states live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megapipe.optim.buffers import make_buckets
+from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.state_store import StatePolicy
+
+if TYPE_CHECKING:
+    from megapipe.train.step import TrainStep
+
+
+def make_optimizer(step: TrainStep) -> Optimizer:
+    """The optimizer of the stages of `step`, whose parameters get their storage."""
+    placement, run = step.placement, step.config.run
+    buckets = make_buckets(
+        step.modules,
+        step.mesh,
+        step.policy,
+        holders=[placement.holders(stage) for stage in range(placement.stages)],
+        in_process=step.pipeline.in_process,
+    )
+    states = StatePolicy.of(
+        step.config.optimizer, run.seed, Path(run.folder) / run.name, step.mesh.device
+    )
+    return Optimizer(
+        buckets,
+        step.config.optimizer,
+        step.mesh,
+        placement.stages,
+        states=states,
+        kernel=step.kernels.adam,
+    )
