@@ -56,6 +56,13 @@ class Outgoing(Protocol):
     def finish(self) -> None:
         """End a step: wait for the sends that are not acknowledged, and let go of their tensors."""
 
+    def set_aside(self) -> int:
+        """Wait for the sends that are not acknowledged, as others come in between; returns how many
+        acknowledgements are to come, for :meth:`take_back`."""
+
+    def take_back(self, messages: int) -> None:
+        """Go on where so many `messages` are yet to be acknowledged."""
+
 
 class Incoming(Protocol):
     """The receiver's end of a channel."""
@@ -97,6 +104,12 @@ class Queue:
         pass
 
     def finish(self) -> None:
+        pass
+
+    def set_aside(self) -> int:
+        return 0
+
+    def take_back(self, messages: int) -> None:
         pass
 
     def expect(self, expected: Expected) -> None:
@@ -180,6 +193,14 @@ class _Outgoing(_Line):
 
     def finish(self) -> None:
         self.acknowledge(self.unacknowledged)
+
+    def set_aside(self) -> int:
+        expected = self.unacknowledged
+        self.finish()
+        return expected
+
+    def take_back(self, messages: int) -> None:
+        self.unacknowledged += messages
 
 
 class _PolledOutgoing(_Outgoing):

@@ -74,6 +74,8 @@ class Executor:
     Receives are posted `receive_ahead` operations before they are needed, by default as early as
     can be, from the second step on. In the first one kernels are loaded and memory is found: on a
     GPU both may wait for all that runs there, and a receive that spins would be among it.
+
+    `inbox` has what waits there already, and takes what is left over at the end.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Executor:
         synchroniser: Synchroniser | None = None,
         receive_ahead: int | None = None,
         journal: Journal | None = None,
+        inbox: dict[Op, Message] | None = None,
     ) -> None:
         self.program = program
         self.stages = stages
@@ -97,7 +100,7 @@ class Executor:
         self.train = train
         self.recorder = recorder
         self.synchroniser = synchroniser
-        self._inbox: dict[Op, Message] = {}
+        self._inbox: dict[Op, Message] = {} if inbox is None else inbox
         self._microbatches: Mapping[Key, MicroBatch] = {}
         self._expected: dict[int, list[tuple[Op, Any]]] = defaultdict(list)
         for action in program.actions:
@@ -256,29 +259,40 @@ class Executor:
         message, take = message_of(action), self._inbox.pop
         send = self.channels.outgoing[action.peer].send
 
+        sent = self._on_wire(message)
+
         def call() -> None:
             tensor = take(message)
             assert tensor is not None
-            send(message, tensor)
+            send(sent, tensor)
 
         return call
 
+    def _on_wire(self, message: Op) -> Op:
+        """The name of a message on its way, alike at both ends."""
+        return message
+
     def _bind_receive(self, action: Action) -> Call:
-        message, inbox, acks = message_of(action), self._inbox, action.acks
+        receive, acks = self._bind_taking(action), action.acks
+        if not acks:
+            return receive
+        acknowledge = self.channels.outgoing[action.peer].acknowledge
+
+        def call_and_acknowledge() -> None:
+            receive()
+            acknowledge(acks)
+
+        return call_and_acknowledge
+
+    def _bind_taking(self, action: Action) -> Call:
+        """A call that waits for a message and puts it into the inbox."""
+        message, inbox = message_of(action), self._inbox
         receive = self.channels.incoming[action.peer].receive
 
         def call() -> None:
             inbox[message] = receive()
 
-        if not acks:
-            return call
-        acknowledge = self.channels.outgoing[action.peer].acknowledge
-
-        def call_and_acknowledge() -> None:
-            inbox[message] = receive()
-            acknowledge(acks)
-
-        return call_and_acknowledge
+        return call
 
     def _bind_synchronisation(self, action: Action) -> Call:
         assert self.synchroniser is not None
@@ -340,6 +354,13 @@ def run_together(executors: Sequence[Executor], microbatches: Mapping[Key, Micro
     """
     for executor in executors:
         executor.begin(microbatches)
+    take_turns(executors)
+    for executor in executors:
+        executor.finish()
+
+
+def take_turns(executors: Sequence[Executor]) -> None:
+    """Run the rest of the programs of all pipeline ranks in one process."""
     while not all(executor.done for executor in executors):
         progress = False
         for executor in executors:
@@ -347,5 +368,3 @@ def run_together(executors: Sequence[Executor], microbatches: Mapping[Key, Micro
                 executor.advance()
                 progress = True
         assert progress, "the programs wait for each other"
-    for executor in executors:
-        executor.finish()

@@ -52,6 +52,12 @@ class PackedOutgoing:
     def finish(self) -> None:
         self._line.finish()
 
+    def set_aside(self) -> int:
+        return self._line.set_aside()
+
+    def take_back(self, messages: int) -> None:
+        self._line.take_back(messages)
+
 
 class PackedIncoming:
     """Receives bytes over `line`, and returns the tensors that were packed into them."""

@@ -40,6 +40,12 @@ class ScatteredOutgoing:
     def finish(self) -> None:
         self._line.finish()
 
+    def set_aside(self) -> int:
+        return self._line.set_aside()
+
+    def take_back(self, messages: int) -> None:
+        self._line.take_back(messages)
+
 
 class GatheredIncoming:
     """Receives shares over `line`, and gathers each message from those of all tp ranks.

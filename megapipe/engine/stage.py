@@ -36,6 +36,19 @@ class _InFlight(NamedTuple):
     """None where the output depends on no parameter and no input."""
 
 
+class InFlight(NamedTuple):
+    """All that a stage keeps of the pieces in flight."""
+
+    graphs: dict[Key, _InFlight]
+    inputs: dict[Key, tuple[Message, MicroBatch]]
+    caches: dict[int, KVCache]
+    loss_sums: dict[Key, Tensor]
+
+
+def _earlier(key: Key, by: int) -> Key:
+    return key[0] - by, key[1]
+
+
 class Stage:
     """Runs the ops of one virtual stage; `loss_sums` collects the last stage's losses.
 
@@ -84,6 +97,22 @@ class Stage:
         self._caches.clear()
         self.loss_sums.clear()
         self.queue.clear()
+
+    def set_aside(self) -> InFlight:
+        """Forget what is in flight; returns it for :meth:`take_back`, with nothing queued."""
+        assert not self.queue.pending(), "weight gradients are yet to be computed"
+        kept = InFlight(self._in_flight, self._inputs, self._caches, self.loss_sums)
+        self._in_flight, self._inputs, self._caches, self.loss_sums = {}, {}, {}, {}
+        return kept
+
+    def take_back(self, kept: InFlight, *, back: int = 0) -> None:
+        """Go on with what was in flight; micro-batches are counted from `back` later from now on,
+        and losses of those before are forgotten."""
+        self._in_flight = {_earlier(key, back): value for key, value in kept.graphs.items()}
+        self._inputs = {_earlier(key, back): value for key, value in kept.inputs.items()}
+        self._caches = {key - back: value for key, value in kept.caches.items()}
+        losses = {_earlier(key, back): value for key, value in kept.loss_sums.items()}
+        self.loss_sums = {key: value for key, value in losses.items() if key[0] >= 0}
 
     def forward(self, key: Key, x: Message, mb: MicroBatch) -> Message:
         """Run ``F``. Returns the output to pass on, None on the last stage."""

@@ -65,6 +65,14 @@ class Entry(NamedTuple):
     stop: int
 
 
+class Placed(NamedTuple):
+    """A parameter of a module, its place in the bucket, and which of its gradients is its."""
+
+    parameter: Parameter
+    entry: Entry
+    use: int
+
+
 class Segment(NamedTuple):
     """A range [start, stop) of a bucket whose parameters share these properties."""
 
@@ -140,11 +148,13 @@ class Bucket:
         ]
         self._early: dict[str, Tensor] = {}
         """Gradients that autograd computes within ``I``, which may be before `open_grads`."""
+        self.placed: list[Placed] = []
         for owned in ordered:
             spec = spec_of(owned.parameter)
             entry = places[spec.name]
             new = Parameter(self.view(self.weights, entry), requires_grad=not frozen)
             owned.replace(new)
+            self.placed.append(Placed(new, entry, uses.index(spec.use)))
             if frozen:
                 continue
             grad = self.view(self.grads[uses.index(spec.use)], entry)

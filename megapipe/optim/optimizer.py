@@ -172,19 +172,49 @@ class Optimizer:
             squares[shard.bucket.index] += shard.own_square()
         return squares
 
-    @torch.no_grad()
+    def reduce_stage(self, stage: int) -> None:
+        """Send off the gradients of a stage, which are complete."""
+        self._own[stage].rest()
+
+    def finish_stage(self, stage: int) -> Tensor:
+        """Complete the sum of a stage's gradients over the replicas.
+
+        Returns fp64 [1]: squared norm of the gradients of it that this rank owns.
+        """
+        square = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
+        for shard in self._own[stage].shards:
+            shard.finish_reduce()
+            square += shard.own_square()
+        return square
+
     def update(self, lr: float, factor: float = 1.0) -> None:
         """Take one step with learning rate `lr` by the gradients times `factor`."""
-        if factor != 1.0:
-            for shard in self.shards:
-                shard.grad.mul_(factor)
-        for shard in self.shards:
-            shard.await_weights()  # an earlier gather still reads weights that are about to change
-            shard.store.begin(self.count)
-        self.rule.step(self.shards, lr, self.count)
+        self._step(self.shards, lr, factor, self.count)
         self.count += 1
         self.lr = lr
         self._publish_ahead(self.config.look_ahead)
+
+    def update_stage(self, stage: int, lr: float, factor: float, count: int) -> None:
+        """Take the step after `count` earlier ones of one stage alone, and begin to gather its
+        weights."""
+        own = self._own[stage].shards
+        self._step(own, lr, factor, count)
+        for shard in own:
+            shard.publish()
+
+    @torch.no_grad()
+    def _step(self, shards: Sequence[Shard], lr: float, factor: float, count: int) -> None:
+        if factor != 1.0:
+            for shard in shards:
+                shard.grad.mul_(factor)
+        for shard in shards:
+            shard.await_weights()  # an earlier gather still reads weights that are about to change
+            shard.store.begin(count)
+        self.rule.step(shards, lr, count)
+
+    def shards_of(self, stage: int) -> Sequence[Shard]:
+        """Shards of all weights that a stage computes with, tied ones included."""
+        return self._of_stage[stage]
 
     def _publish_ahead(self, steps: int) -> None:
         """Begin to gather the weights that are so many `steps` ahead of the masters."""

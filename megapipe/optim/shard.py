@@ -70,6 +70,12 @@ class Shard:
             if max(s.start, self.start) < min(s.stop, self.stop)
         ]
 
+    def point_at(self, whole: Tensor) -> None:
+        """Let the next update write its weights into `whole`, a flat array of the bucket's size;
+        the masters have memory of their own."""
+        assert self.store.own_master
+        self.weights = self.store.weights = whole[self.start : self.stop]
+
     def local(self, start: int, stop: int) -> slice:
         """The range [start, stop) of the bucket as an index of the shard's arrays."""
         return slice(start - self.start, stop - self.start)
