@@ -56,6 +56,26 @@ class PipelineConfig(Section):
     until its input gradient, then as the part of it that its weight gradient still needs. Searched
     schedules (zb_1p, zb_2p, auto) keep to it, others are refused above it. Default of auto: what
     the schedule that it begins with holds."""
+    weights: Literal[
+        "synchronous", "stash", "vertical", "double_buffer", "double_group", "latest", "predict"
+    ] = "synchronous"
+    """Which weights operations read (docs/streams.md). synchronous: those after the last update,
+    with an empty pipeline between steps. The others never flush, and read weights that are some
+    updates old: stash the newest, kept for the backward (PipeDream, 1806.03377); vertical those
+    that the first stage has read; double_buffer those of the step before, in two buffers
+    (PipeDream-2BW, 2006.09503), which takes steps of as many micro-batches as the first rank is
+    ahead; double_group the newest of each half of the layers, for `schedule` two_group (WPipe);
+    latest whatever is newest, also if the forward has read another version (AMPNet, 1705.09786);
+    predict as latest, but a forward reads what its own update is expected to find (SpecTrain,
+    1809.02839). `schedule` is 1f1b or eager_1f1b, but for double_group."""
+    horizon: Literal["update", "round_trip"] = "update"
+    """predict: up to when weights are predicted. update: to the update by the micro-batch's own
+    window, and a backward reads the newest (PipeOptim, 2312.00839); round_trip: to when the
+    micro-batch is through at the first stage, also for its backward (XPipe, 1911.04610)."""
+    lr_anneal_steps: int | None = Field(None, ge=1)
+    """Steps over which the learning rate of stages that read stale weights rises to the common one:
+    in step t it is divided by tau^(1 - t / lr_anneal_steps), tau being the mean number of updates
+    that the stage's forwards are behind, if above 1 (T1 of PipeMare, 1910.05124). Default: none."""
     layout: str | list[int] | None = None
     """Which layers each stage holds: a list of layer counts, or a string of stages divided by
     `|` made of E (embedding), L or L*n (layers) and H (head), as in "E L*3 | L*4 | L*3 H";

@@ -96,6 +96,8 @@ class Flow:
     def pause(self, under_way: Sequence[UnderWay]) -> None:
         """Let others use stages and channels until :meth:`go_on`. All ranks pause at one cut."""
         for peer, message in under_way:
+            if message in self.inbox:  # it came at an earlier pause
+                continue
             channel = self.channels.incoming[peer]
             channel.expect([(self.on_wire(message), self.shape(message))])
             self.inbox[message] = channel.receive()

@@ -16,6 +16,7 @@ from megapipe.engine.channels import (
     ProcessGroupChannels,
 )
 from megapipe.engine.executor import Executor, Speculation, Synchroniser, run_together
+from megapipe.engine.flow import Flow, Weights
 from megapipe.engine.names import named
 from megapipe.engine.packed import PackedChannels
 from megapipe.engine.recorder import Record, Recorder
@@ -131,6 +132,24 @@ class Pipeline:
         if speculate:
             _set_speculation(executors[0], schedule)
         return executors
+
+    def flows(
+        self, stages: Mapping[int, Stage], weights: Weights, *, window: int, shape: MessageShape
+    ) -> list[Flow]:
+        """The pipeline ranks of this process, to run a stream with windows of so many
+        micro-batches; `weights` has the versions of their weights."""
+        return [
+            Flow(
+                {s: stages[s] for s in self.placement.stages_of(rank)},
+                channels,
+                weights,
+                window=window,
+                shape=shape,
+                receive_ahead=self.receive_ahead,
+                journal=self.mesh.journal,
+            )
+            for rank, channels in zip(self.ranks, self._channels, strict=True)
+        ]
 
     def run(self, executors: list[Executor], microbatches: Mapping[Key, MicroBatch]) -> None:
         """Run one step, or one batch of validation, on all pipeline ranks here."""

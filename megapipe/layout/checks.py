@@ -228,9 +228,14 @@ def _check_post_validation(config: Config) -> None:
 
 
 def _check_look_ahead(config: Config) -> None:
+    if config.optimizer.look_ahead:
+        check_direction(config, f"optimizer.look_ahead={config.optimizer.look_ahead}")
+
+
+def check_direction(config: Config, what: str) -> None:
+    """Refuse what a prediction of weights from masters and states cannot be made with; `what` is
+    the key that asks for it."""
     optimizer = config.optimizer
-    if not optimizer.look_ahead:
-        return
     rule, declared = optimizer.rule, declaration(optimizer.rule)
     with_direction = either([name for name in RULES if RULES[name].has_direction])
     for wrong, expected in (
@@ -249,7 +254,7 @@ def _check_look_ahead(config: Config) -> None:
         (optimizer.post_validation, "optimizer.post_validation=false"),
     ):
         if wrong:
-            raise ConfigError(f"optimizer.look_ahead={optimizer.look_ahead} needs {expected}")
+            raise ConfigError(f"{what} needs {expected}")
 
 
 def _check_watched_steps(log: LogConfig) -> None:

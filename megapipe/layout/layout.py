@@ -1,8 +1,9 @@
 """Decisions that follow from several keys of a configuration, worked out once."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Literal
 
 from megapipe.context.split import Split
@@ -14,6 +15,7 @@ from megapipe.schedule.cost import Cost
 from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.proof.validate import Report
+from megapipe.schedule.streams.stream import Stream, finite
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -62,6 +64,18 @@ class Layout:
     (:mod:`megapipe.layout.freed`); limits of activations count by it."""
     cost: Cost = field(repr=False)
     """Costs of each stage's operations, in FLOPs per token; messages cost nothing."""
+    stream: Stream | None = field(default=None, repr=False)
+    """The stream by which to train where ``pipeline.weights`` is not synchronous; then `schedule`
+    is a synchronous one of the same stages and micro-batches."""
+
+    @cached_property
+    def listed(self) -> Schedule:
+        """The operations that run: those of a step, or of a stream as many windows as it takes to
+        be steady and to run dry."""
+        if self.stream is None:
+            return self.schedule
+        windows = finite(self.stream, 2 * self.stream.ahead + 3)
+        return replace(windows, recompute=self.schedule.recompute)
 
     @property
     def stages(self) -> int:

@@ -23,16 +23,18 @@ from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.links import scatters, sends_tuples
 from megapipe.layout.others import for_processes, replica_size
 from megapipe.layout.replicas import replica_policy
+from megapipe.layout.streams import stream_of
 from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
 from megapipe.parallel_config import ParallelConfig
 from megapipe.pipeline_config import PipelineConfig
 from megapipe.schedule.cost import Cost
+from megapipe.schedule.generators import gpipe_on
 from megapipe.schedule.generators.lists import split_backwards
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.load import goes_by_cost, is_own, load
 from megapipe.schedule.memory import peak_held, peak_weighted
-from megapipe.schedule.placement import Placement
+from megapipe.schedule.placement import Placement, loop
 from megapipe.schedule.proof.validate import Report, validate
 from megapipe.words import multiples
 
@@ -93,6 +95,7 @@ def _resolve(
     family = family_of(config, device)
     check(config, family, dp, processes)
     microbatches = _microbatches(config, dp)
+    stream = stream_of(config, microbatches)
     # an order that goes by costs is made when the stages are known; a short one has its placement
     by_time = is_cut_by_time(config)
     by_cost = by_time or goes_by_cost(config.pipeline.schedule)
@@ -161,6 +164,7 @@ def _resolve(
         spans=spans,
         freed=freed,
         cost=cost,
+        stream=stream,
     )
     return config, layout
 
@@ -312,7 +316,9 @@ def _schedule(
             f"{pipeline.schedule} has its own: expected null"
         )
     try:
-        if pipeline.schedule == "auto":
+        if pipeline.schedule == "two_group" and pipeline.weights != "synchronous":
+            schedule = gpipe_on(loop(pp, 2), microbatches)
+        elif pipeline.schedule == "auto":
             schedule = _begin_auto(pipeline, pp, microbatches)
         else:
             schedule = load(

@@ -40,8 +40,8 @@ class OwnSlice(NamedTuple):
     start: int
     stop: int
     values: dict[str, Tensor]
-    """"model" (the master weights) and the states ("optimizer.exp_avg", ...), flat; of what is
-    frozen the weights alone."""
+    """"model" (the master weights), the states ("optimizer.exp_avg", ...) and older versions of the
+    weights that are still read ("stash.1", ...), flat; of what is frozen the weights alone."""
 
 
 class Optimizer:
@@ -200,6 +200,9 @@ class Optimizer:
         own = self._own[stage].shards
         self._step(own, lr, factor, count)
         for shard in own:
+            if self.config.look_ahead:
+                distance = self.config.look_ahead * lr
+                predict(self.rule, shard, distance, count + 1, shard.weights)
             shard.publish()
 
     @torch.no_grad()
@@ -375,4 +378,6 @@ class Optimizer:
                     values = {"model": master}
                     for name in () if shard.bucket.frozen else self.rule.states:
                         values[f"optimizer.{name}"] = shard.store.read(name, *here)
+                    for age, older in enumerate(shard.older, start=1):
+                        values[f"stash.{age}"] = older[a:b]
                     yield OwnSlice(entry.spec, a - entry.start, b - entry.start, values)

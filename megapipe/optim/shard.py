@@ -55,6 +55,8 @@ class Shard:
         """This rank's slice in the model dtype."""
         origin = bucket.start + self.start
         self.store = Store(weights, states, policy, bucket=bucket.index, start=origin)
+        self.older: Sequence[Tensor] = ()
+        """Older versions of the bucket's weights that are still read, the newest first."""
         self.grad = torch.empty(0)
         """Sum of the gradients of [start, stop) over the global batch, from `finish_reduce` to
         the next step."""

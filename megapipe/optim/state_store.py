@@ -40,7 +40,8 @@ class StatePolicy:
     window_bytes: int = 64 * MIB
     seed: int = 0
     apart: bool = False
-    """Masters are copies also of weights of their type, which are then others: predicted ones."""
+    """Masters are copies also of weights of their type, which are then others: predicted ones, or
+    one of several versions."""
 
     @classmethod
     def of(

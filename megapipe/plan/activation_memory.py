@@ -76,12 +76,14 @@ def _moments(
 
     With `inside` also at the fullest moment of each operation.
     """
-    schedule, train = layout.schedule, config.train
+    schedule, train = layout.listed, config.train
     rows = [int(schedule.size_of(i) * train.microbatch) for i in range(schedule.microbatches)]
     piece_of = functools.cache(partial(_piece, config, layout))
     built: set[_Owner] = set()
     """Graphs of stages that are run again, ahead of the backward."""
     for op in schedule.rank_ops(rank):
+        if op.kind == Kind.U:
+            continue
         piece = piece_of(op.stage, rows[op.microbatch], op.slice)
         owner = op.stage, op.microbatch, op.slice
         full = Activations(piece.held.device, piece.held.host)

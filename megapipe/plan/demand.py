@@ -8,6 +8,7 @@ from megapipe.layout.layout import Layout
 from megapipe.plan.activation_memory import Activations, peak_activations
 from megapipe.plan.communicators import outside_torch
 from megapipe.plan.memory import COPIES_KEPT, ModelMemory, model_memory
+from megapipe.plan.pace import expected_step
 from megapipe.plan.speeds import Speeds
 from megapipe.schedule.timing.simulate import Timeline
 
@@ -92,8 +93,10 @@ def pace_lines(config: Config, layout: Layout, speeds: Speeds, timeline: Timelin
     """Lines of the plan: how long a step takes, and what was assumed."""
     if speeds.tflops is None:
         return ["time          not known: set log.device (as in H100) or log.peak_tflops"]
-    alone = layout.in_process
-    seconds = float(sum(timeline.busy) if alone else timeline.makespan)
+    seconds = expected_step(config, layout, speeds)
+    if layout.in_process:
+        windows = layout.stream.windows_of(layout.listed) if layout.stream is not None else 1
+        seconds = float(sum(timeline.busy)) / windows
     train = config.train
     tokens = train.global_batch * train.sequence_length
     rate = tokens * layout.model.token_flops() / seconds / layout.world

@@ -10,6 +10,7 @@ from megapipe.layout.layout import Layout
 from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.replicas import replica_actions
 from megapipe.schedule.program import Action, Do
+from megapipe.schedule.streams.stream import predictions_kept, versions_kept
 from megapipe.update_rules import declaration
 
 COPIES_KEPT = 2
@@ -22,8 +23,9 @@ class ModelMemory:
     """Bytes of one process, on its device."""
 
     parameters: int
+    """All versions of them that are kept, and predicted ones, in a pipeline without a flush."""
     gradients: int
-    """Buffers of the main gradients."""
+    """Buffers of the main gradients; two sets where an update waits while the next come in."""
     optimizer: int
     """States, and master weights where they are no alias of the parameters."""
     passing: int
@@ -50,25 +52,32 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     main = main_bytes(config.model.dtype)
     parameters = gradients = optimizer = copies = saved = 0
     buckets = list(process_buckets(config, layout, rank))
+    stream, kept, predicted = layout.stream, dict[int, int](), dict[int, int]()
+    if stream is not None:
+        kept, predicted = versions_kept(stream), predictions_kept(stream)
+    turns = 2 if stream is not None and stream.policy.late else 1
+    apart = _keeps_apart(config, layout)
     for bucket in buckets:
         alone = bucket.shard.members == 1
         own = _slice(bucket)
         if zero == 3 and not alone:
             parameters += own * size
         else:
-            parameters += bucket.numel * size
+            copies_used = kept.get(bucket.stage, 1) + predicted.get(bucket.stage, 0)
+            parameters += bucket.numel * size * copies_used
         part = own // bucket.replicate.members
         if bucket.frozen:
             saved += part * _frozen_bytes(config.model.dtype)
             continue
-        saved += part * _saved_bytes(config.optimizer, size, main)
-        optimizer += own * _state_bytes(config.optimizer, size, main)
+        saved += part * _saved_bytes(config.optimizer, size, main, apart)
+        saved += part * size * (kept.get(bucket.stage, 1) - 1)
+        optimizer += own * _state_bytes(config.optimizer, size, main, apart)
         if config.optimizer.post_validation:
-            copies += own * _undo_bytes(config.optimizer, size, main)
+            copies += own * _undo_bytes(config.optimizer, size, main, apart)
         if zero >= 2 and not bucket.shared and not alone:
             gradients += bucket.norms * main  # kept apart: they may come before the others
         else:
-            gradients += bucket.uses * bucket.numel * main
+            gradients += bucket.uses * bucket.numel * main * turns
     away = config.optimizer.offload != "none"
     return ModelMemory(
         parameters=parameters,
@@ -147,8 +156,12 @@ def checkpoint_bytes(config: Config, layout: Layout) -> int:
     size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
     trained = layout.model.count(trained=True)
     frozen = layout.model.count() - trained
-    each = _saved_bytes(config.optimizer, size, main)
-    return trained * each + frozen * _frozen_bytes(config.model.dtype)
+    each = _saved_bytes(config.optimizer, size, main, _keeps_apart(config, layout))
+    older = 0
+    if layout.stream is not None:
+        for stage, kept in versions_kept(layout.stream).items():
+            older += (kept - 1) * layout.model.count(layout.stage_layers[stage]) * size
+    return trained * each + frozen * _frozen_bytes(config.model.dtype) + older
 
 
 def _frozen_bytes(dtype: str) -> int:
@@ -156,25 +169,30 @@ def _frozen_bytes(dtype: str) -> int:
     return main_bytes(dtype) if dtype == "fp16" else DTYPE_BYTES[dtype]
 
 
-def _saved_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:
+def _saved_bytes(optimizer: OptimizerConfig, weight: int, main: int, apart: bool) -> int:
     """Bytes per parameter in a checkpoint: states, and the master or what takes its place."""
-    master = 0 if _has_master(optimizer, weight, main) else weight
-    return _state_bytes(optimizer, weight, main) + master
+    master = 0 if _has_master(optimizer, weight, main, apart) else weight
+    return _state_bytes(optimizer, weight, main, apart) + master
 
 
-def _state_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:
+def _state_bytes(optimizer: OptimizerConfig, weight: int, main: int, apart: bool) -> int:
     """Bytes per parameter of states and of a master of its own."""
     state = 2 if optimizer.state_dtype == "bf16" else main
     states = declaration(optimizer.rule).kept(optimizer.momentum)
-    return len(states) * state + (main if _has_master(optimizer, weight, main) else 0)
+    return len(states) * state + (main if _has_master(optimizer, weight, main, apart) else 0)
 
 
-def _undo_bytes(optimizer: OptimizerConfig, weight: int, main: int) -> int:
+def _undo_bytes(optimizer: OptimizerConfig, weight: int, main: int, apart: bool) -> int:
     """Bytes per parameter of a copy of states and master, or of the weights that are their own."""
-    own = 0 if _has_master(optimizer, weight, main) else weight
-    return _state_bytes(optimizer, weight, main) + own
+    own = 0 if _has_master(optimizer, weight, main, apart) else weight
+    return _state_bytes(optimizer, weight, main, apart) + own
 
 
-def _has_master(optimizer: OptimizerConfig, weight: int, main: int) -> bool:
+def _has_master(optimizer: OptimizerConfig, weight: int, main: int, apart: bool) -> bool:
     """Whether masters have memory of their own."""
-    return optimizer.look_ahead > 0 or (weight < main and optimizer.master == "fp32")
+    return apart or (weight < main and optimizer.master == "fp32")
+
+
+def _keeps_apart(config: Config, layout: Layout) -> bool:
+    """Whether masters are copies also of weights of their type."""
+    return config.optimizer.look_ahead > 0 or layout.stream is not None

@@ -31,16 +31,28 @@ from megapipe.plan.traffic import (
 from megapipe.schedule.cost import WHOLE, Buckets, Cost, Leaving
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import pairs
+from megapipe.schedule.streams.times import window_times
 from megapipe.schedule.timing.simulate import Timeline, simulate
 
 
 def expected(config: Config, layout: Layout, speeds: Speeds) -> Timeline:
-    """Simulate a step: in seconds, or if the device's peak is not known in FLOPs, with those of a
-    layer's forward as 1."""
+    """Simulate a step, or some windows of a stream: in seconds, or if the device's peak is not
+    known in FLOPs, with those of a layer's forward as 1."""
+    return simulate(layout.listed, _cost(config, layout, speeds), layout.replicas)
+
+
+def expected_step(config: Config, layout: Layout, speeds: Speeds) -> float:
+    """The time of a step in the units of :func:`expected`; of a stream, of a window in the steady
+    state."""
+    if layout.stream is not None:
+        return float(window_times(layout.stream, _cost(config, layout, speeds)).window)
+    return float(expected(config, layout, speeds).makespan)
+
+
+def _cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
     if speeds.tflops is None:
-        cost = scaled(layout.cost, 1 / layout.model.unit_of_work())
-        return simulate(layout.schedule, cost, layout.replicas)
-    return simulate(layout.schedule, timed_cost(config, layout, speeds), layout.replicas)
+        return scaled(layout.cost, 1 / layout.model.unit_of_work())
+    return timed_cost(config, layout, speeds)
 
 
 def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:

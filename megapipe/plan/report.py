@@ -25,6 +25,8 @@ from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.memory import peak_held, weight_copies
 from megapipe.schedule.render import text as draw
+from megapipe.schedule.streams.ledger import staleness
+from megapipe.schedule.streams.stream import Stream, predictions_kept, versions_kept
 from megapipe.schedule.timing.simulate import Timeline
 
 
@@ -257,9 +259,10 @@ def _excess(layout: Layout, work: Sequence[Time]) -> str:
 def _schedule_lines(
     config: Config, layout: Layout, speeds: Speeds, timeline: Timeline
 ) -> list[str]:
-    schedule = layout.schedule
+    schedule = layout.listed
     begins = ", with which auto begins" if config.pipeline.schedule == "auto" else ""
-    name = f"schedule {schedule.name}{begins}: {layout.proof.ops:,} operations, proved executable"
+    operations = sum(map(len, schedule.ops))
+    name = f"schedule {schedule.name}{begins}: {operations:,} operations, proved executable"
     unit = "in seconds, as assumed above"
     if speeds.tflops is None:
         unit = "with the FLOPs of each stage, 1 being a layer's forward"
@@ -268,12 +271,29 @@ def _schedule_lines(
     held = ", ".join(map(str, peak_held(schedule)))
     lines = [
         f"{name}; drawn {unit}",
+        *(_stream_lines(layout.stream, schedule) if layout.stream is not None else ()),
         f"activations held at most, in micro-batches of a full rank, per rank: {held}",
     ]
     copies = max(weight_copies(schedule))
     if copies > 1 and not layout.in_process:
         lines.append(f"weights held {copies} times")
     return [*lines, draw(timeline)]
+
+
+def _stream_lines(stream: Stream, schedule: Schedule) -> list[str]:
+    """How stale weights are, and how many versions are kept, by stage."""
+    ledger, kept, predicted = (
+        staleness(schedule),
+        versions_kept(stream),
+        predictions_kept(stream),
+    )
+    means = ", ".join(f"{float(each.mean):.3g}" for each in ledger)
+    counts = ", ".join(str(kept[stage] + predicted.get(stage, 0)) for stage in sorted(kept))
+    return [
+        f"{stream.windows_of(schedule)} steps of it, which never flushes, are drawn",
+        f"weights a forward reads are behind, in updates on average, per stage: {means}",
+        f"versions of the weights kept, predicted ones included, per stage: {counts}",
+    ]
 
 
 def _range(values: Sequence[int]) -> str:

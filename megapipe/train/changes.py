@@ -63,6 +63,8 @@ REFUSED = (
 )
 MIXTURE, TEMPERATURE = "data.mixture", "data.temperature"
 """Listed, unless the order is Megatron-LM's."""
+LISTED_OF_PIPELINE = ("pipeline.weights", "pipeline.horizon", "pipeline.lr_anneal_steps")
+"""All other keys of the pipeline are harmless."""
 LISTED_OF_MODEL = ("model.dtype", "model.dropout")
 """All other keys of the model, and those of its adapters, are refused."""
 ADAPTERS = "lora.rank"
@@ -86,7 +88,9 @@ class Change:
     @property
     def harmless(self) -> bool:
         """Whether nothing that is learnt depends on it."""
-        return not self.refused and any(
+        if self.refused or self.key in LISTED_OF_PIPELINE:
+            return False
+        return any(
             self.key.startswith(name) if name.endswith(".") else self.key == name
             for name in HARMLESS
         )

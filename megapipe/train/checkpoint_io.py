@@ -69,9 +69,10 @@ def content(
     loss_scale: Mapping[str, float],
     judged: Mapping[str, JsonValue],
     digests: Mapping[str, str],
+    stream: str | None = None,
 ) -> Content:
     """The state after `step` steps, which took `samples` samples in `order`, but for those that are
-    `left_out`."""
+    `left_out`. `stream` names the stream that older versions of the weights belong to."""
     axes = ("pp", "dp", "cp", "tp", "chunks")
     meta = Meta(
         run_id=run_id,
@@ -86,6 +87,7 @@ def content(
             "loss_scale": dict(loss_scale),
             "judged": dict(judged),
             "threads": torch.get_num_threads(),
+            **({} if stream is None else {"stream": stream}),
         },
         config=flatten(config),
         digests=dict(digests),
@@ -105,6 +107,8 @@ class Coordinates(NamedTuple):
     loss_scale: Mapping[str, float] | None
     judged: Mapping[str, JsonValue]
     """The state of :class:`~megapipe.train.judge.Judge`."""
+    stream: str
+    """Names the stream that was trained by; empty: training was synchronous."""
 
     def left_out_with(self, more: LeftOut) -> LeftOut:
         """All that a run leaves out which goes on: `more` as far as it is not behind."""
@@ -129,13 +133,20 @@ def coordinates(checkpoint: Checkpoint) -> Coordinates:
             f"{checkpoint.path}: its samples that are left out: {error}"
         ) from None
     return Coordinates(
-        updates, lr, samples, left_out, stored.get("loss_scale"), stored.get("judged", {})
+        updates,
+        lr,
+        samples,
+        left_out,
+        stored.get("loss_scale"),
+        stored.get("judged", {}),
+        str(stored.get("stream", "")),
     )
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:
-    """This rank's part of a checkpoint: master weights and states, named by what they
-    are ("model/<name>", "optimizer.exp_avg/<name>")."""
+    """This rank's part of a checkpoint: master weights and states, named by what they are
+    ("model/<name>", "optimizer.exp_avg/<name>"), and older versions of the weights that are still
+    read ("stash.1/<name>", the last but one, and so on)."""
     for owned in optimizer.own_slices():
         spec = owned.spec
         for position, local in flat_regions(spec.sizes, owned.start, owned.stop):
@@ -167,7 +178,10 @@ def read_region(checkpoint: Weights, kind: str, spec: LocalParameter, out: Tenso
 def files_needed(optimizer: Optimizer, checkpoint: Checkpoint) -> set[str]:
     """The files of a checkpoint that :func:`load` reads on this rank."""
     files: set[str] = set()
-    for kind, spec in optimizer.loaded():
+    older = sorted({name.partition("/")[0] for name in checkpoint.names() if name[:6] == "stash."})
+    weights = [spec for kind, spec in optimizer.loaded() if kind == "model"]
+    of_older = ((kind, spec) for kind in older for spec in weights)
+    for kind, spec in (*optimizer.loaded(), *of_older):
         region = intersect(Region(spec.offsets, spec.sizes), whole(spec.shape))
         if region is not None:
             files |= checkpoint.files_with(f"{kind}/{spec.name}", region)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ def make_optimizer(step: TrainStep) -> Optimizer:
     states = StatePolicy.of(
         step.config.optimizer, run.seed, Path(run.folder) / run.name, step.mesh.device
     )
+    if step.layout.stream is not None:
+        states = replace(states, apart=True)
     return Optimizer(
         buckets,
         step.config.optimizer,

@@ -31,6 +31,12 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
         for change in changes.told:
             yield f"changed since: {change}"
         yield from _of_checkpoint(run, source.checkpoint, is_own=source.is_own)
+        streaming = run.train_step.streaming
+        if streaming is not None and not streaming.continues:
+            yield (
+                f"pipeline.weights={run.config.pipeline.weights}: the pipeline is filled anew with "
+                "the weights of the checkpoint"
+            )
     if source.weights is not None:
         yield f"begins with the weights of {source.weights.path}"
 
@@ -63,11 +69,12 @@ def banner(run: Run) -> str:
     grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
     model, rank = layout.model, config.lora.rank
     trained = "" if rank is None else f", {model.count(trained=True):,} of rank {rank} trained"
+    order = (layout.stream or run.train_step.schedule).name
     parts = (
         f"{model.count():,} parameters{trained}, {config.model.dtype}",
         f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
         f"{config.optimizer.rule}, ZeRO-{run.train_step.optimizer.policy.stage}",
-        f"{run.train_step.schedule.name} of {counted(layout.microbatches, 'micro-batch')}",
+        f"{order} of {counted(layout.microbatches, 'micro-batch')}",
         f"{counted(config.train.steps, 'step')} of {counted(tokens, 'token')}{rising}",
         "bitwise reproducible" if exact else "not bitwise reproducible (run.deterministic)",
     )

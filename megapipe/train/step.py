@@ -52,6 +52,7 @@ from megapipe.train.make_optimizer import make_optimizer
 from megapipe.train.messages import Messages, receive_ahead
 from megapipe.train.own_totals import own_loss, own_totals
 from megapipe.train.post_validation import PostValidation
+from megapipe.train.streaming import Streaming
 from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.update import StepResult, Update
 from megapipe.train.warm_up import WarmUp
@@ -139,7 +140,11 @@ class TrainStep:
             config.numbers,
             exact=config.run.exact_on(mesh.device.type),
         )
-        self._executors = self._make_executors(self.schedule, train=True)
+        self.streaming: Streaming | None = None
+        if layout.stream is not None:
+            shape = self._messages.of_schedule(self.schedule)
+            self.streaming = Streaming(self, layout.stream, self._feed, shape, sources)
+        self._executors = [] if self.streaming else self._make_executors(self.schedule, train=True)
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
         self._warm: Schedule | None = None
         """The schedule whose operations have run on this device."""
@@ -230,18 +235,18 @@ class TrainStep:
         were not before, oldest first.
 
         As a rule that is the result of this step. With ``optimizer.post_validation`` it is that of
-        the step before, if there is one, and that of this step only if it is settled
-        (:meth:`settle`): with `settle`, or when a rank wishes to stop or to save. `wishes` is
-        called once, after the backward passes, for what this rank wants. With `record`,
-        :meth:`records` tells afterwards when each op ran; with `name` profilers see names of
-        actions. Raises :class:`~megapipe.train.judge.Unsound` where a loss or a gradient is not
-        finite and ``numbers.non_finite`` is not skip: before the update, or with it undone.
+        the step before, if there is one, in a pipeline without a flush (``pipeline.weights``) that
+        of some steps before, and that of this step only if it is settled (:meth:`settle`): with
+        `settle`, or when a rank wishes to stop or to save. `wishes` is called once, after the
+        backward passes, for what this rank wants. With `record`, :meth:`records` tells afterwards
+        when each op ran; with `name` profilers see names of actions. Raises
+        :class:`~megapipe.train.judge.Unsound` where a loss or a gradient is not finite and
+        ``numbers.non_finite`` is not skip: before the update, or with it undone.
         """
         start = time.perf_counter()
         results = self._use_schedule_of(step)
-        result = self._train(step, rows, record=record, name=name, wishes=wishes)
+        results += self._train(step, rows, record=record, name=name, wishes=wishes)
         self.settled = False
-        results += [] if result is None else [result]
         if settle or any(r.wishes.stop or r.wishes.save for r in results):
             results += self._settle()
         self._seconds[step] = time.perf_counter() - start
@@ -249,10 +254,12 @@ class TrainStep:
 
     def _train(
         self, step: int, rows: Rows, *, record: bool, name: bool, wishes: Callable[[], Wishes]
-    ) -> StepResult | None:
-        """The step; its result, or that of the step before if that is validated only now."""
+    ) -> list[StepResult]:
+        """The step; the results that are known now."""
         if self._warm is not self.schedule:
             self._warm_up(step, rows)
+        if self.streaming is not None:
+            return self.streaming.train(step, rows, wishes)
         executors = self._executors
         if record or name:
             if (record, name) not in self._watched:
@@ -262,9 +269,10 @@ class TrainStep:
             executors = self._watched[record, name]
             self.mesh.barrier()
         if self.post_validation is not None:
-            return self.post_validation.train(executors[0], step, rows, wishes)
+            before = self.post_validation.train(executors[0], step, rows, wishes)
+            return [] if before is None else [before]
         again = partial(self._compute, self._executors, step, rows, Wishes)
-        return self.update.apply(step, self._compute(executors, step, rows, wishes), again)
+        return [self.update.apply(step, self._compute(executors, step, rows, wishes), again)]
 
     def _compute(
         self, executors: list[Executor], step: int, rows: Rows, wishes: Callable[[], Wishes]
@@ -307,11 +315,14 @@ class TrainStep:
             raise RuntimeError(f"{what}: the last step is not settled: expected settle() before it")
 
     def _settle(self) -> list[StepResult]:
-        result = None if self.post_validation is None else self.post_validation.settle()
+        results = [] if self.streaming is None else self.streaming.pause()
+        if self.post_validation is not None:
+            result = self.post_validation.settle()
+            results += [] if result is None else [result]
         self.optimizer.await_all_weights()
         self.update.check_states()
         self.settled = True
-        return [] if result is None else [result]
+        return results
 
     def _timed(self, results: Sequence[StepResult]) -> list[StepResult]:
         """The results with the seconds of their steps."""
@@ -337,8 +348,8 @@ class TrainStep:
 
     @property
     def samples_read(self) -> list[int]:
-        """Numbers of the samples that first stages of this process were given last."""
-        return self._feed.samples_read
+        """Numbers of the samples of the last step, as far as first stages here were given them."""
+        return self._feed.samples_read if self.streaming is None else self.streaming.samples_read
 
     def samples(self, step: int) -> int:
         """Samples that the steps before `step` take; :attr:`left_out` has the numbers of others."""
@@ -379,7 +390,8 @@ class TrainStep:
     ) -> checkpoint_io.Content:
         """The content of a checkpoint; its pieces are views of the state."""
         self._require_settled("save")
-        return checkpoint_io.content(
+        stream = None if self.streaming is None else self.streaming.key
+        found = checkpoint_io.content(
             self.config,
             self.layout,
             self.optimizer,
@@ -391,7 +403,11 @@ class TrainStep:
             loss_scale=self.scaler.state(),
             judged=self.update.judge.state(),
             digests=digests or {},
+            stream=stream,
         )
+        if self.streaming is not None:
+            self.streaming.saved()
+        return found
 
     def load(self, path: Path | str) -> None:
         """Take over the state of a checkpoint, of any layout. `path` is its folder, or a folder of
@@ -406,12 +422,16 @@ class TrainStep:
         self.optimizer.await_all_weights()
         if self.post_validation is not None:
             self.post_validation.drop()
+        if self.streaming is not None:
+            self.streaming.drop()
         self._seconds.clear()
         self.settled = True
         found = checkpoint_io.coordinates(checkpoint)
         self.position = Position(checkpoint.step, found.samples)
         self.left_out = found.left_out_with(self.left_out)
         checkpoint_io.load(self.optimizer, checkpoint, found.updates, found.lr)
+        if self.streaming is not None:
+            self.streaming.load_older(checkpoint, found.stream)
         self.scaler.load(found.loss_scale or self.scaler.state())
         self.update.judge.load(found.judged)
 

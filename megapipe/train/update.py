@@ -80,7 +80,7 @@ class Update:
         where that is to stop or to rewind.
         """
         if not math.isfinite(totals.states):
-            raise self._states_not_finite()
+            raise self.states_not_finite()
         totals, fault, note = self.rerun.outcome(step, totals, again)
         result = replace(self.result(step, totals), note=note)
         if fault is not None:
@@ -90,7 +90,7 @@ class Update:
             why = f"gradients are not finite at loss scale {result.loss_scale:g}, which is halved"
             return replace(result, skipped=why)
         self.scaler.update(finite=True)
-        self._update(step, self.clipping(totals))
+        self._update(step, self.clipping(totals.norm))
         self.judge.passed(totals)
         return result
 
@@ -120,9 +120,10 @@ class Update:
         last update has left weights or states that are not finite on one: nobody is to read or save
         them."""
         if self.optimizer.mesh.any(not math.isfinite(self.optimizer.states_finite().item())):
-            raise self._states_not_finite()
+            raise self.states_not_finite()
 
-    def _states_not_finite(self) -> Unsound:
+    def states_not_finite(self) -> Unsound:
+        """The error where an update has left values that are not finite."""
         where = self.optimizer.where_not_finite(states=True)
         return self.judge.states_fault(self.optimizer.count, self.made, where)
 
@@ -133,12 +134,13 @@ class Update:
 
     def is_plain(self, totals: Totals) -> bool:
         """Whether an update by gradients with these totals neither clips nor skips."""
-        return totals.finite and totals.states == 0.0 and self.clipping(totals) == 1.0
+        return totals.finite and totals.states == 0.0 and self.clipping(totals.norm) == 1.0
 
-    def clipping(self, totals: Totals) -> float:
-        """The factor that brings gradients down to the largest norm; 1 if they are below."""
+    def clipping(self, norm: float) -> float:
+        """The factor that brings gradients of this norm down to the largest one; 1 if they are
+        below."""
         clip = self.config.clip
-        return 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
+        return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
 
     def lr(self, step: int) -> float:
         return learning_rate(self.config, step, self.steps)

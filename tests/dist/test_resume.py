@@ -56,6 +56,11 @@ CASES = {
     "dp2 pp2 no masters, disk": {**DP, "model.dtype": "bf16", "optimizer.master": "none",
                                  "optimizer.state_dtype": "bf16", "optimizer.offload": "disk"},
     "dp2 pp2 look ahead": {**DP, "optimizer.look_ahead": "2"},
+    "dp2 pp2 double buffer": {**DP, "pipeline.weights": "double_buffer",
+                              "model.tied_embeddings": "false"},
+    "tp2 pp2 stash, bf16, muon": {**TP, "pipeline.weights": "stash", "model.dtype": "bf16",
+                                  "model.tied_embeddings": "false", "optimizer.rule": "muon",
+                                  "optimizer.clip_scope": "stage"},
     "tp2 pp2 slices": {**TP, "model.dropout": "0.1", "pipeline.schedule": "seq1f1b"},
     "cp4 usp, bf16, attention kept": {**CP, "model.dtype": "bf16", "activations.policy": "full",
                                       "activations.keep_attention": "true"},
@@ -65,7 +70,12 @@ CASES = {
 }  # fmt: skip
 
 
-IN_CI = ("tp2 pp2 tied bf16", "dp2 pp2 muon, zero 3", "cp4 usp, bf16, attention kept")
+IN_CI = (
+    "dp2 pp2 double buffer",
+    "tp2 pp2 tied bf16",
+    "dp2 pp2 muon, zero 3",
+    "cp4 usp, bf16, attention kept",
+)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,11 @@ class Case:
     pairs: int | None = None
     replicas: tuple[int, ...] | None = None
     advance: int | None = None
+    weights: str = "synchronous"
+    """Which ones operations read; without a flush `tests.parity.stale` is the reference."""
+    horizon: str = "update"
+    """Of the weights "predict"."""
+    lr_anneal_steps: int | None = None
     swap: bool = False
     """Run gpipe instead, on the schedule's placement, replicas, slices and parts."""
     in_process: bool = False
@@ -85,6 +90,7 @@ class Case:
     """fp16: one that stays as it is."""
     dropout: float = 0.0
     clip: float | None = 0.05
+    clip_scope: str = "global"
     debug: bool = False
     layers: int = 4
     heads: int = 4
@@ -279,6 +285,9 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "pairs": case.pairs,
                 "replicas": case.replicas and list(case.replicas),
                 "advance": case.advance,
+                "weights": case.weights,
+                "horizon": case.horizon,
+                "lr_anneal_steps": case.lr_anneal_steps,
                 "layout": layout,
                 "channels": "in_process" if case.in_process else "process_group",
                 "debug": case.debug,
@@ -299,6 +308,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "min_lr": LR / 10,
                 "warmup_steps": 1,
                 "clip": case.clip,
+                "clip_scope": case.clip_scope,
                 "zero": case.zero,
                 "shard_size": case.shard_size,
                 "prefetch": case.prefetch,
@@ -342,6 +352,8 @@ def _lora(case: Case) -> dict[str, Any]:
 
 
 def _stages(case: Case) -> int:
+    if case.schedule == "two_group":
+        return 2 * case.pp
     schedule = build(
         case.schedule,
         ranks=case.pp,

@@ -72,6 +72,13 @@ BESIDE = {
     "pipeline.group": "pipeline.schedule=interleaved_1f1b parallel.pp=2 pipeline.chunks=2",
     "pipeline.pairs": "pipeline.schedule=chimera parallel.pp=2",
     "pipeline.replicas": "pipeline.schedule=1f1b_rr parallel.pp=2",
+    "pipeline.weights": "parallel.pp=2 optimizer.clip=null model.tied_embeddings=false",
+    "pipeline.horizon": "parallel.pp=2 pipeline.weights=predict optimizer.clip=null "
+    "model.tied_embeddings=false",
+    "pipeline.lr_anneal_steps": "parallel.pp=2 pipeline.weights=latest optimizer.clip=null "
+    "model.tied_embeddings=false",
+    "optimizer.clip_scope": "parallel.pp=2 pipeline.weights=double_buffer "
+    "model.tied_embeddings=false",
 }
 """Other settings of both ranks, without which another value would be refused or have no effect."""
 FORMS = {

@@ -200,8 +200,8 @@ def logits(
             z = _norm(z, params, f"layers.{i}.mlp_post_norm", model)
         x = x + y + z
     x = _norm(x, params, "final_norm", model)
-    head = "embedding.word.weight" if model.tied_embeddings else "head.weight"
-    return _cap(x @ params[head].T, model.logit_softcap)
+    head = "embedding.word" if model.tied_embeddings else "head"
+    return _cap(_linear(x, params, head), model.logit_softcap)
 
 
 def _cap(x: Tensor, cap: float | None) -> Tensor:

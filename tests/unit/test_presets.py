@@ -17,6 +17,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 PARAMETERS = {
     "gpt2_124m": 124_439_808,
+    "gpt2_124m_2bw": 163_037_184,
     "gpt2_355m": 354_823_168,
     "gpt2_774m": 774_030_080,
     "gpt2_1558m": 1_557_611_200,
@@ -54,8 +55,9 @@ PATHS = [
     for path in sorted(CONFIGS.glob("*.yaml"))
 ]
 """Of which one has a schedule of 35 ranks and 1,920 micro-batches, which takes seconds to plan."""
-BUBBLES = {"mt_nlg_530b": 0.07}
-"""Largest share of a step that is idle: 0.04, but for 105 layers over 35 stages and a head."""
+BUBBLES = {"mt_nlg_530b": 0.07, "gpt2_124m_2bw": 0.13}
+"""Largest share of a step that is idle: 0.04, but for 105 layers over 35 stages and a head, and for
+12 layers over 4 and a head as large, in five steps that fill an empty pipeline."""
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -93,7 +95,7 @@ def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
         assert f"; fits in {memory_gb} GB" in total
         if path.stem != "quickstart":
             assert speeds.tflops is not None
-            by_flops = simulate(layout.schedule, layout.cost).bubble_makespan
+            by_flops = simulate(layout.listed, layout.cost).bubble_makespan
             bubble = max(expected(config, layout, speeds).bubble_makespan, by_flops)
             assert bubble < BUBBLES.get(path.stem, 0.04)
 

@@ -1,7 +1,9 @@
 """An order and a policy together: operations and versions of a window, for all windows."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.ir import Kind, Op, Read, Schedule, Updates, pack, packed
@@ -39,6 +41,10 @@ class Stream:
     def ahead(self) -> int:
         """How many windows a forward may be ahead of the backwards beside it."""
         return _ahead((*self.fill, *self.segment), self.microbatches)
+
+    def windows_of(self, schedule: Schedule) -> int:
+        """How many windows a :func:`finite` schedule of it has."""
+        return schedule.microbatches // self.microbatches
 
 
 def stream(order: Order, policy: Policy) -> Stream:
@@ -130,6 +136,45 @@ def parts(stream: Stream, windows: int) -> list[list[tuple[int, list[Step]]]]:
         list(_in_windows(list(fill), list(segment), stream.microbatches, windows))
         for fill, segment in zip(fills, segments, strict=True)
     ]
+
+
+def versions_kept(stream: Stream) -> dict[int, int]:
+    """By stage, the most versions from the oldest that an operation reads to the newest, also where
+    updates that are pending at a cut are made there."""
+    kept: defaultdict[int, int] = defaultdict(lambda: 1)
+    for ops, reads in zip(stream.segment, stream.segment_reads, strict=True):
+        newest: defaultdict[int, int] = defaultdict(int)
+        for op, read in zip(ops, reads, strict=True):
+            if op.kind == Kind.U:
+                newest[op.stage] = max(newest[op.stage], read.version)
+            elif not read.ahead:
+                age = newest[op.stage] - read.version
+                kept[op.stage] = max(kept[op.stage], age + 1)
+        for stage in newest:
+            kept[stage] = max(kept[stage], 1)
+    return dict(kept)
+
+
+def mean_staleness(stream: Stream) -> dict[int, Fraction]:
+    """By stage, by how many updates forwards are behind the version that their window changes, on
+    average in the steady state. What is predicted ahead does not count."""
+    behind: defaultdict[int, list[int]] = defaultdict(list)
+    for ops, reads in zip(stream.segment, stream.segment_reads, strict=True):
+        for op, read in zip(ops, reads, strict=True):
+            if op.kind == Kind.F:
+                behind[op.stage].append(op.microbatch // stream.microbatches - read.version)
+    return {stage: Fraction(sum(counts), len(counts)) for stage, counts in behind.items()}
+
+
+def predictions_kept(stream: Stream) -> dict[int, int]:
+    """By stage, the predicted weights that are kept beside versions: those that forwards read, and
+    those that backwards read."""
+    kinds: defaultdict[int, set[Kind]] = defaultdict(set)
+    for ops, reads in zip(stream.segment, stream.segment_reads, strict=True):
+        for op, read in zip(ops, reads, strict=True):
+            if read.ahead:
+                kinds[op.stage].add(op.kind)
+    return {stage: len(found) for stage, found in kinds.items()}
 
 
 def _ahead(lists: Iterable[Iterable[Op]], window: int) -> int:

@@ -172,6 +172,22 @@ PIPELINE = [
         ("pipeline.memory_limit=0.5", "expected a limit of at least")),
     Bad("pipeline.placement of another", "pipeline.placement=v", 2,
         ("pipeline.placement=v is for pipeline.schedule=auto", "expected null")),
+    Bad("pipeline.weights are unknown", "pipeline.weights=old", 2,
+        ("pipeline.weights=old: expected one of synchronous, stash",)),
+    Bad("pipeline.weights with a tied embedding", "parallel.pp=2 pipeline.weights=double_buffer", 2,
+        ("pipeline.weights=double_buffer needs model.tied_embeddings=false",)),
+    Bad("pipeline.weights with global clipping", "parallel.pp=2 pipeline.weights=stash "
+        "model.tied_embeddings=false", 2,
+        ("pipeline.weights=stash needs optimizer.clip_scope=stage (or optimizer.clip=null)",)),
+    Bad("pipeline.weights with another schedule", "parallel.pp=2 pipeline.weights=latest "
+        "pipeline.schedule=zb_h1", 2, ("needs pipeline.schedule=1f1b or eager_1f1b, not zb_h1",)),
+    Bad("pipeline.weights of short steps", "parallel.pp=2 pipeline.weights=double_buffer "
+        "pipeline.advance=4 model.tied_embeddings=false", 2,
+        ("5 micro-batches are in flight ahead of a step", "train.global_batch of at least 5")),
+    Bad("pipeline.weights with ZeRO-3", "parallel.pp=2 pipeline.weights=double_buffer "
+        "model.tied_embeddings=false optimizer.zero=3", 2, ("optimizer.zero=0 or 1, not 3",)),
+    Bad("clip_scope of synchronous training", "optimizer.clip_scope=stage", 2,
+        ("optimizer.clip_scope=stage is for a pipeline.weights other than synchronous",)),
     Bad("a pair of pipelines on three ranks", "pipeline.schedule=chimera parallel.pp=3", 2,
         ("ranks must be a multiple of 2, not 3",), ranks=3),
     Bad("replicas of stages that are not all ranks",

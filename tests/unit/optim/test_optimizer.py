@@ -181,7 +181,7 @@ def test_gradients_are_clipped_by_the_global_norm(clip: float | None, active: bo
     update = Update(optimizer.config, optimizer, scaler, 1, numbers, exact=True)
     totals = Totals(tuple(reduced(optimizer).tolist()), 0.0, 1)
     assert totals.norm == pytest.approx(given.double().norm().item(), rel=1e-12)
-    optimizer.update(1e-3, update.clipping(totals))
+    optimizer.update(1e-3, update.clipping(totals.norm))
     used = optimizer.shards[0].grad
     if active:
         assert clip is not None

@@ -1,0 +1,118 @@
+"""Pipelines without a flush (``pipeline.weights``): their streams, and what they do not take."""
+
+from collections.abc import Iterator
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.layout.checks import check_direction
+from megapipe.schedule.proof.validate import validate
+from megapipe.schedule.streams.load import load_stream
+from megapipe.schedule.streams.orders import build
+from megapipe.schedule.streams.policies import POLICIES
+from megapipe.schedule.streams.stream import Stream, finite
+from megapipe.words import either
+
+
+def stream_of(config: Config, microbatches: int) -> Stream | None:
+    """The stream of a run, proved; None: its training is synchronous.
+
+    Raises :class:`ConfigError` for keys that it does not take.
+    """
+    pipeline, train = config.pipeline, config.train
+    if pipeline.horizon != "update" and pipeline.weights != "predict":
+        raise ConfigError(
+            f"pipeline.horizon={pipeline.horizon} is for pipeline.weights=predict, not "
+            f"{pipeline.weights}: expected update"
+        )
+    if pipeline.weights == "synchronous":
+        if pipeline.lr_anneal_steps is not None:
+            raise ConfigError(
+                f"pipeline.lr_anneal_steps={pipeline.lr_anneal_steps} is for a pipeline.weights "
+                "other than synchronous: expected null"
+            )
+        if config.optimizer.clip_scope == "stage":
+            raise ConfigError(
+                "optimizer.clip_scope=stage is for a pipeline.weights other than synchronous: "
+                "expected global"
+            )
+        return None
+    where = f"pipeline.weights={pipeline.weights}"
+    for expected in _refusals(config):
+        raise ConfigError(f"{where} needs {expected}")
+    if pipeline.weights == "predict":
+        check_direction(config, where)
+    ranks, advance = config.parallel.pp, pipeline.advance or 0
+    try:
+        order = build(pipeline.schedule, ranks, microbatches, advance=advance)
+        least = order.in_flight(0)
+        if POLICIES[pipeline.weights].late and least > microbatches:
+            rows = train.global_batch // microbatches
+            raise ConfigError(
+                f"{where}: {least} micro-batches are in flight ahead of a step, which has "
+                f"{microbatches}: expected a train.global_batch of at least {least * rows}"
+            )
+        stream = load_stream(
+            pipeline.schedule,
+            pipeline.weights,
+            ranks=ranks,
+            microbatches=microbatches,
+            advance=advance,
+            horizon=pipeline.horizon,
+        )
+        validate(finite(stream, 2 * stream.ahead + 3))
+    except ScheduleError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return stream
+
+
+def _refusals(config: Config) -> Iterator[str]:
+    """Things that have to be otherwise, each in words."""
+    pipeline, optimizer, numbers = config.pipeline, config.optimizer, config.numbers
+    activations, policy = config.activations, POLICIES[pipeline.weights]
+    policies = activations.policy
+    policies = [policies] if isinstance(policies, str) else policies
+    if pipeline.schedule not in policy.orders:
+        yield f"pipeline.schedule={either(policy.orders)}, not {pipeline.schedule}"
+    for key in ("placement", "chunks", "group", "slices", "slice_overhead", "pairs", "replicas"):
+        if getattr(pipeline, key) is not None:
+            yield f"pipeline.{key}=null, not {getattr(pipeline, key)}"
+    if pipeline.memory_limit is not None:
+        yield f"pipeline.memory_limit=null, not {pipeline.memory_limit:g}"
+    if config.model.source is not None:
+        yield f"model.source=null, not {config.model.source}"
+    if config.lora.rank is not None:
+        yield f"lora.rank=null, not {config.lora.rank}"
+    if config.parallel.cp > 1:
+        yield f"parallel.cp=1, not {config.parallel.cp}"
+    if config.model.tied_embeddings:
+        yield "model.tied_embeddings=false: a tied embedding waits for the first and the last stage"
+    if config.model.dtype == "fp16":
+        yield "model.dtype=bf16, fp32 or fp64, not fp16"
+    if optimizer.clip is not None and optimizer.clip_scope == "global" and not policy.waits:
+        yield (
+            "optimizer.clip_scope=stage (or optimizer.clip=null), not global: "
+            "updates do not wait for the norms of all stages"
+        )
+    if optimizer.zero > 1:
+        yield f"optimizer.zero=0 or 1, not {optimizer.zero}"
+    if optimizer.look_ahead and not policy.follows:
+        yield f"optimizer.look_ahead=0, not {optimizer.look_ahead}"
+    if optimizer.master != "fp32":
+        yield f"optimizer.master=fp32, not {optimizer.master}"
+    if optimizer.post_validation:
+        yield "optimizer.post_validation=false"
+    if config.kernels.compile:
+        yield "kernels.compile=false"
+    if not policy.follows and (set(policies) != {"keep"} or activations.offload):
+        yield "activations.policy=keep and activations.offload=[]"
+    if not policy.follows and pipeline.advance and config.kernels.loss_chunk != 0:
+        yield "kernels.loss_chunk=0 with pipeline.advance: a loss in chunks reads B's weights"
+    if config.train.batch_ramp is not None:
+        yield "train.batch_ramp=null"
+    if numbers.actions != {"stop"} or numbers.spike_factor is not None:
+        yield "numbers.non_finite=stop and numbers.spike_factor=null"
+    if numbers.rerun_every:
+        yield f"numbers.rerun_every=0, not {numbers.rerun_every}"
+    for key in ("timeline", "profile"):
+        if getattr(config.log, key):
+            yield f"log.{key}=[], not {getattr(config.log, key)}"

@@ -1,0 +1,350 @@
+"""Training without a flush: each step is a segment of a stream (docs/streams.md).
+
+A step ends at a cut: every rank is through with its last backward of the step's window, and the
+forwards of windows to come are in flight. Each stage is updated within the program, as the stream
+has it. A rank begins to add up the totals of a window when it is through with it, and takes them
+where all others are, so that nobody waits: results come some steps late. A pause makes the updates
+that are pending, and takes in what is under way; then weights are of one version on all stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.engine.channels import MessageShape
+from megapipe.engine.flow import run_parts
+from megapipe.engine.stage import Key
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.model.partition import format_layout
+from megapipe.optim.look_ahead import predict
+from megapipe.optim.shard import Shard
+from megapipe.optim.versions import Versions
+from megapipe.schedule.ir import Read
+from megapipe.schedule.streams.programs import Part, Runs
+from megapipe.schedule.streams.stream import (
+    Stream,
+    mean_staleness,
+    predictions_kept,
+    versions_kept,
+)
+from megapipe.train.checkpoint_io import read_region
+from megapipe.train.feed import Counted, Feed, Rows
+from megapipe.train.judge import ADVICE, Unsound
+from megapipe.train.own_totals import own_loss, own_totals
+from megapipe.train.totals import LARGEST, Totals, Wishes
+from megapipe.train.update import StepResult
+
+if TYPE_CHECKING:
+    from megapipe.train.step import TrainStep
+
+
+class _Window(NamedTuple):
+    """The data of a window."""
+
+    microbatches: Mapping[Key, MicroBatch]
+    counted: Counted
+    samples: list[int]
+
+
+class Streaming:
+    """Trains the windows of a stream by what `step` has; `shape` gives the shapes of messages, and
+    `sources` are those of a mixture, 0 if there is none."""
+
+    def __init__(
+        self, step: TrainStep, stream: Stream, feed: Feed, shape: MessageShape, sources: int
+    ) -> None:
+        self._step = step
+        self._stream = stream
+        self._feed = feed
+        self._sources = sources
+        self._runs = Runs(stream)
+        self._late = stream.policy.late
+        self._stages = sorted(step.stages)
+        self._behind = mean_staleness(stream)
+        kept, predicted = versions_kept(stream), predictions_kept(stream)
+        self._versions: dict[int, list[Versions]] = {
+            stage: [
+                Versions(
+                    shard,
+                    kept[stage],
+                    turns=self._late,
+                    predicted=predicted.get(stage, 0),
+                    predict=self._predict,
+                )
+                for shard in step.optimizer.shards_of(stage)
+            ]
+            for stage in self._stages
+        }
+        self._flows = step.pipeline.flows(
+            step.stages,
+            self,
+            window=stream.microbatches,
+            shape=shape,
+        )
+        self._delay = stream.ahead
+        """Windows after which the totals of one are taken."""
+        self._windows: dict[int, _Window] = {}
+        """Those of which forwards are in flight, and the last one that is done."""
+        self._older: dict[Versions, int] = {}
+        """How many versions before the optimizer's weights a checkpoint had."""
+        self._first: int | None = None
+        """The window with which the run began; None: it has not begun."""
+        self._now = 0
+        """The window whose segment runs, or ran last."""
+        self._made: dict[int, int] = {}
+        """By stage, its updates so far."""
+        self._squares = torch.empty(0)
+        """Of the window's gradients, on this rank."""
+        self._pending: deque[tuple[int, Callable[[], Tensor]]] = deque()
+        """Windows whose results are not known, with a wait for their totals."""
+        self._totals: dict[int, Totals] = {}
+        """Totals that have been taken, of the last windows."""
+        self._paused = False
+        self._part: tuple[Part, ...] = ()
+        """The segments that ran last."""
+
+    @property
+    def samples_read(self) -> list[int]:
+        """Numbers of the last window's samples, as far as first stages here were given them."""
+        return self._windows[self._now].samples
+
+    def drop(self) -> None:
+        """Begin anew with the next window, with the optimizer's weights and nothing in flight."""
+        assert self._first is None or self._paused, "the stream is not paused"
+        self._first = None
+        self._older.clear()
+        self._windows.clear()
+        self._pending.clear()
+        self._totals.clear()
+
+    @property
+    def key(self) -> str:
+        """Names what has to be the same for a run to go on with a checkpoint's older versions."""
+        ahead = "+".join(str(len(fill)) for fill in self._stream.fill)
+        size, layout = self._stream.microbatches, format_layout(self._step.layout.stage_layers)
+        return f"{self._stream.name}, {ahead} ahead of {size} micro-batches, {layout}"
+
+    @property
+    def continues(self) -> bool:
+        """Whether the next window begins as in a run that did not stop: the versions that its
+        forwards in flight have read were loaded, or are not needed."""
+        return bool(self._older) or not self._stream.policy.follows
+
+    def load_older(self, checkpoint: Checkpoint, stream: str) -> None:
+        """Take over the older versions of a checkpoint, if it is of a stream like this one, so that
+        the pipeline is filled with what its forwards in flight have read."""
+        if stream != self.key:
+            return
+        names = set(checkpoint.names())
+        for each in self.versions():
+            bucket, loaded = each.shard.bucket, 0
+            for age, buffer in enumerate(each.weights[1:], start=1):
+                kind = f"stash.{age}"
+                if f"{kind}/{bucket.entries[0].spec.name}" not in names:
+                    break
+                for entry in bucket.entries:
+                    out = torch.zeros(entry.spec.sizes, dtype=buffer.dtype)
+                    read_region(checkpoint, kind, entry.spec, out)
+                    bucket.view(buffer, entry).copy_(out)
+                loaded = age
+            self._older[each] = loaded
+
+    def train(self, step: int, rows: Rows, wishes: Callable[[], Wishes]) -> list[StepResult]:
+        """Run window `step`, counted from 0; returns the results that are known by now."""
+        if self._first is None:
+            self._begin(step, rows)
+        elif self._paused:
+            self._go_on()
+        first, last = self._first or 0, self._step.config.train.last_step
+        self._now = step
+        self._fetch(rows)
+        self._part = self._runs.part(step - first, last - first)
+        self._run(self._part)
+        return self._cut(wishes)
+
+    def _begin(self, step: int, rows: Rows) -> None:
+        """Fill the pipeline: run the forwards that are in flight at the cut before a window."""
+        self._first = self._now = step
+        self._paused = False
+        self._made = dict.fromkeys(self._stages, step)
+        self._zero_squares()
+        self._step.optimizer.zero_grad()
+        for each in self.versions():
+            each.begin(step, self._older.get(each, 0))
+        self._older.clear()
+        for flow in self._flows:
+            flow.begin()
+        self._fetch(rows)
+        self._run(self._runs.of(self._step.config.train.last_step - step).fill)
+
+    def versions(self) -> list[Versions]:
+        """Those of all buckets of this process."""
+        return [each for stage in self._stages for each in self._versions[stage]]
+
+    def _fetch(self, rows: Rows) -> None:
+        """Get the data of all windows that the part reaches into."""
+        self._windows.pop(self._now - 1, None)
+        end = min(self._now + self._stream.ahead + 1, self._step.config.train.last_step)
+        for window in range(self._now, end):
+            if window not in self._windows:
+                microbatches, counted = self._step.fetch(window, rows)
+                samples = self._feed.samples_read
+                self._windows[window] = _Window(microbatches, counted, samples)
+
+    def _run(self, by_rank: tuple[Part, ...]) -> None:
+        size = self._stream.microbatches
+        microbatches = {
+            ((window - self._now) * size + number, part): microbatch
+            for window, data in self._windows.items()
+            for (number, part), microbatch in data.microbatches.items()
+        }
+        parts = [by_rank[rank] for rank in self._step.pipeline.ranks]
+        run_parts(self._flows, parts, microbatches)
+
+    def use(self, stage: int, read: Read) -> None:
+        """Point a stage at the weights that its next operation reads."""
+        for each in self._versions[stage]:
+            each.use(self._now + read.version, read.ahead)
+
+    def _predict(self, shard: Shard, updates: Fraction, count: int, out: Tensor) -> None:
+        """Write the weights so many `updates` after the `count` that were made."""
+        optimizer = self._step.optimizer
+        rate = self._lr(shard.bucket.index, count - 1) if count else 0.0
+        distance = float(updates) * rate
+        predict(optimizer.rule, shard, distance, count, out)
+
+    def update(self, stage: int, windows_before: int) -> None:
+        """Update a stage by a window's gradients, unless a pause has done so."""
+        window = self._now - windows_before
+        if self._made[stage] > window:
+            return
+        optimizer, update = self._step.optimizer, self._step.update
+        norm = self._norm_of_window(stage, window) if self._late else self._norm_of_stage(stage)
+        if not math.isfinite(norm):
+            raise Unsound(
+                f"step {window + 1}: gradients of stage {stage} are not finite; {ADVICE}",
+                window,
+                rewinds=False,
+            )
+        for each in self._versions[stage]:
+            each.advance()
+        optimizer.update_stage(stage, self._lr(stage, window), update.clipping(norm), window)
+        self._made[stage] = window + 1
+        update.made, optimizer.count = window, window + 1
+        if not self._late:
+            for shard in optimizer.shards_of(stage):
+                shard.zero_grad()
+
+    def _lr(self, stage: int, window: int) -> float:
+        """The learning rate of a stage, less where its weights are stale in the first windows."""
+        lr, steps = self._step.update.lr(window), self._step.config.pipeline.lr_anneal_steps
+        if steps is None or window >= steps:
+            return lr
+        return lr / max(1.0, float(self._behind[stage])) ** (1 - window / steps)
+
+    def _norm_of_stage(self, stage: int) -> float:
+        """The norm of a stage's gradients, which are complete, on all ranks that have it."""
+        optimizer = self._step.optimizer
+        optimizer.reduce_stage(stage)
+        self._squares[stage] = optimizer.finish_stage(stage)
+        own = self._squares[stage : stage + 1].cpu()
+        return math.sqrt(self._step.mesh.ordered_sum(own, "tp", "cp", "dp").item())
+
+    def _norm_of_window(self, stage: int, window: int) -> float:
+        """The norm by which a window's gradients of a stage are clipped, once all ranks are through
+        with it; raises where not all is finite."""
+        totals = self._totals_of(window)
+        self._check(window, totals)
+        if self._step.config.optimizer.clip_scope == "stage":
+            return math.sqrt(totals.squares[stage])
+        return totals.norm
+
+    def _cut(self, wishes: Callable[[], Wishes]) -> list[StepResult]:
+        """End the window; returns results that are known."""
+        step, window = self._step, self._windows[self._now]
+        if self._late:
+            for stage in self._stages:
+                step.optimizer.reduce_stage(stage)
+                self._squares[stage] = step.optimizer.finish_stage(stage)
+            for each in self.versions():
+                each.turn()
+        loss = own_loss(step, window.counted, self._stream.microbatches)
+        own = own_totals(step, self._squares, *loss, wishes).pack()
+        self._zero_squares()
+        vector = step.mesh.ordered_sum(own, "tp", "cp", "dp", largest=LARGEST)
+        self._pending.append(
+            (self._now, step.mesh.start_ordered_sum(vector, "pp", largest=LARGEST))
+        )
+        for flow in self._flows:
+            flow.cut()
+        return self._results(self._now - self._delay)
+
+    def _zero_squares(self) -> None:
+        """Of each stage, and of the tied embedding."""
+        stages, device = self._step.placement.stages, self._step.mesh.device
+        self._squares = torch.zeros(stages + 1, dtype=torch.float64, device=device)
+
+    def _results(self, until: int) -> list[StepResult]:
+        """The results of all windows up to `until` that are not known yet."""
+        found = []
+        while self._pending and self._pending[0][0] <= until:
+            window = self._pending[0][0]
+            totals = self._totals_of(window)
+            self._pending.popleft()
+            self._check(window, totals)
+            found.append(self._step.update.result(window, totals))
+        return found
+
+    def _totals_of(self, window: int) -> Totals:
+        """The totals of a window, once all ranks are through with it."""
+        if window not in self._totals:
+            self._totals.pop(window - self._delay - 2, None)
+            wait = dict(self._pending)[window]
+            self._totals[window] = Totals.unpack(wait(), self._sources)
+        return self._totals[window]
+
+    def _check(self, window: int, totals: Totals) -> None:
+        """Raise, on all ranks, where the numbers of a window are not finite."""
+        update = self._step.update
+        if not math.isfinite(totals.states):
+            raise update.states_not_finite()
+        fault = update.judge.fault(totals)
+        if fault is not None:
+            update.judge.act(window, fault)
+
+    def pause(self) -> list[StepResult]:
+        """Make the updates that are pending and have all ranks at one cut; returns the results that
+        were not known. Afterwards the newest weights are used, until the next window."""
+        if self._first is None or self._paused:
+            return []
+        if self._late:
+            for stage in self._stages:
+                self.update(stage, 0)
+        results = self._results(self._now)
+        for flow, rank in zip(self._flows, self._step.pipeline.ranks, strict=True):
+            flow.pause(self._part[rank].under_way)
+        for each in self.versions():
+            each.use(self._now + 1)
+        self._step.optimizer.count = self._now + 1
+        self._step.optimizer.lr = self._step.update.lr(self._now)
+        self._paused = True
+        return results
+
+    def saved(self) -> None:
+        """Note that what the optimizer has is saved. Where the weights that forwards in flight have
+        read are not, these are run again, as a run does that goes on from there."""
+        if not self._stream.policy.follows:
+            self.drop()
+
+    def _go_on(self) -> None:
+        for flow in self._flows:
+            flow.go_on()
+        self._paused = False

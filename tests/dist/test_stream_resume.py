@@ -1,0 +1,120 @@
+"""Checkpoints of pipelines without a flush: where a run goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+from tests.parity.cases import Case, Rows
+from tests.parity.outcome import own_values
+from tests.parity.stale_ranks import begun, same_parts
+
+STEPS = 8
+CASE = Case(
+    pp=3,
+    m=1,
+    layers=3,
+    uneven=True,
+    tied=False,
+    steps=STEPS,
+    batch=1,
+    dtype="fp32",
+    dropout=0.2,
+    in_process=True,
+)
+GROUPS = replace(CASE, pp=2, m=2, layers=4, schedule="two_group")
+KEPT = {
+    "stash": replace(CASE, weights="stash", clip_scope="stage"),
+    "vertical": replace(CASE, weights="vertical", clip_scope="stage", schedule="eager_1f1b"),
+    "double_buffer": replace(CASE, weights="double_buffer", m=2, look_ahead=1),
+    "double_group": replace(GROUPS, weights="double_group", clip=None, dtype="bf16"),
+    "stash, dp 2": replace(
+        CASE, weights="stash", clip_scope="stage", pp=2, layers=2, dp=2, in_process=False
+    ),
+    "double_buffer, tp 2": replace(
+        CASE, weights="double_buffer", pp=2, layers=2, tp=2, in_process=False
+    ),
+}
+"""Policies whose checkpoints have what forwards in flight have read."""
+
+
+def train(
+    step: TrainStep, case: Case, first: int, saved: Collection[int], folder: Path
+) -> dict[int, float]:
+    """Train from step `first` on, and save after some numbers of steps; the losses."""
+    rows, losses = Rows(case), {}
+    for i in range(first, case.steps):
+        for result in step.train(i, rows, settle=i + 1 in saved):
+            losses[result.step] = result.loss
+        if i + 1 in saved:
+            step.save(folder, i + 1)
+    losses |= {result.step: result.loss for result in step.settle()}
+    return losses
+
+
+def stop_and_go(world: World, case: Case, folder: Path, saved: Collection[int]) -> None:
+    """At each of the saved steps another run goes on, to the bit as the one that did not stop."""
+    whole = begun(world, case)
+    losses, values = train(whole, case, 0, saved, folder / "whole"), own_values(whole.optimizer)
+    assert [*losses] == [*range(case.steps)]
+    for number in saved:
+        step = begun(world, case)
+        step.load(folder / "whole" / f"step-{number:08d}")
+        assert step.streaming is not None
+        assert step.streaming.continues
+        later = [each for each in saved if each > number]
+        found = train(step, case, number, later, folder / f"from {number}")
+        assert found == {i: losses[i] for i in range(number, case.steps)}, number
+        same_parts(own_values(step.optimizer), values)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_run_goes_on_to_the_bit_wherever_it_was_stopped(name: str, tmp_path: Path) -> None:
+    case = KEPT[name]
+    saved = range(1, STEPS) if case.in_process else (1, 2, 5)
+    run_world(case.world, stop_and_go, case, tmp_path, list(saved))
+
+
+@pytest.mark.parametrize("weights", ["latest", "predict"])
+def test_without_older_versions_it_goes_on_from_regular_checkpoints(
+    weights: str, tmp_path: Path
+) -> None:
+    case = replace(CASE, weights=weights, clip_scope="stage")
+    run_world(1, stop_and_go, case, tmp_path, [2, 5])
+
+
+def save_and_change(world: World, folder: Path) -> None:
+    """A checkpoint of one policy is read by others, and by synchronous training."""
+    case = KEPT["stash"]
+    step = begun(world, case)
+    train(step, case, 0, [4], folder)
+    checkpoint = Checkpoint.open(folder / "step-00000004")
+    kinds = {name.partition("/")[0] for name in checkpoint.names()}
+    assert kinds >= {"model", "optimizer.exp_avg", "stash.1", "stash.2"}
+    early = [name for name in checkpoint.names() if name.startswith("stash.2/")]
+    assert early
+    assert all("layers.0" in name or "embedding" in name for name in early)
+    for other in (
+        KEPT["vertical"],
+        replace(case, pp=1),
+        replace(case, m=2, batch=1),
+        replace(case, weights="synchronous", clip_scope="global"),
+    ):
+        fresh = begun(world, other)
+        fresh.load(checkpoint.path)
+        assert fresh.streaming is None or not fresh.streaming.continues
+        rows = Rows(replace(case, m=1))
+        known = [*fresh.train(4, rows), *fresh.settle()]
+        assert all(torch.isfinite(torch.tensor(result.loss)) for result in known)
+        assert {result.step for result in known} == {4}
+
+
+def test_others_read_its_checkpoints_and_fill_anew(tmp_path: Path) -> None:
+    run_world(1, save_and_change, tmp_path)

@@ -1,0 +1,211 @@
+"""Training without a flush, against one process that trains with stale weights on whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from megapipe.layers.weight_grad import main_grad
+from megapipe.plan.memory import model_memory
+from megapipe.testing import World, run_world
+from tests.parity.cases import Case, Rows
+from tests.parity.outcome import Outcome, Parts
+from tests.parity.ranks import run_case
+from tests.parity.stale_ranks import (
+    StaleOutcome,
+    begun,
+    check_stale,
+    run_stale,
+    run_stale_cases,
+    same_parts,
+)
+
+POLICIES = ("stash", "vertical", "double_buffer", "latest", "predict")
+
+
+def streamed(weights: str, pp: int, m: int, **more: object) -> Case:
+    """A case of 12 windows, as short as can be."""
+    scope = "global" if weights == "double_buffer" else "stage"
+    case = Case(
+        weights=weights,
+        clip_scope=scope,
+        pp=pp,
+        m=m,
+        layers=max(pp, 2),
+        uneven=True,  # a layer on each stage
+        tied=False,
+        steps=12,
+        batch=1,
+    )
+    return replace(case, **more)  # type: ignore[arg-type]
+
+
+def legal(weights: str, pp: int, m: int) -> bool:
+    return weights != "double_buffer" or m >= pp - 1
+
+
+ALONE = [
+    streamed(weights, pp, m, in_process=True)
+    for weights in POLICIES
+    for pp, m in [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4)]
+    if legal(weights, pp, m)
+] + [
+    streamed("double_group", 2, 2, in_process=True, schedule="two_group", layers=4),
+    streamed("stash", 3, 2, in_process=True, schedule="eager_1f1b"),
+    streamed("vertical", 2, 1, in_process=True, advance=2),
+    *(
+        streamed("predict", pp, m, in_process=True, horizon="round_trip", rule=rule)
+        for pp, m, rule in ((3, 1, "adamw"), (4, 1, "sgd"), (5, 2, "adam"))
+    ),
+    streamed("predict", 2, 2, in_process=True, advance=1, loss_chunk=0, rule="adabelief"),
+    streamed("latest", 2, 2, in_process=True, advance=1, loss_chunk=0),
+    streamed("double_buffer", 3, 5, in_process=True, schedule="eager_1f1b", advance=1),
+    streamed("double_buffer", 2, 2, in_process=True, clip_scope="stage"),
+    streamed("stash", 2, 1, in_process=True, clip=None, rule="sgd"),
+    streamed("latest", 4, 1, in_process=True, lr_anneal_steps=8),
+    streamed("vertical", 3, 1, in_process=True, lr_anneal_steps=100),
+    streamed("predict", 4, 1, in_process=True, lr_anneal_steps=20),
+    streamed("double_buffer", 2, 2, in_process=True, look_ahead=1),
+    streamed("stash", 3, 1, in_process=True, look_ahead=2, rule="sgd"),
+]
+
+
+def check(cases: Sequence[Case]) -> None:
+    ranks = run_world(cases[0].world, run_stale_cases, cases, timeout_s=60 + 10 * len(cases))
+    for number, case in enumerate(cases):
+        try:
+            check_stale(case, [outcomes[number] for outcomes in ranks])
+        except AssertionError as error:
+            raise AssertionError(f"{case.name}: {error}") from None
+
+
+@pytest.mark.parametrize("weights", [*POLICIES, "double_group"])
+def test_a_process_trains_as_the_definitions_say(weights: str) -> None:
+    check([case for case in ALONE if case.weights == weights])
+
+
+SEVERAL = [
+    *(streamed(weights, 2, m) for weights in POLICIES for m in (1, 2)),
+    streamed("double_group", 2, 2, schedule="two_group", layers=4),
+    streamed("stash", 2, 2, debug=True, masked=0.3, model="llama"),
+    streamed("double_buffer", 2, 2, debug=True, dropout=0.3, model="llama"),
+    *(streamed(weights, 3, m) for weights in POLICIES for m in (1, 2, 4) if legal(weights, 3, m)),
+    streamed("vertical", 3, 1, schedule="eager_1f1b", debug=True),
+    *(streamed(weights, 2, 2, dp=2) for weights in POLICIES),
+    streamed("stash", 2, 1, dp=2, zero=0, reduce_chunk_mib=0.001),
+    streamed("double_buffer", 2, 2, dp=2, zero=0, masked=0.3),
+    streamed("double_buffer", 2, 2, dp=2, reduce_chunk_mib=0.001, uneven=True, layers=4),
+    streamed("stash", 2, 2, tp=2, sequence_parallel=True, documents=True),
+    streamed("double_buffer", 2, 2, tp=2, dropout=0.3),
+    streamed("latest", 2, 1, tp=2, sequence_parallel=True),
+    streamed("stash", 2, 2, dp=2, rule="lamb", activations="full"),
+    streamed("double_buffer", 2, 2, dp=2, rule="lars", activations="stage", offload="host"),
+    streamed("vertical", 2, 2, dp=2, rule="nadamw", activations="offload"),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_processes_train_as_the_definitions_say(world: int) -> None:
+    check([case for case in SEVERAL if case.world == world])
+
+
+def in_several_ways(world: World, case: Case) -> list[StaleOutcome]:
+    return [run_stale(world, case), run_stale(world, case, pauses=range(case.steps))]
+
+
+PAUSED = [
+    streamed("stash", 2, 1, batch=2),
+    streamed("vertical", 2, 2, schedule="eager_1f1b"),
+    streamed("stash", 2, 2, rule="muon", dtype="fp32", state_dtype="bf16", activations="selective"),
+    streamed("latest", 2, 1, batch=2, advance=1, loss_chunk=0),
+    streamed("double_buffer", 2, 2, dtype="fp32", look_ahead=1),
+    streamed("double_group", 2, 2, schedule="two_group", layers=4, dtype="bf16"),
+]
+
+
+@pytest.mark.parametrize("case", PAUSED, ids=lambda case: f"{case.weights}, {case.rule}")
+def test_a_run_that_pauses_at_every_step_is_the_same_to_the_bit(case: Case) -> None:
+    """In as many processes and in one, with validations in between or without."""
+    ranks = run_world(2, in_several_ways, case)
+    (together,) = run_world(1, in_several_ways, replace(case, in_process=True))
+    for plain, paused in [*ranks, together]:
+        assert plain.losses == paused.losses == together[0].losses
+        assert plain.norms == paused.norms == together[0].norms
+        assert [*paused.known_at.values()] == [*range(case.steps)]
+        assert len(set(paused.validation.values())) == case.steps
+        same_parts(trained(paused), trained(plain))
+        same_parts(trained(plain), trained(together[0]))
+    assert ranks[0][1].validation == together[1].validation
+
+
+def trained(outcome: StaleOutcome) -> dict[str, Parts]:
+    """Masters and states at the end, without older versions."""
+    return {kind: of for kind, of in outcome.values[-1].items() if kind[:6] != "stash."}
+
+
+def test_results_come_when_no_rank_waits_for_them() -> None:
+    case = streamed("stash", 3, 1)
+    for outcome in run_world(3, run_stale, case):
+        late = [known - step for step, known in outcome.known_at.items()]
+        assert late[: case.steps - 2] == [2] * (case.steps - 2)
+
+
+def run_plainly(world: World, case: Case) -> Outcome:
+    return run_case(world, case, validate=False)
+
+
+@pytest.mark.parametrize("weights", ["stash", "vertical", "latest", "predict"])
+def test_one_rank_trains_as_synchronous_training_does(weights: str) -> None:
+    case = streamed(weights, 1, 2, dtype="fp32")
+    plain = replace(case, weights="synchronous", clip_scope="global")
+    (found,), (wanted,) = run_world(1, run_stale, case), run_world(1, run_plainly, plain)
+    assert [*found.losses.values()] == wanted.losses
+    assert [*found.norms.values()] == wanted.norms
+    same_parts(wanted.values[-1], trained(found))
+
+
+def kept(world: World, case: Case) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes of weights and of main gradients, by storage, and as planned."""
+    step = begun(world, case)
+    for i in range(5):
+        step.train(i, Rows(case))
+    weights, grads = dict[int, int](), dict[int, int]()
+
+    def add(found: dict[int, int], tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+
+    assert step.streaming is not None
+    for versions in step.streaming.versions():
+        for buffer in (*versions.weights, *versions.predictions):
+            add(weights, buffer)
+        for grad in versions.accumulators:
+            add(grads, grad)
+    for module in step.modules.values():
+        for parameter in module.parameters():
+            assert parameter.untyped_storage().data_ptr() in weights
+            assert main_grad(parameter).untyped_storage().data_ptr() in grads
+    plan = model_memory(step.config, step.layout, step.mesh.pp.index)
+    return (sum(weights.values()), sum(grads.values())), (plan.parameters, plan.gradients)
+
+
+MEMORY = [
+    streamed("stash", 3, 1, dtype="bf16"),
+    streamed("vertical", 3, 2, dtype="fp32"),
+    streamed("double_buffer", 3, 2, dtype="fp32"),
+    streamed("latest", 3, 1, dtype="bf16"),
+    streamed("predict", 3, 1, dtype="bf16", horizon="round_trip"),
+]
+
+
+def keep_all(world: World) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    return [kept(world, case) for case in MEMORY]
+
+
+def test_weights_and_gradients_take_the_memory_that_is_planned() -> None:
+    for rank in run_world(3, keep_all):
+        for case, (found, planned) in zip(MEMORY, rank, strict=True):
+            assert found == planned, case.name

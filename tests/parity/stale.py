@@ -1,0 +1,230 @@
+"""Training with stale weights in one process, on whole tensors: what a stream has to reproduce.
+
+Which version of a stage's weights a micro-batch reads follows from the published definitions
+(PipeDream, 1806.03377; PipeDream-2BW, 2006.09503; AMPNet, 1705.09786; WPipe, ICLR'22), not from
+lists of operations. The model and the rules are those of :mod:`tests.parity.reference` and
+:mod:`tests.parity.plain_rules`; nothing is shared with the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megapipe.model.gpt.config import ModelConfig
+from tests.parity import plain_rules, reference
+from tests.parity.reference import Batch, Noise, Params
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`ranks` in a row, and windows of `microbatches`; rank r runs lead x (ranks-1-r) + advance
+    forwards ahead of its backwards."""
+
+    weights: str
+    ranks: int
+    microbatches: int
+    lead: int = 1
+    advance: int = 0
+    horizon: str = "update"
+    anneal: int | None = None
+
+    def ahead(self, rank: int) -> int:
+        return self.lead * (self.ranks - 1 - rank) + self.advance
+
+    def newest(self, rank: int, microbatch: int) -> int:
+        """Updates of a rank before its forward of a micro-batch."""
+        return max(0, (microbatch - self.ahead(rank)) // self.microbatches)
+
+    def forward(self, stage: int, microbatch: int) -> int:
+        """The version that a forward reads."""
+        window = microbatch // self.microbatches
+        match self.weights:
+            case "stash" | "latest":
+                return self.newest(stage, microbatch)
+            case "predict":
+                return self.newest(stage, window * self.microbatches)
+            case "vertical":
+                return self.newest(0, microbatch)
+            case "double_buffer":
+                return max(0, window - 1)
+            case "double_group":  # stages 0 .. ranks-1 are the first group
+                return max(0, window - 1) if stage < self.ranks else window
+        raise ValueError(self.weights)
+
+    def backward(self, stage: int, microbatch: int) -> int:
+        """The version that its backward reads."""
+        if self.weights in ("latest", "predict"):
+            return microbatch // self.microbatches
+        return self.forward(stage, microbatch)
+
+    def annealing(self, stage: int, window: int, steps: int) -> float:
+        """By what the learning rate is divided (PipeMare's T1): the mean staleness of forwards, to
+        the power of the share of the steps that is left."""
+        behind = {
+            "vertical": self.ahead(0) / self.microbatches,
+            "double_buffer": 1.0,
+            "double_group": 1.0,
+        }.get(self.weights, self.ahead(stage) / self.microbatches)
+        return max(1.0, behind) ** (1 - min(window / steps, 1))
+
+    def ahead_of(self, version: int, stage: int, microbatch: int) -> int:
+        """By how many updates a version is predicted ahead: to that by the micro-batch's window, or
+        to when it is through at the first stage."""
+        if self.weights != "predict":
+            return 0
+        later = stage // 2 // self.microbatches if self.horizon == "round_trip" else 0
+        return microbatch // self.microbatches - version + later
+
+
+@dataclass
+class Window:
+    """What a window computed: gradients before clipping, weights and states after its update."""
+
+    loss: float
+    grads: Params
+    norm: float
+    params: Params
+    states: dict[str, dict[str, Tensor]]
+    """By name and state."""
+
+
+class Faces(dict[str, Tensor]):
+    """Weights that a forward reads, whose backward passes gradients on by others."""
+
+    def __init__(self, forward: Params, backward: Params) -> None:
+        super().__init__(forward)
+        self.backward = backward
+
+
+def train(
+    params: Params,
+    model: ModelConfig,
+    windows: Sequence[Sequence[Batch]],
+    pipeline: Pipeline,
+    stage_of: Mapping[str, int],
+    config: Any,
+    rates: Sequence[float],
+    *,
+    end: int | None = None,
+    noise: Sequence[Sequence[Noise | None]] | None = None,
+) -> Iterator[Window]:
+    """Train windows of micro-batches; `config` has the names of ``optimizer``."""
+    history = [{name: tensor.double() for name, tensor in params.items()}]
+    published = list(history)
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in params}
+    seen = [states]
+    """The states of each version."""
+
+    def rate(stage: int, number: int) -> float:
+        if pipeline.anneal is None:
+            return rates[number]
+        return rates[number] / pipeline.annealing(stage, number, pipeline.anneal)
+
+    for number, (batches, lr) in enumerate(zip(windows, rates, strict=True)):
+        tokens = sum(int(mask.sum()) for _, _, mask in batches)
+        grads = {name: torch.zeros_like(tensor) for name, tensor in history[0].items()}
+        loss = 0.0
+        for i, batch in enumerate(batches):
+            k = number * pipeline.microbatches + i
+
+            def read(name: str, version: int, k: int = k) -> Tensor:
+                ahead = pipeline.ahead_of(version, stage_of[name], k)
+                weight = published[version][name].clone()
+                if not ahead or not version:
+                    return weight
+                of = seen[version][name]
+                direction = plain_rules.direction(config, name, weight, of, version)
+                return weight - ahead * rate(stage_of[name], version - 1) * direction
+
+            faces = [
+                {name: read(name, version(stage_of[name], k)) for name in history[0]}
+                for version in (pipeline.forward, pipeline.backward)
+            ]
+            given = None if noise is None else noise[number][i]
+            value, own = _microbatch(Faces(*faces), model, batch, tokens, end, given)
+            loss += value
+            for name, grad in own.items():
+                grads[name] += grad
+        factors = _factors(grads, stage_of, config)
+        after = {}
+        for name, weight in history[-1].items():
+            grad = grads[name] * factors[stage_of[name]]
+            after[name], states[name] = plain_rules.step(
+                config, name, weight, grad, states[name], rate(stage_of[name], number), number
+            )
+        history.append(after)
+        published.append(
+            {
+                name: plain_rules.predicted(config, name, weight, states[name], lr, number + 1)
+                for name, weight in after.items()
+            }
+            if config.look_ahead
+            else after
+        )
+        kept = {name: dict(of) for name, of in states.items()}
+        seen.append(kept)
+        yield Window(loss, grads, _norm(grads.values()), after, kept)
+
+
+def _microbatch(
+    faces: Faces,
+    model: ModelConfig,
+    batch: Batch,
+    tokens: int,
+    end: int | None,
+    noise: Noise | None,
+) -> tuple[float, Params]:
+    """The part of a micro-batch in the mean loss over so many tokens, and its gradients."""
+    for tensor in faces.values():
+        tensor.requires_grad_()
+    ids, labels, mask = batch
+    with two_faced():
+        losses = reference.token_losses(faces, model, ids, labels, end, noise)
+    value = (losses * mask.to(losses.dtype)).sum() / max(tokens, 1)
+    grads = torch.autograd.grad(value, list(faces.values()))
+    return value.item(), dict(zip(faces, grads, strict=True))
+
+
+def two_faced() -> mock._patch[Any]:
+    """Products and norms of the reference that take gradients on by the weights of the backward:
+    the value, and the gradient of the weight, come from the input alone and the forward's weights;
+    the gradient of the input passes through the backward's."""
+
+    def faced(name: str) -> Any:
+        plain = getattr(reference, name)
+
+        def both(x: Tensor, params: Mapping[str, Tensor], *where: Any) -> Tensor:
+            if not isinstance(params, Faces):
+                return plain(x, params, *where)
+            value = plain(x.detach(), dict(params), *where)
+            passed = plain(x, params.backward, *where)
+            return value + (passed - passed.detach())
+
+        return both
+
+    return mock.patch.multiple(reference, **{name: faced(name) for name in ("_linear", "_norm")})
+
+
+def _factors(grads: Params, stage_of: Mapping[str, int], config: Any) -> dict[int, float]:
+    """By stage, the factor that clips its gradients."""
+    stages = sorted(set(stage_of.values()))
+    if config.clip is None:
+        return dict.fromkeys(stages, 1.0)
+    norms = dict.fromkeys(stages, _norm(grads.values()))
+    if config.clip_scope == "stage":
+        norms = {
+            stage: _norm(grad for name, grad in grads.items() if stage_of[name] == stage)
+            for stage in stages
+        }
+    return {stage: min(1.0, config.clip / (norm + 1e-6)) for stage, norm in norms.items()}
+
+
+def _norm(grads: Any) -> float:
+    return math.sqrt(sum(grad.square().sum().item() for grad in grads))

@@ -1,0 +1,178 @@
+"""Mistakes in training without a flush, each of which a comparison has to notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+from megapipe.engine.flow import Flow
+from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.versions import Versions
+from megapipe.schedule.ir import Op, Read
+from megapipe.schedule.streams import policies
+from megapipe.schedule.streams.policies import Lists, Policy
+from megapipe.schedule.streams.stream import Stream
+from megapipe.train import make_optimizer, streaming
+from megapipe.train.streaming import Streaming
+from megapipe.train.update import StepResult, Update
+
+Patch = AbstractContextManager[Any]
+_use = Versions.use
+
+
+def a_version_too_old() -> Patch:
+    def wrong(self: Versions, version: int) -> None:
+        _use(self, version if version == self.newest else version - 1)
+
+    return mock.patch.object(Versions, "use", wrong)
+
+
+def forwards_read_the_newest() -> Patch:
+    return mock.patch.object(Versions, "use", lambda self, version: _use(self, self.newest))
+
+
+def _policy(name: str, reads: Callable[[Lists, Op], Read], **more: Any) -> Patch:
+    return mock.patch.dict(policies.POLICIES, {name: Policy(name, reads, **more)})
+
+
+def backwards_read_the_newest() -> Patch:
+    return _policy("stash", policies.latest, follows=False)
+
+
+def stages_read_what_is_newest_to_themselves() -> Patch:
+    return _policy("vertical", policies.stash)
+
+
+def a_buffer_is_written_while_it_has_readers() -> Patch:
+    def wrong(self: Versions, version: int) -> None:
+        _use(self, max(version, self.newest + 1 - len(self.weights)))
+
+    kept = streaming.versions_kept
+
+    def fewer(stream: Stream) -> dict[int, int]:
+        return {stage: max(1, count - 1) for stage, count in kept(stream).items()}
+
+    @contextmanager
+    def patches() -> Iterator[None]:
+        with (
+            mock.patch.object(streaming, "versions_kept", fewer),
+            mock.patch.object(Versions, "use", wrong),
+        ):
+            yield
+
+    return patches()
+
+
+def parameters_stay_where_the_forward_pointed_them() -> Patch:
+    """As if a backward needed no version of its own."""
+    last: dict[int, int] = {}
+
+    def wrong(self: Versions, version: int) -> None:
+        if last.get(id(self), -1) <= version:
+            _use(self, version)
+        last[id(self)] = version
+
+    return mock.patch.object(Versions, "use", wrong)
+
+
+def gradients_go_into_the_next_window() -> Patch:
+    return mock.patch.object(Versions, "turn")
+
+
+def gradients_are_not_forgotten() -> Patch:
+    update = Optimizer.update_stage
+
+    def wrong(self: Optimizer, stage: int, *given: Any) -> None:
+        update(self, stage, *given)
+        for shard in self.shards_of(stage):
+            shard.zero_grad = lambda: None  # type: ignore[method-assign]
+
+    return mock.patch.object(Optimizer, "update_stage", wrong)
+
+
+def an_update_is_made_twice() -> Patch:
+    step = Optimizer._step
+
+    def wrong(self: Optimizer, shards: Any, lr: float, factor: float, count: int) -> None:
+        step(self, shards, lr, factor, count)
+        if count == 4:
+            step(self, shards, lr, 1.0, count)
+
+    return mock.patch.object(Optimizer, "_step", wrong)
+
+
+def an_update_is_lost() -> Patch:
+    step = Optimizer._step
+
+    def wrong(self: Optimizer, shards: Any, lr: float, factor: float, count: int) -> None:
+        step(self, shards, 0.0 if count == 4 else lr, factor, count)
+
+    return mock.patch.object(Optimizer, "_step", wrong)
+
+
+def bias_is_corrected_by_another_count() -> Patch:
+    step = Optimizer._step
+
+    def wrong(self: Optimizer, shards: Any, lr: float, factor: float, count: int) -> None:
+        step(self, shards, lr, factor, count + 1)
+
+    return mock.patch.object(Optimizer, "_step", wrong)
+
+
+def the_learning_rate_is_of_another_window() -> Patch:
+    lr = Update.lr
+    return mock.patch.object(Update, "lr", lambda self, step: lr(self, step + 1))
+
+
+def clipped_by_the_norm_of_the_stage() -> Patch:
+    def wrong(self: Streaming, stage: int, window: int) -> float:
+        return float(self._totals_of(window).squares[stage]) ** 0.5
+
+    return mock.patch.object(Streaming, "_norm_of_window", wrong)
+
+
+def clipped_by_the_norm_of_the_window_before() -> Patch:
+    norm = Streaming._norm_of_window
+
+    def wrong(self: Streaming, stage: int, window: int) -> float:
+        return norm(self, stage, max(window - 1, self._first or 0))
+
+    return mock.patch.object(Streaming, "_norm_of_window", wrong)
+
+
+def a_loss_is_given_to_another_step() -> Patch:
+    result = Update.result
+
+    def wrong(self: Update, step: int, totals: Any) -> StepResult:
+        found = result(self, step, totals)
+        self.before, before = found.loss, getattr(self, "before", found.loss)  # type: ignore[attr-defined]
+        return StepResult(step, before, found.grad_norm, found.lr, found.tokens)
+
+    return mock.patch.object(Update, "result", wrong)
+
+
+def weights_are_their_own_masters_after_all() -> Patch:
+    """fp64 weights, of which an update changes the oldest version then."""
+    return mock.patch.object(make_optimizer, "replace", lambda states, **changes: states)
+
+
+def what_is_in_flight_keeps_its_numbers() -> Patch:
+    return mock.patch.object(Flow, "cut")
+
+
+STASH = (
+    *(a_version_too_old, forwards_read_the_newest, backwards_read_the_newest),
+    *(a_buffer_is_written_while_it_has_readers, parameters_stay_where_the_forward_pointed_them),
+    *(gradients_are_not_forgotten, an_update_is_made_twice, an_update_is_lost),
+    *(bias_is_corrected_by_another_count, the_learning_rate_is_of_another_window),
+    *(a_loss_is_given_to_another_step, weights_are_their_own_masters_after_all),
+    what_is_in_flight_keeps_its_numbers,
+)
+"""Noticed under stash."""
+VERTICAL = (stages_read_what_is_newest_to_themselves,)
+DOUBLE_BUFFER = (
+    *(gradients_go_into_the_next_window, clipped_by_the_norm_of_the_stage),
+    clipped_by_the_norm_of_the_window_before,
+)

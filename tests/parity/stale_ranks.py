@@ -1,0 +1,203 @@
+"""Cases without a flush on the ranks of a world, and what they have to come out as."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megapipe.layers.parameter import spec_of
+from megapipe.optim.lr import learning_rate
+from megapipe.testing import World
+from megapipe.train.step import TrainStep
+from tests.parity import reference, stale
+from tests.parity.cases import (
+    END,
+    Case,
+    Rows,
+    batch_of,
+    configure,
+    validation_rows,
+    validation_samples,
+)
+from tests.parity.dropout_noise import noise_of
+from tests.parity.outcome import Parts, assemble, own_grads, own_values, take_region
+
+TOLERANCE = 1e-10
+
+
+@dataclass
+class StaleOutcome:
+    """What one rank saw of a run without a flush."""
+
+    stage_of: dict[str, int] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    known_at: dict[int, int] = field(default_factory=dict)
+    """The step that a result came with."""
+    grads: dict[int, Parts] = field(default_factory=lambda: defaultdict(list))
+    values: list[dict[str, Parts]] = field(default_factory=list)
+    """Masters and states after each step and, where the updates that are pending are made, at the
+    end."""
+    validation: dict[int, float] = field(default_factory=dict)
+
+
+def begun(world: World, case: Case) -> TrainStep:
+    config, layout = configure(case)
+    step = TrainStep(config, layout, world.mesh(case.grid), document_end=END)
+    params = reference.init_random(config.model, seed=3)
+    step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
+    return step
+
+
+def run_stale(world: World, case: Case, pauses: Sequence[int] = ()) -> StaleOutcome:
+    """Train a case, with a validation in each of these steps."""
+    return train(begun(world, case), case, pauses)
+
+
+def train(step: TrainStep, case: Case, pauses: Sequence[int] = (), first: int = 0) -> StaleOutcome:
+    outcome = StaleOutcome()
+    for stage, module in step.modules.items():
+        outcome.stage_of |= {spec_of(each).name: stage for each in module.parameters()}
+    finish, through = step.optimizer.finish_stage, defaultdict[int, int](lambda: first)
+
+    def spy(stage: int) -> Tensor:
+        square = finish(stage)
+        own = {spec for spec, where in outcome.stage_of.items() if where == stage}
+        grads = [shard.grad for shard in step.optimizer.shards]
+        for shard, grad in zip(step.optimizer.shards, grads, strict=True):
+            if not len(grad):  # of another stage, before its own
+                shard.grad = grad.new_zeros(shard.stop - shard.start)
+        outcome.grads[through[stage]] += [
+            part for part in own_grads(step.optimizer) if part[0] in own
+        ]
+        for shard, grad in zip(step.optimizer.shards, grads, strict=True):
+            shard.grad = grad
+        through[stage] += 1
+        return square
+
+    step.optimizer.finish_stage = spy  # type: ignore[method-assign]
+    rows = Rows(case)
+    for i in range(first, case.steps):
+        known = step.train(i, rows, settle=i in pauses)
+        if i in pauses:
+            loss = step.evaluate(validation_rows(case), validation_samples(case)).loss
+            outcome.validation[i] = loss
+        for result in known:
+            _note(outcome, result.step, result.loss, result.grad_norm, i)
+        outcome.values.append(own_values(step.optimizer))
+    for result in step.settle():
+        _note(outcome, result.step, result.loss, result.grad_norm, case.steps)
+    outcome.values.append(own_values(step.optimizer))
+    return outcome
+
+
+def _note(outcome: StaleOutcome, step: int, loss: float, norm: float, now: int) -> None:
+    outcome.losses[step], outcome.norms[step], outcome.known_at[step] = loss, norm, now
+
+
+def run_stale_cases(world: World, cases: Sequence[Case]) -> list[StaleOutcome]:
+    results = []
+    for case in cases:
+        try:
+            results.append(run_stale(world, case))
+        except Exception as error:
+            error.add_note(f"case: {case.name}")
+            raise
+    return results
+
+
+def pipeline_of(case: Case) -> stale.Pipeline:
+    lead = 2 if case.schedule == "eager_1f1b" else 1
+    advance = case.advance or 0
+    return stale.Pipeline(
+        case.weights, case.pp, case.m, lead, advance, case.horizon, case.lr_anneal_steps
+    )
+
+
+def expected_windows(case: Case, stage_of: Mapping[str, int]) -> list[stale.Window]:
+    return _expected(case, tuple(sorted(stage_of.items())))
+
+
+@functools.lru_cache(maxsize=32)
+def _expected(case: Case, stages: tuple[tuple[str, int], ...]) -> list[stale.Window]:
+    config, _ = configure(case)
+    rates = [learning_rate(config.optimizer, i, case.steps) for i in range(case.steps)]
+    rows = case.batch * case.dp
+    windows = []
+    noise: list[list[reference.Noise | None]] = []
+    for number in range(case.steps):
+        whole = batch_of(case, number)
+        cuts = [slice(i * rows, (i + 1) * rows) for i in range(case.m)]
+        windows.append([(whole[0][cut], whole[1][cut], whole[2][cut]) for cut in cuts])
+        drawn = noise_of(case, number)
+        noise.append(
+            [None if drawn is None else {k: v[cut] for k, v in drawn.items()} for cut in cuts]
+        )
+    return list(
+        stale.train(
+            reference.init_random(config.model, seed=3),
+            config.model,
+            windows,
+            pipeline_of(case),
+            dict(stages),
+            config.optimizer,
+            rates,
+            end=END if case.documents else None,
+            noise=noise,
+        )
+    )
+
+
+def check_stale(
+    case: Case, outcomes: Sequence[StaleOutcome], *, pauses: Sequence[int] = ()
+) -> None:
+    """Loss, norm and every gradient of each window, and after each every master and state."""
+    stage_of = {name: stage for each in outcomes for name, stage in each.stage_of.items()}
+    windows = expected_windows(case, stage_of)
+    assert windows[-1].loss != windows[0].loss
+    for number, window in enumerate(windows):
+        for each in outcomes:
+            _close(f"loss {number}", each.losses[number], window.loss)
+            _close(f"norm {number}", each.norms[number], window.norm)
+        grads = assemble([each.grads[number] for each in outcomes], window.grads)
+        for name, grad in window.grads.items():
+            _close_to(f"gradient {number} of {name}", grads[name], grad)
+    late = case.weights == "double_buffer"
+    for number in range(case.steps + 1):
+        after = number - late * (number < case.steps and number not in pauses)
+        after = min(after, case.steps - 1)
+        if after >= 0:
+            _check_values(windows[after], [each.values[number] for each in outcomes])
+
+
+def _check_values(window: stale.Window, values: Sequence[Mapping[str, Parts]]) -> None:
+    for kind in ("model", *(kind for kind in values[0] if kind.startswith("optimizer."))):
+        found = assemble([each.get(kind, []) for each in values], window.params)
+        for name, tensor in found.items():
+            state = kind.removeprefix("optimizer.")
+            wanted = window.params[name] if kind == "model" else window.states[name][state]
+            _close_to(f"{kind} of {name}", tensor, wanted)
+
+
+def _close(what: str, found: float, wanted: float) -> None:
+    assert abs(found - wanted) <= TOLERANCE * max(1.0, abs(wanted)), f"{what}: {found}, {wanted}"
+
+
+def _close_to(what: str, found: Tensor, wanted: Tensor) -> None:
+    scale = wanted.abs().max().clamp(min=1.0)
+    error = (found - wanted).abs().max() / scale
+    assert error <= TOLERANCE, f"{what}: off by {error}"
+    assert not torch.isnan(found).any(), what
+
+
+def same_parts(some: Mapping[str, Parts], whole: Mapping[str, Parts]) -> None:
+    """Some masters and states are bitwise those of `whole`."""
+    for kind, parts in some.items():
+        of_all = {(name, str(region)): values for name, region, values in whole[kind]}
+        for name, region, values in parts:
+            assert (of_all[name, str(region)] == values).all(), f"{kind} of {name}"

@@ -1,0 +1,175 @@
+"""Keys of pipelines without a flush: what they resolve to, and what is refused."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.errors import ConfigError
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.plan.memory import model_memory
+from megapipe.plan.report import report
+from megapipe.schedule.streams.stream import mean_staleness, versions_kept
+
+BASE = (
+    *("model.layers=8", "model.heads=4", "model.hidden=64", "model.tied_embeddings=false"),
+    *("train.global_batch=16", "train.microbatch=2", "parallel.pp=4", "parallel.dp=1"),
+)
+STASH = ("pipeline.weights=stash", "optimizer.clip_scope=stage")
+LATEST = ("pipeline.weights=latest", "optimizer.clip_scope=stage")
+BUFFERED = ("pipeline.weights=double_buffer",)
+S, L, B = " ".join(STASH), " ".join(LATEST), " ".join(BUFFERED)
+P = "pipeline.weights=predict optimizer.clip=null"
+GROUPS = "pipeline.weights=double_group optimizer.clip=null"
+
+
+def layout_of(*given: str) -> Layout:
+    return resolve(parse([*BASE, *given]).config, None, 257)[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "stages", "versions"),
+    [
+        (STASH, 4, [2, 2, 2, 1]),
+        ((*STASH, "train.microbatch=16"), 4, [4, 3, 2, 1]),
+        ((*LATEST, "train.microbatch=16"), 4, [1, 1, 1, 1]),
+        (BUFFERED, 4, [2, 2, 2, 2]),
+        ((*STASH, "pipeline.schedule=eager_1f1b", "train.microbatch=8"), 4, [4, 3, 2, 1]),
+        (
+            (
+                *("pipeline.weights=double_group", "optimizer.clip=null"),
+                "pipeline.schedule=two_group",
+            ),
+            8,
+            [2, 2, 2, 2, 1, 1, 1, 1],
+        ),
+    ],
+)
+def test_versions_of_each_stage(given: tuple[str, ...], stages: int, versions: list[int]) -> None:
+    layout = layout_of(*given)
+    assert layout.stream is not None
+    assert layout.stages == stages
+    kept = versions_kept(layout.stream)
+    assert [kept[stage] for stage in range(stages)] == versions
+
+
+def test_mean_staleness_is_the_share_of_a_window_that_is_ahead() -> None:
+    for given, behind in ((STASH, [3, 2, 1, 0]), (LATEST, [3, 2, 1, 0]), (BUFFERED, [8] * 4)):
+        layout = layout_of(*given)
+        assert layout.stream is not None
+        found = mean_staleness(layout.stream)
+        assert [found[stage] for stage in range(4)] == [Fraction(each, 8) for each in behind]
+
+
+def test_training_is_synchronous_by_default() -> None:
+    layout = layout_of()
+    assert layout.stream is None
+    assert layout.listed is layout.schedule
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("pipeline.weights=fresh", "pipeline.weights=fresh: expected one of synchronous, stash"),
+        ("pipeline.weights=stash", "needs optimizer.clip_scope=stage (or optimizer.clip=null)"),
+        ("optimizer.clip_scope=stage", "clip_scope=stage is for a pipeline.weights other than"),
+        (f"{S} schedule=zb_h1", "stash needs pipeline.schedule=1f1b or eager_1f1b, not zb_h1"),
+        (f"{S} schedule=auto", "needs pipeline.schedule=1f1b or eager_1f1b, not auto"),
+        (f"{S} schedule=two_group", "pipeline.schedule=1f1b or eager_1f1b, not two_group"),
+        (
+            GROUPS,
+            "double_group needs pipeline.schedule=two_group, not 1f1b",
+        ),
+        (f"{GROUPS} schedule=two_group pipeline.chunks=2", "needs pipeline.chunks=null, not 2"),
+        (
+            f"{GROUPS} schedule=two_group advance=1",
+            "schedule two_group: advance must be 0",
+        ),
+        (
+            f"{GROUPS} schedule=two_group batch=4",
+            "schedule two_group: 4 ranks need windows of at least 3 micro-batches, not 2",
+        ),
+        (f"{S} pipeline.chunks=2", "needs pipeline.chunks=null, not 2"),
+        (f"{S} pipeline.slices=2", "needs pipeline.slices=null, not 2"),
+        (f"{S} pipeline.replicas=[2,1,1]", "needs pipeline.replicas=null, not [2, 1, 1]"),
+        (f"{S} pipeline.memory_limit=4", "needs pipeline.memory_limit=null, not 4"),
+        (f"{B} batch=4", "ahead of a step, which has 2: expected a train.global_batch of at least"),
+        (f"{B} batch=4", "train.global_batch of at least 6"),
+        (f"{S} model.tied_embeddings=true", "needs model.tied_embeddings=false"),
+        (f"{B} model.tied_embeddings=true", "needs model.tied_embeddings=false"),
+        (f"{S} parallel.cp=2", "needs parallel.cp=1, not 2"),
+        (f"{S} lora.rank=2", "needs lora.rank=null, not 2"),
+        (f"{S} model.dtype=fp16", "needs model.dtype=bf16, fp32 or fp64, not fp16"),
+        (f"{S} optimizer.zero=2", "needs optimizer.zero=0 or 1, not 2"),
+        (f"{L} optimizer.look_ahead=1", "needs optimizer.look_ahead=0, not 1"),
+        (f"{S} optimizer.post_validation=true", "needs optimizer.post_validation=false"),
+        (f"{S} model.dtype=bf16 optimizer.master=none", "needs optimizer.master=fp32"),
+        (f"{S} kernels.compile=true", "needs kernels.compile=false"),
+        (f"{L} activations.policy=full", "activations.policy=keep and activations.offload=[]"),
+        (f"{L} activations.offload=[norm]", "activations.offload=[]"),
+        (f"{L} advance=1", "latest needs kernels.loss_chunk=0 with pipeline.advance"),
+        ("pipeline.lr_anneal_steps=9", "is for a pipeline.weights other than synchronous"),
+        (f"{S} pipeline.horizon=round_trip", "is for pipeline.weights=predict, not stash"),
+        (f"{P} optimizer.rule=muon", "predict needs optimizer.rule=adamw, adam, sgd, lion,"),
+        (f"{P} optimizer.offload=host", "predict needs optimizer.offload=none, not host"),
+        (f"{P} activations.policy=stage", "activations.policy=keep and activations.offload=[]"),
+        (f"{P} optimizer.look_ahead=1", "needs optimizer.look_ahead=0, not 1"),
+        (f"{S} train.batch_ramp=[4,4,8]", "needs train.batch_ramp=null"),
+        (f"{S} numbers.non_finite=skip", "needs numbers.non_finite=stop and"),
+        (f"{S} numbers.spike_factor=3", "numbers.spike_factor=null"),
+        (f"{S} numbers.rerun_every=3", "needs numbers.rerun_every=0, not 3"),
+        (f"{S} log.timeline=[3]", "needs log.timeline=[], not [3]"),
+        (f"{S} log.profile=[3]", "needs log.profile=[], not [3]"),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_go_with_is_refused_in_one_line(given: str, words: str) -> None:
+    for short, key in (
+        (" schedule=", " pipeline.schedule="),
+        (" advance=", " pipeline.advance="),
+        (" batch=", " train.global_batch="),
+    ):
+        given = given.replace(short, key)
+    with pytest.raises(ConfigError) as info:
+        layout_of(*given.split())
+    assert words in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_the_plan_counts_versions_accumulators_and_masters() -> None:
+    def memory(*given: str) -> tuple[int, int, int]:
+        config, layout = resolve(parse([*BASE, *given]).config, None, 257)
+        found = model_memory(config, layout, 0)
+        return found.parameters, found.gradients, found.optimizer
+
+    parameters, gradients, states = memory()
+    one = ("train.microbatch=16",)
+    assert memory(*STASH, *one) == (4 * parameters, gradients, states + parameters)
+    assert memory(*LATEST, *one) == (parameters, gradients, states + parameters)
+    predicted = ("pipeline.weights=predict", "optimizer.clip=null", "pipeline.layout=[2,2,2,2]")
+    assert memory(*predicted, *one) == (2 * parameters, gradients, states + parameters)
+    assert memory(*BUFFERED) == (2 * parameters, 2 * gradients, states + parameters)
+
+
+def test_the_dry_run_tells_staleness_and_versions_and_draws_several_steps() -> None:
+    config, layout = resolve(parse([*BASE, *STASH]).config, None, 257)
+    text = report(config, layout)
+    assert "schedule 1f1b, stash: " in text
+    assert "5 steps of it, which never flushes, are drawn" in text
+    assert "in updates on average, per stage: 0.375, 0.25, 0.125, 0" in text
+    assert "versions of the weights kept, predicted ones included, per stage: 2, 2, 2, 1" in text
+    assert "per rank: 4, 3, 2, 1" in text
+
+
+def test_a_step_takes_the_time_of_its_own_operations_in_the_plan() -> None:
+    def seconds(*given: str) -> float:
+        known = ("log.peak_tflops=1", "log.device_gb=80", "parallel.network_gb_s=1e9")
+        fast = ("parallel.node_gb_s=1e9", "pipeline.layout=[2,2,2,2]")
+        config, layout = resolve(parse([*BASE, *known, *fast, *given]).config, None, 257)
+        lines = report(config, layout).splitlines()
+        (line,) = (each for each in lines if each.startswith("time ") and "per step" in each)
+        return float(line.split()[1])
+
+    assert seconds(*BUFFERED) / seconds() == pytest.approx(8 / 11, rel=0.06)
