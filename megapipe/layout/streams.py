@@ -97,6 +97,8 @@ def _refusals(config: Config) -> Iterator[str]:
         yield f"optimizer.zero=0 or 1, not {optimizer.zero}"
     if optimizer.look_ahead and not policy.follows:
         yield f"optimizer.look_ahead=0, not {optimizer.look_ahead}"
+    if optimizer.look_ahead and pipeline.lr_anneal_steps is not None:
+        yield f"pipeline.lr_anneal_steps=null with optimizer.look_ahead={optimizer.look_ahead}"
     if optimizer.master != "fp32":
         yield f"optimizer.master=fp32, not {optimizer.master}"
     if optimizer.post_validation:

@@ -98,6 +98,8 @@ SEVERAL = [
     streamed("stash", 2, 1, dp=2, zero=0, reduce_chunk_mib=0.001),
     streamed("double_buffer", 2, 2, dp=2, zero=0, masked=0.3),
     streamed("double_buffer", 2, 2, dp=2, reduce_chunk_mib=0.001, uneven=True, layers=4),
+    streamed("stash", 3, 2, dp=2, in_process=True),
+    streamed("double_buffer", 3, 2, tp=2, in_process=True, documents=True),
     streamed("stash", 2, 2, tp=2, sequence_parallel=True, documents=True),
     streamed("double_buffer", 2, 2, tp=2, dropout=0.3),
     streamed("latest", 2, 1, tp=2, sequence_parallel=True),

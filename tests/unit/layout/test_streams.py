@@ -111,6 +111,10 @@ def test_training_is_synchronous_by_default() -> None:
         (f"{L} activations.policy=full", "activations.policy=keep and activations.offload=[]"),
         (f"{L} activations.offload=[norm]", "activations.offload=[]"),
         (f"{L} advance=1", "latest needs kernels.loss_chunk=0 with pipeline.advance"),
+        (
+            f"{S} optimizer.look_ahead=1 pipeline.lr_anneal_steps=9",
+            "stash needs pipeline.lr_anneal_steps=null with optimizer.look_ahead=1",
+        ),
         ("pipeline.lr_anneal_steps=9", "is for a pipeline.weights other than synchronous"),
         (f"{S} pipeline.horizon=round_trip", "is for pipeline.weights=predict, not stash"),
         (f"{P} optimizer.rule=muon", "predict needs optimizer.rule=adamw, adam, sgd, lion,"),
