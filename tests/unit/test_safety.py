@@ -255,6 +255,7 @@ def lines(folder: Path, *, own: bool = True, device: str = "cpu", **given: Any) 
             kernels=SimpleNamespace(banner=lambda: "", warnings=list),
             position=SimpleNamespace(samples=0),
             left_out=LeftOut(),
+            streaming=None,
         ),
     )
     source: Any = Source(checkpoint, is_own=own)  # type: ignore[arg-type]
