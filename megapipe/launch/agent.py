@@ -18,7 +18,8 @@ from megapipe.launch.rendezvous import of_ranks
 from megapipe.launch.shutdown import FAILED, claim
 
 ANSWER_S = 0.5
-"""How long the store may take to answer: less than :class:`~megapipe.launch.ranks.Ends` waits."""
+"""How long the store may take to answer; without an answer a job goes on to end, or to start again.
+"""
 LOOK_S = 0.25
 """How long the thread that waits for a failure may take to notice that the ranks have ended."""
 
