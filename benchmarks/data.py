@@ -28,6 +28,7 @@ from token_indices import index_claims
 from megapipe.data.corpus import pieces
 from megapipe.data.tokens.format import Header, bin_of, idx_of
 from megapipe.data_config import DataConfig
+from megapipe.errors import DataError
 
 TRAIN = [sys.executable, str(Path(__file__).parents[1] / "train.py")]
 COMMAND = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
@@ -144,6 +145,7 @@ def measure(folder: Path, *, quick: bool) -> list[Result]:
         memory(folder, corpus),
         *writing(folder, corpus, rounds=1 if quick else 5),
         *opening(folder, 1000 if quick else DOCUMENTS),
+        refusing(folder, rounds=1 if quick else 9),
         *delivering(folder, corpus, steps=4 if quick else 40),
         *index_claims(folder, quick=quick),
     ]
@@ -235,6 +237,23 @@ def opening(folder: Path, documents: int) -> list[Result]:
     ]
 
 
+def refusing(folder: Path, rounds: int) -> Result:
+    """A token file that is cut, refused by the command in a line."""
+    prefix = folder / "cut"
+    idx_of(prefix).write_bytes(Header(np.dtype("<u2"), 10**9, 10**9 + 1).pack())
+    bin_of(prefix).touch()
+    command = [*COMMAND, "inspect", str(prefix)]
+    median = medians(
+        {
+            "ours": lambda: refused(command),
+            "imports": lambda: wall([sys.executable, "-c", "import numpy, pydantic"]),
+        },
+        rounds,
+    )
+    peer = f"starting Python with numpy and pydantic: {median['imports']:.2f} s"
+    return Result("refuse a cut file of a billion documents", median["ours"], 1, "s", peer)
+
+
 def delivering(folder: Path, corpus: Path, steps: int) -> list[Result]:
     """Tokens per second that one thread gives, and that the quick start's model takes, which is
     trained by one process."""
@@ -291,6 +310,15 @@ def wall(command: Sequence[str]) -> float:
     start = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
     return time.perf_counter() - start
+
+
+def refused(command: Sequence[str]) -> float:
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    assert done.returncode == DataError.exit_code, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return seconds
 
 
 def printed(program: str, *given: Path, **environ: str) -> float:

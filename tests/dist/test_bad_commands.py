@@ -44,10 +44,9 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("bad", OF_TOKEN_FILES, ids=lambda bad: bad.name)
 def test_of_token_files(bad: Bad, folder: Path) -> None:
-    """In under a second."""
     bad.prepare(folder)
     before = names_in(folder)
-    ended = run_script(folder, bad.script, *bad.arguments(), processor_s=1)
+    ended = run_script(folder, bad.script, *bad.arguments())
     ended.assert_one_line(bad.code, *bad.words)
     assert names_in(folder) == before
 

@@ -53,8 +53,8 @@ class Ended:
             assert needle in self.err, self.err
 
 
-def run_script(folder: Path, script: str, *argv: str, processor_s: float = PROCESSOR_S) -> Ended:
-    """A script by an interpreter of its own, in `folder`, within so much processor time."""
+def run_script(folder: Path, script: str, *argv: str) -> Ended:
+    """A script by an interpreter of its own, in `folder`, within :data:`PROCESSOR_S`."""
     began = _processor_s()
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *argv],
@@ -64,7 +64,7 @@ def run_script(folder: Path, script: str, *argv: str, processor_s: float = PROCE
         text=True,
         timeout=LIMIT_S,
     )
-    assert _processor_s() - began < processor_s
+    assert _processor_s() - began < PROCESSOR_S
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
