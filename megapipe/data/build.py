@@ -30,6 +30,7 @@ from megapipe.data.mixture import Mixture, Recipe, tempered, weight_plan
 from megapipe.data.order import order
 from megapipe.data.packing import PackedDataset, Rule, open_packing
 from megapipe.data.sources import HeldOut, Sources
+from megapipe.data.stored import Room
 from megapipe.data.supervised import ExampleDataset
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import DataConfig
@@ -71,6 +72,7 @@ def build_batches(
     """
 
     past = past or Past()
+    room = Room()
 
     def batches(given: Sequence[Source], mixture: Mixing | None = None, order: str = "") -> Batches:
         return Batches(
@@ -83,17 +85,17 @@ def build_batches(
         )
 
     def scored(held_out: HeldOut) -> HeldOutBatches:
-        dataset = _cut(held_out.part, config, tokenizer, keep_last=True, change=None)
+        dataset = _cut(held_out.part, config, tokenizer, keep_last=True, change=None, room=room)
         source = Source(dataset, partial(_once, 0, len(dataset)), held_out.name)
         return HeldOutBatches(held_out.name, held_out.split, batches([source]))
 
     parts = {name: _trained_on(corpus) for name, corpus in sources.training.items()}
     if config.data.samples == "megatron":
-        training = batches(*_in_megatrons_order(config, parts, past))
+        training = batches(*_in_megatrons_order(config, parts, past, room))
     else:
         change = _rearranging(config, tokenizer)
         cut = {
-            name: _cut(part, config, tokenizer, keep_last=False, change=change(name))
+            name: _cut(part, config, tokenizer, keep_last=False, change=change(name), room=room)
             for name, part in parts.items()
         }
         shuffled = [
@@ -128,17 +130,20 @@ def _cut(
     *,
     keep_last: bool,
     change: FillInTheMiddle | None,
+    room: Room,
 ) -> Dataset:
     if not isinstance(part, Stream):
         return part
     data, length, eod = config.data, config.train.sequence_length, tokenizer.eod
     if data.samples == "supervised":
         packing = open_packing(part, Rule(length, cut=False), Path(data.cache))
+        room.hold(packing)
         return ExampleDataset(part, packing, length, eod, tokenizer.vocab_size)
     if data.samples == "packed":
         _check_whole(part, data)
         rule = Rule(length, spare=0 if change is None else MARKS)
         packing = open_packing(part, rule, Path(data.cache))
+        room.hold(packing)
         if change is None:
             return PackedDataset(part.file, packing, length, eod)
         return PackedInTheMiddle(part.file, packing, length, eod, change)
@@ -163,7 +168,7 @@ def _samples(config: Config, past: Past) -> int:
 
 
 def _in_megatrons_order(
-    config: Config, parts: Mapping[str, Stream | Dataset], past: Past
+    config: Config, parts: Mapping[str, Stream | Dataset], past: Past, room: Room
 ) -> tuple[list[Source], Blend | None, str]:
     """The sources as Megatron-LM's data sets for a run of so many samples, their blend, and what a
     checkpoint keeps: how many samples the order is made for, which decides it."""
@@ -190,6 +195,7 @@ def _in_megatrons_order(
         _check_whole(part, data)
         wanted = Request(part.sequences, train.sequence_length, request, config.run.seed)
         indices = open_indices(part.file, wanted, cache)
+        room.hold([part.file.offsets, indices.documents, indices.samples, indices.shuffle])
         dataset = IndexedDataset(part.file, indices, train.sequence_length)
         found.append(Source(dataset, partial(_in_order, len(dataset)), name))
     if not data.mixture:

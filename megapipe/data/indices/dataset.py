@@ -29,8 +29,6 @@ class IndexedDataset:
         self.file = file
         self.indices = indices
         self.sequence_length = sequence_length
-        for array in (file.offsets, *vars(indices).values()):
-            array.hold()
 
     def __len__(self) -> int:
         return len(self.indices.shuffle)

@@ -35,8 +35,6 @@ class PackedDataset:
         self.packing = packing
         self.sequence_length = sequence_length
         self.padding = padding
-        for array in packing:
-            array.hold()
 
     def __len__(self) -> int:
         return len(self.packing.samples) - 1

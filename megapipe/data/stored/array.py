@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +17,10 @@ Array = npt.NDArray[Any]
 
 AT_ONCE = 2**20
 """Rows of a part, see :meth:`StoredArray.parts`."""
-HELD_EACH, HELD_TOGETHER = 2**22, 2**25
-"""Bytes of the largest array that :meth:`StoredArray.hold` keeps, and of all that a process keeps.
-"""
 _DENSE = 8
 """Numbers of rows are looked up in a single range of the file if it has no more rows for each."""
 _WINDOW = 512
 """Rows that are read where one is asked for: its neighbours are often asked for next."""
-_holding: WeakSet[StoredArray] = WeakSet()
 
 
 class StoredArray:
@@ -93,13 +88,14 @@ class StoredArray:
         both = self._each(numbers, 2).tolist()
         return both[::2], both[1::2]
 
+    @property
+    def held(self) -> bool:
+        """Whether all of it is in memory."""
+        return self._held is not None
+
     def hold(self) -> None:
-        """Read all of it, once, if it is small: then it is as fast as any array, and what becomes
-        of the file makes no difference. A large one is read from the file as before."""
-        held = sum(array.nbytes for array in _holding)
-        if self._held is None and self.nbytes <= min(HELD_EACH, HELD_TOGETHER - held):
-            self._held = self[:]
-            _holding.add(self)
+        """Read all of it, once."""
+        self._held = self[:]
 
     def _row_at(self, number: int) -> Any:
         if not -len(self) <= number < len(self):

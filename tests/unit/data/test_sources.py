@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,13 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.config import Config
+from megapipe.data import build
 from megapipe.data.batch import Batches
 from megapipe.data.build import HeldOutBatches, Past, build_batches
+from megapipe.data.indices import IndexedDataset
+from megapipe.data.packing import PackedDataset
 from megapipe.data.sources import Sources, load_sources
+from megapipe.data.stored import Room, StoredArray
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
@@ -355,3 +360,25 @@ def test_indices_of_a_token_file_are_kept_in_the_cache() -> None:
 def test_less_than_a_sample_of_a_source(limit: str) -> None:
     with pytest.raises(DataError, match=r"data.mixture.b: tokens and epochs leave less than one"):
         mixed(f"data.mixture.b.{limit}")
+
+
+@pytest.mark.parametrize("samples", ["megatron", "packed"])
+def test_the_sources_of_a_run_share_the_room_for_arrays_that_are_held(
+    samples: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arrays() -> list[StoredArray]:
+        found = []
+        for source in mixed(f"data.samples={samples}").sources:
+            if isinstance(source.dataset, PackedDataset):
+                found += source.dataset.packing
+            else:
+                assert isinstance(source.dataset, IndexedDataset)
+                found += [source.dataset.file.offsets, *vars(source.dataset.indices).values()]
+        return found
+
+    assert all(array.held for array in arrays())
+    room = sum(array.nbytes for array in arrays()) - 1
+    monkeypatch.setattr(build, "Room", partial(Room, together=room))
+    *first, last = arrays()
+    assert all(array.held for array in first)
+    assert not last.held

@@ -16,7 +16,7 @@ from megapipe.data.dataset import Stream
 from megapipe.data.indices import Blend, BlendSizes, IndexedDataset, Request, open_blend
 from megapipe.data.indices import open_indices as opened_indices
 from megapipe.data.packing import PackedDataset, Rule, open_packing
-from megapipe.data.stored import StoredArray, StoredFile, array, crc_of, write_checksums
+from megapipe.data.stored import Room, StoredArray, StoredFile, array, crc_of, write_checksums
 from megapipe.data.stored.checksums import BLOCK
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import Header, bin_of, idx_of
@@ -110,32 +110,26 @@ def test_the_sequences_of_a_token_file(tmp_path: Path, checked: bool) -> None:
         file.offsets.hold()
 
 
-def test_small_arrays_are_held_as_long_as_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(array, "HELD_EACH", 4 * ROWS)
-    already = sum(one.nbytes for one in array._holding)
-    monkeypatch.setattr(array, "HELD_TOGETHER", already + 6 * ROWS)
+def test_small_arrays_are_held_as_long_as_there_is_room(tmp_path: Path) -> None:
+    room = Room(together=6 * ROWS, each=4 * ROWS)
     values = np.arange(ROWS, dtype="<i4")
 
-    def held(name: str, values: np.ndarray) -> StoredArray:
+    def held(name: str, values: np.ndarray) -> bool:
+        """Whether it is read once and no more."""
         found = stored(tmp_path / name, values, checked=False)
-        found.hold()
+        room.hold([found, found])
         os.truncate(tmp_path / name, 10)
-        return found
-
-    def is_held(found: StoredArray) -> bool:
-        try:
-            return np.array_equal(found[:], values)
-        except DataError:
+        if not found.held:
+            with pytest.raises(DataError):
+                found[:]
             return False
+        return np.array_equal(found[:], values)
 
-    first = held("a", values)
-    assert is_held(first)
-    assert not is_held(held("b", values)), "no room"
-    assert not is_held(held("c", values.astype("<i8"))), "too large"
-    del first
-    assert is_held(held("d", values))
+    assert not held("a", values.astype("<i8")), "too large"
+    assert held("b", values)
+    assert not held("c", values), "no room"
+    assert held("d", values[: ROWS // 2]), "just room enough, as the second time takes none"
+    assert not held("e", values[:9])
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -199,8 +193,8 @@ def written(prefix: Path, *, checked: bool = True) -> Path:
     return prefix
 
 
-def sampled(name: str, folder: Path) -> Callable[[], object]:
-    """Opens what has an array of that name, and reads samples by it."""
+def sampled(name: str, folder: Path, room: Room | None = None) -> Callable[[], object]:
+    """Opens what has an array of that name, and reads samples by it; with room it is held."""
     file, cache = TokenFile(folder / "x"), folder / "cache"
     if name in BLEND:
         blend = Blend(open_blend(BlendSizes.weighted([0.3, 0.7], 4 * ROWS), cache), 2)
@@ -208,6 +202,8 @@ def sampled(name: str, folder: Path) -> Callable[[], object]:
     dataset: IndexedDataset | PackedDataset
     if name in INDICES:
         indices = opened_indices(file, Request(range(ROWS), 3, 2 * ROWS, 0), cache)
+        if room is not None:
+            room.hold([indices.shuffle])
         dataset = IndexedDataset(file, indices, 3)
     else:
         dataset = PackedDataset(file, open_packing(Stream.of(file), Rule(3), cache), 3, 0)
@@ -222,10 +218,8 @@ def test_a_cached_index(
     name: str,
     damage: Callable[[Path], None],
     before: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As if it was too large to be held."""
-    monkeypatch.setattr(array, "HELD_EACH", 0)
+    """Of which nothing is held."""
     written(tmp_path / "x")
     read = sampled(name, tmp_path)
     read()
@@ -246,12 +240,12 @@ def test_one_that_is_held_is_compared_when_it_is_opened_and_then_its_file_is_not
     tmp_path: Path,
 ) -> None:
     written(tmp_path / "x")
-    read = sampled("shuffle_index", tmp_path)
+    read = sampled("shuffle_index", tmp_path, Room())
     (path,) = tmp_path.glob("cache/*/shuffle_index.npy")
     overwrite(path)
     read()
     with pytest.raises(DataError, match=r"shuffle_index\.npy is damaged: bytes 65536 to"):
-        sampled("shuffle_index", tmp_path)
+        sampled("shuffle_index", tmp_path, Room())
 
 
 def test_older_caches_without_checksums_are_read(tmp_path: Path) -> None:
@@ -265,10 +259,7 @@ def test_older_caches_without_checksums_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [[0, 0, 9**9, 0], [7, 0, 3, 0], [-9, 0, -8, 0]])
-def test_an_old_index_that_names_what_is_not_there(
-    tmp_path: Path, row: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(array, "HELD_EACH", 0)
+def test_an_old_index_that_names_what_is_not_there(tmp_path: Path, row: list[int]) -> None:
     written(tmp_path / "x")
     read = sampled("sample_index", tmp_path)
     (path,) = tmp_path.glob("cache/*/sample_index.npy")
