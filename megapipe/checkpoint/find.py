@@ -1,19 +1,22 @@
 """Checkpoints by the names that people have for them: a folder, a run, the latest of all runs."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST
-from megapipe.checkpoint.reader import Checkpoint, find_newest
+from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
 from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
+from megapipe.paths import is_folder
 
 OF_A_RUN = "checkpoints"
 """The folder in a run's that has its checkpoints; on object storage a run has nothing else."""
 
 
 def find_checkpoint(path: Place, *, verify: bool = True) -> Checkpoint:
-    """The checkpoint at `path`: its folder, or that of a run, whose newest intact one is taken.
+    """The checkpoint at `path`: its folder, or that of a run or of its checkpoints, whose newest
+    intact one is taken.
 
     Without `verify` no file is hashed: what is damaged inside is found when it is read.
     """
@@ -22,20 +25,28 @@ def find_checkpoint(path: Place, *, verify: bool = True) -> Checkpoint:
         if verify:
             checkpoint.verify()
         return checkpoint
-    root = path / OF_A_RUN if isinstance(path, Path) else path
-    damaged: set[Place] = set()
+    inside = isinstance(path, Path) and is_folder(path / OF_A_RUN)
+    root = path / OF_A_RUN if inside else path
+    found = find_intact(root) if verify else find_newest(root)
+    if found.path is None:
+        what = "all its checkpoints are damaged" if found.skipped else "it has no checkpoint"
+        raise CheckpointError(f"{path}: neither a checkpoint nor a run folder: {what}")
+    return Checkpoint.open(found.path)
+
+
+def find_intact(root: Place, *, skip: Iterable[Place] = ()) -> Found:
+    """The newest checkpoint in `root` that opens, and whose every byte is what was written."""
+    passed, damaged = set(skip), list[str]()
     while True:
-        found = find_newest(root, skip=damaged).path
-        if found is None:
-            what = "all its checkpoints are damaged" if damaged else "it has no checkpoint"
-            raise CheckpointError(f"{path}: neither a checkpoint nor a run folder: {what}")
-        checkpoint = Checkpoint.open(found)
+        found = find_newest(root, skip=passed)
+        if found.path is None:
+            return Found(None, [*found.skipped, *damaged])
         try:
-            if verify:
-                checkpoint.verify()
-            return checkpoint
-        except CheckpointError:
-            damaged.add(found)
+            Checkpoint.open(found.path).verify()
+            return Found(found.path, [*found.skipped, *damaged])
+        except CheckpointError as error:
+            damaged.append(str(error))
+            passed.add(found.path)
 
 
 def latest_run(runs: Place) -> Place | None:
@@ -57,5 +68,5 @@ def _roots(runs: Place) -> list[Place]:
     """The folders that have checkpoints, of all runs."""
     if not isinstance(runs, Path):
         return [runs / name for name in at(runs).names()]
-    folders = sorted(runs.iterdir()) if runs.is_dir() else []
-    return [folder / OF_A_RUN for folder in folders if (folder / OF_A_RUN).is_dir()]
+    folders = [runs / name for name in at(runs).names()] if is_folder(runs) else []
+    return [folder / OF_A_RUN for folder in folders if is_folder(folder / OF_A_RUN)]

@@ -18,7 +18,7 @@ from megapipe.checkpoint.durable import (
 )
 from megapipe.checkpoint.names import STAGING_PREFIX
 from megapipe.errors import CheckpointError
-from megapipe.paths import exists
+from megapipe.paths import exists, is_folder
 
 T = TypeVar("T")
 
@@ -50,6 +50,8 @@ class LocalPath:
             return sorted(os.listdir(self.path))
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise CheckpointError(f"cannot list {self.path}: {error.strerror}") from error
 
     def sync(self) -> None:
         sync_folder(self.path)
@@ -68,7 +70,7 @@ class LocalPath:
         return final
 
     def is_checkpoint(self) -> bool:
-        return self.path.is_dir() and not self.path.is_symlink()
+        return is_folder(self.path) and not self.path.is_symlink()
 
     def withdraw(self) -> None:
         os.rename(self.path, LocalPath(self.path.parent)._new("removed"))

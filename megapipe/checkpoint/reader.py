@@ -242,11 +242,7 @@ def find_newest(root: Place, *, skip: Container[Place] = ()) -> Found:
     ask again. Raises CheckpointError if `root` exists but cannot be listed.
     """
     skipped: list[str] = []
-    try:
-        keys = committed(root)
-    except OSError as error:
-        raise CheckpointError(f"cannot list {root}: {error.strerror}") from error
-    for key in keys:
+    for key in committed(root):
         path = root / key.name
         if path in skip:
             continue

@@ -76,7 +76,7 @@ def _marks(root: Place) -> set[str]:
     """Names of the marks in `root`; none where it cannot be read, as removals then tell."""
     try:
         return {name for name in at(root).names() if name.startswith(FAILED_PREFIX)}
-    except (OSError, CheckpointError):
+    except CheckpointError:
         return set()
 
 
@@ -97,8 +97,8 @@ def clear_leftovers(root: Place) -> Removal:
     problems: list[str] = []
     try:
         found = leftovers(root)
-    except OSError:  # whoever looks for checkpoints there says so
-        found = []
+    except CheckpointError as error:
+        return Removal([], [str(error)])
     for leftover in found:
         try:
             at(leftover).remove()

@@ -12,11 +12,14 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.run_lock import RunLock
 from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.errors import CheckpointError
+from megapipe.paths import is_folder
 
 A_RUN = "a run folder, or the folder or URL of its checkpoints"
 MOST_OF_POINTER = 1024
 """Bytes of the pointer, at most."""
-NEWEST = "a checkpoint, or a run folder, whose newest intact one is taken"
+NEWEST = (
+    "a checkpoint, or a run folder or that of its checkpoints, whose newest that opens is taken"
+)
 
 
 def place(name: str) -> Place:
@@ -26,9 +29,9 @@ def place(name: str) -> Place:
 
 def root_of(path: Place) -> Place:
     """The folder that has a run's checkpoints. Raises CheckpointError."""
-    if isinstance(path, Path) and (path / OF_A_RUN).is_dir():
+    if isinstance(path, Path) and is_folder(path / OF_A_RUN):
         return path / OF_A_RUN
-    if (not isinstance(path, Path) or path.is_dir()) and committed(path):
+    if (not isinstance(path, Path) or is_folder(path)) and committed(path):
         return path
     raise CheckpointError(f"{path}: no checkpoints there; expected {A_RUN}")
 
@@ -62,6 +65,9 @@ def alone_in(root: Path) -> Iterator[None]:
         raise CheckpointError(f"cannot write to {root}: {error.strerror}") from None
     try:
         yield
+    except OSError as error:
+        where = error.filename2 or error.filename or root
+        raise CheckpointError(f"cannot write to {where}: {error.strerror}") from None
     finally:
         lock.release()
 

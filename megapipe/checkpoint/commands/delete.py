@@ -1,6 +1,6 @@
-"""Removes checkpoints of a run by step or name. The last that is sound stays, unless --last is
-given. A kill on the way leaves no half of a checkpoint. On object storage nobody here can tell
-whether a job has the run: see to it that none goes on from one of these.
+"""Removes checkpoints of a run by step or name. The last one whose every byte is what was written
+stays, unless --last is given. A kill on the way leaves no half of a checkpoint. On object storage
+nobody here can tell whether a job has the run: see to it that none goes on from one of these.
 
 example: checkpoint.py delete runs/quickstart 100 step-00000120.1
 """
@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from megapipe.checkpoint.commands.arguments import A_RUN, alone_in, place, pointer_of, root_of
+from megapipe.checkpoint.find import find_intact
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import POINTER
-from megapipe.checkpoint.reader import find_newest
 from megapipe.checkpoint.retention import remove
 from megapipe.checkpoint.storage import Place, at
 from megapipe.checkpoint.writer import point_at
@@ -35,7 +35,7 @@ def run(given: argparse.Namespace) -> None:
     local = isinstance(root, Path)
     with alone_in(root) if isinstance(root, Path) else nullcontext():
         chosen = {path for name in given.names for path in _named(root, name)}
-        left = find_newest(root, skip=chosen).path
+        left = find_intact(root, skip=chosen).path
         if left is None and not given.last:
             raise ConfigError(
                 f"{root}: no sound checkpoint would be left: leave one out, or give --last"

@@ -10,9 +10,8 @@ import argparse
 from pathlib import Path
 
 from megapipe.checkpoint.commands.arguments import A_RUN, alone_in, place, pointer_of, root_of
-from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.find import find_intact
 from megapipe.checkpoint.names import POINTER
-from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.retention import clear_leftovers
 from megapipe.checkpoint.writer import point_at
 from megapipe.command_line import Parser
@@ -36,22 +35,14 @@ def run(given: argparse.Namespace) -> None:
         removed, problems = clear_leftovers(root)
         for path in removed:
             print(f"removed {path}")
-        newest = _newest(root)
-        if pointer_of(root) != newest:
-            point_at(root, newest)
-            print(f"{root / POINTER} names {newest} now")
+        newest, damaged = find_intact(root)
+        for reason in damaged:
+            print(f"passed over: {reason}")
+        if newest is None:
+            raise CheckpointError(f"{root}: no checkpoint there is sound")
+        if pointer_of(root) != newest.name:
+            point_at(root, newest.name)
+            print(f"{root / POINTER} names {newest.name} now")
     if problems:
         raise CheckpointError("; ".join(problems))
-    print(f"{root}: the newest sound checkpoint is {newest}")
-
-
-def _newest(root: Path) -> str:
-    """The name of the newest checkpoint that verifies. Raises CheckpointError."""
-    for key in committed(root):
-        try:
-            Checkpoint.open(root / key.name).verify()
-        except CheckpointError as error:
-            print(f"{key.name} is damaged: {error}")
-            continue
-        return key.name
-    raise CheckpointError(f"{root}: no checkpoint there is sound")
+    print(f"{root}: the newest sound checkpoint is {newest.name}")

@@ -9,6 +9,7 @@ from megapipe.checkpoint import Alone, Checkpoint, Meta, save
 from megapipe.checkpoint.commands import main
 from megapipe.checkpoint.names import REMOVED
 from megapipe.checkpoint.run_lock import RunLock
+from tests.parity.launches import run_forked
 from tests.unit.checkpoint.checkpoint_worlds import META, dim_cut, flat_cut, save_alone, tensors
 
 
@@ -152,6 +153,14 @@ def test_delete_leaves_a_sound_one_and_moves_the_pointer(tmp_path, capsys):
     assert names(root) == []
 
 
+def test_delete_does_not_take_one_for_sound_by_its_length(tmp_path, capsys):
+    paths = [save_alone(tmp_path, step) for step in (1, 2)]
+    flip(paths[1] / "00000-0000.safetensors")
+    assert "no sound checkpoint would be left" in out_of(capsys, "delete", tmp_path, "1", code=2)
+    out_of(capsys, "delete", tmp_path, "2")
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
 def test_repair_clears_and_points_at_what_verifies(tmp_path, capsys):
     root = tmp_path / "checkpoints"
     paths = [save_alone(root, step) for step in (1, 2, 3)]
@@ -159,13 +168,45 @@ def test_repair_clears_and_points_at_what_verifies(tmp_path, capsys):
     (root / ".staging-00000004-abc").mkdir()
     text = out_of(capsys, "repair", tmp_path)
     assert "removed" in text
-    assert "step-00000003 is damaged" in text
+    assert "passed over: " in text
+    assert "step-00000003" in text
     assert (root / "latest").read_text() == "step-00000002\n"
     assert names(root) == ["latest", *(path.name for path in paths)]
     assert out_of(capsys, "repair", tmp_path).count("\n") == 2, "nothing is left to do"
-    for path in paths:
-        (path / "manifest.json").unlink()
+    paths[1].rename(root / "step-00000009")
+    assert "step-00000009 holds step 2" in out_of(capsys, "repair", tmp_path)
+    assert (root / "latest").read_text() == "step-00000001\n"
+    for path in root.glob("*/manifest.json"):
+        path.unlink()
     assert "no checkpoint there is sound" in out_of(capsys, "repair", tmp_path, code=5)
+
+
+def test_a_folder_in_the_place_of_the_pointer_is_one_line(tmp_path, capsys):
+    save_alone(tmp_path, 1)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    wrong = f"cannot write to {tmp_path / 'latest'}: Is a directory"
+    assert wrong in out_of(capsys, "repair", tmp_path, code=5)
+    assert wrong in out_of(capsys, "delete", tmp_path, "1", "--last", code=5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("place", "command"),
+    [
+        (".", ["list", "run"]),
+        (".", ["inspect", "run"]),
+        ("checkpoints", ["verify", "run/checkpoints"]),
+        ("checkpoints", ["delete", "run", "1"]),
+    ],
+)
+def test_a_folder_that_may_not_be_read_is_one_line(tmp_path, place, command):
+    save_alone(tmp_path / "run" / "checkpoints", 1)
+    (tmp_path / "run" / place).chmod(0)
+    ended = run_forked(tmp_path, 1, *command, script="scripts/checkpoint.py", privileged=False)
+    (tmp_path / "run" / place).chmod(0o700)
+    where = f"run/{place}".removesuffix("/.")
+    ended.assert_one_line(5, f"cannot list {where}: Permission denied")
 
 
 @pytest.mark.parametrize("command", [["repair"], ["delete", "1"]])
