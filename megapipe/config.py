@@ -160,7 +160,8 @@ class OptimizerConfig(Section):
     clip_scope: Literal["global", "stage"] = "global"
     """Whose norm `clip` bounds: that of all gradients, or each stage's by itself. Without a flush
     updates do not wait for the norms of others, unless `pipeline.weights` is double_buffer: so they
-    are clipped by stage or not at all. Synchronous training clips globally."""
+    are clipped by stage or not at all. A tied embedding is of the first stage. Synchronous training
+    clips globally."""
     zero: Literal[0, 1, 2, 3] = 1
     """State that is sharded over dp (ZeRO): 0 nothing, 1 master weights and optimizer state, 2 also
     gradients, 3 also the weights of stages that are not being computed. 2 and 3 save memory where a

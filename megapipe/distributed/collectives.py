@@ -138,6 +138,39 @@ def start_all_to_all(tensor: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
     return received, _started(dist.all_to_all_single, axis, received, tensor)
 
 
+def start_send(tensor: Tensor, pair: Axis) -> Wait:
+    """Send a contiguous tensor to the other member of a group of two, which receives it."""
+    given = tensor.cpu() if _staged(tensor, pair) else tensor
+    group: Any = pair.group
+    return _message(pair, group.send([given], 1 - pair.index, 0), given)
+
+
+def start_receive(tensor: Tensor, pair: Axis) -> Wait:
+    """Receive what the other member of a group of two sends into a contiguous tensor."""
+    group: Any = pair.group
+    if not _staged(tensor, pair):
+        return _message(pair, group.recv([tensor], 1 - pair.index, 0), tensor)
+    host = torch.empty_like(tensor, device="cpu")
+    arrived = _message(pair, group.recv([host], 1 - pair.index, 0), host)
+
+    def wait() -> None:
+        arrived()
+        tensor.copy_(host)
+
+    return wait
+
+
+def _message(pair: Axis, work: Any, tensor: Tensor) -> Wait:
+    """Wait for a message that has begun; its tensor lives until then."""
+    number, kept = pair.line.count(), [tensor]
+
+    def wait() -> None:
+        pair.line.wait(number, work.wait)
+        kept.clear()
+
+    return wait
+
+
 def done() -> None:
     """A wait for a collective that is complete already."""
 

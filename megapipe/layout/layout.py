@@ -78,6 +78,12 @@ class Layout:
         return replace(windows, recompute=self.schedule.recompute)
 
     @property
+    def links_tied(self) -> bool:
+        """Whether a tied embedding has a bucket on the first stage, which updates it, and one on
+        the last, which gets a copy; otherwise it has one that all share."""
+        return self.stream is not None and self.pipeline_processes > 1
+
+    @property
     def stages(self) -> int:
         """Virtual stages."""
         return len(self.stage_layers)

@@ -84,8 +84,11 @@ def _refusals(config: Config) -> Iterator[str]:
         yield f"lora.rank=null, not {config.lora.rank}"
     if config.parallel.cp > 1:
         yield f"parallel.cp=1, not {config.parallel.cp}"
-    if config.model.tied_embeddings:
-        yield "model.tied_embeddings=false: a tied embedding waits for the first and the last stage"
+    if config.model.tied_embeddings and not policy.waits:
+        yield (
+            "model.tied_embeddings=false, or pipeline.weights=double_buffer: other updates do not "
+            "wait for what the first and the last stage add to a tied embedding"
+        )
     if config.model.dtype == "fp16":
         yield "model.dtype=bf16, fp32 or fp64, not fp16"
     if optimizer.clip is not None and optimizer.clip_scope == "global" and not policy.waits:

@@ -10,7 +10,8 @@ norm then act on a few ranges.
 A stage that several pipeline ranks hold (bidirectional pipelines) has a bucket that they share:
 its shard group is dp x holders, so one owner updates a slice and all holders gather it, and the
 copies stay bitwise equal. So has a tied embedding, which the first and the last stage use; the two
-uses accumulate into gradients of their own and are added once.
+uses accumulate into gradients of their own and are added once. In a pipeline that never flushes
+each of the two has a bucket for it, and a link between them (:mod:`megapipe.optim.link`).
 
 Frozen parameters are in buckets of their own, which have weights alone.
 """
@@ -26,6 +27,7 @@ from torch.nn import Parameter
 
 from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layers.parameter import LocalParameter, spec_of
+from megapipe.optim.link import Link
 from megapipe.optim.policy import BucketGroups, ZeroPolicy
 from megapipe.plan.buckets import Sized, aligned, chunk_length, cut
 
@@ -99,7 +101,8 @@ class Bucket:
 
     With `sharded_grads` the main gradients have memory between :meth:`open_grads` and
     :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise. Parameters of a
-    `frozen` one have no gradients.
+    `frozen` one have no gradients. `link` leads to a bucket of another stage with the same
+    parameters.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Bucket:
         sharded_grads: bool = False,
         sharded_weights: bool = False,
         frozen: bool = False,
+        link: Link | None = None,
     ) -> None:
         self.index = index
         self.start = start
@@ -126,6 +130,7 @@ class Bucket:
         self.sharded_grads = sharded_grads
         self.sharded_weights = sharded_weights
         self.frozen = frozen
+        self.link = link
         uses = sorted({spec_of(owned.parameter).use for owned in parameters})
         ordered = sorted(parameters, key=lambda owned: _segment_key(spec_of(owned.parameter)))
         places: dict[str, Entry] = {}
@@ -250,13 +255,16 @@ def make_buckets(
     *,
     holders: Sequence[Sequence[int]],
     in_process: bool = False,
+    linked: bool = False,
 ) -> list[Bucket]:
     """Make the buckets of this process' stages, which give the parameters their storage.
 
     holders[stage] are the pipeline ranks that hold a stage. Gradients of a stage with several
     holders, and of tied parameters, which the first and the last stage hold, are reduced over the
-    holders too, unless the pipeline is `in_process`. Buckets are in stage order, those of a stage
-    in the order in which they are reduced and then that of what is frozen, the tied one last.
+    holders too, unless the pipeline is `in_process`. With `linked` the first and the last stage
+    have a bucket of tied parameters each, with a link between them. Buckets are in stage order,
+    those of a stage in the order in which they are reduced and then that of what is frozen, the
+    tied one last.
     """
     groups = BucketGroups(mesh, policy)
 
@@ -269,7 +277,13 @@ def make_buckets(
                 yield from alike(index, some, ranks, shared=shared, frozen=frozen)
 
     def alike(
-        index: int, owned: Sequence[Owned], ranks: Sequence[int], *, shared: bool, frozen: bool
+        index: int,
+        owned: Sequence[Owned],
+        ranks: Sequence[int],
+        *,
+        shared: bool,
+        frozen: bool,
+        link: Link | None = None,
     ) -> Iterator[Bucket]:
         axes = groups.axes_of([0] if in_process else ranks)
         whole = shared or frozen or axes.shard.size * axes.replicate.size == 1
@@ -290,6 +304,7 @@ def make_buckets(
                 sharded_grads=policy.shards_gradients and not (shared or frozen),
                 sharded_weights=policy.shards_weights,
                 frozen=frozen,
+                link=link,
             )
 
     buckets: list[Bucket] = []
@@ -301,7 +316,10 @@ def make_buckets(
         if own:
             shared = len(set(holders[stage])) > 1
             buckets.extend(bucketed(stage, own, holders[stage], shared=shared))
-    if tied:
+    if tied and linked:
+        here, link = [mesh.at.pp], groups.link(holders[0][0], holders[-1][0])
+        buckets.extend(alike(len(holders), tied, here, shared=True, frozen=False, link=link))
+    elif tied:
         both = [*holders[0], *holders[-1]]
         buckets.extend(bucketed(len(holders), tied, both, shared=True))
     return buckets

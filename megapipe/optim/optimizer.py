@@ -86,7 +86,7 @@ class Optimizer:
         ]
         """Of weights that stay as they are: their own masters, with no gradients and no states."""
         self._own: dict[int, Departure] = defaultdict(Departure)
-        """Shards whose gradients are complete with one stage's."""
+        """Shards whose gradients are complete with one stage's; last, the tied one."""
         self._through: Counter[int] = Counter()
         """How often pipeline ranks of this process have completed a stage's gradients."""
         self._of_stage: dict[int, list[Shard]] = defaultdict(list)
@@ -98,7 +98,7 @@ class Optimizer:
             users = [index] if index < stages else [0, stages - 1]
             for stage in users:
                 self._of_stage[stage].append(shard)
-            if index < stages and not shard.bucket.frozen:
+            if not shard.bucket.frozen:
                 self._own[index].add(shard)
 
     def zero_grad(self) -> None:
@@ -173,11 +173,11 @@ class Optimizer:
         return squares
 
     def reduce_stage(self, stage: int) -> None:
-        """Send off the gradients of a stage, which are complete."""
+        """Send off the gradients of a stage, or of the tied embedding, which are complete."""
         self._own[stage].rest()
 
     def finish_stage(self, stage: int) -> Tensor:
-        """Complete the sum of a stage's gradients over the replicas.
+        """Complete the sum over the replicas of the gradients of a stage, or of the tied embedding.
 
         Returns fp64 [1]: squared norm of the gradients of it that this rank owns.
         """
@@ -195,8 +195,8 @@ class Optimizer:
         self._publish_ahead(self.config.look_ahead)
 
     def update_stage(self, stage: int, lr: float, factor: float, count: int) -> None:
-        """Take the step after `count` earlier ones of one stage alone, and begin to gather its
-        weights."""
+        """Take the step after `count` earlier ones of one stage alone, or of the tied embedding,
+        whose number is that of stages, and begin to gather its weights."""
         own = self._own[stage].shards
         self._step(own, lr, factor, count)
         for shard in own:
@@ -207,13 +207,14 @@ class Optimizer:
 
     @torch.no_grad()
     def _step(self, shards: Sequence[Shard], lr: float, factor: float, count: int) -> None:
+        own = [shard for shard in shards if shard.updates]
         if factor != 1.0:
-            for shard in shards:
+            for shard in own:
                 shard.grad.mul_(factor)
-        for shard in shards:
-            shard.await_weights()  # an earlier gather still reads weights that are about to change
+        for shard in own:
+            shard.await_readers()
             shard.store.begin(count)
-        self.rule.step(shards, lr, count)
+        self.rule.step(own, lr, count)
 
     def shards_of(self, stage: int) -> Sequence[Shard]:
         """Shards of all weights that a stage computes with, tied ones included."""
@@ -223,7 +224,7 @@ class Optimizer:
         """Begin to gather the weights that are so many `steps` ahead of the masters."""
         if self.config.look_ahead:
             for shard in self.shards:
-                shard.await_weights()
+                shard.await_readers()
                 predict(self.rule, shard, steps * self.lr, self.count, shard.weights)
         for shard in self._in_use_order():
             shard.publish()

@@ -25,6 +25,7 @@ import torch
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layout.replicas import zero_stage
+from megapipe.optim.link import Link
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -87,6 +88,16 @@ class BucketGroups:
         """
         shard, replicate = self._members(sorted(set(holders)))
         return BucketAxes(self._group(shard), self._group(replicate))
+
+    def link(self, first: int, last: int) -> Link:
+        """Between the ranks of two pipeline indices, of which those of the `first` one update; both
+        have the same replica and tensor-parallel index."""
+        grid, at = self.mesh.grid, self.mesh.at
+        ranks = sorted(grid.rank_of(at._replace(pp=index)) for index in (first, last))
+        gradients, weights = (self.mesh.group_of(ranks, ctas=1) for _ in range(2))
+        link = Link(gradients, weights, updates=at.pp == first, early=self.mesh.backend != "nccl")
+        link.connect(self.mesh.device)
+        return link
 
     def _members(self, holders: Sequence[int]) -> tuple[list[int], list[int]]:
         """Ranks among which slices differ, and ranks that have this one's slice."""

@@ -25,7 +25,8 @@ class Shard:
 
     [own_start, own_stop) is the part of the shard that this rank counts in the norm and writes to
     checkpoints: an equal share where several ranks update the same shard, else all of it. `states`
-    are those of the rule, kept as `policy` says.
+    are those of the rule, kept as `policy` says. Of a bucket whose `link` leads to those who update
+    it the rank has no part, but a copy of the weights.
     """
 
     def __init__(
@@ -41,7 +42,10 @@ class Shard:
         self.axis = bucket.shard
         self.tp = tp
         self.reduce_dtype = reduce_dtype
-        length = bucket.numel // bucket.shard.size
+        self.link = bucket.link
+        self.updates = self.link is None or self.link.updates
+        """Whether this rank updates a part; otherwise [start, stop) is empty."""
+        length = bucket.numel // bucket.shard.size if self.updates else 0
         self.start = length * bucket.shard.index
         self.stop = self.start + length
         share = length // bucket.replicate.size
@@ -89,6 +93,8 @@ class Shard:
     def zero_grad(self) -> None:
         """Begin a step: zero the gradients, and free the sum of the last step's."""
         self._reduction = None
+        if self.link is not None:
+            self.link.await_sent()
         self.bucket.zero_grad()
         self.grad = self.grad.new_empty(0)
         self._parts = False
@@ -109,12 +115,22 @@ class Shard:
         if self._reduction is not None:
             self._reduction.advance()
 
+    def expect_gradients(self) -> None:
+        """Begin to receive what the other end of the link adds to the next gradients, if any."""
+        if self.link is not None and self.link.updates:
+            self.link.expect_gradients(self.bucket.grads[0][self.start : self.stop])
+
     def finish_reduce(self) -> None:
         """Wait for the reduction that was sent off, if any, and take its sum into `grad`."""
         if self._reduction is None:
             return
         piece = self._reduction.wait()
         self._reduction = None
+        if self.link is not None and self.link.updates:
+            self.link.add_gradients(piece)
+        elif self.link is not None:
+            self.link.send_gradients(piece)
+            piece = piece[:0]
         if self.bucket.sharded_grads:
             self.bucket.close_grads()
             piece = self.grad.add_(piece) if self._parts else piece
@@ -148,11 +164,30 @@ class Shard:
         return total + zero_if_finite(copies) if copies else total
 
     def start_gather(self) -> None:
-        """Begin to gather the weights from the members of the shard axis."""
-        bucket = self.bucket
+        """Begin to gather the weights from the members of the shard axis, or to receive a copy."""
+        bucket, link = self.bucket, self.link
         assert self._gathered is done, f"bucket {bucket.index} is being gathered already"
         whole = bucket.open_weights() if bucket.sharded_weights else bucket.weights
-        self._gathered = start_all_gather(whole, self.weights, bucket.shard)
+        if not self.updates:
+            assert link is not None
+            link.await_sent()
+            self._gathered = link.receive_weights(whole)
+            return
+        gathered = self._gathered = start_all_gather(whole, self.weights, bucket.shard)
+        if link is not None:
+
+            def gathered_and_sent() -> None:
+                gathered()
+                link.send_weights(whole)
+
+            self._gathered = gathered_and_sent
+
+    def await_readers(self) -> None:
+        """Wait until nobody reads the weights of this rank's slice any more, which are to change:
+        an earlier gather, or the sending of a copy."""
+        self.await_weights()
+        if self.link is not None:
+            self.link.await_sent()
 
     def await_weights(self) -> None:
         """Wait until the whole weights are gathered."""

@@ -103,6 +103,11 @@ class BucketPlan:
     """Gradient buffers of the bucket: 2 where the process uses a tied matrix twice."""
     frozen: bool = False
     """Its parameters are not trained, so it has no gradients and no optimizer state."""
+    linked: bool = False
+    """A bucket of another stage has the same parameters; messages between both take the place of
+    sums and gathers over both (:mod:`megapipe.optim.link`)."""
+    updates: bool = True
+    """Its processes update it; otherwise they have a copy, and no optimizer state."""
 
     @property
     def numel(self) -> int:
@@ -181,8 +186,11 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
             yield from buckets(stage, own, holders, len(holders) > 1)
     if tied:
         ends = (*placement.holders(0), *placement.holders(layout.stages - 1))
-        (bucket,) = buckets(layout.stages, list(by_name(tied).values()), ends, True)
-        yield replace(bucket, uses=len(tied))
+        linked = layout.links_tied
+        sharing = (rank,) if linked else ends
+        (bucket,) = buckets(layout.stages, list(by_name(tied).values()), sharing, True)
+        updates = not linked or rank in placement.holders(0)
+        yield replace(bucket, uses=len(tied), linked=linked, updates=updates)
 
 
 def _groups(config: Config, layout: Layout, holders: tuple[int, ...]) -> tuple[Group, Group]:

@@ -31,7 +31,8 @@ class Communicators(NamedTuple):
     groups: tuple[int, ...]
     """Members of each group that has collectives, two or more."""
     channels: int
-    """Ends of channels between pipeline ranks, each a group of two."""
+    """Ends of channels between pipeline ranks, each a group of two; also of those for a tied
+    embedding of which one stage has a copy."""
 
     @property
     def number(self) -> int:
@@ -47,13 +48,15 @@ def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
     """Those of a process at pipeline index `rank`."""
     split = layout.split
     groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses}
+    ends = 0
     for bucket in process_buckets(config, layout, rank):
+        ends += 2 if bucket.linked else 0
         for group in (bucket.shard, bucket.replicate):
             groups[group.axis] = max(group.members, groups.get(group.axis, 1))
     used = [] if layout.in_process else pairs(layout.schedule.placement)
     return Communicators(
         tuple(members for members in groups.values() if members > 1),
-        sum(rank in pair for pair in used),
+        sum(rank in pair for pair in used) + ends,
     )
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from megapipe.config import Config, OptimizerConfig
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
@@ -56,21 +57,27 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     if stream is not None:
         kept, predicted = versions_kept(stream), predictions_kept(stream)
     turns = 2 if stream is not None and stream.policy.late else 1
+    ends = (0, layout.stages - 1)
     apart = _keeps_apart(config, layout)
     for bucket in buckets:
         alone = bucket.shard.members == 1
         own = _slice(bucket)
+        users = ends if bucket.stage == layout.stages else (bucket.stage,)
+        versions = max(kept.get(stage, 1) for stage in users)
+        ahead = max(predicted.get(stage, 0) for stage in users)
         if zero == 3 and not alone:
             parameters += own * size
         else:
-            copies_used = kept.get(bucket.stage, 1) + predicted.get(bucket.stage, 0)
-            parameters += bucket.numel * size * copies_used
+            parameters += bucket.numel * size * (versions + ahead)
+        if not bucket.updates:
+            gradients += bucket.numel * main * turns
+            continue
         part = own // bucket.replicate.members
         if bucket.frozen:
             saved += part * _frozen_bytes(config.model.dtype)
             continue
         saved += part * _saved_bytes(config.optimizer, size, main, apart)
-        saved += part * size * (kept.get(bucket.stage, 1) - 1)
+        saved += part * size * (versions - 1)
         optimizer += own * _state_bytes(config.optimizer, size, main, apart)
         if config.optimizer.post_validation:
             copies += own * _undo_bytes(config.optimizer, size, main, apart)
@@ -78,6 +85,8 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
             gradients += bucket.norms * main  # kept apart: they may come before the others
         else:
             gradients += bucket.uses * bucket.numel * main * turns
+        if bucket.linked:
+            gradients += own * main  # those of the copy, on their arrival
     away = config.optimizer.offload != "none"
     return ModelMemory(
         parameters=parameters,
@@ -157,11 +166,13 @@ def checkpoint_bytes(config: Config, layout: Layout) -> int:
     trained = layout.model.count(trained=True)
     frozen = layout.model.count() - trained
     each = _saved_bytes(config.optimizer, size, main, _keeps_apart(config, layout))
-    older = 0
+    older: dict[str, int] = {}
     if layout.stream is not None:
         for stage, kept in versions_kept(layout.stream).items():
-            older += (kept - 1) * layout.model.count(layout.stage_layers[stage]) * size
-    return trained * each + frozen * _frozen_bytes(config.model.dtype) + older
+            for spec in layout.model.parameters(layout.stage_layers[stage]):
+                nbytes = (kept - 1) * prod(spec.shape) * size
+                older[spec.name] = max(older.get(spec.name, 0), nbytes)  # a tied one on both ends
+    return trained * each + frozen * _frozen_bytes(config.model.dtype) + sum(older.values())
 
 
 def _frozen_bytes(dtype: str) -> int:

@@ -272,6 +272,7 @@ def _schedule_lines(
     lines = [
         f"{name}; drawn {unit}",
         *(_stream_lines(layout.stream, schedule) if layout.stream is not None else ()),
+        *(_tied_lines(layout) if layout.links_tied else ()),
         f"activations held at most, in micro-batches of a full rank, per rank: {held}",
     ]
     copies = max(weight_copies(schedule))
@@ -294,6 +295,13 @@ def _stream_lines(stream: Stream, schedule: Schedule) -> list[str]:
         f"weights a forward reads are behind, in updates on average, per stage: {means}",
         f"versions of the weights kept, predicted ones included, per stage: {counts}",
     ]
+
+
+def _tied_lines(layout: Layout) -> list[str]:
+    """What becomes of a tied embedding whose stages have buckets of their own."""
+    if not any(spec.tied for spec in layout.model.parameters(layout.stage_layers[0])):
+        return []
+    return ["the tied embedding is updated on the first stage, which sends it to the last"]
 
 
 def _range(values: Sequence[int]) -> str:

@@ -248,7 +248,21 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
             what = "sequence shards" if config.parallel.sequence_parallel else "parts of heads"
             parts = reductions * partial * main
             yield Exchange("tp", "all_reduce", what, reductions, parts, layout.tp)
-        yield gather
+        if bucket.linked:
+            yield _copied(config, layout, bucket)
+        if bucket.updates:
+            yield gather
+
+
+def _copied(config: Config, layout: Layout, bucket: BucketPlan) -> Exchange:
+    """The message between two stages that have the same parameters: new weights from the one that
+    updates them, summed gradients from the other."""
+    if bucket.updates:
+        what, size = "tied weights", bucket.numel * DTYPE_BYTES[config.model.dtype]
+    else:
+        main = main_bytes(config.model.dtype)
+        what, size = "tied gradients", bucket.numel // bucket.shard.members * main
+    return Exchange("pp", "send", what, 1, size, layout.pp)
 
 
 def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchange]:

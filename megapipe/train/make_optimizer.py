@@ -23,6 +23,7 @@ def make_optimizer(step: TrainStep) -> Optimizer:
         step.policy,
         holders=[placement.holders(stage) for stage in range(placement.stages)],
         in_process=step.pipeline.in_process,
+        linked=step.layout.links_tied,
     )
     states = StatePolicy.of(
         step.config.optimizer, run.seed, Path(run.folder) / run.name, step.mesh.device

@@ -10,8 +10,8 @@ that are pending, and takes in what is under way; then weights are of one versio
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,20 +69,13 @@ class Streaming:
         self._late = stream.policy.late
         self._stages = sorted(step.stages)
         self._behind = mean_staleness(stream)
-        kept, predicted = versions_kept(stream), predictions_kept(stream)
-        self._versions: dict[int, list[Versions]] = {
-            stage: [
-                Versions(
-                    shard,
-                    kept[stage],
-                    turns=self._late,
-                    predicted=predicted.get(stage, 0),
-                    predict=self._predict,
-                )
-                for shard in step.optimizer.shards_of(stage)
-            ]
-            for stage in self._stages
-        }
+        self._tied = step.placement.stages
+        """Number of the tied embedding among the buckets."""
+        self._of_bucket: dict[int, list[Versions]] = defaultdict(list)
+        """By the number of the buckets."""
+        self._versions: dict[int, list[Versions]] = defaultdict(list)
+        """Of all weights that a stage computes with, tied ones included."""
+        self._make_versions()
         self._flows = step.pipeline.flows(
             step.stages,
             self,
@@ -110,6 +103,22 @@ class Streaming:
         self._paused = False
         self._part: tuple[Part, ...] = ()
         """The segments that ran last."""
+
+    def _make_versions(self) -> None:
+        kept, predicted = versions_kept(self._stream), predictions_kept(self._stream)
+        for shard in self._step.optimizer.shards:
+            index = shard.bucket.index
+            stages = {0, self._tied - 1} if index == self._tied else {index}
+            versions = Versions(
+                shard,
+                max(kept[stage] for stage in stages),
+                turns=self._late,
+                predicted=max(predicted.get(stage, 0) for stage in stages),
+                predict=self._predict,
+            )
+            self._of_bucket[index].append(versions)
+            for stage in stages.intersection(self._stages):
+                self._versions[stage].append(versions)
 
     @property
     def samples_read(self) -> list[int]:
@@ -166,6 +175,8 @@ class Streaming:
         first, last = self._first or 0, self._step.config.train.last_step
         self._now = step
         self._fetch(rows)
+        for each in self.versions():
+            each.shard.expect_gradients()
         self._part = self._runs.part(step - first, last - first)
         self._run(self._part)
         return self._cut(wishes)
@@ -187,7 +198,7 @@ class Streaming:
 
     def versions(self) -> list[Versions]:
         """Those of all buckets of this process."""
-        return [each for stage in self._stages for each in self._versions[stage]]
+        return [each for own in self._of_bucket.values() for each in own]
 
     def _fetch(self, rows: Rows) -> None:
         """Get the data of all windows that the part reaches into."""
@@ -234,14 +245,23 @@ class Streaming:
                 window,
                 rewinds=False,
             )
-        for each in self._versions[stage]:
-            each.advance()
-        optimizer.update_stage(stage, self._lr(stage, window), update.clipping(norm), window)
+        lr, factor = self._lr(stage, window), update.clipping(norm)
+        for index in self._updated_with(stage):
+            for each in self._of_bucket[index]:
+                each.advance()
+            optimizer.update_stage(index, lr, factor, window)
         self._made[stage] = window + 1
         update.made, optimizer.count = window, window + 1
         if not self._late:
             for shard in optimizer.shards_of(stage):
                 shard.zero_grad()
+
+    def _updated_with(self, stage: int) -> Iterator[int]:
+        """Numbers of the buckets whose next version is made, or received, with that of a stage: the
+        tied embedding's with the first stage, where that is here, else with the last."""
+        yield stage
+        if self._tied in self._of_bucket and stage == (0 if 0 in self._stages else self._tied - 1):
+            yield self._tied
 
     def _lr(self, stage: int, window: int) -> float:
         """The learning rate of a stage, less where its weights are stale in the first windows."""
@@ -264,16 +284,18 @@ class Streaming:
         totals = self._totals_of(window)
         self._check(window, totals)
         if self._step.config.optimizer.clip_scope == "stage":
-            return math.sqrt(totals.squares[stage])
+            first = stage == 0  # which updates what is tied
+            return math.sqrt(totals.squares[stage] + first * totals.squares[self._tied])
         return totals.norm
 
     def _cut(self, wishes: Callable[[], Wishes]) -> list[StepResult]:
         """End the window; returns results that are known."""
         step, window = self._step, self._windows[self._now]
         if self._late:
-            for stage in self._stages:
-                step.optimizer.reduce_stage(stage)
-                self._squares[stage] = step.optimizer.finish_stage(stage)
+            for index in self._of_bucket:
+                step.optimizer.reduce_stage(index)
+            for index in self._of_bucket:
+                self._squares[index] = step.optimizer.finish_stage(index)
             for each in self.versions():
                 each.turn()
         loss = own_loss(step, window.counted, self._stream.microbatches)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
 from megapipe.testing import World, run_world
@@ -27,53 +30,63 @@ CASES = {
     "double_buffer": Case(
         **{**vars(STASH), "weights": "double_buffer", "clip_scope": "global", "m": 2}
     ),
+    "tied": replace(
+        STASH,
+        weights="double_buffer",
+        clip_scope="global",
+        pp=2,
+        m=2,
+        layers=2,
+        tied=True,
+        in_process=False,
+    ),
 }
-FAULTS = [
-    (weights, fault.__name__)
-    for weights, faults in (
-        ("stash", stale_faults.STASH),
-        ("vertical", stale_faults.VERTICAL),
-        ("double_buffer", stale_faults.DOUBLE_BUFFER),
-    )
-    for fault in faults
-]
+FAULTS = {
+    "stash": stale_faults.STASH,
+    "vertical": stale_faults.VERTICAL,
+    "double_buffer": stale_faults.DOUBLE_BUFFER,
+    "tied": stale_faults.TIED,
+}
+ALL = [(name, fault.__name__) for name, faults in FAULTS.items() for fault in faults]
+Found = dict[tuple[str, str], StaleOutcome | str]
+"""By case and fault, what comes of it on a rank: an outcome, or an error that it leads to."""
 
 
-def with_all_faults(world: World) -> dict[tuple[str, str], StaleOutcome | str]:
-    """What comes of each fault: an outcome, or an error that it leads to."""
-    found: dict[tuple[str, str], StaleOutcome | str] = {}
-    for weights, name in FAULTS:
+def with_all_faults(world: World, cases: Sequence[str]) -> Found:
+    found: Found = {}
+    for case, name in (each for each in ALL if each[0] in cases):
         with getattr(stale_faults, name)():
             try:
-                found[weights, name] = run_stale(world, CASES[weights])
+                found[case, name] = run_stale(world, CASES[case])
             except Exception as error:
-                found[weights, name] = repr(error)
-    for weights, case in CASES.items():
-        found[weights, ""] = run_stale(world, case)
+                found[case, name] = repr(error)
+    for case in cases:
+        found[case, ""] = run_stale(world, CASES[case])
     return found
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[tuple[str, str], StaleOutcome | str]:
-    (found,) = run_world(1, with_all_faults, timeout_s=240)
-    result: dict[tuple[str, str], StaleOutcome | str] = found
-    return result
+def outcomes() -> list[Found]:
+    """By rank."""
+    alone = [name for name, case in CASES.items() if case.in_process]
+    (one,) = run_world(1, with_all_faults, alone, timeout_s=240)
+    return [one | of_rank for of_rank in run_world(2, with_all_faults, ["tied"], timeout_s=240)]
 
 
-@pytest.mark.parametrize("weights", CASES)
-def test_without_a_fault_nothing_is_noticed(
-    weights: str, outcomes: dict[tuple[str, str], StaleOutcome | str]
-) -> None:
-    outcome = outcomes[weights, ""]
-    assert isinstance(outcome, StaleOutcome), outcome
-    check_stale(CASES[weights], [outcome])
+def seen(name: str, fault: str, ranks: Sequence[Found]) -> list[StaleOutcome | str]:
+    return [of_rank[name, fault] for of_rank in (ranks[:1] if CASES[name].in_process else ranks)]
 
 
-@pytest.mark.parametrize(("weights", "name"), FAULTS)
-def test_a_fault_is_noticed(
-    weights: str, name: str, outcomes: dict[tuple[str, str], StaleOutcome | str]
-) -> None:
-    outcome = outcomes[weights, name]
-    if isinstance(outcome, StaleOutcome):
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_fault_nothing_is_noticed(name: str, outcomes: list[Found]) -> None:
+    found = [each for each in seen(name, "", outcomes) if isinstance(each, StaleOutcome)]
+    assert len(found) == CASES[name].world
+    check_stale(CASES[name], found)
+
+
+@pytest.mark.parametrize(("name", "fault"), ALL)
+def test_a_fault_is_noticed(name: str, fault: str, outcomes: list[Found]) -> None:
+    found = [each for each in seen(name, fault, outcomes) if isinstance(each, StaleOutcome)]
+    if len(found) == CASES[name].world:
         with pytest.raises(AssertionError):
-            check_stale(CASES[weights], [outcome])
+            check_stale(CASES[name], found)

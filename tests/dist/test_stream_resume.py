@@ -34,12 +34,20 @@ KEPT = {
     "stash": replace(CASE, weights="stash", clip_scope="stage"),
     "vertical": replace(CASE, weights="vertical", clip_scope="stage", schedule="eager_1f1b"),
     "double_buffer": replace(CASE, weights="double_buffer", m=2, look_ahead=1),
+    "double_buffer, tied": replace(CASE, weights="double_buffer", m=2, tied=True),
     "double_group": replace(GROUPS, weights="double_group", clip=None, dtype="bf16"),
     "stash, dp 2": replace(
         CASE, weights="stash", clip_scope="stage", pp=2, layers=2, dp=2, in_process=False
     ),
-    "double_buffer, tp 2": replace(
-        CASE, weights="double_buffer", pp=2, layers=2, tp=2, in_process=False
+    "double_buffer, tied, tp 2": replace(
+        CASE,
+        weights="double_buffer",
+        pp=2,
+        layers=2,
+        tp=2,
+        in_process=False,
+        tied=True,
+        look_ahead=1,
     ),
 }
 """Policies whose checkpoints have what forwards in flight have read."""

@@ -70,6 +70,11 @@ ALONE = [
     streamed("predict", 4, 1, in_process=True, lr_anneal_steps=20),
     streamed("double_buffer", 2, 2, in_process=True, look_ahead=1),
     streamed("stash", 3, 1, in_process=True, look_ahead=2, rule="sgd"),
+    *(
+        streamed("double_buffer", pp, m, in_process=True, tied=True)
+        for pp, m in ((1, 1), (2, 1), (3, 2), (3, 4))
+    ),
+    streamed("double_buffer", 2, 2, in_process=True, tied=True, clip_scope="stage", dropout=0.3),
 ]
 
 
@@ -106,12 +111,32 @@ SEVERAL = [
     streamed("stash", 2, 2, dp=2, rule="lamb", activations="full"),
     streamed("double_buffer", 2, 2, dp=2, rule="lars", activations="stage", offload="host"),
     streamed("vertical", 2, 2, dp=2, rule="nadamw", activations="offload"),
+    streamed("double_buffer", 3, 2, tied=True),
+    streamed("double_buffer", 2, 2, tied=True, dp=2, clip_scope="stage"),
 ]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_processes_train_as_the_definitions_say(world: int) -> None:
     check([case for case in SEVERAL if case.world == world])
+
+
+TIED = [
+    streamed("double_buffer", 2, 1, tied=True, debug=True),
+    streamed("double_buffer", 2, 2, tied=True, clip_scope="stage", masked=0.3, rule="muon"),
+    streamed("double_buffer", 2, 3, tied=True, look_ahead=1, activations="full"),
+    streamed("double_buffer", 3, 4, tied=True, rule="lamb"),
+    streamed("double_buffer", 2, 2, tied=True, dp=2, rule="lamb"),
+    streamed("double_buffer", 2, 1, tied=True, dp=2, zero=0, clip_scope="stage"),
+    streamed("double_buffer", 2, 2, tied=True, dp=2, look_ahead=1),
+    streamed("double_buffer", 2, 2, tied=True, tp=2, sequence_parallel=True),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_tied_embeddings(world: int) -> None:
+    check([case for case in TIED if case.world == world])
 
 
 def in_several_ways(world: World, case: Case) -> list[StaleOutcome]:
@@ -123,7 +148,7 @@ PAUSED = [
     streamed("vertical", 2, 2, schedule="eager_1f1b"),
     streamed("stash", 2, 2, rule="muon", dtype="fp32", state_dtype="bf16", activations="selective"),
     streamed("latest", 2, 1, batch=2, advance=1, loss_chunk=0),
-    streamed("double_buffer", 2, 2, dtype="fp32", look_ahead=1),
+    streamed("double_buffer", 2, 2, dtype="fp32", look_ahead=1, tied=True),
     streamed("double_group", 2, 2, schedule="two_group", layers=4, dtype="bf16"),
 ]
 
@@ -186,6 +211,8 @@ def kept(world: World, case: Case) -> tuple[tuple[int, int], tuple[int, int]]:
             add(weights, buffer)
         for grad in versions.accumulators:
             add(grads, grad)
+        if versions.shard.link is not None:
+            add(grads, versions.shard.link.arriving)
     for module in step.modules.values():
         for parameter in module.parameters():
             assert parameter.untyped_storage().data_ptr() in weights
@@ -198,6 +225,7 @@ MEMORY = [
     streamed("stash", 3, 1, dtype="bf16"),
     streamed("vertical", 3, 2, dtype="fp32"),
     streamed("double_buffer", 3, 2, dtype="fp32"),
+    streamed("double_buffer", 3, 2, dtype="bf16", tied=True),
     streamed("latest", 3, 1, dtype="bf16"),
     streamed("predict", 3, 1, dtype="bf16", horizon="round_trip"),
 ]

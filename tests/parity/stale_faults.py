@@ -7,7 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor
+
 from megapipe.engine.flow import Flow
+from megapipe.optim.link import Link
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.versions import Versions
 from megapipe.schedule.ir import Op, Read
@@ -162,6 +166,59 @@ def what_is_in_flight_keeps_its_numbers() -> Patch:
     return mock.patch.object(Flow, "cut")
 
 
+def the_copy_of_a_tied_weight_stays_behind() -> Patch:
+    """The last stage never takes the weights that it is sent."""
+    receive = Link.receive_weights
+
+    def wrong(self: Link, whole: Tensor) -> Any:
+        return receive(self, whole.clone())
+
+    return mock.patch.object(Link, "receive_weights", wrong)
+
+
+def a_tied_weight_drifts_on_its_own() -> Patch:
+    """The first stage leaves out what the last one adds."""
+    add = Link.add_gradients
+    return mock.patch.object(Link, "add_gradients", lambda self, own: add(self, own.clone()))
+
+
+def the_tied_sum_is_of_two_windows() -> Patch:
+    """The last stage's gradients are added a window late."""
+    add = Link.add_gradients
+    late: dict[int, Tensor] = {}
+
+    def wrong(self: Link, own: Tensor) -> None:
+        now = torch.zeros_like(own)
+        add(self, now)
+        own += late.get(id(self), torch.zeros_like(own))
+        late[id(self)] = now
+
+    return mock.patch.object(Link, "add_gradients", wrong)
+
+
+def both_ends_count_a_tied_weight_in_the_norm() -> Patch:
+    finish = Optimizer.finish_stage
+
+    def wrong(self: Optimizer, stage: int) -> Tensor:
+        return finish(self, stage) * (2 if stage == self.stages else 1)
+
+    return mock.patch.object(Optimizer, "finish_stage", wrong)
+
+
+def the_copy_is_taken_while_it_is_read() -> Patch:
+    """New weights are received into the version that forwards of the window still read."""
+    receive = Link.receive_weights
+    before: dict[int, Tensor] = {}
+
+    def wrong(self: Link, whole: Tensor) -> Any:
+        old, before[id(self)] = before.get(id(self), whole), whole
+        receive(self, old)()
+        whole.copy_(old)
+        return lambda: None
+
+    return mock.patch.object(Link, "receive_weights", wrong)
+
+
 STASH = (
     *(a_version_too_old, forwards_read_the_newest, backwards_read_the_newest),
     *(a_buffer_is_written_while_it_has_readers, parameters_stay_where_the_forward_pointed_them),
@@ -171,6 +228,12 @@ STASH = (
     what_is_in_flight_keeps_its_numbers,
 )
 """Noticed under stash."""
+TIED = (
+    *(the_copy_of_a_tied_weight_stays_behind, a_tied_weight_drifts_on_its_own),
+    *(the_tied_sum_is_of_two_windows, both_ends_count_a_tied_weight_in_the_norm),
+    the_copy_is_taken_while_it_is_read,
+)
+"""Noticed under double_buffer with tied embeddings, in two processes."""
 VERTICAL = (stages_read_what_is_newest_to_themselves,)
 DOUBLE_BUFFER = (
     *(gradients_go_into_the_next_window, clipped_by_the_norm_of_the_stage),

@@ -10,8 +10,11 @@ from megapipe.cli import parse
 from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.plan.buckets import process_buckets
+from megapipe.plan.communicators import communicators
 from megapipe.plan.memory import model_memory
 from megapipe.plan.report import report
+from megapipe.plan.traffic import step_traffic
 from megapipe.schedule.streams.stream import mean_staleness, versions_kept
 
 BASE = (
@@ -98,8 +101,11 @@ def test_training_is_synchronous_by_default() -> None:
         (f"{S} pipeline.memory_limit=4", "needs pipeline.memory_limit=null, not 4"),
         (f"{B} batch=4", "ahead of a step, which has 2: expected a train.global_batch of at least"),
         (f"{B} batch=4", "train.global_batch of at least 6"),
-        (f"{S} model.tied_embeddings=true", "needs model.tied_embeddings=false"),
-        (f"{B} model.tied_embeddings=true", "needs model.tied_embeddings=false"),
+        (
+            f"{S} model.tied_embeddings=true",
+            "needs model.tied_embeddings=false, or pipeline.weights=double_buffer",
+        ),
+        (f"{L} model.tied_embeddings=true", "needs model.tied_embeddings=false, or"),
         (f"{S} parallel.cp=2", "needs parallel.cp=1, not 2"),
         (f"{S} lora.rank=2", "needs lora.rank=null, not 2"),
         (f"{S} model.dtype=fp16", "needs model.dtype=bf16, fp32 or fp64, not fp16"),
@@ -140,6 +146,30 @@ def test_what_it_does_not_go_with_is_refused_in_one_line(given: str, words: str)
         layout_of(*given.split())
     assert words in str(info.value)
     assert "\n" not in str(info.value)
+
+
+def test_one_end_of_the_pipeline_has_the_states_of_a_tied_embedding() -> None:
+    """Of half of the matrix, as there are two replicas: a master, two moments and what arrives."""
+    given = (*BASE, *BUFFERED, "parallel.dp=2", "model.dtype=fp32", "train.global_batch=32")
+    config, layout = resolve(parse([*given, "model.tied_embeddings=true"]).config, None, 256)
+    matrix = 256 * 64
+    first, last = ([*process_buckets(config, layout, rank)][-1] for rank in (0, 3))
+    assert (first.updates, last.updates) == (True, False)
+    assert first.numel == last.numel == matrix
+    tied = [model_memory(config, layout, rank).lasting for rank in (0, 3)]
+    untied = resolve(parse([*given]).config, None, 256)
+    whole = [model_memory(*untied, rank).lasting for rank in (0, 3)]
+    assert tied[0] - whole[0] == 4 * matrix // 2
+    assert whole[1] - tied[1] == 4 * 3 * matrix // 2
+    sent = [step_traffic(config, layout, rank) for rank in (0, 3)]
+    found = [(e.what, e.bytes) for each in sent for e in each if e.what.startswith("tied")]
+    assert found == [("tied weights", 4 * matrix), ("tied gradients", 4 * matrix // 2)]
+    made = [communicators(config, layout, rank) for rank in range(4)]
+    assert [each.channels for each in made] == [4, 4, 4, 4]
+    assert [each.groups for each in made] == [(2,)] * 4
+    line = "the tied embedding is updated on the first stage, which sends it to the last"
+    assert line in report(config, layout)
+    assert line not in report(*untied)
 
 
 def test_the_plan_counts_versions_accumulators_and_masters() -> None:

@@ -1,0 +1,24 @@
+"""Training without a flush on devices of their own: what the reference computes, in order."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fake_cuda.world import run_world
+from tests.parity.cases import Case
+from tests.parity.stale_ranks import check_stale, run_stale_cases
+
+ALONE = Case(pp=2, m=2, layers=2, uneven=True, tied=False, steps=6, batch=1)
+CASES = {
+    2: [
+        Case(**{**vars(ALONE), "weights": "double_buffer", "tied": True, "look_ahead": 1}),
+    ],
+    4: [Case(**{**vars(ALONE), "weights": "double_buffer", "tied": True, "dp": 2})],
+}
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_parity(world: int) -> None:
+    results = run_world(world, run_stale_cases, CASES[world], "cuda", timeout_s=200)
+    for number, case in enumerate(CASES[world]):
+        check_stale(case, [outcomes[number] for outcomes in results])
