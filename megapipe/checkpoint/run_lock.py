@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megapipe import heartbeat
-from megapipe.errors import LaunchError
+from megapipe.errors import CheckpointError, LaunchError
 
 LOCK, OWNER = "lock", "owner"
 
@@ -78,14 +78,22 @@ class RunLock:
         )
 
     def check(self) -> None:
-        """Raise LaunchError if another job has taken over, as after a long suspension."""
-        if not (self.folder / self.nonce).exists():
+        """Raise LaunchError if another job has taken over, as after a long suspension, and
+        CheckpointError if the folder is not there any more."""
+        try:
+            if (self.folder / self.nonce).exists():
+                return
             others = [path for _, path in sorted(heartbeat.attempts(self.folder / LOCK))]
-            owner = heartbeat.read(others[-1] / OWNER) if others else None
-            raise LaunchError(
-                f"run.folder: {self.folder} was taken over by {owner or 'another job'} while this "
-                "one gave no sign of life: nothing more is written"
-            )
+        except OSError as error:
+            raise CheckpointError(
+                f"run.folder: {self.folder} cannot be read any more: {error.strerror}: nothing "
+                "more is written"
+            ) from None
+        owner = heartbeat.read(others[-1] / OWNER) if others else None
+        raise LaunchError(
+            f"run.folder: {self.folder} was taken over by {owner or 'another job'} while this "
+            "one gave no sign of life: nothing more is written"
+        )
 
     def _remove(self, own: Path) -> None:
         if (self.folder / self.nonce).exists():  # else it is another job's by now

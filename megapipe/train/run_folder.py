@@ -57,7 +57,8 @@ class RunFolder:
         return self.elsewhere or self.path / OF_A_RUN
 
     def check(self, mesh: ParallelMesh) -> None:
-        """Raise LaunchError on all ranks where another job has taken over."""
+        """Raise LaunchError on all ranks where another job has taken over, CheckpointError where
+        the folder is gone."""
         error = None
         try:
             self.own()
@@ -66,7 +67,7 @@ class RunFolder:
         all_or_none(mesh, error)
 
     def own(self) -> None:
-        """Raise LaunchError where another job has taken over, as rank 0 knows."""
+        """Raise as :meth:`check` on the rank that has the lock."""
         if self.lock is not None:
             self.lock.check()
 

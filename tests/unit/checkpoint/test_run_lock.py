@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from megapipe import heartbeat
 from megapipe.checkpoint.run_lock import OWNER, RunLock
-from megapipe.errors import LaunchError
+from megapipe.errors import CheckpointError, LaunchError
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +149,12 @@ def test_a_job_that_lost_its_folder_while_it_slept_writes_nothing_more(tmp_path:
     first.release()
     second.check()
     second.release()
+
+
+def test_a_folder_that_was_removed_under_a_job_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lock = RunLock(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"run cannot be read any more: No such file or dir"):
+        lock.check()
+    lock.release()
