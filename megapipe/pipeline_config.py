@@ -57,7 +57,14 @@ class PipelineConfig(Section):
     schedules (zb_1p, zb_2p, auto) keep to it, others are refused above it. Default of auto: what
     the schedule that it begins with holds."""
     weights: Literal[
-        "synchronous", "stash", "vertical", "double_buffer", "double_group", "latest", "predict"
+        "synchronous",
+        "stash",
+        "vertical",
+        "double_buffer",
+        "double_group",
+        "latest",
+        "predict",
+        "correct",
     ] = "synchronous"
     """Which weights operations read (docs/streams.md). synchronous: those after the last update,
     with an empty pipeline between steps. The others never flush, and read weights that are some
@@ -67,15 +74,26 @@ class PipelineConfig(Section):
     ahead; double_group the newest of each half of the layers, for `schedule` two_group (WPipe);
     latest whatever is newest, also if the forward has read another version (AMPNet, 1705.09786);
     predict as latest, but a forward reads what its own update is expected to find (SpecTrain,
-    1809.02839). `schedule` is 1f1b or eager_1f1b, but for double_group."""
+    1809.02839); correct as latest, but a backward reads the newest moved back to about what its
+    forward has read (T2 of PipeMare, 1910.05124). `schedule` is 1f1b or eager_1f1b, but for
+    double_group."""
     horizon: Literal["update", "round_trip"] = "update"
     """predict: up to when weights are predicted. update: to the update by the micro-batch's own
     window, and a backward reads the newest (PipeOptim, 2312.00839); round_trip: to when the
     micro-batch is through at the first stage, also for its backward (XPipe, 1911.04610)."""
+    correction: float | None = Field(None, gt=0, lt=1)
+    """correct: D, by which the velocity of weights forgets: in each update it keeps D^(1/tau) of
+    what it was, tau being the mean number of updates that the stage's forwards are behind. Default:
+    exp(-2), as in PipeMare."""
     lr_anneal_steps: int | None = Field(None, ge=1)
     """Steps over which the learning rate of stages that read stale weights rises to the common one:
     in step t it is divided by tau^(1 - t / lr_anneal_steps), tau being the mean number of updates
-    that the stage's forwards are behind, if above 1 (T1 of PipeMare, 1910.05124). Default: none."""
+    that the stage's forwards are behind, if above 1 (T1 of PipeMare, 1910.05124). Steps are counted
+    from the first one that is not synchronous. Default: none."""
+    synchronous_steps: int | None = Field(None, ge=1)
+    """Steps at the beginning that are synchronous, on the same stages: the pipeline runs dry in
+    each, and is never filled with stale weights before they are over (T3 of PipeMare, 1910.05124).
+    Default: none."""
     layout: str | list[int] | None = None
     """Which layers each stage holds: a list of layer counts, or a string of stages divided by
     `|` made of E (embedding), L or L*n (layers) and H (head), as in "E L*3 | L*4 | L*3 H";

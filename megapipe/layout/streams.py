@@ -24,18 +24,30 @@ def stream_of(config: Config, microbatches: int) -> Stream | None:
             f"pipeline.horizon={pipeline.horizon} is for pipeline.weights=predict, not "
             f"{pipeline.weights}: expected update"
         )
+    if pipeline.correction is not None and pipeline.weights != "correct":
+        raise ConfigError(
+            f"pipeline.correction={pipeline.correction:g} is for pipeline.weights=correct, not "
+            f"{pipeline.weights}: expected null"
+        )
     if pipeline.weights == "synchronous":
-        if pipeline.lr_anneal_steps is not None:
-            raise ConfigError(
-                f"pipeline.lr_anneal_steps={pipeline.lr_anneal_steps} is for a pipeline.weights "
-                "other than synchronous: expected null"
-            )
+        for key in ("lr_anneal_steps", "synchronous_steps"):
+            if getattr(pipeline, key) is not None:
+                raise ConfigError(
+                    f"pipeline.{key}={getattr(pipeline, key)} is for a pipeline.weights other than "
+                    "synchronous: expected null"
+                )
         if config.optimizer.clip_scope == "stage":
             raise ConfigError(
                 "optimizer.clip_scope=stage is for a pipeline.weights other than synchronous: "
                 "expected global"
             )
         return None
+    if pipeline.synchronous_steps is not None and pipeline.synchronous_steps >= train.steps:
+        raise ConfigError(
+            f"pipeline.synchronous_steps={pipeline.synchronous_steps}: none of train.steps="
+            f"{train.steps} is left for pipeline.weights={pipeline.weights}: expected at most "
+            f"{train.steps - 1}"
+        )
     where = f"pipeline.weights={pipeline.weights}"
     for expected in _refusals(config):
         raise ConfigError(f"{where} needs {expected}")

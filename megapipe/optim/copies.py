@@ -73,7 +73,6 @@ class Held:
 def held(optimizer: Optimizer) -> Iterator[Held]:
     """All values that a rank holds between steps, when the weights are gathered."""
     for shard in (*optimizer.shards, *optimizer.frozen):
-        states = () if shard.bucket.frozen else optimizer.rule.states
         masters = (MASTER,) if shard.store.own_master else ()
         for entry in shard.bucket.entries:
             a, b = max(entry.start, shard.start), min(entry.stop, shard.stop)
@@ -83,7 +82,9 @@ def held(optimizer: Optimizer) -> Iterator[Held]:
             elif a < b:
                 yield Held(shard, entry, WEIGHTS, *own)
             if a < b:
-                yield from (Held(shard, entry, kind, *own) for kind in (*masters, *states))
+                yield from (
+                    Held(shard, entry, kind, *own) for kind in (*masters, *shard.store.states)
+                )
 
 
 class _Place(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import MASTER, StatePolicy
+from megapipe.optim.velocity import followed
 from megapipe.words import ranges
 
 
@@ -50,7 +51,7 @@ class Optimizer:
     The order of use in a step: :meth:`zero_grad`, the backward passes, during which the executor
     calls what :class:`~megapipe.engine.executor.Synchroniser` lists, :meth:`finish_reduce`,
     :meth:`update`. State is kept as `states` says; `kernel` does the steps of
-    Adam.
+    Adam. `velocity` has the decay of the velocity of weights, by stage, where one is kept.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class Optimizer:
         *,
         states: StatePolicy | None = None,
         kernel: AdamKernel = torch_adam,
+        velocity: Mapping[int, float] | None = None,
     ) -> None:
         self.config = config
+        self._velocity = velocity or {}
         self.mesh = mesh
         self.stages = stages
         self.policy = ZeroPolicy.of(config, mesh.grid.dp * mesh.grid.cp)
@@ -75,7 +78,14 @@ class Optimizer:
         self._kept = 0
         narrow = self.policy.reduce_dtype
         self.shards = [
-            Shard(bucket, mesh.tp, self.rule.states, states, reduce_dtype=narrow)
+            Shard(
+                bucket,
+                mesh.tp,
+                self.rule.states,
+                states,
+                reduce_dtype=narrow,
+                velocity=bucket.index in self._velocity,
+            )
             for bucket in buckets
             if not bucket.frozen
         ]
@@ -214,7 +224,8 @@ class Optimizer:
         for shard in own:
             shard.await_readers()
             shard.store.begin(count)
-        self.rule.step(own, lr, count)
+        with followed(own, self._velocity):
+            self.rule.step(own, lr, count)
 
     def shards_of(self, stage: int) -> Sequence[Shard]:
         """Shards of all weights that a stage computes with, tied ones included."""
@@ -269,8 +280,8 @@ class Optimizer:
                 yield entry.spec.name
 
     def _states_not_finite(self) -> Iterator[str]:
-        for name in (MASTER, *self.rule.states):
-            for shard, entry in self._with_states():
+        for name in (MASTER, *self._states()):
+            for shard, entry in self._with_state(name):
                 here = shard.own_range(entry)
                 if not all_finite(shard.store.read(name, here.start, here.stop)):
                     yield entry.spec.name if name == MASTER else f"{name} of {entry.spec.name}"
@@ -334,9 +345,9 @@ class Optimizer:
         self.lr = lr
         for shard in self.shards:
             shard.store.finite = 0.0  # what is loaded has been looked at
-        for name in self.rule.states:
+        for name in self._states():
             fill_state = functools.partial(fill, name)
-            for shard, entry, values in filled(self._with_states(), fill_state, threads):
+            for shard, entry, values in filled(self._with_state(name), fill_state, threads):
                 shard.set_state(name, entry, values)
         if self.config.look_ahead:
             self._publish_ahead(self.config.look_ahead)
@@ -347,14 +358,24 @@ class Optimizer:
         "optimizer.STATE", and the parameter."""
         for _, entry in self._with_weights():
             yield "model", entry.spec
-        for name in self.rule.states:
-            for _, entry in self._with_states():
+        for name in self._states():
+            for _, entry in self._with_state(name):
                 yield f"optimizer.{name}", entry.spec
 
     def _with_weights(self) -> Iterator[tuple[Shard, Entry]]:
         """Every parameter."""
         for shard in (*self.shards, *self.frozen):
             for entry in shard.bucket.entries:
+                yield shard, entry
+
+    def _states(self) -> list[str]:
+        """Names of all states that some shard here has."""
+        return [*dict.fromkeys(name for shard in self.shards for name in shard.store.states)]
+
+    def _with_state(self, name: str) -> Iterator[tuple[Shard, Entry]]:
+        """Parameters of which this rank has a state, or masters."""
+        for shard, entry in self._with_states():
+            if name in (MASTER, *shard.store.states):
                 yield shard, entry
 
     def _with_states(self) -> Iterator[tuple[Shard, Entry]]:
@@ -377,7 +398,7 @@ class Optimizer:
                     if master.dtype == torch.float16:
                         master = master.float()  # frozen ones; a checkpoint has no fp16
                     values = {"model": master}
-                    for name in () if shard.bucket.frozen else self.rule.states:
+                    for name in shard.store.states:
                         values[f"optimizer.{name}"] = shard.store.read(name, *here)
                     for age, older in enumerate(shard.older, start=1):
                         values[f"stash.{age}"] = older[a:b]

@@ -25,8 +25,9 @@ class Shard:
 
     [own_start, own_stop) is the part of the shard that this rank counts in the norm and writes to
     checkpoints: an equal share where several ranks update the same shard, else all of it. `states`
-    are those of the rule, kept as `policy` says. Of a bucket whose `link` leads to those who update
-    it the rank has no part, but a copy of the weights.
+    are those of the rule, kept as `policy` says, with a `velocity` of the weights or without. Of a
+    bucket whose `link` leads to those who update it the rank has no part, but a copy of the
+    weights.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Shard:
         policy: StatePolicy | None = None,
         *,
         reduce_dtype: torch.dtype | None = None,
+        velocity: bool = False,
     ) -> None:
         self.bucket = bucket
         self.axis = bucket.shard
@@ -58,7 +60,9 @@ class Shard:
         self.weights = weights
         """This rank's slice in the model dtype."""
         origin = bucket.start + self.start
-        self.store = Store(weights, states, policy, bucket=bucket.index, start=origin)
+        self.store = Store(
+            weights, states, policy, bucket=bucket.index, start=origin, velocity=velocity
+        )
         self.older: Sequence[Tensor] = ()
         """Older versions of the bucket's weights that are still read, the newest first."""
         self.grad = torch.empty(0)

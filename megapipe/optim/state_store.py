@@ -23,6 +23,8 @@ from megapipe.optim.rounding import round_at_random, scratch_bytes
 
 MASTER = "model"
 """Name of the master weights among the states."""
+VELOCITY = "stream.velocity"
+"""Name of a state that no rule has; see :mod:`megapipe.optim.velocity`."""
 ALIGNMENT = 64
 """Windows begin at multiples of this many values, so that vector instructions cut them alike."""
 MIB = 1 << 20
@@ -95,8 +97,9 @@ class Store:
 
     fp32 and fp64 weights are their own masters, unless the policy keeps them apart:
     ``read("model", ...)`` is a view of them. Other masters are copies, from which the weights are
-    set. `bucket` and `start` say where
-    in the model the shard begins: random numbers depend on it, not on how shards are cut.
+    set. `bucket` and `start` say where in the model the shard begins: random numbers depend on it,
+    not on how shards are cut. With `velocity` there is one more state, in the type of masters,
+    which updates do not see.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Store:
         *,
         bucket: int = 0,
         start: int = 0,
+        velocity: bool = False,
     ) -> None:
         self.policy = policy or StatePolicy()
         self.weights = weights
@@ -126,7 +130,8 @@ class Store:
         narrow = self.policy.state_dtype == "bf16"
         dtype = torch.bfloat16 if narrow else self._main
         self._arrays = [master, *(self._array(name, dtype) for name in names)]
-        self._named = {array.name: array for array in self._arrays}
+        beside = [self._array(VELOCITY, self._main)] if velocity else []
+        self._named = {array.name: array for array in (*self._arrays, *beside)}
         self._window = self._window_length()
         away = any(array.away for array in self._arrays)
         self._copies = Copies(weights.device if away else torch.device("cpu"))
@@ -145,6 +150,11 @@ class Store:
             folder=self.policy.folder,
             given=given,
         )
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of all that is kept beside masters."""
+        return tuple(name for name in self._named if name != MASTER)
 
     @property
     def _at_random(self) -> bool:
@@ -167,8 +177,12 @@ class Store:
         read since the last update leave memory."""
         self._step = step
         self.finite = 0.0
-        for array in self._arrays:
-            array.release(0, self.weights.numel())
+        self.release(0, self.weights.numel())
+
+    def release(self, start: int, stop: int) -> None:
+        """Let files that hold the values [start, stop) leave memory."""
+        for array in self._named.values():
+            array.release(start, stop)
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """The range [start, stop) of the shard, in windows.
@@ -262,7 +276,7 @@ class Store:
     def nbytes(self) -> StateBytes:
         """Bytes that are kept, and the most that an update adds."""
         places = dict.fromkeys(("device", "host", "disk"), 0)
-        for array in self._arrays:
+        for array in self._named.values():
             if array.values is not self.weights:
                 places[array.place] += array.values.nbytes
         values = min(self._window or 0, self.weights.numel())

@@ -19,7 +19,8 @@ from megapipe.distributed.collectives import start_all_gather
 from megapipe.optim.shard import Shard
 
 Predict = Callable[[Shard, Fraction, int, Tensor], None]
-"""(shard, updates ahead, updates so far, out [stop - start]): writes predicted weights."""
+"""(shard, updates ahead, updates so far, out [stop - start]): writes predicted weights, or where
+the updates ahead are below 0 weights that are moved back."""
 NOT_AHEAD = Fraction(0)
 
 
@@ -80,7 +81,7 @@ class Versions:
     def use(self, version: int, ahead: Fraction = NOT_AHEAD) -> None:
         """Point the parameters at a version, or at the first one there is, predicted `ahead`: a
         later one needs to be predicted by so much less."""
-        if ahead:
+        if ahead > 0:
             ahead -= max(0, self.oldest - version)
         version = max(version, self.oldest)
         self._point_at(self._prediction(version, ahead) if ahead else self._version(version))

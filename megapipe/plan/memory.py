@@ -1,7 +1,7 @@
 """Bytes that a process holds of the model, counted before it exists."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -11,7 +11,7 @@ from megapipe.layout.layout import Layout
 from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.replicas import replica_actions
 from megapipe.schedule.program import Action, Do
-from megapipe.schedule.streams.stream import predictions_kept, versions_kept
+from megapipe.schedule.streams.stream import moved_back, predictions_kept, versions_kept
 from megapipe.update_rules import declaration
 
 COPIES_KEPT = 2
@@ -56,6 +56,7 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     stream, kept, predicted = layout.stream, dict[int, int](), dict[int, int]()
     if stream is not None:
         kept, predicted = versions_kept(stream), predictions_kept(stream)
+    moving = _with_velocity(layout)
     turns = 2 if stream is not None and stream.policy.late else 1
     ends = (0, layout.stages - 1)
     apart = _keeps_apart(config, layout)
@@ -76,9 +77,10 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
         if bucket.frozen:
             saved += part * _frozen_bytes(config.model.dtype)
             continue
-        saved += part * _saved_bytes(config.optimizer, size, main, apart)
+        velocity = main if bucket.stage in moving else 0
+        saved += part * (_saved_bytes(config.optimizer, size, main, apart) + velocity)
         saved += part * size * (versions - 1)
-        optimizer += own * _state_bytes(config.optimizer, size, main, apart)
+        optimizer += own * (_state_bytes(config.optimizer, size, main, apart) + velocity)
         if config.optimizer.post_validation:
             copies += own * _undo_bytes(config.optimizer, size, main, apart)
         if zero >= 2 and not bucket.shared and not alone:
@@ -172,7 +174,14 @@ def checkpoint_bytes(config: Config, layout: Layout) -> int:
             for spec in layout.model.parameters(layout.stage_layers[stage]):
                 nbytes = (kept - 1) * prod(spec.shape) * size
                 older[spec.name] = max(older.get(spec.name, 0), nbytes)  # a tied one on both ends
-    return trained * each + frozen * _frozen_bytes(config.model.dtype) + sum(older.values())
+    moving = (layout.model.count(layout.stage_layers[stage]) for stage in _with_velocity(layout))
+    beside = sum(older.values()) + sum(moving) * main
+    return trained * each + frozen * _frozen_bytes(config.model.dtype) + beside
+
+
+def _with_velocity(layout: Layout) -> Collection[int]:
+    """Stages whose weights have a velocity beside their states, in the type of masters."""
+    return () if layout.stream is None else moved_back(layout.stream).keys()
 
 
 def _frozen_bytes(dtype: str) -> int:

@@ -26,7 +26,7 @@ from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.memory import peak_held, weight_copies
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.streams.ledger import staleness
-from megapipe.schedule.streams.stream import Stream, predictions_kept, versions_kept
+from megapipe.schedule.streams.stream import Stream, moved_back, predictions_kept, versions_kept
 from megapipe.schedule.timing.simulate import Timeline
 
 
@@ -269,10 +269,12 @@ def _schedule_lines(
     elif layout.in_process:
         unit += ", as if each rank had a process of its own"
     held = ", ".join(map(str, peak_held(schedule)))
+    first = config.pipeline.synchronous_steps
     lines = [
         f"{name}; drawn {unit}",
         *(_stream_lines(layout.stream, schedule) if layout.stream is not None else ()),
         *(_tied_lines(layout) if layout.links_tied else ()),
+        *([f"the first steps are synchronous: {first}"] if first is not None else ()),
         f"activations held at most, in micro-batches of a full rank, per rank: {held}",
     ]
     copies = max(weight_copies(schedule))
@@ -288,12 +290,14 @@ def _stream_lines(stream: Stream, schedule: Schedule) -> list[str]:
         versions_kept(stream),
         predictions_kept(stream),
     )
+    moving = ", ".join(map(str, sorted(moved_back(stream))))
     means = ", ".join(f"{float(each.mean):.3g}" for each in ledger)
     counts = ", ".join(str(kept[stage] + predicted.get(stage, 0)) for stage in sorted(kept))
     return [
         f"{stream.windows_of(schedule)} steps of it, which never flushes, are drawn",
         f"weights a forward reads are behind, in updates on average, per stage: {means}",
-        f"versions of the weights kept, predicted ones included, per stage: {counts}",
+        f"weights kept, predicted and moved back ones included, per stage: {counts}",
+        *([f"one more state, the velocity of the weights, at stages {moving}"] if moving else ()),
     ]
 
 

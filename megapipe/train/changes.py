@@ -63,7 +63,10 @@ REFUSED = (
 )
 MIXTURE, TEMPERATURE = "data.mixture", "data.temperature"
 """Listed, unless the order is Megatron-LM's."""
-LISTED_OF_PIPELINE = ("pipeline.weights", "pipeline.horizon", "pipeline.lr_anneal_steps")
+LISTED_OF_PIPELINE = (
+    *("pipeline.weights", "pipeline.horizon", "pipeline.correction"),
+    *("pipeline.lr_anneal_steps", "pipeline.synchronous_steps"),
+)
 """All other keys of the pipeline are harmless."""
 LISTED_OF_MODEL = ("model.dtype", "model.dropout")
 """All other keys of the model, and those of its adapters, are refused."""

@@ -25,6 +25,7 @@ from megapipe.layers.parameter import LocalParameter
 from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.state_store import VELOCITY
 from megapipe.plan.memory import checkpoint_bytes
 
 
@@ -190,11 +191,20 @@ def files_needed(optimizer: Optimizer, checkpoint: Checkpoint) -> set[str]:
 
 def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int, lr: float) -> None:
     """Set weights and optimizer states, which have seen `updates`, the last one with learning rate
-    `lr`, to those of a checkpoint."""
+    `lr`, to those of a checkpoint. Weights of which it has no velocity begin without one."""
     load_weights(optimizer, checkpoint)
+    names = set(checkpoint.names())
+
+    def fill(name: str, spec: LocalParameter, out: Tensor) -> None:
+        kind = f"optimizer.{name}"
+        if name == VELOCITY and f"{kind}/{spec.name}" not in names:
+            out.zero_()
+        else:
+            read_region(checkpoint, kind, spec, out)
+
     optimizer.set_states(
         updates,
-        lambda name, spec, out: read_region(checkpoint, f"optimizer.{name}", spec, out),
+        fill,
         lr=lr,
         threads=readers(checkpoint.path),
     )

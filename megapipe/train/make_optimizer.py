@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from megapipe.optim.buffers import make_buckets
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.state_store import StatePolicy
+from megapipe.optim.velocity import decay
+from megapipe.schedule.streams.stream import moved_back
 
 if TYPE_CHECKING:
     from megapipe.train.step import TrainStep
@@ -28,8 +30,12 @@ def make_optimizer(step: TrainStep) -> Optimizer:
     states = StatePolicy.of(
         step.config.optimizer, run.seed, Path(run.folder) / run.name, step.mesh.device
     )
+    velocity = {}
     if step.layout.stream is not None:
         states = replace(states, apart=True)
+        correction = step.config.pipeline.correction
+        back = moved_back(step.layout.stream)
+        velocity = {stage: decay(correction, updates) for stage, updates in back.items()}
     return Optimizer(
         buckets,
         step.config.optimizer,
@@ -37,4 +43,5 @@ def make_optimizer(step: TrainStep) -> Optimizer:
         placement.stages,
         states=states,
         kernel=step.kernels.adam,
+        velocity=velocity,
     )

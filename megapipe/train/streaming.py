@@ -26,6 +26,7 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.model.partition import format_layout
 from megapipe.optim.look_ahead import predict
 from megapipe.optim.shard import Shard
+from megapipe.optim.velocity import move_back
 from megapipe.optim.versions import Versions
 from megapipe.schedule.ir import Read
 from megapipe.schedule.streams.programs import Part, Runs
@@ -82,6 +83,8 @@ class Streaming:
             window=stream.microbatches,
             shape=shape,
         )
+        self._synchronous = step.config.pipeline.synchronous_steps or 0
+        """Steps at the beginning in which the pipeline runs dry, and nothing is stale."""
         self._delay = stream.ahead
         """Windows after which the totals of one are taken."""
         self._windows: dict[int, _Window] = {}
@@ -89,7 +92,9 @@ class Streaming:
         self._older: dict[Versions, int] = {}
         """How many versions before the optimizer's weights a checkpoint had."""
         self._first: int | None = None
-        """The window with which the run began; None: it has not begun."""
+        """The window with which the pipeline was filled; None: that is yet to be done."""
+        self._last = 0
+        """The window before which it runs dry."""
         self._now = 0
         """The window whose segment runs, or ran last."""
         self._made: dict[int, int] = {}
@@ -145,12 +150,17 @@ class Streaming:
     def continues(self) -> bool:
         """Whether the next window begins as in a run that did not stop: the versions that its
         forwards in flight have read were loaded, or are not needed."""
-        return bool(self._older) or not self._stream.policy.follows
+        return bool(self._older) or not self._stream.policy.follows or self._begins_empty
+
+    @property
+    def _begins_empty(self) -> bool:
+        """Whether nothing is in flight, after the steps so far, in a run that did not stop."""
+        return self._step.position.step <= self._synchronous
 
     def load_older(self, checkpoint: Checkpoint, stream: str) -> None:
         """Take over the older versions of a checkpoint, if it is of a stream like this one, so that
         the pipeline is filled with what its forwards in flight have read."""
-        if stream != self.key:
+        if stream != self.key or self._begins_empty:
             return
         names = set(checkpoint.names())
         for each in self.versions():
@@ -172,18 +182,22 @@ class Streaming:
             self._begin(step, rows)
         elif self._paused:
             self._go_on()
-        first, last = self._first or 0, self._step.config.train.last_step
+        first = self._first or 0
         self._now = step
         self._fetch(rows)
         for each in self.versions():
             each.shard.expect_gradients()
-        self._part = self._runs.part(step - first, last - first)
+        self._part = self._runs.part(step - first, self._last - first)
         self._run(self._part)
-        return self._cut(wishes)
+        results = self._cut(wishes)
+        return [*results, *self._flush()] if step < self._synchronous else results
 
     def _begin(self, step: int, rows: Rows) -> None:
         """Fill the pipeline: run the forwards that are in flight at the cut before a window."""
         self._first = self._now = step
+        self._last = self._step.config.train.last_step
+        if step < self._synchronous:
+            self._last = step + 1
         self._paused = False
         self._made = dict.fromkeys(self._stages, step)
         self._zero_squares()
@@ -194,7 +208,7 @@ class Streaming:
         for flow in self._flows:
             flow.begin()
         self._fetch(rows)
-        self._run(self._runs.of(self._step.config.train.last_step - step).fill)
+        self._run(self._runs.of(self._last - step).fill)
 
     def versions(self) -> list[Versions]:
         """Those of all buckets of this process."""
@@ -203,7 +217,7 @@ class Streaming:
     def _fetch(self, rows: Rows) -> None:
         """Get the data of all windows that the part reaches into."""
         self._windows.pop(self._now - 1, None)
-        end = min(self._now + self._stream.ahead + 1, self._step.config.train.last_step)
+        end = min(self._now + self._stream.ahead + 1, self._last)
         for window in range(self._now, end):
             if window not in self._windows:
                 microbatches, counted = self._step.fetch(window, rows)
@@ -222,11 +236,16 @@ class Streaming:
 
     def use(self, stage: int, read: Read) -> None:
         """Point a stage at the weights that its next operation reads."""
+        if self._now < self._synchronous:
+            read = Read(0)
         for each in self._versions[stage]:
             each.use(self._now + read.version, read.ahead)
 
     def _predict(self, shard: Shard, updates: Fraction, count: int, out: Tensor) -> None:
-        """Write the weights so many `updates` after the `count` that were made."""
+        """Write the weights so many `updates` after the `count` that were made, or before."""
+        if updates < 0:
+            move_back(shard, float(-updates), out)
+            return
         optimizer = self._step.optimizer
         rate = self._lr(shard.bucket.index, count - 1) if count else 0.0
         distance = float(updates) * rate
@@ -264,11 +283,12 @@ class Streaming:
             yield self._tied
 
     def _lr(self, stage: int, window: int) -> float:
-        """The learning rate of a stage, less where its weights are stale in the first windows."""
+        """The learning rate of a stage, less in the first windows in which weights are stale."""
         lr, steps = self._step.update.lr(window), self._step.config.pipeline.lr_anneal_steps
-        if steps is None or window >= steps:
+        number = window - self._synchronous
+        if steps is None or not 0 <= number < steps:
             return lr
-        return lr / max(1.0, float(self._behind[stage])) ** (1 - window / steps)
+        return lr / max(1.0, float(self._behind[stage])) ** (1 - number / steps)
 
     def _norm_of_stage(self, stage: int) -> float:
         """The norm of a stage's gradients, which are complete, on all ranks that have it."""
@@ -358,6 +378,14 @@ class Streaming:
         self._step.optimizer.count = self._now + 1
         self._step.optimizer.lr = self._step.update.lr(self._now)
         self._paused = True
+        return results
+
+    def _flush(self) -> list[StepResult]:
+        """End a synchronous step: update all stages, and forget the versions before."""
+        results = self.pause()
+        for each in self.versions():
+            each.begin(self._now + 1)
+        self._first = None
         return results
 
     def saved(self) -> None:

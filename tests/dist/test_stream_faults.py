@@ -24,12 +24,13 @@ STASH = Case(
     batch=1,
     in_process=True,
 )
+CORRECT = replace(STASH, weights="correct", lr_anneal_steps=5)
 CASES = {
     "stash": STASH,
-    "vertical": Case(**{**vars(STASH), "weights": "vertical"}),
-    "double_buffer": Case(
-        **{**vars(STASH), "weights": "double_buffer", "clip_scope": "global", "m": 2}
-    ),
+    "vertical": replace(STASH, weights="vertical"),
+    "correct": CORRECT,
+    "at first synchronous": replace(CORRECT, synchronous_steps=3),
+    "double_buffer": replace(STASH, weights="double_buffer", clip_scope="global", m=2),
     "tied": replace(
         STASH,
         weights="double_buffer",
@@ -44,6 +45,8 @@ CASES = {
 FAULTS = {
     "stash": stale_faults.STASH,
     "vertical": stale_faults.VERTICAL,
+    "correct": stale_faults.CORRECT,
+    "at first synchronous": stale_faults.SYNCHRONOUS_AT_FIRST,
     "double_buffer": stale_faults.DOUBLE_BUFFER,
     "tied": stale_faults.TIED,
 }

@@ -36,6 +36,12 @@ KEPT = {
     "double_buffer": replace(CASE, weights="double_buffer", m=2, look_ahead=1),
     "double_buffer, tied": replace(CASE, weights="double_buffer", m=2, tied=True),
     "double_group": replace(GROUPS, weights="double_group", clip=None, dtype="bf16"),
+    "stash, at first synchronous": replace(
+        CASE, weights="stash", clip_scope="stage", synchronous_steps=3
+    ),
+    "double_buffer, at first synchronous": replace(
+        CASE, weights="double_buffer", m=2, synchronous_steps=2
+    ),
     "stash, dp 2": replace(
         CASE, weights="stash", clip_scope="stage", pp=2, layers=2, dp=2, in_process=False
     ),
@@ -90,12 +96,25 @@ def test_a_run_goes_on_to_the_bit_wherever_it_was_stopped(name: str, tmp_path: P
     run_world(case.world, stop_and_go, case, tmp_path, list(saved))
 
 
-@pytest.mark.parametrize("weights", ["latest", "predict"])
+FORGOTTEN = {
+    "latest": replace(CASE, weights="latest", clip_scope="stage"),
+    "predict": replace(CASE, weights="predict", clip_scope="stage"),
+    "correct": replace(CASE, weights="correct", clip_scope="stage", lr_anneal_steps=4),
+    "correct, at first synchronous": replace(
+        CASE, weights="correct", clip_scope="stage", synchronous_steps=3, lr_anneal_steps=4
+    ),
+    "correct, dp 2": replace(
+        CASE, weights="correct", clip=None, pp=2, layers=2, dp=2, in_process=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
 def test_without_older_versions_it_goes_on_from_regular_checkpoints(
-    weights: str, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
-    case = replace(CASE, weights=weights, clip_scope="stage")
-    run_world(1, stop_and_go, case, tmp_path, [2, 5])
+    case = FORGOTTEN[name]
+    run_world(case.world, stop_and_go, case, tmp_path, [2, 5])
 
 
 def save_and_change(world: World, folder: Path) -> None:
@@ -126,3 +145,37 @@ def save_and_change(world: World, folder: Path) -> None:
 
 def test_others_read_its_checkpoints_and_fill_anew(tmp_path: Path) -> None:
     run_world(1, save_and_change, tmp_path)
+
+
+VELOCITY = "optimizer.stream.velocity"
+
+
+def go_elsewhere(world: World, folder: Path) -> None:
+    """Three stages, two of which are stale, become two, one of which is; and back."""
+    three = replace(FORGOTTEN["correct"], steps=4)
+    two = replace(three, pp=2)
+    found = {}
+    for name, case in {"three": three, "two": two}.items():
+        step = begun(world, case)
+        train(step, case, 0, [4], folder / name)
+        found[name] = own_values(step.optimizer)[VELOCITY]
+    for name, case in {"two": two, "three": three}.items():
+        source = "three" if name == "two" else "two"
+        step = begun(world, case)
+        train(step, case, 0, [], folder)  # has velocities of its own, which are forgotten
+        step.load(folder / source / "step-00000004")
+        kept = {each for each, *_ in found[source]}
+        assert any("embedding" in each for each in kept)
+        velocity = own_values(step.optimizer)[VELOCITY]
+        stale = {each for each, *_ in velocity}
+        fresh = {each for each in stale if each.startswith("layers.1")}
+        assert stale - kept == (fresh if name == "three" else set())
+        same_parts(
+            {VELOCITY: [part for part in velocity if part[0] in kept]}, {VELOCITY: found[source]}
+        )
+        for each, _, values in velocity:
+            assert each in kept or not values.any()
+
+
+def test_velocities_go_where_their_weights_go(tmp_path: Path) -> None:
+    run_world(1, go_elsewhere, tmp_path)

@@ -27,6 +27,12 @@ RUNS = {
     "stash": STASH,
     "double_buffer": {"pipeline.weights": "double_buffer", "checkpoint.background": "true"},
     "latest": {**STASH, "pipeline.weights": "latest"},
+    "correct, at first synchronous": {
+        **STASH,
+        "pipeline.weights": "correct",
+        "pipeline.synchronous_steps": "3",
+        "pipeline.lr_anneal_steps": "3",
+    },
     "double_group": {
         "pipeline.weights": "double_group",
         "pipeline.schedule": "two_group",

@@ -23,7 +23,7 @@ from tests.parity.stale_ranks import (
     same_parts,
 )
 
-POLICIES = ("stash", "vertical", "double_buffer", "latest", "predict")
+POLICIES = ("stash", "vertical", "double_buffer", "latest", "predict", "correct")
 
 
 def streamed(weights: str, pp: int, m: int, **more: object) -> Case:
@@ -68,6 +68,20 @@ ALONE = [
     streamed("latest", 4, 1, in_process=True, lr_anneal_steps=8),
     streamed("vertical", 3, 1, in_process=True, lr_anneal_steps=100),
     streamed("predict", 4, 1, in_process=True, lr_anneal_steps=20),
+    streamed("correct", 4, 1, in_process=True, lr_anneal_steps=20, correction=0.5),
+    streamed("correct", 3, 2, in_process=True, schedule="eager_1f1b", rule="muon"),
+    streamed(
+        "correct", 2, 2, in_process=True, advance=1, loss_chunk=0, rule="lamb", offload="host"
+    ),
+    streamed("stash", 3, 1, in_process=True, synchronous_steps=3, lr_anneal_steps=5),
+    streamed("vertical", 2, 2, in_process=True, synchronous_steps=1, schedule="eager_1f1b"),
+    streamed("double_buffer", 3, 2, in_process=True, synchronous_steps=4),
+    streamed(
+        "double_group", 2, 2, in_process=True, schedule="two_group", layers=4, synchronous_steps=5
+    ),
+    streamed("latest", 3, 1, in_process=True, synchronous_steps=2),
+    streamed("predict", 4, 1, in_process=True, synchronous_steps=3, horizon="round_trip"),
+    streamed("correct", 3, 1, in_process=True, synchronous_steps=4, lr_anneal_steps=6),
     streamed("double_buffer", 2, 2, in_process=True, look_ahead=1),
     streamed("stash", 3, 1, in_process=True, look_ahead=2, rule="sgd"),
     *(
@@ -99,6 +113,8 @@ SEVERAL = [
     streamed("double_buffer", 2, 2, debug=True, dropout=0.3, model="llama"),
     *(streamed(weights, 3, m) for weights in POLICIES for m in (1, 2, 4) if legal(weights, 3, m)),
     streamed("vertical", 3, 1, schedule="eager_1f1b", debug=True),
+    streamed("correct", 3, 1, synchronous_steps=4, debug=True),
+    streamed("double_buffer", 2, 2, synchronous_steps=11, debug=True),
     *(streamed(weights, 2, 2, dp=2) for weights in POLICIES),
     streamed("stash", 2, 1, dp=2, zero=0, reduce_chunk_mib=0.001),
     streamed("double_buffer", 2, 2, dp=2, zero=0, masked=0.3),
@@ -108,6 +124,9 @@ SEVERAL = [
     streamed("stash", 2, 2, tp=2, sequence_parallel=True, documents=True),
     streamed("double_buffer", 2, 2, tp=2, dropout=0.3),
     streamed("latest", 2, 1, tp=2, sequence_parallel=True),
+    streamed("correct", 2, 1, tp=2, sequence_parallel=True),
+    streamed("correct", 2, 1, dp=2, zero=0, rule="lars", masked=0.3),
+    streamed("correct", 2, 2, dp=2, offload="disk", dropout=0.3),
     streamed("stash", 2, 2, dp=2, rule="lamb", activations="full"),
     streamed("double_buffer", 2, 2, dp=2, rule="lars", activations="stage", offload="host"),
     streamed("vertical", 2, 2, dp=2, rule="nadamw", activations="offload"),
@@ -123,6 +142,7 @@ def test_processes_train_as_the_definitions_say(world: int) -> None:
 
 TIED = [
     streamed("double_buffer", 2, 1, tied=True, debug=True),
+    streamed("double_buffer", 2, 2, tied=True, synchronous_steps=4),
     streamed("double_buffer", 2, 2, tied=True, clip_scope="stage", masked=0.3, rule="muon"),
     streamed("double_buffer", 2, 3, tied=True, look_ahead=1, activations="full"),
     streamed("double_buffer", 3, 4, tied=True, rule="lamb"),
@@ -139,6 +159,16 @@ def test_tied_embeddings(world: int) -> None:
     check([case for case in TIED if case.world == world])
 
 
+@pytest.mark.slow
+def test_four_ranks_move_back_and_begin_synchronously() -> None:
+    check(
+        [
+            *(streamed("correct", 4, m, synchronous_steps=s) for m in (1, 2, 4) for s in (None, 3)),
+            *(streamed(each, 4, 4, synchronous_steps=5) for each in POLICIES if each != "correct"),
+        ]
+    )
+
+
 def in_several_ways(world: World, case: Case) -> list[StaleOutcome]:
     return [run_stale(world, case), run_stale(world, case, pauses=range(case.steps))]
 
@@ -148,6 +178,7 @@ PAUSED = [
     streamed("vertical", 2, 2, schedule="eager_1f1b"),
     streamed("stash", 2, 2, rule="muon", dtype="fp32", state_dtype="bf16", activations="selective"),
     streamed("latest", 2, 1, batch=2, advance=1, loss_chunk=0),
+    streamed("correct", 2, 2, synchronous_steps=3, lr_anneal_steps=4),
     streamed("double_buffer", 2, 2, dtype="fp32", look_ahead=1, tied=True),
     streamed("double_group", 2, 2, schedule="two_group", layers=4, dtype="bf16"),
 ]
@@ -184,7 +215,7 @@ def run_plainly(world: World, case: Case) -> Outcome:
     return run_case(world, case, validate=False)
 
 
-@pytest.mark.parametrize("weights", ["stash", "vertical", "latest", "predict"])
+@pytest.mark.parametrize("weights", ["stash", "vertical", "latest", "predict", "correct"])
 def test_one_rank_trains_as_synchronous_training_does(weights: str) -> None:
     case = streamed(weights, 1, 2, dtype="fp32")
     plain = replace(case, weights="synchronous", clip_scope="global")
@@ -192,6 +223,20 @@ def test_one_rank_trains_as_synchronous_training_does(weights: str) -> None:
     assert [*found.losses.values()] == wanted.losses
     assert [*found.norms.values()] == wanted.norms
     same_parts(wanted.values[-1], trained(found))
+
+
+@pytest.mark.parametrize("weights", ["stash", "double_buffer", "latest", "predict", "correct"])
+def test_synchronous_steps_are_those_of_synchronous_training(weights: str) -> None:
+    """To the bit, and their results come at once."""
+    case = streamed(weights, 2, 2, dtype="fp32", in_process=True, synchronous_steps=4, clip=None)
+    plain = replace(case, weights="synchronous", clip_scope="global", synchronous_steps=None)
+    (found,), (wanted,) = run_world(1, run_stale, case), run_world(1, run_plainly, plain)
+    assert [found.losses[step] for step in range(4)] == wanted.losses[:4]
+    assert [found.norms[step] for step in range(4)] == wanted.norms[:4]
+    assert [found.known_at[step] for step in range(4)] == [0, 1, 2, 3]
+    assert [*found.losses.values()] != wanted.losses
+    for step in range(4):
+        same_parts(wanted.values[step + 1], found.values[step])
 
 
 def kept(world: World, case: Case) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -228,6 +273,7 @@ MEMORY = [
     streamed("double_buffer", 3, 2, dtype="bf16", tied=True),
     streamed("latest", 3, 1, dtype="bf16"),
     streamed("predict", 3, 1, dtype="bf16", horizon="round_trip"),
+    streamed("correct", 3, 2, dtype="bf16"),
 ]
 
 

@@ -108,6 +108,7 @@ SUITES: dict[str, Groups] = {
         PARITY,
     ),
     "optim/departure.py": ((f"{DIST}reduce_chunks.py",), FAULTLESS),
+    "optim/velocity.py": ((f"{OPTIM}velocity.py",), (f"{DIST}stream_faults.py",)),
     "optim/checksum.py": ((f"{OPTIM}checksum.py",),),
     "optim/copies.py": ((f"{DIST}copies.py",),),
     "optim/reduction.py": ((f"{OPTIM}reduction.py",), (f"{DIST}zero_step.py",), PARITY),

@@ -53,7 +53,10 @@ class Case:
     """Which ones operations read; without a flush `tests.parity.stale` is the reference."""
     horizon: str = "update"
     """Of the weights "predict"."""
+    correction: float | None = None
+    """Of the weights "correct"."""
     lr_anneal_steps: int | None = None
+    synchronous_steps: int | None = None
     swap: bool = False
     """Run gpipe instead, on the schedule's placement, replicas, slices and parts."""
     in_process: bool = False
@@ -287,7 +290,9 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "advance": case.advance,
                 "weights": case.weights,
                 "horizon": case.horizon,
+                "correction": case.correction,
                 "lr_anneal_steps": case.lr_anneal_steps,
+                "synchronous_steps": case.synchronous_steps,
                 "layout": layout,
                 "channels": "in_process" if case.in_process else "process_group",
                 "debug": case.debug,

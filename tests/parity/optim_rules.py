@@ -175,13 +175,15 @@ def make_shard(
     dtype: str = "fp64",
     policy: StatePolicy | None = None,
     device: str = "cpu",
+    *,
+    velocity: bool = False,
 ) -> Shard:
     """This rank's shard of the one bucket of a whole model."""
     config = model(dtype)
     stage = StageSpec(embedding=True, layers=range(config.layers), head=True)
     module = GPTStage(config, stage, Sharding(tp, False, TORCH_DTYPES[dtype]))
     bucket = Bucket(0, list(owned_parameters(module)), axis, torch.device(device))
-    shard = Shard(bucket, tp, rule.states, policy)
+    shard = Shard(bucket, tp, rule.states, policy, velocity=velocity)
     weights = draw(config, "weight", 0, torch.float64)
     for entry in bucket.entries:
         shard.set_weights(entry, take_region(weights[entry.spec.name], entry.spec))

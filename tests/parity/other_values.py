@@ -75,6 +75,10 @@ BESIDE = {
     "pipeline.weights": "parallel.pp=2 optimizer.clip=null model.tied_embeddings=false",
     "pipeline.horizon": "parallel.pp=2 pipeline.weights=predict optimizer.clip=null "
     "model.tied_embeddings=false",
+    "pipeline.correction": "parallel.pp=2 pipeline.weights=correct optimizer.clip=null "
+    "model.tied_embeddings=false",
+    "pipeline.synchronous_steps": "parallel.pp=2 pipeline.weights=latest optimizer.clip=null "
+    "model.tied_embeddings=false",
     "pipeline.lr_anneal_steps": "parallel.pp=2 pipeline.weights=latest optimizer.clip=null "
     "model.tied_embeddings=false",
     "optimizer.clip_scope": "parallel.pp=2 pipeline.weights=double_buffer "

@@ -34,6 +34,10 @@ class Pipeline:
     advance: int = 0
     horizon: str = "update"
     anneal: int | None = None
+    synchronous: int = 0
+    """Windows at the beginning in which nothing is stale."""
+    correction: float = math.exp(-2)
+    """D of PipeMare."""
 
     def ahead(self, rank: int) -> int:
         return self.lead * (self.ranks - 1 - rank) + self.advance
@@ -43,10 +47,16 @@ class Pipeline:
         return max(0, (microbatch - self.ahead(rank)) // self.microbatches)
 
     def forward(self, stage: int, microbatch: int) -> int:
-        """The version that a forward reads."""
+        """The version that a forward reads: the pipeline is filled by those that there are then."""
+        window = microbatch // self.microbatches
+        if window < self.synchronous:
+            return window
+        return max(self.synchronous, self._forward(stage, microbatch))
+
+    def _forward(self, stage: int, microbatch: int) -> int:
         window = microbatch // self.microbatches
         match self.weights:
-            case "stash" | "latest":
+            case "stash" | "latest" | "correct":
                 return self.newest(stage, microbatch)
             case "predict":
                 return self.newest(stage, window * self.microbatches)
@@ -60,24 +70,30 @@ class Pipeline:
 
     def backward(self, stage: int, microbatch: int) -> int:
         """The version that its backward reads."""
-        if self.weights in ("latest", "predict"):
+        if self.weights in ("latest", "predict", "correct"):
             return microbatch // self.microbatches
         return self.forward(stage, microbatch)
 
-    def annealing(self, stage: int, window: int, steps: int) -> float:
-        """By what the learning rate is divided (PipeMare's T1): the mean staleness of forwards, to
-        the power of the share of the steps that is left."""
-        behind = {
+    def staleness(self, stage: int) -> float:
+        """That of forwards, on average."""
+        return {
             "vertical": self.ahead(0) / self.microbatches,
             "double_buffer": 1.0,
             "double_group": 1.0,
         }.get(self.weights, self.ahead(stage) / self.microbatches)
-        return max(1.0, behind) ** (1 - min(window / steps, 1))
+
+    def annealing(self, stage: int, window: int, steps: int) -> float:
+        """By what the learning rate is divided (PipeMare's T1): the mean staleness of forwards, to
+        the power of the share of the steps that is left. Steps are those with stale weights."""
+        if window < self.synchronous:
+            return 1.0
+        gone = min((window - self.synchronous) / steps, 1)
+        return max(1.0, self.staleness(stage)) ** (1 - gone)
 
     def ahead_of(self, version: int, stage: int, microbatch: int) -> int:
         """By how many updates a version is predicted ahead: to that by the micro-batch's window, or
         to when it is through at the first stage."""
-        if self.weights != "predict":
+        if self.weights != "predict" or microbatch // self.microbatches < self.synchronous:
             return 0
         later = stage // 2 // self.microbatches if self.horizon == "round_trip" else 0
         return microbatch // self.microbatches - version + later
@@ -121,6 +137,12 @@ def train(
     states: dict[str, dict[str, Tensor]] = {name: {} for name in params}
     seen = [states]
     """The states of each version."""
+    velocity = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in history[0].items()
+        if pipeline.weights == "correct" and pipeline.staleness(stage_of[name])
+    }
+    """Of the newest version, which all backwards read that move it back."""
 
     def rate(stage: int, number: int) -> float:
         if pipeline.anneal is None:
@@ -143,12 +165,15 @@ def train(
                 direction = plain_rules.direction(config, name, weight, of, version)
                 return weight - ahead * rate(stage_of[name], version - 1) * direction
 
-            faces = [
+            forward, backward = (
                 {name: read(name, version(stage_of[name], k)) for name in history[0]}
                 for version in (pipeline.forward, pipeline.backward)
-            ]
+            )
+            if number >= pipeline.synchronous:
+                for name, delta in velocity.items():
+                    backward[name] = backward[name] - pipeline.staleness(stage_of[name]) * delta
             given = None if noise is None else noise[number][i]
-            value, own = _microbatch(Faces(*faces), model, batch, tokens, end, given)
+            value, own = _microbatch(Faces(forward, backward), model, batch, tokens, end, given)
             loss += value
             for name, grad in own.items():
                 grads[name] += grad
@@ -159,6 +184,9 @@ def train(
             after[name], states[name] = plain_rules.step(
                 config, name, weight, grad, states[name], rate(stage_of[name], number), number
             )
+        for name, delta in velocity.items():
+            gamma = pipeline.correction ** (1 / pipeline.staleness(stage_of[name]))
+            velocity[name] = gamma * delta + (1 - gamma) * (after[name] - history[-1][name])
         history.append(after)
         published.append(
             {
@@ -169,7 +197,9 @@ def train(
             else after
         )
         kept = {name: dict(of) for name, of in states.items()}
-        seen.append(kept)
+        seen.append({name: dict(of) for name, of in states.items()})
+        for name, delta in velocity.items():
+            kept[name]["stream.velocity"] = delta
         yield Window(loss, grads, _norm(grads.values()), after, kept)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from fractions import Fraction
 from typing import Any
 from unittest import mock
 
@@ -13,12 +14,16 @@ from torch import Tensor
 from megapipe.engine.flow import Flow
 from megapipe.optim.link import Link
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.shard import Shard
+from megapipe.optim.state_store import VELOCITY
+from megapipe.optim.velocity import move_back
 from megapipe.optim.versions import Versions
 from megapipe.schedule.ir import Op, Read
 from megapipe.schedule.streams import policies
 from megapipe.schedule.streams.policies import Lists, Policy
-from megapipe.schedule.streams.stream import Stream
+from megapipe.schedule.streams.stream import Stream, mean_staleness, moved_back
 from megapipe.train import make_optimizer, streaming
+from megapipe.train.feed import Rows
 from megapipe.train.streaming import Streaming
 from megapipe.train.update import StepResult, Update
 
@@ -219,6 +224,84 @@ def the_copy_is_taken_while_it_is_read() -> Patch:
     return mock.patch.object(Link, "receive_weights", wrong)
 
 
+def the_velocity_decays_as_that_of_another_stage() -> Patch:
+    return mock.patch.object(
+        make_optimizer, "moved_back", lambda stream: _of_the_stage_before(moved_back(stream))
+    )
+
+
+def no_velocity_is_averaged() -> Patch:
+    return mock.patch.object(make_optimizer, "decay", return_value=0.0)
+
+
+def moved_back_by_the_velocity_of_the_window_before() -> Patch:
+    before: dict[int, Tensor] = {}
+
+    def wrong(shard: Shard, updates: float, out: Tensor) -> None:
+        velocity = shard.store.read(VELOCITY, 0, shard.stop - shard.start)
+        now = velocity.clone()
+        velocity.copy_(before.get(id(shard), now))
+        move_back(shard, updates, out)
+        velocity.copy_(now)
+        before[id(shard)] = now
+
+    return mock.patch.object(streaming, "move_back", wrong)
+
+
+def moved_back_by_the_staleness_of_another_stage() -> Patch:
+    def wrong(shard: Shard, updates: float, out: Tensor) -> None:
+        move_back(shard, updates + 1, out)
+
+    return mock.patch.object(streaming, "move_back", wrong)
+
+
+def moved_ahead() -> Patch:
+    return mock.patch.object(
+        streaming, "move_back", lambda shard, updates, out: move_back(shard, -updates, out)
+    )
+
+
+def annealed_by_the_staleness_of_another_stage() -> Patch:
+    return mock.patch.object(
+        streaming, "mean_staleness", lambda stream: _of_the_stage_before(mean_staleness(stream))
+    )
+
+
+def _of_the_stage_before(staleness: dict[int, Fraction]) -> dict[int, Fraction]:
+    return {stage: staleness[max(stage - 1, 0)] for stage in staleness}
+
+
+def annealed_from_the_first_step_on() -> Patch:
+    lr = Streaming._lr
+
+    def wrong(self: Streaming, stage: int, window: int) -> float:
+        return lr(self, stage, window + self._synchronous)
+
+    return mock.patch.object(Streaming, "_lr", wrong)
+
+
+def filled_before_synchronous_steps_are_over() -> Patch:
+    begin = Streaming._begin
+
+    def wrong(self: Streaming, step: int, rows: Rows) -> None:
+        self._synchronous -= step == self._synchronous - 1
+        begin(self, step, rows)
+
+    return mock.patch.object(Streaming, "_begin", wrong)
+
+
+def moved_back_in_synchronous_steps() -> Patch:
+    use = Streaming.use
+
+    def wrong(self: Streaming, stage: int, read: Read) -> None:
+        synchronous = self._synchronous
+        self._synchronous = 0 if read.ahead else synchronous
+        use(self, stage, read)
+        self._synchronous = synchronous
+
+    return mock.patch.object(Streaming, "use", wrong)
+
+
 STASH = (
     *(a_version_too_old, forwards_read_the_newest, backwards_read_the_newest),
     *(a_buffer_is_written_while_it_has_readers, parameters_stay_where_the_forward_pointed_them),
@@ -234,6 +317,15 @@ TIED = (
     the_copy_is_taken_while_it_is_read,
 )
 """Noticed under double_buffer with tied embeddings, in two processes."""
+CORRECT = (
+    *(the_velocity_decays_as_that_of_another_stage, no_velocity_is_averaged),
+    *(moved_back_by_the_velocity_of_the_window_before, moved_ahead),
+    *(moved_back_by_the_staleness_of_another_stage, annealed_by_the_staleness_of_another_stage),
+)
+SYNCHRONOUS_AT_FIRST = (
+    *(annealed_from_the_first_step_on, filled_before_synchronous_steps_are_over),
+    moved_back_in_synchronous_steps,
+)
 VERTICAL = (stages_read_what_is_newest_to_themselves,)
 DOUBLE_BUFFER = (
     *(gradients_go_into_the_next_window, clipped_by_the_norm_of_the_stage),

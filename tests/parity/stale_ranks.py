@@ -119,8 +119,11 @@ def run_stale_cases(world: World, cases: Sequence[Case], device: str = "cpu") ->
 def pipeline_of(case: Case) -> stale.Pipeline:
     lead = 2 if case.schedule == "eager_1f1b" else 1
     advance = case.advance or 0
+    more = {} if case.correction is None else {"correction": case.correction}
     return stale.Pipeline(
-        case.weights, case.pp, case.m, lead, advance, case.horizon, case.lr_anneal_steps
+        *(case.weights, case.pp, case.m, lead, advance, case.horizon, case.lr_anneal_steps),
+        case.synchronous_steps or 0,
+        **more,
     )
 
 
@@ -177,22 +180,26 @@ def check_stale(
             _close_to(f"gradient {number} of {name}", grads[name], grad)
     late = case.weights == "double_buffer"
     for number in range(case.steps + 1):
-        after = number - late * (number < case.steps and number not in pauses)
+        pending = (case.synchronous_steps or 0) <= number < case.steps and number not in pauses
+        after = number - (late and pending)
         after = min(after, case.steps - 1)
         if after >= 0:
             _check_values(windows[after], [each.values[number] for each in outcomes])
 
 
 def _check_values(window: stale.Window, values: Sequence[Mapping[str, Parts]]) -> None:
-    for kind in ("model", *(kind for kind in values[0] if kind.startswith("optimizer."))):
+    kinds = {kind for each in values for kind in each if kind.startswith("optimizer.")}
+    states = {kind.removeprefix("optimizer.") for kind in kinds}
+    assert states == {state for of in window.states.values() for state in of}
+    for state in ("model", *states):
+        kind = "model" if state == "model" else f"optimizer.{state}"
         found = assemble([each.get(kind, []) for each in values], window.params)
         for name, tensor in found.items():
-            state = kind.removeprefix("optimizer.")
-            if kind != "model" and state not in window.states[name]:  # muon has others for matrices
-                assert tensor.isnan().all(), f"{kind} of {name}"
-                continue
-            wanted = window.params[name] if kind == "model" else window.states[name][state]
-            _close_to(f"{kind} of {name}", tensor, wanted)
+            of = {**window.states[name], "model": window.params[name]}
+            if state in of:
+                _close_to(f"{kind} of {name}", tensor, of[state])
+            else:
+                assert not tensor.nan_to_num().any(), f"{name} has a {kind}"
 
 
 def _close(what: str, found: float, wanted: float) -> None:

@@ -166,9 +166,20 @@ def mean_staleness(stream: Stream) -> dict[int, Fraction]:
     return {stage: Fraction(sum(counts), len(counts)) for stage, counts in behind.items()}
 
 
+def moved_back(stream: Stream) -> dict[int, Fraction]:
+    """By how many updates the backwards of a stage move the weights back that they read, by stage,
+    where they do."""
+    return {
+        op.stage: -read.ahead
+        for ops, reads in zip(stream.segment, stream.segment_reads, strict=True)
+        for op, read in zip(ops, reads, strict=True)
+        if read.ahead < 0
+    }
+
+
 def predictions_kept(stream: Stream) -> dict[int, int]:
-    """By stage, the predicted weights that are kept beside versions: those that forwards read, and
-    those that backwards read."""
+    """By stage, the predicted and moved back weights that are kept beside versions: those that
+    forwards read, and those that backwards read."""
     kinds: defaultdict[int, set[Kind]] = defaultdict(set)
     for ops, reads in zip(stream.segment, stream.segment_reads, strict=True):
         for op, read in zip(ops, reads, strict=True):

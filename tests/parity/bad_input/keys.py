@@ -186,6 +186,17 @@ PIPELINE = [
         ("5 micro-batches are in flight ahead of a step", "train.global_batch of at least 5")),
     Bad("pipeline.weights with ZeRO-3", "parallel.pp=2 pipeline.weights=double_buffer "
         "model.tied_embeddings=false optimizer.zero=3", 2, ("optimizer.zero=0 or 1, not 3",)),
+    Bad("pipeline.correction of another policy", "parallel.pp=2 pipeline.weights=latest "
+        "pipeline.correction=0.5 model.tied_embeddings=false optimizer.clip=null", 2,
+        ("pipeline.correction=0.5 is for pipeline.weights=correct, not latest: expected null",)),
+    Bad("pipeline.weights=correct with compiled blocks", "parallel.pp=2 pipeline.weights=correct "
+        "model.tied_embeddings=false optimizer.clip=null kernels.compile=true", 2,
+        ("pipeline.weights=correct needs kernels.compile=false",)),
+    Bad("pipeline.synchronous_steps of synchronous training", "pipeline.synchronous_steps=2", 2,
+        ("pipeline.synchronous_steps=2 is for a pipeline.weights other than synchronous",)),
+    Bad("pipeline.synchronous_steps are all", "parallel.pp=2 pipeline.weights=latest "
+        "pipeline.synchronous_steps=99 model.tied_embeddings=false optimizer.clip=null", 2,
+        ("pipeline.synchronous_steps=99: none of train.steps=", "is left")),
     Bad("clip_scope of synchronous training", "optimizer.clip_scope=stage", 2,
         ("optimizer.clip_scope=stage is for a pipeline.weights other than synchronous",)),
     Bad("a pair of pipelines on three ranks", "pipeline.schedule=chimera parallel.pp=3", 2,

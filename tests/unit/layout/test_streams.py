@@ -26,6 +26,7 @@ LATEST = ("pipeline.weights=latest", "optimizer.clip_scope=stage")
 BUFFERED = ("pipeline.weights=double_buffer",)
 S, L, B = " ".join(STASH), " ".join(LATEST), " ".join(BUFFERED)
 P = "pipeline.weights=predict optimizer.clip=null"
+C = "pipeline.weights=correct optimizer.clip=null"
 GROUPS = "pipeline.weights=double_group optimizer.clip=null"
 
 
@@ -123,6 +124,23 @@ def test_training_is_synchronous_by_default() -> None:
         ),
         ("pipeline.lr_anneal_steps=9", "is for a pipeline.weights other than synchronous"),
         (f"{S} pipeline.horizon=round_trip", "is for pipeline.weights=predict, not stash"),
+        (f"{L} pipeline.correction=0.5", "is for pipeline.weights=correct, not latest"),
+        ("pipeline.correction=0.5", "is for pipeline.weights=correct, not synchronous"),
+        (f"{C} pipeline.correction=1", "pipeline.correction=1: expected a number > 0 and < 1"),
+        (f"{C} pipeline.horizon=round_trip", "is for pipeline.weights=predict, not correct"),
+        (f"{C} optimizer.clip=1", "correct needs optimizer.clip_scope=stage"),
+        (f"{C} kernels.compile=true", "correct needs kernels.compile=false"),
+        (f"{C} activations.policy=selective", "correct needs activations.policy=keep and"),
+        (f"{C} activations.offload=[norm]", "correct needs activations.policy=keep and"),
+        (f"{C} optimizer.look_ahead=1", "correct needs optimizer.look_ahead=0, not 1"),
+        (f"{C} advance=1", "correct needs kernels.loss_chunk=0 with pipeline.advance"),
+        (f"{C} model.tied_embeddings=true", "correct needs model.tied_embeddings=false"),
+        (f"{C} schedule=two_group", "schedule=1f1b or eager_1f1b, not two_group"),
+        ("pipeline.synchronous_steps=9", "is for a pipeline.weights other than synchronous"),
+        (
+            f"{S} pipeline.synchronous_steps=9 train.steps=9",
+            "none of train.steps=9 is left for pipeline.weights=stash: expected at most 8",
+        ),
         (f"{P} optimizer.rule=muon", "predict needs optimizer.rule=adamw, adam, sgd, lion,"),
         (f"{P} optimizer.offload=host", "predict needs optimizer.offload=none, not host"),
         (f"{P} activations.policy=stage", "activations.policy=keep and activations.offload=[]"),
@@ -173,9 +191,9 @@ def test_one_end_of_the_pipeline_has_the_states_of_a_tied_embedding() -> None:
 
 
 def test_the_plan_counts_versions_accumulators_and_masters() -> None:
-    def memory(*given: str) -> tuple[int, int, int]:
+    def memory(*given: str, rank: int = 0) -> tuple[int, int, int]:
         config, layout = resolve(parse([*BASE, *given]).config, None, 257)
-        found = model_memory(config, layout, 0)
+        found = model_memory(config, layout, rank)
         return found.parameters, found.gradients, found.optimizer
 
     parameters, gradients, states = memory()
@@ -184,6 +202,9 @@ def test_the_plan_counts_versions_accumulators_and_masters() -> None:
     assert memory(*LATEST, *one) == (parameters, gradients, states + parameters)
     predicted = ("pipeline.weights=predict", "optimizer.clip=null", "pipeline.layout=[2,2,2,2]")
     assert memory(*predicted, *one) == (2 * parameters, gradients, states + parameters)
+    corrected = ("pipeline.weights=correct", "optimizer.clip=null", "pipeline.layout=[2,2,2,2]")
+    assert memory(*corrected, *one) == (2 * parameters, gradients, states + 2 * parameters)
+    assert memory(*corrected, *one, rank=3) == memory(*predicted, *one, rank=3), "never stale"
     assert memory(*BUFFERED) == (2 * parameters, 2 * gradients, states + parameters)
 
 
@@ -193,8 +214,17 @@ def test_the_dry_run_tells_staleness_and_versions_and_draws_several_steps() -> N
     assert "schedule 1f1b, stash: " in text
     assert "5 steps of it, which never flushes, are drawn" in text
     assert "in updates on average, per stage: 0.375, 0.25, 0.125, 0" in text
-    assert "versions of the weights kept, predicted ones included, per stage: 2, 2, 2, 1" in text
+    assert "weights kept, predicted and moved back ones included, per stage: 2, 2, 2, 1" in text
     assert "per rank: 4, 3, 2, 1" in text
+
+
+def test_the_dry_run_tells_of_velocities_and_synchronous_steps() -> None:
+    given = (*C.split(), "pipeline.synchronous_steps=7")
+    config, layout = resolve(parse([*BASE, *given]).config, None, 257)
+    text = report(config, layout)
+    assert "the first steps are synchronous: 7" in text
+    assert "one more state, the velocity of the weights, at stages 0, 1, 2" in text
+    assert "predicted and moved back ones included, per stage: 2, 2, 2, 1" in text
 
 
 def test_a_step_takes_the_time_of_its_own_operations_in_the_plan() -> None:
