@@ -302,7 +302,7 @@ def _stream_lines(stream: Stream, schedule: Schedule) -> list[str]:
 
 
 def _tied_lines(layout: Layout) -> list[str]:
-    """What becomes of a tied embedding whose stages have buckets of their own."""
+    """Who updates a tied embedding whose stages have buckets of their own."""
     if not any(spec.tied for spec in layout.model.parameters(layout.stage_layers[0])):
         return []
     return ["the tied embedding is updated on the first stage, which sends it to the last"]
