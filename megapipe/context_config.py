@@ -10,6 +10,8 @@ from megapipe.section import Expected, Section
 from megapipe.user_code import names_or_code
 
 PLANS = ("ring", "double_ring", "helpers", "teams", "all_gather")
+TURNED = ("ring", "double_ring")
+"""Plans in whose backward either keys or queries go around (`travels`)."""
 
 
 class ContextConfig(Section):

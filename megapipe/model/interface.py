@@ -310,6 +310,11 @@ class Family(ABC):
         """FLOPs per token of a stage whose layers recompute as `spans` say; with `again` the whole
         stage recomputes."""
 
+    def causal_work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
+        """The same, of attention what kernels compute: not all scores, but those that the mask
+        leaves, and in the backward once more. A family that supports split positions tells that."""
+        return self.work(stage, spans, again=again)
+
     @abstractmethod
     def unit_of_work(self) -> Time:
         """FLOPs per token of the forward of a layer, by which costs are shown."""

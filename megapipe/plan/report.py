@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import chain
+from operator import attrgetter
 
 from megapipe.config import Config
+from megapipe.context_config import TURNED
 from megapipe.dtypes import DTYPE_BYTES
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import padded_vocabulary
@@ -22,7 +24,7 @@ from megapipe.plan.speeds import Speeds
 from megapipe.plan.traffic import by_axis, pipeline_messages, step_traffic
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
-from megapipe.schedule.ir import Kind, Schedule
+from megapipe.schedule.ir import Schedule
 from megapipe.schedule.memory import peak_held, weight_copies
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.streams.ledger import staleness
@@ -166,17 +168,20 @@ def _context_lines(config: Config, layout: Layout) -> list[str]:
         parts.append(f"heads over {split.ulysses} ranks ({context.ranks})")
     if split.ring > 1:
         travels = "queries" if layout.context.turned else "keys"
-        back = "" if layout.context.gathers else f", {travels} travel back"
+        back = f", {travels} travel back" if context.plan in TURNED else ""
         parts.append(f"{context.plan} of {split.ring}, {context.order}{back}")
     scores = config.train.microbatch * config.model.heads // layout.tp * layout.local_length
     stored = scores * config.train.sequence_length * DTYPE_BYTES[config.model.dtype]
     parts.append(f"scores of a layer, which nobody stores: {size_text(stored)}")
-    work = [layout.cost.table(layout.stages)[Kind[kind]] for kind in "FIW"]
-    F, I, W = (float(sum(each)) for each in work)  # noqa: E741
+    work = [
+        layout.model.causal_work(stage, own, again=number in layout.schedule.recompute)
+        for number, (stage, own) in enumerate(zip(layout.stage_layers, layout.spans, strict=True))
+    ]
+    F, I, W = (float(sum(map(attrgetter(kind), work))) for kind in "FIW")  # noqa: E741
     return [
         f"context       {'; '.join(parts)}",
         (
-            f"operations    F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by FLOPs "
+            f"operations    F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by causal FLOPs "
             f"(scripts/schedule.py --cost F=1,I={I / F:.2f},W={W / F:.2f})"
         ),
     ]

@@ -5,9 +5,10 @@ Modules that only a plan or only a run needs are imported when they are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 from megapipe.context.split import HeldPositions
@@ -88,9 +89,9 @@ class GPT(Family):
             f"{model.activation}, {model.dtype}"
         )
 
-    def _once(self, layer: int) -> Once:
+    def _once(self, layer: int, *, causal: bool = False) -> Once:
         given, window = self.conditions, self.model.window_of(layer)
-        return Once.of(self.model, given.sequence_length, given.tp, window)
+        return Once.of(self.model, given.sequence_length, given.tp, window, causal=causal)
 
     def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
         each = [self._once(layer) for layer in range(self.layers)]
@@ -104,8 +105,16 @@ class GPT(Family):
         return [Fraction(0), *(layer for layer, _ in costs), head]
 
     def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
+        return self._work(self._once, stage, spans, again=again)
+
+    def causal_work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
+        return self._work(partial(self._once, causal=True), stage, spans, again=again)
+
+    def _work(
+        self, once: Callable[[int], Once], stage: StageSpec, spans: Sequence[Span], *, again: bool
+    ) -> Work:
         chunked = self.conditions.loss_chunk > 0
-        work = stage_work(self._once, stage, spans, again=again, chunked=chunked)
+        work = stage_work(once, stage, spans, again=again, chunked=chunked)
         if self.conditions.lora is None:
             return work
         blocks = sum(span.blocks for span in spans if "block" in span.policy.recompute)

@@ -26,6 +26,8 @@ class Once(NamedTuple):
     layer: int
     scores: int
     """The part of `layer` that attention computes between its projections."""
+    back: int
+    """Of the backward, what attention computes between its projections."""
     last: int
     """The part of `layer` of its last product, which recomputation of the layer leaves out; 0 if it
     does not."""
@@ -33,15 +35,24 @@ class Once(NamedTuple):
     """Taken as those of a layer where the vocabulary is not known yet."""
 
     @classmethod
-    def of(cls, model: ModelConfig, length: int, tp: int, window: int | None) -> "Once":
-        """Of a resolved model's layer with this window, at sequences of `length` tokens."""
-        layer = layer_flops(model, length, window)
+    def of(
+        cls, model: ModelConfig, length: int, tp: int, window: int | None, *, causal: bool = False
+    ) -> "Once":
+        """Of a resolved model's layer with this window, at sequences of `length` tokens.
+
+        `causal`: scores as kernels compute them, half of all, which the backward computes again:
+        two products in the forward, five in the backward.
+        """
+        layer, linear = layer_flops(model, length, window), layer_flops(model, 0)
+        scores = (layer - linear) // (2 if causal else 1)
+        layer = linear + scores
         head = layer
         if model.vocab_size is not None:
             head = 2 * model.hidden * padded_vocabulary(model.vocab_size, tp)
         return cls(
             layer=layer,
-            scores=layer - layer_flops(model, 0),
+            scores=scores,
+            back=5 * scores // 2 if causal else 2 * scores,
             last=0 if model.post_norms else 2 * model.hidden * known(model.ffn_hidden),
             head=head,
         )
@@ -78,6 +89,7 @@ def stage_work(
     """
     each = [once(layer) for layer in stage.layers]
     whole, scores = sum(one.layer for one in each), sum(one.scores for one in each)
+    back = sum(one.back for one in each)
     repeated = start = found = 0
     for blocks, policy in spans:
         here = each[start : start + blocks]
@@ -93,7 +105,7 @@ def stage_work(
     return Work(
         # a forward without a graph computes the loss, in chunks or not
         F=whole + (head if again or not chunked else 0),
-        I=whole + scores + repeated + (3 * head if chunked else head),
+        I=whole - scores + back + repeated + (3 * head if chunked else head),
         W=whole - scores + (0 if chunked else head),
         R=again * (whole - found - left_out + (0 if chunked else head)),
     )

@@ -18,6 +18,7 @@ from megapipe.plan.memory import model_memory
 from megapipe.plan.report import held_by_process, report
 from megapipe.plan.traffic import by_axis, step_traffic
 from megapipe.schedule.channels import channels
+from megapipe.schedule.commands import main as schedule_command
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.render import text as draw
@@ -243,3 +244,54 @@ def test_unknown_vocabulary() -> None:
     config, layout = resolve(parse(["data.tokenizer=some/where"]).config, None, None)
     with pytest.raises(ConfigError, match=r"model\.vocab_size: not known without"):
         report(config, layout)
+
+
+LONG = (
+    "model.layers=6",
+    "model.hidden=64",
+    "model.heads=8",
+    "model.kv_heads=2",
+    "model.vocab_size=384",
+    "model.positions=rotary",
+    "parallel.cp=4",
+    "parallel.pp=2",
+    "train.sequence_length=8192",
+    "train.microbatch=2",
+    "train.global_batch=8",
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (("context.travels=keys",), "ring of 4, zigzag, keys travel back; scores"),
+        (("context.travels=queries",), "ring of 4, zigzag, queries travel back; scores"),
+        (("context.plan=teams", "context.team=2"), "teams of 4, zigzag; scores"),
+        (("context.plan=all_gather", "context.order=striped"), "all_gather of 4, striped; scores"),
+        (("context.ulysses=2",), "heads over 2 ranks (heads_first); ring of 2, zigzag, keys tr"),
+    ],
+)
+def test_how_positions_are_split(keys: tuple[str, ...], words: str) -> None:
+    """Row 6.02: with the memory of scores that a ring of stored ones would take, s^2 / n."""
+    text = plan(*LONG, *keys)[2]
+    (line,) = re.findall(r"^context +(.*)$", text, re.MULTILINE)
+    assert line.startswith("2,048 of 8,192 positions per rank; ")
+    assert words in line
+    stored = 2 * 8 * 8192**2 // 4 * 4
+    assert line.endswith(f"scores of a layer, which nobody stores: {size_text(stored)}")
+    assert "context" not in plan(*LONG[:-3], "parallel.cp=1")[2]
+
+
+def test_costs_of_operations_over_long_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    """F 2w + 2a, I 2w + 5a, W 2w per token and layer; schedule.py takes what is printed."""
+    text = plan(*LONG, "kernels.loss_chunk=0")[2]
+    weights = 64 * (64 + 2 * 2 * 8 + 64 + 2 * 4 * 64)
+    attended, head = 8192 * 64, 2 * 64 * 384
+    F, I, W = (  # noqa: E741
+        6 * (2 * weights + products * attended) + head for products in (2, 5, 0)
+    )
+    assert f"F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by causal FLOPs" in text
+    (costs,) = re.findall(r"\(scripts/schedule.py (--cost \S+)\)", text)
+    size = ("--ranks", "4", "--microbatches", "8")
+    assert schedule_command(["show", "zb_h1", *size, *costs.split()]) == 0
+    assert "idle" in capsys.readouterr().out
