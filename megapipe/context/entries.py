@@ -26,7 +26,7 @@ class Entry(NamedTuple):
         return q * (q + 1) // 2 if self.causal else q * k
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def entries(queries: Positions, keys: Positions) -> tuple[Entry, ...]:
     """The scores of queries that see keys, each position itself and all before it; none twice.
 

@@ -65,6 +65,17 @@ class Message(NamedTuple):
     """Of links that carry a message each at the same time: a name for it."""
 
 
+class Part(NamedTuple):
+    """The share of one rank in the forward or in the backward of a plan."""
+
+    pairs: tuple[Pair | None, ...]
+    """By round."""
+    messages: tuple[tuple[Message, ...], ...]
+    """By exchange, those that it sends or receives; as many exchanges on every rank."""
+    needed: Mapping[tuple[Kind, int], int]
+    """The last round in which a bundle is used here or sent on."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The pairs that n ranks compute, round by round."""
@@ -158,28 +169,51 @@ class Plan:
         return tuple(map(tuple, found))
 
     @cached_property
+    def forward_parts(self) -> tuple[Part, ...]:
+        """The share of each rank in the forward."""
+        return self._parts(self.forward)
+
+    @cached_property
+    def backward_parts(self) -> tuple[Part, ...]:
+        """The share of each rank in the backward."""
+        return self._parts(self.backward)
+
+    def _parts(self, exchanges: Sequence[Sequence[Message]]) -> tuple[Part, ...]:
+        needed: list[dict[tuple[Kind, int], int]] = [{} for _ in range(self.ranks)]
+        for number, pairs in enumerate(self.rounds):
+            for rank, pair in enumerate(pairs):
+                for kind, home in zip(KINDS, pair or (), strict=False):
+                    needed[rank][kind, home] = number
+        messages: list[list[list[Message]]] = [[[] for _ in exchanges] for _ in range(self.ranks)]
+        for number, exchange in enumerate(exchanges):
+            for message in exchange:
+                for rank in {message.source, message.target}:
+                    messages[rank][number].append(message)
+                if message.what == "bundle":
+                    own, bundle = needed[message.source], (message.kind, message.home)
+                    own[bundle] = max(own.get(bundle, 0), number)
+        parts = zip(zip(*self.rounds, strict=True), messages, needed, strict=True)
+        return tuple(Part(pairs, tuple(map(tuple, own)), used) for pairs, own, used in parts)
+
+    @cached_property
     def held(self) -> dict[Kind, int]:
         """The most bundles of a kind that a rank has or expects at a time, its own included."""
-        most = {}
-        for kind in KINDS:
-            counts: Counter[tuple[int, int]] = Counter()
-            for home in range(self.ranks):
-                here, there = self._stays(kind, home)
-                for rank, begin in here.items():
-                    counts.update((rank, at) for at in range(begin, there[rank] + 1))
-            most[kind] = max(counts.values(), default=0)
-        return most
-
-    def _stays(self, kind: Kind, home: int) -> tuple[dict[int, int], dict[int, int]]:
-        """By rank, the rounds from which and to which it has memory for a bundle."""
-        visits = self.visits[kind, home]
-        here = {home: 0}
-        there = {visit.rank: visit.last for visit in visits} | {home: self.length - 1}
+        begins = {(kind, home, home): 0 for kind in KINDS for home in range(self.ranks)}
+        ends = {
+            (kind, home, visit.rank): visit.last
+            for (kind, home), visits in self.visits.items()
+            for visit in visits
+        }
+        ends |= dict.fromkeys(begins, self.length - 1)
         for message in self._bundles():
-            if (message.kind, message.home) == (kind, home):
-                here[message.target] = message.sent
-                there[message.source] = max(there[message.source], message.sent)
-        return here, there
+            bundle = message.kind, message.home
+            begins[(*bundle, message.target)] = message.sent
+            source = (*bundle, message.source)
+            ends[source] = max(ends[source], message.sent)
+        counts: Counter[tuple[Kind, int, int]] = Counter()
+        for (kind, home, rank), begin in begins.items():
+            counts.update((kind, rank, at) for at in range(begin, ends[kind, home, rank] + 1))
+        return {kind: max(count for at, count in counts.items() if at[0] == kind) for kind in KINDS}
 
     def prove(self, needed: Callable[[int, int], bool]) -> None:
         """Raise :class:`PlanError` unless every pair of homes that is `needed` is computed once,

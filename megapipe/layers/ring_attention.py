@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from megapipe.context.documents import within_documents
 from megapipe.context.entries import Entry, entries
-from megapipe.context.plan import UNDER_WAY, Kind, Message, Plan
+from megapipe.context.plan import UNDER_WAY, Kind, Message, Part, Plan
 from megapipe.context.positions import Positions
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, reduce_scatter
@@ -133,37 +133,30 @@ class _Run(ABC):
         self,
         ring: Ring,
         rows: Rows,
-        q: Tensor,
-        k: Tensor,
         plan: Plan,
-        messages: Sequence[Sequence[Message]],
+        parts: Sequence[Part],
     ) -> None:
         self.ring, self.rows, self.plan = ring, rows, plan
         self.me = ring.axis.index
-        self.messages = () if ring.gathers else messages
+        part = parts[self.me]
+        self.pairs, self.messages = part.pairs, () if ring.gathers else part.messages
         self._bundles: dict[Bundle, Tensors] = {}
         self._arriving: dict[Message, tuple[Tensors, Exchange]] = {}
         self._sent: list[Exchange] = []
-        self._needed: dict[Bundle, int] = defaultdict(int)
-        """The last round in which a bundle is used here or sent on."""
-        for bundle, visits in plan.visits.items():
-            self._needed[bundle] = max((v.last for v in visits if v.rank == self.me), default=0)
+        self._needed = part.needed
         self._incoming: dict[tuple[str, Bundle], list[Message]] = defaultdict(list)
         for message in (each for exchange in self.messages for each in exchange):
-            bundle = message.kind, message.home
             if message.target == self.me:
-                self._incoming[message.what, bundle].append(message)
-            if message.source == self.me and message.what == "bundle":
-                self._needed[bundle] = max(self._needed[bundle], message.sent)
+                self._incoming[message.what, (message.kind, message.home)].append(message)
 
     def rounds(self) -> None:
         """Exchange and compute, until all is done but what comes home."""
         if self.ring.gathers:
             self._gather()
-        for number in range(max(self.plan.length, len(self.messages))):
+        for number in range(max(len(self.pairs), len(self.messages))):
             if not self.ring.gathers and self.ring.axis.group is not None:
                 self._exchange(number)
-            pair = self.plan.rounds[number][self.me] if number < self.plan.length else None
+            pair = self.pairs[number] if number < len(self.pairs) else None
             if pair is not None:
                 self.compute(*pair)
             for bundle in [b for b in self._bundles if self._needed[b] <= number]:
@@ -240,7 +233,7 @@ class _Run(ABC):
 
 class _Forward(_Run):
     def __init__(self, ring: Ring, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(ring, rows, q, k, ring.forward, ring.forward.forward)
+        super().__init__(ring, rows, ring.forward, ring.forward.forward_parts)
         self._own: dict[Kind, Tensors] = {"queries": (q,), "keys": (k, v)}
         self._results: dict[int, Tensors] = {}
         """By home of queries: output [s, b, heads, d] and LSE [b, heads, s] so far."""
@@ -307,7 +300,7 @@ class _Backward(_Run):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        super().__init__(ring, rows, q, k, ring.backward, ring.backward.backward)
+        super().__init__(ring, rows, ring.backward, ring.backward.backward_parts)
         self._own: dict[Kind, Tensors] = {"queries": (q, grad, lse), "keys": (k, v)}
         self._out = out
         self._grads: dict[Bundle, Tensors] = {}

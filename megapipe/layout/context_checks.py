@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from megapipe.config import ActivationsConfig, Config
 from megapipe.context.split import Split
-from megapipe.context_config import ContextConfig
+from megapipe.context_config import TURNED, ContextConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import Span
 from megapipe.model.interface import Family
@@ -14,6 +14,10 @@ from megapipe.words import choices, multiples
 
 WITH_LSE = ("auto", "flash", "efficient", "cudnn", "flash_attn")
 """Kernels of attention whose results over some keys can be merged with those over others."""
+
+
+LARGEST_RING = 512
+"""Ranks whose plan takes no minutes to make: it grows with their square."""
 
 
 def split_of(config: Config) -> Split:
@@ -93,8 +97,8 @@ def _check_effect(context: ContextConfig, split: Split) -> None:
         ("team", context.plan == "teams", "context.plan=teams"),
         (
             "travels",
-            in_ring and context.plan in ("ring", "double_ring"),
-            "a ring of ranks and context.plan=ring or double_ring",
+            in_ring and context.plan in TURNED,
+            f"a ring of ranks and context.plan={' or '.join(TURNED)}",
         ),
         ("ranks", both, "both a ring of ranks and context.ulysses above 1"),
     ):
@@ -108,6 +112,11 @@ def _check_effect(context: ContextConfig, split: Split) -> None:
 
 def _check_plan(context: ContextConfig, split: Split) -> None:
     n = split.ring
+    if n > LARGEST_RING:
+        raise ConfigError(
+            f"parallel.cp={split.cp} with context.ulysses={split.ulysses} is a ring of {n} ranks: "
+            f"expected at most {LARGEST_RING}; more context.ulysses makes it smaller"
+        )
     if context.plan == "double_ring" and (context.inner is None or n % context.inner):
         raise ConfigError(
             f"context.inner={_null(context.inner)} does not divide the ring of {n}, which "

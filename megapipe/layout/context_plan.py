@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 from megapipe.config import Config
 from megapipe.context import plans
-from megapipe.context.entries import entries
-from megapipe.context.plan import Message, Plan, PlanError
+from megapipe.context.plan import Message, Part, Plan, PlanError
 from megapipe.context.split import Split
+from megapipe.context_config import TURNED
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
 from megapipe.errors import ConfigError
 from megapipe.user_code import UserCode, is_user_code
@@ -38,6 +38,12 @@ class ContextPlans(NamedTuple):
             return self.forward, self.forward.forward
         return self.backward, self.backward.backward
 
+    def part(self, what: Pass, rank: int) -> Part:
+        """The share of a member of the ring in the forward or the backward."""
+        return (
+            self.forward.forward_parts[rank] if what == "F" else self.backward.backward_parts[rank]
+        )
+
 
 def context_plans(config: Config, split: Split) -> ContextPlans:
     """Raises :class:`ConfigError` for a plan that does not compute each block once."""
@@ -45,12 +51,14 @@ def context_plans(config: Config, split: Split) -> ContextPlans:
     if split.ring == 1:
         return ContextPlans(forward, forward)
     backward = forward
-    if config.context.plan in ("ring", "double_ring") and queries_travel(config, split):
+    if config.context.plan in TURNED and queries_travel(config, split):
         backward = plans.travelling_queries(forward)
-    held = split.held([config.train.sequence_length], 0)
+    blocks = split.held([config.train.sequence_length], 0).blocks
+    first = [min(run.first for run in block.runs) for block in blocks]
+    last = [max(run.last for run in block.runs) for block in blocks]
     try:
         for plan in (forward, backward):
-            plan.prove(lambda i, j: bool(entries(held.blocks[i], held.blocks[j])))
+            plan.prove(lambda queries, keys: first[keys] <= last[queries])
     except PlanError as error:
         raise ConfigError(f"context.plan={config.context.plan}: {error}") from None
     return ContextPlans(forward, backward, config.context.plan == "all_gather")

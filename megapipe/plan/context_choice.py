@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import chain, product
 from typing import Any, NamedTuple
 
@@ -79,25 +79,19 @@ def costs(config: Config, speeds: Speeds) -> list[Cost]:
 
 
 def _candidates(cp: int) -> Iterator[ContextConfig]:
-    """Sections, of which some are refused."""
+    """Sections, of which some are refused. A double ring of one ring, or of rings of one rank, and
+    teams of one are a ring."""
     for ulysses in (n for n in range(1, cp + 1) if cp % n == 0):
         ring = cp // ulysses
         both = ring > 1 and ulysses > 1
         of_ring: list[dict[str, Any]] = [{}]
         if ring > 1:
+            plans: list[dict[str, Any]] = [{"plan": "ring"}, {"plan": "all_gather"}]
+            plans += [{"plan": "double_ring", "inner": i} for i in range(2, ring) if ring % i == 0]
+            plans += [{"plan": "teams", "team": c} for c in range(2, ring + 1) if ring % c**2 == 0]
             orders = ("zigzag", "striped", "contiguous")
-            of_ring = [{"order": order} for order in orders]
-            of_ring += [
-                {"plan": "double_ring", "inner": i, "order": order}
-                for i in range(2, ring)
-                for order in orders[:2]
-                if ring % i == 0
-            ]
+            of_ring = [{**plan, "order": order} for plan in plans for order in orders]
             of_ring += [{"plan": "helpers", "order": "contiguous"}]
-            of_ring += [
-                {"plan": "teams", "team": c} for c in range(2, ring + 1) if ring % c**2 == 0
-            ]
-            of_ring += [{"plan": "all_gather", "order": order} for order in ("zigzag", "striped")]
         ranks = ("heads_first", "context_first") if both else ("heads_first",)
         for own, first in product(of_ring, ranks):
             yield ContextConfig.model_validate({"ulysses": ulysses, "ranks": first, **own})
@@ -134,6 +128,7 @@ def cost_of(config: Config, speeds: Speeds) -> Cost:
     blocks = split.held([length], 0).blocks
     heads = own.heads // split.ulysses
 
+    @cache
     def scores(i: int, j: int) -> int:
         return sum(entry.scores for entry in entries(blocks[i], blocks[j]))
 
@@ -182,7 +177,7 @@ def _bytes(own: Attention, places: _Places, what: Pass, index: int) -> Iterator[
     yield from _collective_bytes(own, places, what, index)
     split = own.split
     ring, ulysses = split.place(index)
-    for message in () if own.plans.gathers else chain(*own.plans.of(what)[1]):
+    for message in () if own.plans.gathers else chain(*own.plans.part(what, ring).messages):
         if message.source == ring:
             peer = split.index(message.target, ulysses)
             within = places.same_node(index, peer)

@@ -139,24 +139,15 @@ class _Replay:
 
     def __init__(self, whole: _Whole, what: Pass, member: int) -> None:
         self.whole, self.what, self.me = whole, what, member
-        self.plan, messages = whole.own.plans.of(what)
+        part = whole.own.plans.part(what, member)
         self.gathers = whole.own.plans.gathers
-        self.messages = () if self.gathers else messages
+        self.pairs, self.messages = part.pairs, () if self.gathers else part.messages
+        self._needed = part.needed
         self.tape = Tape()
         self._bundles: dict[tuple[Kind, int], _Memory] = {}
         self._coming: dict[Message, _Memory] = {}
         self._sums: dict[tuple[Kind, int], _Memory] = {}
         self._sent: list[list[_Memory]] = []
-        self._needed = {
-            bundle: visit.last
-            for bundle, visits in self.plan.visits.items()
-            for visit in visits
-            if visit.rank == member
-        }
-        for message in (each for exchange in self.messages for each in exchange):
-            if message.source == member and message.what == "bundle":
-                bundle = message.kind, message.home
-                self._needed[bundle] = max(self._needed.get(bundle, 0), message.sent)
 
     def peak(self) -> int:
         """The most bytes, besides what :func:`attention_workspace` leaves out."""
@@ -165,13 +156,13 @@ class _Replay:
         if self.gathers:
             self.tape.take(n * w.wide_k if self.what == "I" else 0, n * w.k, w.k)
             self.tape.drop(w.k)
-        for number in range(max(self.plan.length, len(self.messages))):
+        for number in range(max(len(self.pairs), len(self.messages))):
             if not self.gathers:
                 self._exchange(number)
-            pair = self.plan.rounds[number][self.me] if number < self.plan.length else None
+            pair = self.pairs[number] if number < len(self.pairs) else None
             if pair is not None:
                 self._compute(*pair)
-            for bundle in [b for b in self._bundles if self._needed.get(b, 0) <= number]:
+            for bundle in [b for b in self._bundles if self._needed[b] <= number]:
                 self._bundles.pop(bundle).let_go()
         if self.what == "F":
             if w.own.main > w.own.size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from megapipe.context.plan import Message
@@ -112,7 +113,8 @@ class Attention(NamedTuple):
                 found.append(Sent("cp", "reduce_scatter", 1, n * self.keys * self.main, n))
         else:
             backward = what == "I"
-            own = [m for exchange in self.plans.of(what)[1] for m in exchange if m.source == ring]
+            messages = chain(*self.plans.part(what, ring).messages)
+            own = [message for message in messages if message.source == ring]
             total = sum(self.bytes_of(message, backward=backward) for message in own)
             letters = sum(self.letters(message, backward=backward) for message in own)
             found.append(Sent("cp", "send", letters, total, n))

@@ -6,11 +6,13 @@ example: context.py draw parallel.cp=4 context.plan=teams context.team=2 -o team
 """
 
 import argparse
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.command_line import Parser
 from megapipe.context.entries import entries
-from megapipe.context.plan import Plan
+from megapipe.context.plan import Message, Plan
 from megapipe.context.positions import Positions
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import split_of
@@ -44,7 +46,7 @@ def run(given: argparse.Namespace) -> None:
             raise ConfigError(f"-o {given.output}: {error.strerror}") from None
         return
     print(words)
-    print(text(plan, blocks))
+    print(text(plan, blocks, plan.backward if given.backward else plan.forward))
 
 
 def share(blocks: tuple[Positions, ...], pair: tuple[int, int] | None) -> float:
@@ -60,8 +62,8 @@ def label(blocks: tuple[Positions, ...], pair: tuple[int, int] | None) -> str:
     return f"{pair[0]}:{pair[1]}" if pair is not None and share(blocks, pair) else "-"
 
 
-def text(plan: Plan, blocks: tuple[Positions, ...]) -> str:
-    """A row per rank, a column per round."""
+def text(plan: Plan, blocks: tuple[Positions, ...], exchanges: Sequence[Sequence[Message]]) -> str:
+    """A row per rank, a column per round, and what is sent in all."""
     rows = [["", *(f"round {number}" for number in range(plan.length))]]
     for rank in range(plan.ranks):
         cells = [label(blocks, pairs[rank]) for pairs in plan.rounds]
@@ -71,12 +73,11 @@ def text(plan: Plan, blocks: tuple[Positions, ...]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    sent = {"bundle": 0, "partial": 0}
-    for message in (each for exchange in plan.forward for each in exchange):
-        sent[message.what] += 1
+    sent = Counter(message.what for exchange in exchanges for message in exchange)
+    more = f"{sent['gradient']} gradients" if sent["gradient"] else f"{sent['partial']} results"
     lines.append(
-        f"{sent['bundle']} bundles and {sent['partial']} results sent; at most "
-        f"{plan.held['keys']} key bundles on a rank, its own included"
+        f"{sent['bundle']} bundles and {more} sent; at most {plan.held['keys']} bundles of keys "
+        f"and {plan.held['queries']} of queries on a rank, its own included"
     )
     return "\n".join(lines)
 

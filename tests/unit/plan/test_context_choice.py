@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.config import Config
+from megapipe.context_config import PLANS, ContextConfig
+from megapipe.errors import ConfigError
+from megapipe.layout.context_checks import check_context, split_of
+from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
 from megapipe.plan.commands import main
 from megapipe.plan.context_choice import Cost, cost_of, costs
@@ -53,6 +58,28 @@ def test_all_that_is_legal_is_there_once() -> None:
         assert made.context == cost.context
 
 
+def test_what_is_there_is_all_that_is_legal() -> None:
+    """But for double rings of one ring, which are a ring."""
+    given = config("parallel.cp=8")
+    family = family_of(given, "cpu")
+    legal = set()
+    orders, ranks = ("zigzag", "striped", "contiguous"), ("heads_first", "context_first")
+    for plan, order, ulysses, first, inner, team in itertools.product(
+        PLANS, orders, range(1, 9), ranks, (None, 2, 4), (None, 2)
+    ):
+        values = {"plan": plan, "order": order, "ulysses": ulysses, "ranks": first}
+        own = ContextConfig.model_validate({**values, "inner": inner, "team": team})
+        made = given.model_copy(update={"context": own})
+        try:
+            split = split_of(made)
+            check_context(made, family, split, 1)
+        except ConfigError:
+            continue
+        if inner != split.ring:
+            legal.add(own.model_dump_json())
+    assert legal == {cost.context.model_dump_json() for cost in found("parallel.cp=8")}
+
+
 def test_bytes_within_nodes_and_between() -> None:
     """Two nodes of two: a flat ring crosses once per round, Ulysses with heads first does not."""
     given = ("parallel.cp=4", "parallel.per_node=2")
@@ -81,8 +108,6 @@ def test_slow_links_change_the_order() -> None:
 
 
 def test_models_that_cannot() -> None:
-    from megapipe.errors import ConfigError
-
     given = config()
     windows = given.model_copy(
         update={
@@ -119,6 +144,10 @@ def test_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "parallel.cp=2", "log.device=null"], "the speed of the device is not known"),
         (["draw", *LONG, "parallel.cp=2", "-o", "/nowhere/x.svg"], "-o /nowhere/x.svg: No such"),
         (["draw", *LONG, "parallel.cp=2", "context.plan=helpers"], "context.order=zigzag"),
+        (["draw", *LONG, "parallel.cp=3"], "train.sequence_length=16384 is not divisible by 6"),
+        (["compare", *LONG, "parallel.cp=1024"], "is a ring of 1024 ranks: expected at most 512"),
+        (["draw", "dance", "parallel.cp=2"], "dance: no such file"),
+        (["draw", *LONG, "parallel.cp=2", "context.plans=ring"], "unknown key"),
     ],
 )
 def test_bad_input(
@@ -141,10 +170,35 @@ def test_a_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "rank 0  0:0      2:0",
         "rank 1  1:1      1:0",
         "rank 2  2:2      2:1",
-        "3 bundles and 1 results sent; at most 2 key bundles on a rank, its own included",
+        (
+            "3 bundles and 1 results sent; at most 2 bundles of keys and 2 of queries on a rank, "
+            "its own included"
+        ),
     ]
+    assert main(["draw", *LONG, "parallel.cp=2", "context.travels=queries", "--backward"]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "ring, queries travel, zigzag: 2 ranks, 2 rounds"
+    assert last.startswith("2 bundles and 2 gradients sent; at most 1 bundles of keys and 2 of q")
     out = tmp_path / "plan.svg"
     assert main(["draw", *LONG, *keys, length, "--backward", "-o", str(out)]) == 0
     drawn = out.read_text()
     assert drawn.startswith("<svg")
     assert ">2:1</text>" in drawn
+
+
+PICTURES: dict[str, tuple[str, ...]] = {
+    "ring": (),
+    "contiguous": ("context.order=contiguous",),
+    "helpers": ("context.plan=helpers", "context.order=contiguous"),
+    "double_ring": ("context.plan=double_ring", "context.inner=2"),
+    "teams": ("context.plan=teams", "context.team=2"),
+}
+"""What docs/context_NAME.svg shows, of four ranks."""
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_of_the_page(name: str, tmp_path: Path) -> None:
+    docs, out = Path(__file__).parents[3] / "docs", tmp_path / "x.svg"
+    assert f"(context_{name}.svg)" in (docs / "context.md").read_text()
+    assert main(["draw", "parallel.cp=4", *PICTURES[name], "-o", str(out)]) == 0
+    assert out.read_text() == (docs / f"context_{name}.svg").read_text()
