@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -11,11 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megapipe.cli import parse
 from megapipe.context.entries import Entry
+from megapipe.distributed.collectives import all_gather, reduce_scatter, start_all_to_all
 from megapipe.distributed.exchange import Exchange, Letter, start_exchange
 from megapipe.distributed.mesh import Grid
+from megapipe.layers import reshard as reshard_module
 from megapipe.layers import ring_attention
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.reshard import reshard
@@ -39,6 +45,8 @@ class Setting:
     heads: int = 4
     groups: int = 4
     explicit: bool = False
+    rows: int = 4
+    """Positions of a rank."""
 
     def __str__(self) -> str:
         words = " ".join(key.removeprefix("context.") for key in self.keys) or "ring"
@@ -46,7 +54,7 @@ class Setting:
 
     @property
     def length(self) -> int:
-        return 4 * self.cp
+        return self.rows * self.cp
 
     def layout(self) -> Layout:
         config = parse(
@@ -84,6 +92,8 @@ SETTINGS = [
     Setting(4, ("ulysses=2",), groups=2),
     Setting(4, ("ulysses=2", "ranks=context_first"), groups=1),
     Setting(8, ("ulysses=2", *DOUBLE)),
+    Setting(8, ("ulysses=2", "ranks=context_first", *DOUBLE)),
+    Setting(9, ("plan=double_ring", "inner=3")),
     Setting(4, groups=2, explicit=True),
 ]
 
@@ -107,6 +117,9 @@ class Seen(NamedTuple):
     for the receiver then, bytes; as the sender and as the receiver sees it."""
     sent: dict[str, int]
     """Bytes of messages of the forward and of the backward."""
+    operations: list[tuple[tuple[int, ...], str, str, int]]
+    """Of each in order: the ranks of its group, forward or backward, which it is, and bytes of the
+    whole tensor; of an exchange of messages, whose bytes differ between ranks, 0."""
 
 
 def attend(world: World, settings: Sequence[Setting]) -> list[Seen]:
@@ -122,6 +135,7 @@ def attend_once(world: World, setting: Setting) -> Seen:
     q, k, v, grad = (x[rows] for x in full_tensors(setting))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     letters: list[tuple[int, int, int, int, int]] = []
+    operations: list[tuple[tuple[int, ...], str, str, int]] = []
     sent = {"F": 0, "I": 0}
     phase, number = "F", 0
     axis = context.ring.axis
@@ -138,15 +152,30 @@ def attend_once(world: World, setting: Setting) -> Seen:
                 letters.append((number, *(ends if theirs else ends[::-1]), place, size))
                 sent[phase] += size if theirs else 0
         number += 1
+        operations.append((tuple(axis.ranks), phase, "exchange", 0))
         return start_exchange(sends, receives, on)
 
-    with mock.patch.object(ring_attention, "start_exchange", spy):
+    def noted(of: Any) -> Any:
+        def call(x: Tensor, on: Any) -> Any:
+            if on.group is not None:
+                whole = x.nbytes * (on.size if of is all_gather else 1)
+                name = of.__name__.removeprefix("start_")
+                operations.append((tuple(on.ranks), phase, name, whole))
+            return of(x, on)
+
+        return call
+
+    with ExitStack() as spies:
+        spies.enter_context(mock.patch.object(ring_attention, "start_exchange", spy))
+        for of in (all_gather, reduce_scatter, start_all_to_all):
+            where = reshard_module if of is start_all_to_all else ring_attention
+            spies.enter_context(mock.patch.object(where, of.__name__, noted(of)))
         mb = MicroBatch(0, 0, 0, held=held)
         out = context.attend(*leaves, mb, PLAIN, 0)
         phase = "I"
         grads = torch.autograd.grad(out, leaves, grad)
     results = [x.detach().numpy() for x in (out, *grads)]
-    return Seen(results, rows, letters, sent)
+    return Seen(results, rows, letters, sent, operations)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +187,8 @@ def attend_once(world: World, setting: Setting) -> Seen:
 )
 def test_plans(cp: int) -> None:
     """Rows 6.02 to 6.09 and 6.11: output and gradients are those of one process, and each rank
-    sends what the plan says, in an order that sender and receiver share."""
+    sends what the plan says, in an order that all members of a group share. Row 6.08: with all or
+    none of the ranks splitting heads, there are no messages but Ulysses', or the ring's."""
     settings = [setting for setting in SETTINGS if setting.cp == cp]
     for setting, *seen in zip(settings, *run_world(cp, attend, settings), strict=True):
         try:
@@ -182,12 +212,27 @@ def check(setting: Setting, seen: Sequence[Seen]) -> None:
     # every letter is told once by its sender and once by its receiver
     told = sorted(letter for each in seen for letter in each.letters)
     assert told[::2] == told[1::2]
+    # all members of a group have the same operations of it, in one order
+    by_group: dict[tuple[int, ...], list[list[Any]]] = {}
+    for each in seen:
+        for ranks in {operation[0] for operation in each.operations}:
+            own = [operation for operation in each.operations if operation[0] == ranks]
+            by_group.setdefault(ranks, []).append(own)
+    for ranks, lists in by_group.items():
+        assert len(lists) == len(ranks)
+        assert all(own == lists[0] for own in lists), ranks
     layout = setting.layout()
     tokens = B * layout.local_length
     for index, each in enumerate(seen):
         for what, total in each.sent.items():
             planned = attention_traffic(layout, tokens, index)[what]
             assert total == sum(s.bytes for s in planned if s.collective == "send"), what
+            found = Counter[str]()
+            for _, when, name, size in each.operations:
+                found[name] += size * (when == what)
+            for s in planned:
+                assert s.collective == "send" or s.bytes == found[s.collective], (what, s)
+            assert {s.collective for s in planned} - {"send"} == {n for n in found if found[n]}
 
 
 def test_bytes_of_the_field() -> None:
@@ -270,6 +315,45 @@ def test_a_sequence_of_two_dimensions(n: int) -> None:
     total = sum(torch.from_numpy(s[2]) for s in seen)
     torch.testing.assert_close(total, grad_weight, rtol=1e-12, atol=1e-12)
     assert [s[3] for s in seen] == [2] * n
+
+
+class _Largest(TorchDispatchMode):
+    """The largest storage that is made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor):
+                self.nbytes = max(self.nbytes, x.untyped_storage().nbytes())
+        return found
+
+
+def largest_storages(world: World, settings: Sequence[Setting]) -> list[int]:
+    found = []
+    for setting in settings:
+        with _Largest() as largest:
+            attend_once(world, setting)
+        found.append(largest.nbytes)
+    return found
+
+
+def test_no_storage_above_a_block() -> None:
+    """Row 6.03: where scores are written out, those of a block, 1 / n^2 of all, are the most that
+    is ever made; with a kernel not even these."""
+    settings = [
+        Setting(4, keys, rows=64, explicit=explicit)
+        for keys in ((), ("travels=keys",), ("order=striped",))
+        for explicit in (False, True)
+    ]
+    block = B * 4 * 64 * 64 * 8
+    whole = 4 * B * 4 * 64 * D * 8  # queries of all ranks, of which the test takes those of each
+    assert whole < block
+    for setting, *found in zip(settings, *run_world(4, largest_storages, settings), strict=True):
+        assert max(found) <= (block if setting.explicit else whole), setting
 
 
 def test_no_scores_beyond_a_block() -> None:
