@@ -13,33 +13,25 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
-import torch
 from common import Result, parser, report
-from torch import Tensor
+from lasting import configured, lasting, rows
 
 from megapipe.config import Config
 from megapipe.distributed.mesh import Grid
-from megapipe.engine.stage import Key, Stage
-from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
-from megapipe.layout.resolve import resolve
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
-from megapipe.schedule.ir import MICROBATCH_SHIFT, Schedule, packed
+from megapipe.schedule.ir import MICROBATCH_SHIFT, Kind, Schedule, packed
 from megapipe.schedule.timing.simulate import simulate
 from megapipe.testing import World, run_world
-from megapipe.train import step as training
 from megapipe.train.step import TrainStep
 from megapipe.train.update import StepResult
 
-VOCABULARY = 64
 WARM_UP = 2
 """Steps before the pace is measured."""
 SPEED, SAVED, SLACK = 0.96, 0.9, 1.02
@@ -66,26 +58,14 @@ class Case:
         return Cost(F=self.seconds, I=self.seconds, W=self.seconds)
 
     def configure(self, steps: int, *, trust: bool) -> tuple[Config, Layout]:
-        config = Config.model_validate(
-            {
-                "model": {
-                    "layers": self.schedule().placement.stages,
-                    "hidden": 16,
-                    "heads": 2,
-                    "tied_embeddings": False,
-                },
-                "parallel": {"pp": self.ranks},
-                "pipeline": {"schedule": self.name},
-                "optimizer": {"clip": 1e6, "post_validation": trust, "warmup_steps": 0},
-                "train": {
-                    "steps": steps,
-                    "sequence_length": 8,
-                    "microbatch": 1,
-                    "global_batch": self.microbatches,
-                },
-            }
+        return configured(
+            self.ranks,
+            layers=self.schedule().placement.stages,
+            microbatches=self.microbatches,
+            steps=steps,
+            pipeline={"schedule": self.name},
+            optimizer={"clip": 1e6, "post_validation": trust, "warmup_steps": 0},
         )
-        return resolve(config, self.ranks, VOCABULARY)
 
 
 class Pace(NamedTuple):
@@ -105,35 +85,6 @@ class Pace(NamedTuple):
         return self.trusting / self.waiting
 
 
-class _Lasting(Stage):
-    """Each operation takes `seconds`, of which it sleeps what it does not compute."""
-
-    def __init__(self, *args: Any, seconds: float, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.seconds = seconds
-
-    def _last(self, operation: Callable[[], Tensor | None]) -> Tensor | None:
-        end = time.perf_counter() + self.seconds
-        result = operation()
-        time.sleep(max(0.0, end - time.perf_counter()))
-        return result
-
-    def forward(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
-        return self._last(partial(super().forward, key, x, mb))
-
-    def input_grad(self, key: Key, grad: Tensor | None) -> Tensor | None:
-        return self._last(partial(super().input_grad, key, grad))
-
-    def weight_grad(self, key: Key) -> None:
-        self._last(partial(super().weight_grad, key))
-
-
-def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Samples [b, 8]: each counts up from its number."""
-    tokens = (torch.tensor(indices)[:, None] + torch.arange(9)) % VOCABULARY
-    return tokens[:, :-1], tokens[:, 1:], torch.ones(len(tokens), 8, dtype=torch.bool)
-
-
 class Trained(NamedTuple):
     """One rank's steps."""
 
@@ -151,7 +102,7 @@ def train(world: World, case: Case, steps: int) -> tuple[Trained, Trained]:
 def train_one(world: World, case: Case, steps: int, *, trust: bool) -> Trained:
     config, layout = case.configure(steps, trust=trust)
     mesh = world.mesh(Grid(pp=case.ranks))
-    with mock.patch.object(training, "Stage", partial(_Lasting, seconds=case.seconds)):
+    with lasting(dict.fromkeys((Kind.F, Kind.I, Kind.W), case.seconds), mesh):
         step = TrainStep(config, layout, mesh)
     ends, results = [], []
     for index in range(steps):

@@ -52,6 +52,8 @@ class Versions:
         """Updates that the newest version has seen, and the first one that there is."""
         self._bound: Tensor | None = None
         """The buffer that the parameters point at."""
+        self._views: dict[int, list[Tensor]] = {}
+        """By address of a buffer, the weights of all parameters in it."""
         self._resting = [torch.zeros_like(grad) for grad in bucket.grads] if turns else None
 
     def begin(self, version: int, older: int = 0) -> None:
@@ -110,10 +112,14 @@ class Versions:
     def _point_at(self, buffer: Tensor) -> None:
         if buffer is self._bound:
             return
-        self._bound = buffer
-        for placed in self.shard.bucket.placed:
+        self._bound, bucket = buffer, self.shard.bucket
+        views = self._views.get(buffer.data_ptr())
+        if views is None:
+            views = [bucket.view(buffer, placed.entry) for placed in bucket.placed]
+            self._views[buffer.data_ptr()] = views
+        for placed, view in zip(bucket.placed, views, strict=True):
             # not in place: graphs in flight have seen the parameter
-            placed.parameter.data = self.shard.bucket.view(buffer, placed.entry)
+            placed.parameter.data = view
 
     def turn(self) -> None:
         """Let further gradients add up apart from those that have come, from zero."""

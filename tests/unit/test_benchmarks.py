@@ -23,6 +23,7 @@ SHARED = (
     "common.py",
     "deepspeed_peer.py",
     "fake_world.py",
+    "lasting.py",
     "megatron_peer.py",
     "model_memory.py",
     "peer_row.py",
@@ -33,7 +34,7 @@ SHARED = (
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 LONG = (
     *("bubble", "checkpoints", "data", "engine_overhead", "gpu_ladder", "memory", "peers"),
-    *("post_validation", "scale", "state_precision", "step", "tensor_parallel", "zero"),
+    *("post_validation", "scale", "state_precision", "step", "streams", "tensor_parallel", "zero"),
 )
 """Those that time whole steps or commands, or beside a peer's, at any size."""
 COUNTING = ("context_parallel", "memory", "scale", "zero")
