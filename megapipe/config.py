@@ -364,7 +364,8 @@ class LogConfig(Section):
     timeline: list[int] = Field(default_factory=list)
     """Steps, counted from 1, of which the time of each pipeline operation is recorded: a trace
     for ui.perfetto.dev and a picture, each with the simulation next to it, go to
-    `timeline/` in the run folder. Steps that the run does not come to are left out with a note."""
+    `timeline/` in the run folder. Steps that the run does not come to are left out with a note.
+    Without a flush (pipeline.weights) the steps beside each are recorded too."""
     samples: bool = False
     """Write which samples each step takes to `samples/` in the run folder;
     `python -m megapipe.observe.samples FOLDER` checks that each was taken once, over any number of

@@ -119,4 +119,5 @@ class PipelineConfig(Section):
     ahead to receive, log.timeline tells: it prints the bubble as measured beside the simulated."""
     debug: bool = False
     """Send a header with each message and check it on arrival; fill buffers with NaN before a
-    receive; compare checksums of the samples that ranks of cp and of tp are given."""
+    receive; compare checksums of the samples that ranks of cp and of tp are given. Under vertical
+    and double_buffer the header has the version of the weights that were read, too."""

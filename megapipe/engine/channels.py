@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megapipe.distributed.mesh import Axis, ParallelMesh
-from megapipe.schedule.ir import Op
+from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.lower import channel_rounds
 from megapipe.schedule.program import Action
 
@@ -33,7 +33,23 @@ Shape = tuple[int, ...]
 MessageShape = Callable[[Op], Any]
 """Shape of a message; where it is packed, a :class:`~megapipe.engine.packed.PackedTensor` for each
 tensor."""
-Expected = Sequence[tuple[Op, Any]]
+
+
+class Versioned(NamedTuple):
+    """The name of a message that says which weights the operation that made it has read."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    slice: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{Op(*self[:4])}@{self.version}"
+
+
+Name = Op | Versioned
+Expected = Sequence[tuple[Name, Any]]
 """The messages of a channel in a step, in order: what each is, and its shape."""
 Message = Any
 """A tensor, or where messages are packed a tuple of tensors."""
@@ -47,7 +63,7 @@ def message_of(action: Action) -> Op:
 class Outgoing(Protocol):
     """The sender's end of a channel."""
 
-    def send(self, message: Op, tensor: Message) -> None:
+    def send(self, message: Name, tensor: Message) -> None:
         """Send without blocking; the tensor must not be written afterwards."""
 
     def acknowledge(self, messages: int) -> None:
@@ -71,7 +87,7 @@ class Incoming(Protocol):
         """Announce the messages that come next, after those announced before."""
 
     def post(self) -> None:
-        """Begin to receive the next message announced; at most one at a time."""
+        """Begin to receive the next message announced, if there is one and that has not begun."""
 
     def arrived(self) -> bool:
         """Whether :meth:`receive` returns without this process running another rank's program."""
@@ -94,10 +110,10 @@ class Queue:
     """Both ends of a channel within a process; tensors are handed over."""
 
     def __init__(self) -> None:
-        self.messages: deque[tuple[Op, Tensor]] = deque()
-        self.expected: deque[Op] = deque()
+        self.messages: deque[tuple[Name, Tensor]] = deque()
+        self.expected: deque[Name] = deque()
 
-    def send(self, message: Op, tensor: Tensor) -> None:
+    def send(self, message: Name, tensor: Tensor) -> None:
         self.messages.append((message, tensor))
 
     def acknowledge(self, messages: int) -> None:
@@ -171,7 +187,7 @@ class _Outgoing(_Line):
         self.unacknowledged = 0
         """Messages sent and not known from acknowledgements to be received."""
 
-    def send(self, message: Op, tensor: Tensor) -> None:
+    def send(self, message: Name, tensor: Tensor) -> None:
         self._start(tensor.contiguous().to(self.wire))
         self.unacknowledged += 1
 
@@ -206,7 +222,7 @@ class _Outgoing(_Line):
 class _PolledOutgoing(_Outgoing):
     """Where a send can be asked whether it has completed: on NCCL."""
 
-    def send(self, message: Op, tensor: Tensor) -> None:
+    def send(self, message: Name, tensor: Tensor) -> None:
         while self.under_way and self.under_way[0][0].is_completed():
             self.release()
         super().send(message, tensor)
@@ -220,13 +236,15 @@ class _Incoming(_Line):
     ) -> None:
         super().__init__(ends, device, wire)
         self.dtype = dtype
-        self.expected: deque[tuple[Op, Shape]] = deque()
+        self.expected: deque[tuple[Name, Shape]] = deque()
         self.posted: tuple[Any, Tensor] | None = None
 
     def expect(self, expected: Expected) -> None:
         self.expected.extend(expected)
 
     def post(self) -> None:
+        if self.posted is not None or not self.expected:
+            return
         buffer = torch.empty(self.expected[0][1], dtype=self.dtype, device=self.wire)
         self.posted = self.group.recv([buffer], self.peer, 0), buffer
 
@@ -245,12 +263,13 @@ class _Incoming(_Line):
 
 
 _HEADER = 12
-"""Length of a debug header: kind, stage, micro-batch, slice, dtype, dims, shape."""
+"""Length of a debug header: kind, stage, micro-batch, slice, version, dtype, dims, shape."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.uint8)
 
 
-def _header(message: Op, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    values = [*message[:4], _DTYPES.index(dtype), len(shape), *shape]
+def _header(message: Name, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    version = message.version if isinstance(message, Versioned) else 0
+    values = [*message[:4], version, _DTYPES.index(dtype), len(shape), *shape]
     return torch.tensor(values + [0] * (_HEADER - len(values)), dtype=torch.int64)
 
 
@@ -262,7 +281,7 @@ def _spoil(tensor: Tensor) -> Tensor:
 class _DebugOutgoing(_Outgoing):
     """Sends a header before each message, and a copy that is filled with NaN when it is let go."""
 
-    def send(self, message: Op, tensor: Tensor) -> None:
+    def send(self, message: Name, tensor: Tensor) -> None:
         header = _header(message, tensor.shape, tensor.dtype).to(self.wire)
         # the header is of the message: both are received before either is acknowledged
         self._start(header)
@@ -283,6 +302,8 @@ class _DebugIncoming(_Incoming):
     """Checks each header before it takes the message into a buffer filled with NaN."""
 
     def post(self) -> None:
+        if self.posted is not None or not self.expected:
+            return
         header = torch.empty(_HEADER, dtype=torch.int64, device=self.wire)
         self.posted = self.group.recv([header], self.peer, 0), header
 

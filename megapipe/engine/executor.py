@@ -208,13 +208,17 @@ class Executor:
     def _cut(self) -> tuple[tuple[list[Call], list[Call]], tuple[list[Call], list[Call]]]:
         """Prefix and rest of the calls, without receives that are posted ahead and with them."""
         stop = 0 if self._speculation is None else self._speculation.actions
-        posted = posts(self.program.actions, self._receive_ahead, stop)
+        posted = self._posts(stop)
         ahead: tuple[list[Call], list[Call]] = [], []
         for index, call in enumerate(self._calls):
             own = ahead[index >= stop]
             own += [self.channels.incoming[peer].post for peer in posted.get(index, ())]
             own.append(call)
         return (self._calls[:stop], self._calls[stop:]), ahead
+
+    def _posts(self, stop: int) -> dict[int, list[int]]:
+        """The channels on which a receive is posted before an action, see :func:`posts`."""
+        return posts(self.program.actions, self._receive_ahead, stop)
 
     def _bind(self, action: Action) -> Call:
         if action.do == Do.SEND:
@@ -259,18 +263,12 @@ class Executor:
         message, take = message_of(action), self._inbox.pop
         send = self.channels.outgoing[action.peer].send
 
-        sent = self._on_wire(message)
-
         def call() -> None:
             tensor = take(message)
             assert tensor is not None
-            send(sent, tensor)
+            send(message, tensor)
 
         return call
-
-    def _on_wire(self, message: Op) -> Op:
-        """The name of a message on its way, alike at both ends."""
-        return message
 
     def _bind_receive(self, action: Action) -> Call:
         receive, acks = self._bind_taking(action), action.acks

@@ -8,12 +8,20 @@ channels in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from megapipe.engine.channels import Channels, Message, MessageShape, message_of
+from megapipe.engine.channels import (
+    Channels,
+    Message,
+    MessageShape,
+    Name,
+    Versioned,
+    message_of,
+)
 from megapipe.engine.executor import Call, Executor, take_turns
+from megapipe.engine.recorder import Recorder
 from megapipe.engine.stage import InFlight, Key, Stage
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.schedule.ir import Kind, Op, Read
@@ -27,6 +35,9 @@ class Weights(Protocol):
 
     def use(self, stage: int, read: Read) -> None:
         """The next operation of a stage reads these weights, counted as a part counts them."""
+
+    def version(self, read: Read) -> int:
+        """The version of these weights, counted from the first of all."""
 
     def update(self, stage: int, windows_before: int) -> None:
         """A stage has the gradients of the window so many before the part's: update it."""
@@ -43,7 +54,10 @@ class _Kept(NamedTuple):
 class Flow:
     """Runs the parts of a stream on one pipeline rank, whose `stages` and `channels` are given.
 
-    Windows have `window` micro-batches; `shape` gives the shapes of messages.
+    Windows have `window` micro-batches; `shape` gives the shapes of messages. With `agree` messages
+    are named with the version that the operation which made them has read, and that which takes
+    them has to read as well. A part that is recorded tells `recorder` when each operation runs;
+    one that is named has `name` around every action's call.
     """
 
     def __init__(
@@ -54,6 +68,9 @@ class Flow:
         *,
         window: int,
         shape: MessageShape,
+        agree: bool,
+        recorder: Recorder,
+        name: Callable[[Action, Call], Call],
         receive_ahead: int | None,
         journal: Journal,
     ) -> None:
@@ -62,45 +79,53 @@ class Flow:
         self.weights = weights
         self.window = window
         self.shape = shape
+        self.agree = agree
+        self.recorder = recorder
+        self.name = name
         self.receive_ahead = receive_ahead
         self.journal = journal
         self.inbox: dict[Op, Message] = {}
-        self._segments: dict[int, tuple[Part, Segment]] = {}
-        """By the identity of their part."""
+        self.announced: set[Op] = set()
+        """Messages that a channel expects for a part to come."""
+        self._segments: dict[tuple[int, bool, bool], tuple[Part, Segment]] = {}
+        """By the identity of their part, and whether they are recorded and named."""
         self._kept: _Kept | None = None
 
     def begin(self) -> None:
         """Begin anew, with nothing in flight."""
+        assert not self.announced, "messages are under way"
         self.inbox.clear()
         self._kept = None
         for stage in self.stages.values():
             stage.begin(train=True)
 
-    def segment(self, part: Part) -> Segment:
+    def segment(self, part: Part, *, record: bool, name: bool) -> Segment:
         """The program of a part, bound to this rank."""
-        if id(part) not in self._segments:
-            self._segments[id(part)] = part, Segment(part, self)
-        return self._segments[id(part)][1]
+        key = id(part), record, name
+        if key not in self._segments:
+            self._segments[key] = part, Segment(part, self, record=record, name=name)
+        return self._segments[key][1]
 
     def cut(self) -> None:
         """Count what is alive from the next window on."""
-        alive = {
-            message._replace(microbatch=message.microbatch - self.window): value
-            for message, value in self.inbox.items()
-        }
+        alive = {self._from_next(message): value for message, value in self.inbox.items()}
         self.inbox.clear()
         self.inbox.update(alive)
+        self.announced = set(map(self._from_next, self.announced))
         for stage in self.stages.values():
             stage.take_back(stage.set_aside(), back=self.window)
 
     def pause(self, under_way: Sequence[UnderWay]) -> None:
         """Let others use stages and channels until :meth:`go_on`. All ranks pause at one cut."""
-        for peer, message in under_way:
+        for each in under_way:
+            peer, message, _ = each
             if message in self.inbox:  # it came at an earlier pause
                 continue
-            channel = self.channels.incoming[peer]
-            channel.expect([(self.on_wire(message), self.shape(message))])
-            self.inbox[message] = channel.receive()
+            if message not in self.announced:
+                read = self.from_before(each, 1).read
+                self.announce(peer, [(message, self.shape(message), read)])
+            self.announced.discard(message)
+            self.inbox[message] = self.channels.incoming[peer].receive()
         self._kept = _Kept(
             {number: stage.set_aside() for number, stage in self.stages.items()},
             {peer: channel.set_aside() for peer, channel in self.channels.outgoing.items()},
@@ -117,23 +142,50 @@ class Flow:
             self.channels.outgoing[peer].take_back(messages)
         self._kept = None
 
-    def on_wire(self, message: Op) -> Op:
-        """The name of a message on its way: its ends may count it from different windows."""
-        return message._replace(microbatch=message.microbatch % self.window)
+    def announce(self, peer: int, messages: Sequence[tuple[Op, Any, Read]]) -> None:
+        """Let a channel expect messages, which have shapes and are for operations with reads."""
+        names = [(self.on_wire(message, read), shape) for message, shape, read in messages]
+        self.channels.incoming[peer].expect(names)
+
+    def from_before(self, each: UnderWay, windows: int) -> UnderWay:
+        """A message that is under way, counted from so many windows before."""
+        number, version = each.message.microbatch, each.read.version
+        return UnderWay(
+            each.peer,
+            each.message._replace(microbatch=number + windows * self.window),
+            each.read._replace(version=version + windows),
+        )
+
+    def _from_next(self, message: Op) -> Op:
+        return message._replace(microbatch=message.microbatch - self.window)
+
+    def on_wire(self, message: Op, read: Read) -> Name:
+        """The name of a message on its way, between operations that read these weights: its ends
+        may count it from different windows."""
+        name = message._replace(microbatch=message.microbatch % self.window)
+        return Versioned(*name[:4], self.weights.version(read)) if self.agree else name
 
 
 class Segment(Executor):
     """Runs a part of a stream; messages and pieces in flight are those of its `flow`."""
 
-    def __init__(self, part: Part, flow: Flow) -> None:
+    def __init__(self, part: Part, flow: Flow, *, record: bool, name: bool) -> None:
         self._flow = flow
+        self._under_way = [flow.from_before(each, part.windows) for each in part.under_way]
+        """Messages that come behind the end, counted as those of this part."""
         self._reads = dict(zip(part.program.actions, part.reads, strict=True))
+        self._taken = {
+            message_of(action): read for action, read in self._reads.items() if action.do == Do.RECV
+        }
+        """By message, what the operation reads that it is for."""
         super().__init__(
             part.program,
             flow.stages,
             flow.channels,
             shape=flow.shape,
             train=True,
+            recorder=flow.recorder if record else None,
+            wrap=flow.name if name else None,
             receive_ahead=flow.receive_ahead,
             journal=flow.journal,
             inbox=flow.inbox,
@@ -143,15 +195,16 @@ class Segment(Executor):
         """Begin the part, beside what is in flight."""
         self._microbatches = microbatches
         self._next = 0
-        self._all_come = True
+        known = self._flow.announced.union(self._inbox)
+        self._all_come = self._inbox.keys().isdisjoint(self._taken)
         for peer, expected in self._expected.items():
-            coming = [
-                (self._on_wire(message), shape)
-                for message, shape in expected
-                if message not in self._inbox
-            ]
-            self._all_come &= len(coming) == len(expected)
-            self.channels.incoming[peer].expect(coming)
+            coming = [(m, shape, self._taken[m]) for m, shape in expected if m not in known]
+            self._flow.announce(peer, coming)
+        for peer, message, read in self._under_way:
+            if message not in known:
+                self._flow.announce(peer, [(message, self._flow.shape(message), read)])
+                self._flow.announced.add(message)
+        self._flow.announced.difference_update(self._taken)
 
     def run_all(self) -> None:
         """Run the part that was entered. No receive is posted ahead where a pause has received some
@@ -164,13 +217,28 @@ class Segment(Executor):
         action = self.program.actions[self._next]
         return super().ready() or (action.do == Do.RECV and message_of(action) in self._inbox)
 
+    def _posts(self, stop: int) -> dict[int, list[int]]:
+        """Where receives are posted as early as can be, also those of messages that are sent before
+        the end and needed behind it."""
+        found = super()._posts(stop)
+        if self._flow.receive_ahead is not None:
+            return found
+        for peer in {each.peer for each in self._under_way}:
+            last = -1
+            for index, action in enumerate(self.program.actions):
+                if action.do == Do.RECV and action.peer == peer:
+                    last = index
+            found[last + 1] = [*found.get(last + 1, ()), peer]
+        return found
+
     def _bind(self, action: Action) -> Call:
         if action.kind == Kind.U:
-            return partial(self._flow.weights.update, action.stage, action.microbatch)
-        call, read = super()._bind(action), self._reads[action]
-        if read is None:
+            update = partial(self._flow.weights.update, action.stage, action.microbatch)
+            return update if self.recorder is None else self.recorder.timed(action, update)
+        call = super()._bind(action)
+        if action.do != Do.COMPUTE:
             return call
-        use = partial(self._flow.weights.use, action.stage, read)
+        use = partial(self._flow.weights.use, action.stage, self._reads[action])
 
         def use_and_call() -> None:
             use()
@@ -178,8 +246,10 @@ class Segment(Executor):
 
         return use_and_call
 
-    def _on_wire(self, message: Op) -> Op:
-        return self._flow.on_wire(message)
+    def _bind_send(self, action: Action) -> Call:
+        message, read, take = message_of(action), self._reads[action], self._inbox.pop
+        send, on_wire = self.channels.outgoing[action.peer].send, self._flow.on_wire
+        return lambda: send(on_wire(message, read), take(message))
 
     def _bind_taking(self, action: Action) -> Call:
         take, message, inbox = super()._bind_taking(action), message_of(action), self._inbox
@@ -192,10 +262,18 @@ class Segment(Executor):
 
 
 def run_parts(
-    flows: Sequence[Flow], parts: Sequence[Part], microbatches: Mapping[Key, MicroBatch]
+    flows: Sequence[Flow],
+    parts: Sequence[Part],
+    microbatches: Mapping[Key, MicroBatch],
+    *,
+    record: bool = False,
+    name: bool = False,
 ) -> None:
     """Run a part on each pipeline rank of this process."""
-    segments = [flow.segment(part) for flow, part in zip(flows, parts, strict=True)]
+    segments = [
+        flow.segment(part, record=record, name=name)
+        for flow, part in zip(flows, parts, strict=True)
+    ]
     for segment in segments:
         segment.enter(microbatches)
     if len(segments) == 1:

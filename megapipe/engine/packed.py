@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.engine.channels import Channels, Expected, Incoming, Outgoing, Shape
+from megapipe.engine.channels import Channels, Expected, Incoming, Name, Outgoing, Shape
 from megapipe.ops.transfer import aligned
-from megapipe.schedule.ir import Op
 
 
 class PackedTensor(NamedTuple):
@@ -35,7 +34,7 @@ class PackedOutgoing:
     def __init__(self, line: Outgoing) -> None:
         self._line = line
 
-    def send(self, message: Op, tensor: Tensor | tuple[Tensor, ...]) -> None:
+    def send(self, message: Name, tensor: Tensor | tuple[Tensor, ...]) -> None:
         tensors = tensor if isinstance(tensor, tuple) else (tensor,)
         parts = [PackedTensor(tuple(each.shape), each.dtype) for each in tensors]
         whole = tensors[0].new_zeros(sum(part.bytes for part in parts), dtype=torch.uint8)

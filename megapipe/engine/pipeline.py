@@ -69,6 +69,7 @@ class Pipeline:
         self.policy = policy
         self.shape_of = shape_of
         self.in_process = in_process
+        self._debug = debug
         early = 1 if mesh.backend == "nccl" else None
         self.receive_ahead = early if receive_ahead is None else receive_ahead
         self.ranks: Sequence[int] = range(placement.ranks) if in_process else [mesh.pp.index]
@@ -134,10 +135,17 @@ class Pipeline:
         return executors
 
     def flows(
-        self, stages: Mapping[int, Stage], weights: Weights, *, window: int, shape: MessageShape
+        self,
+        stages: Mapping[int, Stage],
+        weights: Weights,
+        *,
+        window: int,
+        shape: MessageShape,
+        agree: bool,
     ) -> list[Flow]:
         """The pipeline ranks of this process, to run a stream with windows of so many
-        micro-batches; `weights` has the versions of their weights."""
+        micro-batches; `weights` has the versions of their weights. `agree`: a micro-batch reads one
+        version at all stages, which is checked in debug mode."""
         return [
             Flow(
                 {s: stages[s] for s in self.placement.stages_of(rank)},
@@ -145,10 +153,15 @@ class Pipeline:
                 weights,
                 window=window,
                 shape=shape,
+                agree=agree and self._debug,
+                recorder=recorder,
+                name=partial(named, device=self.mesh.device),
                 receive_ahead=self.receive_ahead,
                 journal=self.mesh.journal,
             )
-            for rank, channels in zip(self.ranks, self._channels, strict=True)
+            for rank, channels, recorder in zip(
+                self.ranks, self._channels, self._recorders, strict=True
+            )
         ]
 
     def run(self, executors: list[Executor], microbatches: Mapping[Key, MicroBatch]) -> None:

@@ -26,6 +26,7 @@ import torch
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.ir import WORK, Kind, Op, Schedule
+from megapipe.schedule.streams.excerpt import Excerpt
 from megapipe.schedule.timing.simulate import Timeline
 
 
@@ -151,6 +152,31 @@ def timeline(schedule: Schedule, records: Sequence[Record]) -> Timeline:
     return Timeline(schedule, tuple(starts), tuple(ends), measured_cost(schedule, records))
 
 
+def stream_timeline(cut: Excerpt, records: Sequence[Record], before: Sequence[int]) -> Timeline:
+    """Some windows of a stream, in seconds from the first start; `records` are by rank, and have
+    `before` operations before those of these windows. They count micro-batches from the window in
+    which an operation ran.
+
+    Raises:
+        ScheduleError: a rank ran something else than its list, or in another order.
+    """
+    assert cut.schedule.updates is not None
+    size = cut.schedule.updates.window
+    whole = []
+    for rank, (record, skipped, alive) in enumerate(
+        zip(records, before, cut.in_flight, strict=True)
+    ):
+        listed = cut.schedule.rank_ops(rank)
+        own = record.events[skipped : skipped + len(listed) - alive]
+        events = [Event(op, own[0].start, own[0].start) for op in listed[:alive]]
+        for op, event in zip(listed[alive:], own, strict=False):
+            alike = op.kind == Kind.U or (op.microbatch - event.op.microbatch) % size == 0
+            same = op[:2] == event.op[:2] and alike
+            events.append(event._replace(op=op) if same else event)
+        whole.append(record._replace(events=events))
+    return timeline(cut.schedule, whole)
+
+
 def _check_order(schedule: Schedule, rank: int, record: Record) -> None:
     wanted = [op._replace(joined=False) for op in schedule.rank_ops(rank)]
     ran = [event.op for event in record.events]
@@ -170,7 +196,7 @@ def measured_cost(schedule: Schedule, records: Iterable[Record]) -> Cost:
     `records` are of all ranks, over any number of steps. What was not measured is filled in: a B
     is an I that leaves nothing for W, an I and a W make a B, and R costs what F does. Where I or
     B has recomputed, the time of R is subtracted, since the simulator adds it. The share of a slice
-    is that of its medians in the sum of all medians.
+    is that of its medians in the sum of all medians. An operation of no length was not measured.
 
     Raises:
         ScheduleError: a stage without a forward in the records.
@@ -179,6 +205,8 @@ def measured_cost(schedule: Schedule, records: Iterable[Record]) -> Cost:
     for record in records:
         ahead = {(op.stage, op.microbatch) for op, _, _ in record.events if op.kind == Kind.R}
         for op, start, end in record.events:
+            if start == end:
+                continue
             recomputed = (
                 op.kind in (Kind.I, Kind.B)
                 and op.stage in schedule.recompute
@@ -202,7 +230,10 @@ def measured_cost(schedule: Schedule, records: Iterable[Record]) -> Cost:
     F, B, I, W, R = (tuple(column) for column in zip(*rows, strict=True))  # noqa: E741
     sums = [sum(seconds or 0.0 for seconds in part.values()) for part in parts]
     shares = tuple(part / sum(sums) for part in sums) if schedule.slices > 1 else None
-    return Cost(F=F, I=I, W=W, B=B, R=R, slices=shares)
+    update = tuple(
+        medians.get((Kind.U, stage, 0, False), 0.0) for stage in range(schedule.placement.stages)
+    )
+    return Cost(F=F, I=I, W=W, B=B, R=R, update=update if any(update) else 0, slices=shares)
 
 
 def _median_of(

@@ -16,8 +16,7 @@ from torch.nn import functional
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather
 from megapipe.distributed.shares import share
-from megapipe.engine.channels import Channels, Expected, Incoming, Outgoing, Shape
-from megapipe.schedule.ir import Op
+from megapipe.engine.channels import Channels, Expected, Incoming, Name, Outgoing, Shape
 
 
 class ScatteredOutgoing:
@@ -27,7 +26,7 @@ class ScatteredOutgoing:
         self._line = line
         self._tp = tp
 
-    def send(self, message: Op, tensor: Tensor) -> None:
+    def send(self, message: Name, tensor: Tensor) -> None:
         flat, length = tensor.flatten(), share(tensor.numel(), self._tp.size)
         start = self._tp.index * length
         own = flat[start : start + length]

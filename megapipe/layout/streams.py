@@ -118,8 +118,8 @@ def _refusals(config: Config) -> Iterator[str]:
         yield f"optimizer.master=fp32, not {optimizer.master}"
     if optimizer.post_validation:
         yield "optimizer.post_validation=false"
-    if config.kernels.compile:
-        yield "kernels.compile=false"
+    if not policy.follows and config.kernels.compile:
+        yield "kernels.compile=false: a compiled backward reads the weights of its forward"
     if not policy.follows and (set(policies) != {"keep"} or activations.offload):
         yield "activations.policy=keep and activations.offload=[]"
     if not policy.follows and pipeline.advance and config.kernels.loss_chunk != 0:
@@ -130,6 +130,3 @@ def _refusals(config: Config) -> Iterator[str]:
         yield "numbers.non_finite=stop and numbers.spike_factor=null"
     if numbers.rerun_every:
         yield f"numbers.rerun_every=0, not {numbers.rerun_every}"
-    for key in ("timeline", "profile"):
-        if getattr(config.log, key):
-            yield f"log.{key}=[], not {getattr(config.log, key)}"

@@ -1,18 +1,22 @@
 """A measured step in pictures: when each operation ran, next to what the simulator expects."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megapipe.beneath import write_beneath
-from megapipe.schedule.cost import Cost
+from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.render.picture import picture
 from megapipe.schedule.render.scene import stack
 from megapipe.schedule.render.vector import to_svg
+from megapipe.schedule.streams.excerpt import Excerpt
 from megapipe.schedule.timing.idle import Idle, idle
 from megapipe.schedule.timing.simulate import Timeline, simulate
 from megapipe.schedule.timing.trace import trace
+
+Span = tuple[Time, Time]
 
 
 def write_timeline(folder: Path, step: int, measured: Timeline, plan: Cost) -> str:
@@ -26,17 +30,60 @@ def write_timeline(folder: Path, step: int, measured: Timeline, plan: Cost) -> s
     simulated = simulate(measured.schedule, measured.cost)
     planned = simulate(measured.schedule, plan)
     both = {"measured": measured, "simulated": simulated}
-    name = f"timeline/step_{step:06d}"
-    write_beneath(folder, f"{name}.json", json.dumps(trace(both, unit=1e6)))
-    scenes = [picture(_named(timeline, name)) for name, timeline in both.items()]
-    write_beneath(folder, f"{name}.svg", to_svg(stack(scenes)))
+    path = _write(folder, step, both, {})
     return (
         f"timeline of step {step}: {measured.makespan:.3g} s, simulated with its own costs "
         f"{simulated.makespan:.3g} s; idle {measured.bubble_makespan:.1%}, simulated "
         f"{max(0.0, simulated.bubble_makespan):.1%}, by the plan's FLOPs "
         f"{float(planned.bubble_makespan):.1%}: {_by_cause(idle(measured), measured)}; "
-        f"see {folder / name}.svg"
+        f"see {path}"
     )
+
+
+class Window(NamedTuple):
+    """A window of a stream that was recorded with those beside it."""
+
+    cut: Excerpt
+    number: int
+    """Its place among the windows of the excerpt."""
+    measured: Timeline
+    """Of the whole excerpt."""
+
+    def span(self, timeline: Timeline) -> Span:
+        """When it begins and ends on the first rank."""
+        return self.cut.span(timeline, self.number)
+
+
+def write_window(folder: Path, step: int, window: Window, plan: Cost) -> str:
+    """Write the same two files of a step without a flush; returns a line about it.
+
+    Drawn is the time that the step takes on the first rank, beside that in a simulation of the
+    stream; the JSON file has the windows before and behind it too.
+    """
+    measured = window.measured
+    simulated, planned = (window.cut.simulated(cost) for cost in (measured.cost, plan))
+    both = {"measured": measured, "simulated": simulated}
+    spans = {name: window.span(timeline) for name, timeline in both.items()}
+    path = _write(folder, step, both, spans)
+    seconds = {name: float(end - begin) for name, (begin, end) in spans.items()}
+    idle = [timeline.idle_between(*window.span(timeline)) for timeline in (*both.values(), planned)]
+    return (
+        f"timeline of step {step}: {seconds['measured']:.3g} s, simulated with its own costs "
+        f"{seconds['simulated']:.3g} s; idle {idle[0]:.1%}, simulated {max(0.0, idle[1]):.1%}, by "
+        f"the plan's FLOPs {max(0.0, idle[2]):.1%}; see {path}"
+    )
+
+
+def _write(
+    folder: Path, step: int, both: Mapping[str, Timeline], spans: Mapping[str, Span]
+) -> Path:
+    """Write timelines by name, and a picture of each within its span; returns the picture's
+    path."""
+    name = f"timeline/step_{step:06d}"
+    write_beneath(folder, f"{name}.json", json.dumps(trace(both, unit=1e6)))
+    scenes = [picture(_named(timeline, of), span=spans.get(of)) for of, timeline in both.items()]
+    write_beneath(folder, f"{name}.svg", to_svg(stack(scenes)))
+    return folder / f"{name}.svg"
 
 
 def _named(timeline: Timeline, name: str) -> Timeline:

@@ -259,7 +259,7 @@ class TrainStep:
         if self._warm is not self.schedule:
             self._warm_up(step, rows)
         if self.streaming is not None:
-            return self.streaming.train(step, rows, wishes)
+            return self.streaming.train(step, rows, wishes, record=record, name=name)
         executors = self._executors
         if record or name:
             if (record, name) not in self._watched:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,9 +21,11 @@ from torch import Tensor
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.engine.channels import MessageShape
 from megapipe.engine.flow import run_parts
+from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Key
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.model.partition import format_layout
+from megapipe.observe.timeline import Window
 from megapipe.optim.look_ahead import predict
 from megapipe.optim.shard import Shard
 from megapipe.optim.velocity import move_back
@@ -40,6 +42,7 @@ from megapipe.train.checkpoint_io import read_region
 from megapipe.train.feed import Counted, Feed, Rows
 from megapipe.train.judge import ADVICE, Unsound
 from megapipe.train.own_totals import own_loss, own_totals
+from megapipe.train.recording import Recording
 from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.update import StepResult
 
@@ -82,9 +85,11 @@ class Streaming:
             self,
             window=stream.microbatches,
             shape=shape,
+            agree=stream.policy.agrees,
         )
         self._synchronous = step.config.pipeline.synchronous_steps or 0
         """Steps at the beginning in which the pipeline runs dry, and nothing is stale."""
+        self.recording = Recording(stream, [flow.recorder for flow in self._flows])
         self._delay = stream.ahead
         """Windows after which the totals of one are taken."""
         self._windows: dict[int, _Window] = {}
@@ -176,8 +181,17 @@ class Streaming:
                 loaded = age
             self._older[each] = loaded
 
-    def train(self, step: int, rows: Rows, wishes: Callable[[], Wishes]) -> list[StepResult]:
-        """Run window `step`, counted from 0; returns the results that are known by now."""
+    def train(
+        self,
+        step: int,
+        rows: Rows,
+        wishes: Callable[[], Wishes],
+        *,
+        record: bool = False,
+        name: bool = False,
+    ) -> list[StepResult]:
+        """Run window `step`, counted from 0; returns the results that are known by now. With
+        `record` :meth:`recorded` tells when each operation ran, with `name` profilers see names."""
         if self._first is None:
             self._begin(step, rows)
         elif self._paused:
@@ -188,9 +202,16 @@ class Streaming:
         for each in self.versions():
             each.shard.expect_gradients()
         self._part = self._runs.part(step - first, self._last - first)
-        self._run(self._part)
+        if record:
+            self.recording.take(step, self._part)
+        self._run(self._part, record=record, name=name)
         results = self._cut(wishes)
         return [*results, *self._flush()] if step < self._synchronous else results
+
+    def recorded(self, window: int, records: Sequence[Record]) -> Window | None:
+        """A window that was recorded, with those beside it; None if the pipeline was filled anew
+        since. `records` are of all ranks."""
+        return self.recording.window(window, records)
 
     def _begin(self, step: int, rows: Rows) -> None:
         """Fill the pipeline: run the forwards that are in flight at the cut before a window."""
@@ -198,6 +219,7 @@ class Streaming:
         self._last = self._step.config.train.last_step
         if step < self._synchronous:
             self._last = step + 1
+        self.recording.begin(step, self._last)
         self._paused = False
         self._made = dict.fromkeys(self._stages, step)
         self._zero_squares()
@@ -224,7 +246,7 @@ class Streaming:
                 samples = self._feed.samples_read
                 self._windows[window] = _Window(microbatches, counted, samples)
 
-    def _run(self, by_rank: tuple[Part, ...]) -> None:
+    def _run(self, by_rank: tuple[Part, ...], *, record: bool = False, name: bool = False) -> None:
         size = self._stream.microbatches
         microbatches = {
             ((window - self._now) * size + number, part): microbatch
@@ -232,7 +254,7 @@ class Streaming:
             for (number, part), microbatch in data.microbatches.items()
         }
         parts = [by_rank[rank] for rank in self._step.pipeline.ranks]
-        run_parts(self._flows, parts, microbatches)
+        run_parts(self._flows, parts, microbatches, record=record, name=name)
 
     def use(self, stage: int, read: Read) -> None:
         """Point a stage at the weights that its next operation reads."""
@@ -240,6 +262,11 @@ class Streaming:
             read = Read(0)
         for each in self._versions[stage]:
             each.use(self._now + read.version, read.ahead)
+
+    def version(self, read: Read) -> int:
+        """The version of such weights; none is older than the oldest there is."""
+        first = self._versions[self._stages[0]][0]
+        return max(self._now + read.version, first.oldest)
 
     def _predict(self, shard: Shard, updates: Fraction, count: int, out: Tensor) -> None:
         """Write the weights so many `updates` after the `count` that were made, or before."""

@@ -54,6 +54,7 @@ KEPT = {
         in_process=False,
         tied=True,
         look_ahead=1,
+        debug=True,
     ),
 }
 """Policies whose checkpoints have what forwards in flight have read."""

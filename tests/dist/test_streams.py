@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megapipe.layers.weight_grad import main_grad
 from megapipe.plan.memory import model_memory
-from megapipe.testing import World, run_world
+from megapipe.testing import World, WorldError, run_world
+from tests.parity import stale_faults
 from tests.parity.cases import Case, Rows
 from tests.parity.outcome import Outcome, Parts
 from tests.parity.ranks import run_case
@@ -22,6 +23,7 @@ from tests.parity.stale_ranks import (
     run_stale_cases,
     same_parts,
 )
+from tests.parity.traced_compiler import traced_blocks
 
 POLICIES = ("stash", "vertical", "double_buffer", "latest", "predict", "correct")
 
@@ -169,17 +171,51 @@ def test_four_ranks_move_back_and_begin_synchronously() -> None:
     )
 
 
+TRACED = {"in_process": True, "compile": True, "steps": 8}
+COMPILED = [
+    streamed("stash", 3, 1, **TRACED),
+    streamed("vertical", 3, 2, **TRACED, model="llama", activations="full"),
+    streamed("double_buffer", 2, 2, **TRACED, look_ahead=1, documents=True),
+    streamed("double_group", 2, 2, **TRACED, schedule="two_group", layers=4),
+]
+
+
+def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[StaleOutcome], list[int]]:
+    """By graphs that are traced with their backward, and run uncompiled; and their numbers."""
+    outcomes, numbers = [], []
+    for case in cases:
+        with traced_blocks() as graphs:
+            outcomes += run_stale_cases(world, [case])
+        numbers.append(len(graphs))
+    return outcomes, numbers
+
+
+@pytest.mark.full
+def test_compiled_blocks_keep_the_version_of_their_forward() -> None:
+    ((outcomes, numbers),) = run_world(1, run_traced, COMPILED, timeout_s=240)
+    for case, outcome, graphs in zip(COMPILED, outcomes, numbers, strict=True):
+        check_stale(case, [outcome])
+        assert 1 <= graphs <= 5, f"{case.name}: all versions share their graphs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.weights)
+def test_inductor_keeps_it_too(case: Case) -> None:
+    (outcome,) = run_world(1, run_stale_cases, [case], timeout_s=600)
+    check_stale(case, outcome)
+
+
 def in_several_ways(world: World, case: Case) -> list[StaleOutcome]:
     return [run_stale(world, case), run_stale(world, case, pauses=range(case.steps))]
 
 
 PAUSED = [
     streamed("stash", 2, 1, batch=2),
-    streamed("vertical", 2, 2, schedule="eager_1f1b"),
+    streamed("vertical", 2, 2, schedule="eager_1f1b", debug=True),
     streamed("stash", 2, 2, rule="muon", dtype="fp32", state_dtype="bf16", activations="selective"),
     streamed("latest", 2, 1, batch=2, advance=1, loss_chunk=0),
     streamed("correct", 2, 2, synchronous_steps=3, lr_anneal_steps=4),
-    streamed("double_buffer", 2, 2, dtype="fp32", look_ahead=1, tied=True),
+    streamed("double_buffer", 2, 2, dtype="fp32", look_ahead=1, tied=True, debug=True),
     streamed("double_group", 2, 2, schedule="two_group", layers=4, dtype="bf16"),
 ]
 
@@ -209,6 +245,21 @@ def test_results_come_when_no_rank_waits_for_them() -> None:
     for outcome in run_world(3, run_stale, case):
         late = [known - step for step, known in outcome.known_at.items()]
         assert late[: case.steps - 2] == [2] * (case.steps - 2)
+
+
+def run_newest(world: World, case: Case) -> StaleOutcome:
+    """Each stage reads what is newest there, and takes it for one version at all of them."""
+    with stale_faults.stages_read_what_is_newest_to_themselves():
+        return run_stale(world, case)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_in_debug_mode_messages_tell_which_version_was_read(in_process: bool) -> None:
+    case = streamed("vertical", 2, 1, debug=True, in_process=in_process, steps=4)
+    of_last = "0F0@1" if in_process else "0F0@1 of shape .* from rank 0"
+    of_first = "0F0@0" if in_process else r"\[0, 0, 0, 0, 0,"
+    with pytest.raises(WorldError, match=f"expected {of_last}, got {of_first}"):
+        run_world(case.world, run_newest, case)
 
 
 def run_plainly(world: World, case: Case) -> Outcome:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.flow import Flow
+from megapipe.layers.weight_grad import main_grad
 from megapipe.optim.link import Link
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.shard import Shard
@@ -51,7 +52,7 @@ def backwards_read_the_newest() -> Patch:
 
 
 def stages_read_what_is_newest_to_themselves() -> Patch:
-    return _policy("vertical", policies.stash)
+    return _policy("vertical", policies.stash, agrees=True)
 
 
 def a_buffer_is_written_while_it_has_readers() -> Patch:
@@ -88,6 +89,20 @@ def parameters_stay_where_the_forward_pointed_them() -> Patch:
 
 def gradients_go_into_the_next_window() -> Patch:
     return mock.patch.object(Versions, "turn")
+
+
+def gradients_of_norms_go_into_the_window_before() -> Patch:
+    """As if autograd kept what it was told when the stage was built."""
+    turn = Versions.turn
+
+    def wrong(self: Versions) -> None:
+        norms = [each for each in self.shard.bucket.placed if each.entry.spec.by_autograd]
+        before = [main_grad(each.parameter) for each in norms]
+        turn(self)
+        for each, grad in zip(norms, before, strict=True):
+            each.parameter.main_grad = grad  # type: ignore[attr-defined]
+
+    return mock.patch.object(Versions, "turn", wrong)
 
 
 def gradients_are_not_forgotten() -> Patch:
@@ -329,5 +344,5 @@ SYNCHRONOUS_AT_FIRST = (
 VERTICAL = (stages_read_what_is_newest_to_themselves,)
 DOUBLE_BUFFER = (
     *(gradients_go_into_the_next_window, clipped_by_the_norm_of_the_stage),
-    clipped_by_the_norm_of_the_window_before,
+    *(clipped_by_the_norm_of_the_window_before, gradients_of_norms_go_into_the_window_before),
 )

@@ -155,9 +155,11 @@ ROOMY = _Lanes(26, 30, 17, 21)
 DENSE = _Lanes(19, 21, 11, 13)
 
 
-def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
+def picture(
+    drawn: Schedule | Timeline, *, width: float = 1600, span: tuple[Time, Time] | None = None
+) -> Scene:
     """One row per rank, with what it gathers and reduces in a strip below, then what each rank
-    holds; a schedule is timed at unit costs first.
+    holds; a schedule is timed at unit costs first. `span`: draw what is between these times alone.
 
     Where operations would be too narrow for their numbers, the time is cut into bands below each
     other, of about `width` pixels each; if that takes too many, there is one without numbers.
@@ -169,15 +171,16 @@ def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
     if timeline.gathers or timeline.reductions:
         lanes = replace(lanes, line_pitch=lanes.line_pitch + STRIP)
     digits = max(len(part.number) for row in rows for bar in row for part in bar.parts)
-    bands = _bands(timeline, rows, digits, width)
-    title = _title(timeline, chunks)
+    begin, end = span or (timeline.begin, timeline.begin + timeline.makespan)
+    bands = _bands(float(begin), float(end - begin) or 1.0, rows, digits, width)
+    title = _title(timeline, chunks, span)
     scene = Scene(max(bands[0].right + RIGHT, 7.5 * len(title) + LEFT), TOP)
     scene.shapes.append(Words(LEFT, 22, title, size=14, anchor="start"))
     for band in bands:
         scene.shapes += _time_lines(rows, band, lanes, scene.height, digits, chunks)
         scene.shapes += _strips(timeline, band, lanes, scene.height)
         scene.height += len(rows) * lanes.line_pitch
-        words = f"time {amount(timeline.makespan)}" if band is bands[-1] else ""
+        words = f"time {amount(end - begin)}" if band is bands[-1] else ""
         scene.shapes += axis(band, scene.height, words)
         scene.height += 30
     if not schedule.forward_only:
@@ -195,10 +198,10 @@ def picture(drawn: Schedule | Timeline, *, width: float = 1600) -> Scene:
     return scene
 
 
-def _bands(timeline: Timeline, rows: list[list[Bar]], digits: int, width: float) -> list[Band]:
+def _bands(
+    start: float, makespan: float, rows: list[list[Bar]], digits: int, width: float
+) -> list[Band]:
     """Parts of the time, as few as leave room for the numbers, each of whole usual operations."""
-    start = float(timeline.begin)
-    makespan = float(timeline.makespan) or 1.0
     usual = float(usual_length(rows))
     least = 6.5 * digits / usual * makespan
     count = ceil(least / width) if makespan / usual * USUAL > width else 1
@@ -209,13 +212,18 @@ def _bands(timeline: Timeline, rows: list[list[Bar]], digits: int, width: float)
     return [Band(cut, min(cut + each, start + makespan), LEFT, scale) for cut in cuts]
 
 
-def _title(timeline: Timeline, chunks: int) -> str:
-    schedule = timeline.schedule
+def _title(timeline: Timeline, chunks: int, span: tuple[Time, Time] | None) -> str:
+    schedule, updates = timeline.schedule, timeline.schedule.updates
     whole = amount(schedule.whole_microbatches)
+    if span is not None and updates is not None:
+        whole = f"windows of {updates.window}"
     words = [f"{schedule.name}: {schedule.placement.ranks} ranks", f"{whole} micro-batches"]
     words += [f"{chunks} chunks"] if chunks > 1 else []
     words += [f"{schedule.slices} slices"] if schedule.slices > 1 else []
-    idle = f"idle {float(timeline.bubble_makespan):.1%} of the makespan"
+    if span is None:
+        idle = f"idle {float(timeline.bubble_makespan):.1%} of the makespan"
+    else:
+        idle = f"idle {timeline.idle_between(*span):.1%}"
     return f"{', '.join(words)}; {idle}"
 
 

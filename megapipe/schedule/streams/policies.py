@@ -85,6 +85,8 @@ class Policy:
     first forward that reads the new version, and before the last backward of the next window."""
     waits: bool = False
     """An update waits for the totals of its window over all ranks (clipping by the global norm)."""
+    agrees: bool = False
+    """A micro-batch reads one version at all stages."""
 
 
 def stash(lists: Lists, op: Op) -> Read:
@@ -148,8 +150,8 @@ POLICIES = {
     policy.name: policy
     for policy in (
         Policy("stash", stash),
-        Policy("vertical", vertical),
-        Policy("double_buffer", double_buffer, late=True, waits=True),
+        Policy("vertical", vertical, agrees=True),
+        Policy("double_buffer", double_buffer, late=True, waits=True, agrees=True),
         Policy("double_group", double_group, orders=("two_group",)),
         Policy("latest", latest, follows=False),
         Policy("predict", predict, follows=False),

@@ -22,6 +22,8 @@ class UnderWay(NamedTuple):
     """The rank that sends it."""
     message: Op
     """The operation that makes it, counted from the window behind the cut."""
+    read: Read
+    """The weights that the operation reads that it is for, counted likewise."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,13 @@ class Part:
     program: Program
     """Micro-batches are counted from the part's window; that of a U says how many windows before
     the part's it updates by."""
-    reads: tuple[Read | None, ...]
-    """Of each action that computes the weights that it reads, counted from the version that the
-    part's window changes."""
+    reads: tuple[Read, ...]
+    """The weights that each operation reads, counted from the version that the part's window
+    changes; of a message those that the operation reads which sends or receives it."""
     under_way: tuple[UnderWay, ...]
     """Messages on their way to this rank at the end, in the order in which they are received."""
+    windows: int
+    """From its window to the one behind its end: 1, and 0 for the fill."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def run(stream: Stream, windows: int) -> Run:
         for number, part in enumerate(own):
             waiting = _under_way(by_rank, rank, number, stream.microbatches)
             actions, reads = zip(*part, strict=True) if part else ((), ())
-            made[-1].append(Part(Program(rank, actions), reads, tuple(waiting)))
+            made[-1].append(Part(Program(rank, actions), reads, tuple(waiting), min(number, 1)))
     fill, *segments = zip(*made, strict=True)
     return Run(fill, tuple(segments[:windows]))
 
@@ -91,7 +95,7 @@ class Runs:
         return self.of(windows).segments[number]
 
 
-_Steps = list[tuple[Action, Read | None]]
+_Steps = list[tuple[Action, Read]]
 
 
 def _parts(
@@ -102,20 +106,25 @@ def _parts(
     them."""
     place = 0
     for window, steps in of_rank:
-        found: _Steps = []
-        reads = iter(steps)
+        own: list[Action] = []
         computed = 0
         while place < len(actions):
             action = actions[place]
             if action.do != Do.SEND and computed == len(steps):
                 break
-            read = None
-            if action.do == Do.COMPUTE:
-                computed += 1
-                read = next(reads)[1]
-            found.append((_counted_from(action, window, size), read))
+            computed += action.do == Do.COMPUTE
+            own.append(_counted_from(action, window, size))
             place += 1
-        yield found
+        reads = dict(steps)
+        yield [(action, reads[_operation(action)]) for action in own]
+
+
+def _operation(action: Action) -> Op:
+    """The operation that is run, or for which a message is sent or received."""
+    if action.do == Do.COMPUTE:
+        return Op(action.kind, action.stage, action.microbatch)
+    kind, stage = (Kind.F, 1) if action.kind == Kind.F else (Kind.B, -1)
+    return Op(kind, action.stage + (stage if action.do == Do.RECV else 0), action.microbatch)
 
 
 def _counted_from(action: Action, window: int, size: int) -> Action:
@@ -138,8 +147,8 @@ def _under_way(
     for part in by_rank[rank][: number + 1]:
         sent.subtract(action.peer for action, _ in part if action.do == Do.RECV)
     for later, part in enumerate(by_rank[rank][number + 1 :]):
-        for action, _ in part:
+        for action, read in part:
             if action.do == Do.RECV and sent[action.peer] > 0:
                 sent[action.peer] -= 1
                 message = Op(action.kind, action.stage, action.microbatch + later * size)
-                yield UnderWay(action.peer, message)
+                yield UnderWay(action.peer, message, read._replace(version=read.version + later))

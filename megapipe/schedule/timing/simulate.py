@@ -149,6 +149,15 @@ class Timeline:
         """Share of the makespan without computation, over all ranks."""
         return 1 - ratio(sum(self.busy), len(self.busy) * self.makespan)
 
+    def idle_between(self, begin: Time, end: Time) -> float:
+        """Share of a time without computation, over all ranks; no operations may be joined."""
+        busy = sum(
+            max(0.0, float(min(stop, end)) - float(max(start, begin)))
+            for starts, ends in zip(self.starts, self.ends, strict=True)
+            for start, stop in zip(starts, ends, strict=True)
+        )
+        return 1 - busy / (len(self.starts) * float(end - begin))
+
     @property
     def bubble_ideal(self) -> Time:
         """Time within the makespan without computation, relative to the time computed, over all

@@ -83,6 +83,7 @@ def standing_run(
     config, layout = resolve(config, world, load_tokenizer("byte").vocab_size)
     usual: dict[str, Any] = {
         "settled": True,
+        "streaming": None,
         "samples": lambda step: 8 * step,
         "scaler": SimpleNamespace(scales=False),
         "left_out": LeftOut(),

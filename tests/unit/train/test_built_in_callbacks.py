@@ -162,6 +162,31 @@ def test_timelines_are_drawn_of_the_steps_that_are_named(rank: int, tmp_path: Pa
         write.assert_not_called()
 
 
+def test_without_a_flush_steps_beside_the_named_one_are_recorded_too(tmp_path: Path) -> None:
+    recorded = mock.Mock(side_effect=["window", "last window", None])
+    streaming = SimpleNamespace(recording=SimpleNamespace(after=2), recorded=recorded)
+    settings = {"log": {"timeline": [3, 6, 9]}}
+    given = {"settings": settings, "streaming": streaming, "records": lambda: ["record"]}
+    run = standing_run(tmp_path, **given)  # from step 5 on
+    write = mock.Mock(return_value="drawn")
+    steps = [turn(number) for number in range(5, STEPS + 1)]
+    with mock.patch.object(timelines, "write_window", write):
+        for step in steps:
+            Timelines().before_step(run, step)
+            Timelines().after_step(run, step)
+    assert [step.number for step in steps if step.record] == [5, 6, 7, 8, 9, 10]
+    plan = run.layout.cost
+    assert write.call_args_list == [
+        mock.call(tmp_path, 6, "window", plan),
+        mock.call(tmp_path, 9, "last window", plan),
+    ]
+    assert recorded.call_args_list == [mock.call(5, ["record"]), mock.call(8, ["record"])]
+    Timelines().after_step(run, turn(8))
+    assert reported(run).notes[-1] == (
+        "no timeline of step 6: the pipeline was filled anew behind it"
+    )
+
+
 def test_a_timeline_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     run = standing_run(tmp_path, settings={"log": {"timeline": [2]}}, schedule=None, records=list)
     with (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import product
+
 import pytest
 
 from megapipe.schedule.ir import Kind
@@ -74,9 +77,38 @@ def test_a_segment_of_pipedream_updates_at_its_end_and_reads_what_it_has_read() 
     stream = load_stream("1f1b", "stash", ranks=2, microbatches=2)
     first, last = Runs(stream).part(5, 20)
     told = [
-        (action.kind.name, action.microbatch, read.version)
+        (action.do.name, action.kind.name, action.microbatch, read.version)
         for action, read in zip(first.program.actions, first.reads, strict=True)
-        if read is not None
     ]
-    assert told == [("F", 1, 0), ("B", 0, -1), ("F", 2, 0), ("B", 1, 0), ("U", 0, 1)]
+    assert told == [
+        ("COMPUTE", "F", 1, 0),
+        ("SEND", "F", 1, 0),
+        ("RECV", "I", 0, -1),
+        ("COMPUTE", "B", 0, -1),
+        ("COMPUTE", "F", 2, 0),
+        ("SEND", "F", 2, 0),
+        ("RECV", "I", 1, 0),
+        ("COMPUTE", "B", 1, 0),
+        ("COMPUTE", "U", 0, 1),
+    ]
     assert [message.message.microbatch for message in last.under_way] == [0]
+    assert [message.read.version for message in last.under_way] == [0]
+
+
+def test_where_stages_agree_both_ends_of_a_message_name_one_version() -> None:
+    for name, schedule in product(("vertical", "double_buffer", "stash"), ("1f1b", "eager_1f1b")):
+        stream = load_stream(schedule, name, ranks=3, microbatches=4)
+        ends: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
+        run = Runs(stream).of(5)
+        for window, by_rank in [(0, run.fill), *enumerate(run.segments)]:
+            for part in by_rank:
+                for action, read in zip(part.program.actions, part.reads, strict=True):
+                    if action.do != Do.COMPUTE:
+                        k = window * 4 + action.microbatch
+                        ends[action.kind, action.stage, k].add(max(0, window + read.version))
+                for _, message, read in part.under_way:
+                    after = window + part.windows
+                    k = after * 4 + message.microbatch
+                    known = ends[message.kind, message.stage, k]
+                    assert not stream.policy.agrees or known == {max(0, after + read.version)}
+        assert all(len(versions) == 1 for versions in ends.values()) == stream.policy.agrees
