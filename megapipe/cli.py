@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +145,11 @@ def _keys_of(given: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 def flatten(config: Config) -> dict[str, str | int | float | bool | None]:
     """Every dotted key with its value, to be written down; lists and options as JSON."""
+    tree = _to_write(config.model_dump())
+    found = {key: reduce(getitem, key.split("."), tree) for key in KEYS}
     return {
-        f"{section}.{key}": json.dumps(value) if isinstance(value, (list, dict)) else value
-        for section, keys in _to_write(config.model_dump()).items()
-        for key, value in keys.items()
+        key: json.dumps(value) if isinstance(value, (list, dict)) else value
+        for key, value in found.items()
     }
 
 
@@ -162,18 +165,18 @@ def _to_write(value: Any) -> Any:
 def stored_model(stored: Mapping[str, Any]) -> ModelConfig:
     """The model section among keys as :func:`flatten` has them, such as those of a checkpoint; one
     that is not there has its default. Raises :class:`ConfigError` for keys of another version."""
-    fields = {
-        key.removeprefix("model."): value
-        for key, value in stored.items()
-        if key.startswith("model.")
-    }
+    fields: dict[str, Any] = {}
+    for key, value in stored.items():
+        if key.startswith("model."):
+            _put(fields, key.split(".")[1:], value)
     fields["options"] = json.loads(fields.get("options", "{}"))
     try:
         return ModelConfig.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"the checkpoint has model.{first['loc'][0]} = {_shown(first['input'])}, which this "
+            f"the checkpoint has model.{key} = {_shown(first['input'])}, which this "
             "version of megapipe does not know"
         ) from None
 
@@ -234,13 +237,14 @@ def _topic(after: Sequence[str]) -> str:
 def _section_lines(name: str) -> list[str]:
     lines = _wrapped(f"{name}: {' '.join((SECTIONS[name].__doc__ or '').split())}", "")
     for key in SECTIONS[name].model_fields:
-        lines += ["", *_key_lines(f"{name}.{key}")]
+        if f"{name}.{key}" in KEYS:
+            lines += ["", *_key_lines(f"{name}.{key}")]
     return lines
 
 
 def _key_lines(key: str) -> list[str]:
     info = KEYS[key]
-    section, _, name = key.partition(".")
+    section, _, name = key.rpartition(".")
     lines = [
         *_wrapped(f"{key} = {_default(info)}    {expected(info)}", "  "),
         *_wrapped(documentation(SECTIONS[section])[name], "      "),

@@ -27,15 +27,26 @@ def _values(annotation: Any) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-SECTIONS: dict[str, type[Section]] = {
-    name: _section(info.annotation) for name, info in Config.model_fields.items()
-}
-"""Every section, by name."""
+def _sections(config: type[Section], before: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """The sections of a section, and those within them, by their dotted names."""
+    for name, info in config.model_fields.items():
+        if _is_section(info):
+            yield f"{before}{name}", _section(info.annotation)
+            yield from _sections(_section(info.annotation), f"{before}{name}.")
+
+
+def _is_section(info: FieldInfo) -> bool:
+    return isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+
+
+SECTIONS: dict[str, type[Section]] = dict(_sections(Config))
+"""Every section, by name; that of a section within another is dotted."""
 
 KEYS: dict[str, FieldInfo] = {
     f"{name}.{key}": info
     for name, section in SECTIONS.items()
     for key, info in section.model_fields.items()
+    if not _is_section(info)
 }
 """Every key, by its dotted name."""
 
@@ -125,9 +136,12 @@ def unknown(key: str) -> str:
         if key.startswith(f"{mapping}."):
             names = "NAME" if values is None else f"NAME.{'|'.join(values.model_fields)}"
             return f"unknown key; expected {mapping}.{names}"
-    name, _, leaf = key.partition(".") if "." in key else ("", "", key)
+    name, _, leaf = key.rpartition(".")
     section = _close(name, SECTIONS)
-    same = [other for other in KEYS if other.partition(".")[2] == leaf]
+    if section is None and "." in name:
+        name, _, leaf = key.partition(".")
+        section = _close(name, SECTIONS)
+    same = [other for other in KEYS if other.rpartition(".")[2] == leaf]
     near = _close(leaf, SECTIONS[section].model_fields) if section else None
     if same:
         nearest = max(same, key=lambda other: SequenceMatcher(None, key, other).ratio())
@@ -136,10 +150,10 @@ def unknown(key: str) -> str:
         return f"unknown key; did you mean {section}.{near}?"
     if section:
         return f"unknown key; {section} has {', '.join(SECTIONS[section].model_fields)}"
-    elsewhere = _close(leaf, [other.partition(".")[2] for other in KEYS])
+    elsewhere = _close(leaf, [other.rpartition(".")[2] for other in KEYS])
     if elsewhere:
         return unknown(elsewhere)
-    return f"unknown key; the sections are {', '.join(SECTIONS)}"
+    return f"unknown key; the sections are {', '.join(Config.model_fields)}"
 
 
 def literal_type_fits(annotation: Any, value: Value) -> bool:

@@ -61,7 +61,7 @@ class HuggingFaceFolder:
     @property
     def config(self) -> Mapping[str, JsonValue]:
         """The keys of the model section, as checkpoints have them."""
-        fields = self.model.model_dump(exclude={"source", "options"})
+        fields = self.model.model_dump(exclude={"source", "options", "moe"})
         return {f"model.{name}": value for name, value in fields.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

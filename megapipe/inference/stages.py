@@ -32,6 +32,11 @@ def family_for(model: ModelConfig, lora: Lora | None, *, context: int, tp: int) 
     :class:`ConfigError`."""
     try:
         family = make_family(model, Conditions(context, microbatch=1, tp=tp, lora=lora))
+        if model.moe.capacity is not None:
+            raise ConfigError(
+                f"model.moe.capacity={model.moe.capacity:g}: texts of other lengths would have "
+                "other places, and generation and evaluation have no support for it; expected null"
+            )
         if tp > 1 and "tp" not in family.supports:
             raise ConfigError(f"parallel.tp={tp}: {family.name} has no support for it; expected 1")
         family.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -32,6 +32,9 @@ class MicroBatch:
     takes the sum of the unmasked token losses of each. A loss of the user's leaves it NaN."""
     scale: float = 1.0
     """1 / unmasked tokens of the global batch (0 if there are none)."""
+    position_scale: float = 0.0
+    """1 / positions of the global batch, masked ones too, for terms of all of them; like `scale`
+    times a loss scale."""
     first_row: int = 0
     """Number of the first row, where these are some of the micro-batch's rows."""
     start: int = 0
@@ -48,6 +51,10 @@ class MicroBatch:
     results: dict[int, tuple[Tensor, Tensor]] | None = None
     """By layer, what attention has found in a first run of what is run again: output and LSE, taken
     out by the second. None: nothing is to be kept."""
+    choices: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, the experts chosen in a first run of what is run again, taken out by the last."""
+    loads: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, numbers of routing: :func:`megapipe.layers.routing.load`."""
 
     def with_results(self) -> MicroBatch:
         """The same, that keeps results of attention from a first run for a second."""

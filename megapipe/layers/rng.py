@@ -88,7 +88,7 @@ def _draw(
     the region reaches beyond `shape` (padding) it is zero.
     """
     out.zero_()
-    if out.dim() == 3:
+    if out.dim() > 2:
         for plane in range(out.shape[0]):
             own = f"{name}/{offsets[0] + plane}"
             _draw(out[plane], seed, own, shape[1:], offsets[1:], scale, draw_tile)

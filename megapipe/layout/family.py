@@ -10,6 +10,7 @@ from megapipe.model.gpt.checks import resolved
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.family import GPT
 from megapipe.model.gpt.lora import resolved_targets
+from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.model.interface import Conditions, Family
 from megapipe.user_code import UserCode
 
@@ -35,6 +36,11 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
                 "model.source: expected none"
             )
         return resolved(model, tokenizer_size, config.train.sequence_length)
+    if model.moe != MoEConfig():
+        raise ConfigError(
+            f"model.moe is for the built-in model, not for model.source={model.source}: expected "
+            "it left out"
+        )
     for key, field in type(model).model_fields.items():
         given = getattr(model, key)
         if key not in OWN_KEYS and given != field.get_default(call_default_factory=True):

@@ -11,7 +11,7 @@ from fractions import Fraction
 from megapipe.config import Config
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
-from megapipe.layout.checks import check, check_compile, check_slices
+from megapipe.layout.checks import check, check_compile, check_halves, check_slices
 from megapipe.layout.context_checks import check_context, check_keep_attention, split_of
 from megapipe.layout.context_plan import context_plans
 from megapipe.layout.costs import relative_cost, stage_work
@@ -106,6 +106,7 @@ def _resolve(
         schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
     check_slices(config, family, schedule.slices)
+    check_halves(config, bool(schedule.sizes))
     split = split_of(config)
     check_context(config, family, split, schedule.slices)
     stages = _partition(config, family, schedule.placement)

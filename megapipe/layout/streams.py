@@ -94,6 +94,8 @@ def _refusals(config: Config) -> Iterator[str]:
         yield f"model.source=null, not {config.model.source}"
     if config.lora.rank is not None:
         yield f"lora.rank=null, not {config.lora.rank}"
+    if config.model.moe.experts is not None:
+        yield f"model.moe.experts=null, not {config.model.moe.experts}"
     if config.parallel.cp > 1:
         yield f"parallel.cp=1, not {config.parallel.cp}"
     if config.model.tied_embeddings and not policy.waits:

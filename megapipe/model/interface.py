@@ -298,6 +298,14 @@ class Family(ABC):
         """Number of parameters of a stage, by default of the model."""
         return sum(map(prod, self.shapes(stage, trained=trained).values()))
 
+    def experts(self) -> Mapping[int, int]:
+        """How many experts there are in each layer that has some."""
+        return {}
+
+    def active(self) -> int:
+        """Number of parameters that one token meets; fewer than all where layers have experts."""
+        return self.count()
+
     # what it costs
 
     @abstractmethod

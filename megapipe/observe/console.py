@@ -81,6 +81,10 @@ def step_line(record: StepRecord) -> str:
         cells.append(f"{record.memory_gib:6.2f} GiB")
     if record.skipped is not None:
         cells.append(f"{record.skipped} skipped")
+    if record.routing is not None:
+        cells.append(f"balance {record.routing.balance:.3f}")
+        if record.routing.dropped:
+            cells.append(f"{record.routing.dropped:.1%} dropped")
     if record.sources is not None:
         known = {name: s.loss for name, s in record.sources.items() if not math.isnan(s.loss)}
         cells += [f"{name} {loss:.4f}" for name, loss in known.items()]

@@ -22,6 +22,23 @@ class SourceRecord:
 
 
 @dataclass(frozen=True)
+class RoutingRecord:
+    """Layers with experts in a step, on average over them unless it says otherwise."""
+
+    balance: float
+    """The balance term without its coefficient: 1 where tokens are spread evenly."""
+    z: float
+    """The z term without its coefficient: the mean squared logsumexp of the router's logits."""
+    dropped: float
+    """Share of the choices that were dropped."""
+    largest_load: float
+    """Choices of the expert with most of them by the mean of its layer's experts, of all layers the
+    largest; dropped ones are counted."""
+    idle_experts: int
+    """Experts of all layers that no token has chosen."""
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One optimizer step, as seen by the whole job."""
 
@@ -57,6 +74,8 @@ class StepRecord:
     """Steps since step 0 without an update, their gradients not finite; None where none can be."""
     sources: Mapping[str, SourceRecord] | None = None
     """Of a mixture: each source by name; None where there is but one."""
+    routing: RoutingRecord | None = None
+    """None where no layer has experts."""
     slowest_rank: int | None = None
     """At the end of a window (``log.stragglers_every``): the rank that takes the longest for its
     work, by how long others take..."""
@@ -80,6 +99,8 @@ class StepRecord:
             "slowest/rank": self.slowest_rank,
             "slowest/score": self.slowest_score,
         }
+        if self.routing is not None:
+            named |= {f"experts/{name}": value for name, value in asdict(self.routing).items()}
         for name, source in (self.sources or {}).items():
             if not math.isnan(source.loss):
                 named[f"source/{name}/loss"] = source.loss

@@ -82,8 +82,14 @@ def _model_lines(layout: Layout) -> list[str]:
     return [
         f"model         {model.describe()}",
         f"vocabulary    {model.vocab_size:,}{_padded(layout)}",
-        f"parameters    {model.count():,}",
+        f"parameters    {model.count():,}{_active(layout)}",
     ]
+
+
+def _active(layout: Layout) -> str:
+    """A remark on how many of them a token meets, where that is not all."""
+    total, active = layout.model.count(), layout.model.active()
+    return "" if active == total else f", of which a token meets {active:,}"
 
 
 def _padded(layout: Layout) -> str:

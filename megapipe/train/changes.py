@@ -50,6 +50,7 @@ HARMLESS = (
     *("optimizer.offload", "optimizer.offload_folder", "optimizer.window_mib"),
     *("train.microbatch", "train.validate_every", "train.validation_samples", "train.stop_after"),
     *("numbers.rerun", "numbers.rerun_every", "numbers.check_copies_every", "model.init_std"),
+    "model.moe.router_init_scale",
 )
 """Harmless keys, and sections whose keys are harmless unless they are refused."""
 ORDER = (
@@ -68,7 +69,10 @@ LISTED_OF_PIPELINE = (
     *("pipeline.lr_anneal_steps", "pipeline.synchronous_steps"),
 )
 """All other keys of the pipeline are harmless."""
-LISTED_OF_MODEL = ("model.dtype", "model.dropout")
+LISTED_OF_MODEL = (
+    *("model.dtype", "model.dropout", "model.moe.balance", "model.moe.balance_scope"),
+    *("model.moe.balance_choices", "model.moe.z", "model.moe.capacity", "model.moe.drop"),
+)
 """All other keys of the model, and those of its adapters, are refused."""
 ADAPTERS = "lora.rank"
 

@@ -8,7 +8,7 @@ own first and last stages need.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -67,12 +67,14 @@ def pieces(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> Itera
 class Counted(NamedTuple):
     """The unmasked tokens of the last stages of a process, and of a mixture those of each source.
 
-    `losses` [pieces][sources] take the sums of their losses.
+    `losses` [pieces][sources] take the sums of their losses, `loads` [pieces] by layer what routing
+    tells of the pieces.
     """
 
     tokens: int
     by_source: tuple[int, ...] = ()
     losses: Sequence[Tensor] = ()
+    loads: Sequence[Mapping[int, Tensor]] = ()
 
     def none(self) -> Counted:
         """Nothing, of as many sources."""
@@ -181,6 +183,7 @@ class Feed:
         self.samples_read = read.samples
         tokens_here, *by_source = read.own
         total = self._over_replicas(schedule, tokens_here)
+        positions_in_all = self._positions(schedule)
         near = read.take()
         result = {}
         losses = [self._losses(0.0)] if self.sources else []
@@ -198,6 +201,7 @@ class Feed:
                 step=step,
                 seed=self.config.run.seed,
                 scale=factor / total if total else 0.0,
+                position_scale=factor / positions_in_all,
                 tokens=tokens,
                 labels=labels,
                 mask=mask,
@@ -209,7 +213,8 @@ class Feed:
                 positions=positions,
                 sequence_length=read.length,
             )
-        return result, Counted(tokens_here, tuple(by_source), losses)
+        loads = [microbatch.loads for microbatch in result.values()]
+        return result, Counted(tokens_here, tuple(by_source), losses, loads)
 
     def read_ahead(
         self, schedule: Schedule, rows: Rows, first: int, left_out: LeftOut = NOTHING
@@ -258,6 +263,11 @@ class Feed:
         for piece in pieces(schedule, self.config.train.microbatch, self._lengths(schedule)):
             homes = schedule.placement.table[schedule.direction_of(piece.key[0])]
             yield piece, homes[0] in self.ranks, homes[-1] in self.ranks
+
+    def _positions(self, schedule: Schedule) -> int:
+        """Positions of the global batch, masked ones too."""
+        train, microbatches = self.config.train, schedule.whole_microbatches * self.layout.dp
+        return int(microbatches) * train.microbatch * train.sequence_length
 
     def _lengths(self, schedule: Schedule) -> Sequence[int]:
         """Positions of each slice."""

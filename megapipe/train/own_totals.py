@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megapipe.observe.memory import memory_gib
 from megapipe.train.feed import Counted
+from megapipe.train.routing import summed_loads
 from megapipe.train.totals import SourceTotal, Totals, Wishes
 
 if TYPE_CHECKING:
@@ -21,13 +22,23 @@ def own_totals(
 ) -> Totals:
     """This rank's part of the totals of a step whose backward passes are done, of which `squares`
     are those of the gradients, and `loss` and `counted` of :func:`own_loss`."""
-    some = [squares, loss, step.optimizer.states_finite(), *counted.summed_losses()]
+    routing = summed_loads(step.layout.model.experts(), counted.loads, step.mesh.device)
+    some = [*routing, squares, loss, step.optimizer.states_finite(), *counted.summed_losses()]
     values = step.mesh.computed(torch.cat(some))  # the step's one wait for a GPU
-    end = len(values) - len(counted.by_source)
+    begin, end = sum(map(len, routing)), len(values) - len(counted.by_source)
     by_source = tuple(map(SourceTotal, values[end:], counted.by_source))
     memory = memory_gib(step.mesh.device) or 0.0
-    *numbers, loss_sum, states = values[:end]
-    return Totals(tuple(numbers), loss_sum, counted.tokens, wishes(), by_source, states, memory)
+    *numbers, loss_sum, states = values[begin:end]
+    return Totals(
+        tuple(numbers),
+        loss_sum,
+        counted.tokens,
+        wishes(),
+        by_source,
+        tuple(values[:begin]),
+        states,
+        memory,
+    )
 
 
 def own_loss(

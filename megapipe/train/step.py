@@ -36,6 +36,7 @@ from megapipe.engine.stage import Key, Stage
 from megapipe.engine.tuple_stage import TupleStage
 from megapipe.errors import ScheduleError
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe_specs import numbers_told
 from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter, release_initial
 from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
@@ -285,7 +286,7 @@ class TrainStep:
         self._upload_ahead(step + 1, rows)
         own = self.own_totals(counted, wishes).pack()
         whole = self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp", largest=LARGEST)
-        return Totals.unpack(whole, self._sources)
+        return Totals.unpack(whole, self._sources, numbers_told(self.layout.model.experts()))
 
     def _warm_up(self, step: int, rows: Rows) -> None:
         """Before the first step of a schedule: on GPUs that exchange messages, run its operations

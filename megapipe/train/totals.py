@@ -54,27 +54,35 @@ class Totals:
     """The requests of all ranks together."""
     by_source: tuple[SourceTotal, ...] = ()
     """Of a mixture: the same of each source."""
+    routing: tuple[float, ...] = ()
+    """Of layers with experts: the sums of what each tells, :func:`megapipe.layers.routing.load`."""
     states: float = 0.0
     """NaN where the update before left weights or states that are not finite, else 0."""
     memory_gib: float = 0.0
     """Memory of the fullest rank; 0 where no rank knows its own."""
 
     def pack(self) -> Tensor:
-        """[stages + 8 + 2 sources], fp64: to be summed, but for the last `LARGEST`."""
+        """[stages + 8 + 2 sources + those of routing], fp64: to be summed, but for the last
+        `LARGEST`."""
         values = [value for source in self.by_source for value in source]
+        values += self.routing
         values += [*self.squares, self.loss_sum, self.tokens, *self.wishes, self.states]
         values.append(self.memory_gib)
         return torch.tensor(values, dtype=torch.float64)
 
     @classmethod
-    def unpack(cls, vector: Tensor, sources: int = 0) -> Totals:
-        """The totals of a mixture of so many sources, or of a run without."""
+    def unpack(cls, vector: Tensor, sources: int = 0, routing: int = 0) -> Totals:
+        """The totals of a mixture of so many sources, or of a run without, with so many numbers of
+        routing."""
         values = vector.tolist()
         sums, counts = values[: 2 * sources : 2], values[1 : 2 * sources : 2]
         by_source = tuple(map(SourceTotal, sums, map(int, counts)))
-        *squares, loss_sum, tokens, stop, save, finish, states, memory = values[2 * sources :]
+        told, rest = values[2 * sources :][:routing], values[2 * sources + routing :]
+        *squares, loss_sum, tokens, stop, save, finish, states, memory = rest
         wishes = Wishes(stop > 0, save > 0, finish > 0)
-        return cls(tuple(squares), loss_sum, int(tokens), wishes, by_source, states, memory)
+        return cls(
+            tuple(squares), loss_sum, int(tokens), wishes, by_source, tuple(told), states, memory
+        )
 
     @property
     def norm(self) -> float:

@@ -38,6 +38,8 @@ class StepResult:
     """A line for the user on how the step was computed."""
     by_source: tuple[SourceTotal, ...] = ()
     """Of a mixture: losses and tokens of each source."""
+    routing: tuple[float, ...] = ()
+    """Of layers with experts: what :func:`megapipe.train.routing.record` reads."""
     memory_gib: float | None = field(default=None, compare=False)
     """Memory of the fullest rank; see :mod:`megapipe.observe.memory`."""
     seconds: float = field(default=math.nan, compare=False)
@@ -155,5 +157,6 @@ class Update:
             loss_scale=self.scaler.scale,
             wishes=totals.wishes,
             by_source=totals.by_source,
+            routing=totals.routing,
             memory_gib=totals.memory_gib or None,
         )

@@ -27,7 +27,7 @@ from tests.parity.other_values import ALONE, GIVEN, WORLD, other, outcome, resol
 from tests.parity.threads import at_once
 
 STARTED = (
-    *("run.seed", "model.init_std", "lora.alpha", "parallel.sequence_parallel"),
+    *("run.seed", "model.init_std", "model.moe.ffn", "lora.alpha", "parallel.sequence_parallel"),
     *("context.order", "pipeline.debug"),
     *("activations.policy", "data.text_field", "optimizer.lr", "kernels.overlap"),
     *("train.validate_every", "numbers.spike_factor", "checkpoint.keep", "log.every"),
@@ -43,7 +43,7 @@ def port() -> Iterator[int]:
 
 
 def test_a_key_of_each_section_is_started_and_few_have_no_other_value() -> None:
-    assert [key.partition(".")[0] for key in STARTED] == list(SECTIONS)
+    assert [key.rpartition(".")[0] for key in STARTED] == list(SECTIONS)
     assert set(STARTED) | set(ALONE) <= set(KEYS)
     assert len(ALONE) <= 1
     assert all(ALONE.values())
@@ -62,7 +62,7 @@ def test_a_run_has_its_ranks_compare_every_key() -> None:
     [pytest.param(each, marks=[] if each == "parallel" else pytest.mark.full) for each in SECTIONS],
 )
 def test_ranks_see_every_difference(section: str, port: int) -> None:
-    for key in (key for key in KEYS if key.partition(".")[0] == section and key not in ALONE):
+    for key in (key for key in KEYS if key.rpartition(".")[0] == section and key not in ALONE):
         common, different = other(key)
         values = [outcome(given) for given in (common, [*common, *different])]
 

@@ -78,6 +78,8 @@ class Case:
     loss_chunk: int | None = None
     compile: bool = False
     overlap: bool = True
+    moe: str | None = None
+    """Of MOE: layers with experts."""
     lora: str | None = None
     """Adapters are trained, beside the layers of that name in ADAPTED."""
     model: str = "gpt2"
@@ -220,6 +222,49 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 """The section by name; of ulysses, all ranks of cp split heads."""
 
 
+MOE: dict[str, dict[str, Any]] = {
+    "top 2": {"experts": 4, "ffn": 12, "balance": 0.3, "z": 0.05},
+    "top 1, capacity 1": {
+        "experts": 4,
+        "top_k": 1,
+        "normalise": False,
+        "capacity": 1.0,
+        "balance": 0.5,
+        "every": 2,
+    },
+    "capacity, choice": {
+        "experts": 5,
+        "capacity": 0.8,
+        "balance": 0.2,
+        "balance_choices": "first",
+    },
+    "capacity, position": {
+        "experts": 4,
+        "ffn": 20,
+        "capacity": 1.1,
+        "drop": "position",
+        "normalise": False,
+        "balance_scope": "microbatch",
+    },
+    "capacity, score": {"experts": 3, "capacity": 0.6, "drop": "score", "z": 0.1},
+    "groups": {
+        "experts": 6,
+        "top_k": 3,
+        "ffn": 8,
+        "scores": "sigmoid",
+        "scale": 1.7,
+        "groups": 3,
+        "group_top_k": 2,
+        "dense_first": 1,
+        "shared": 12,
+        "balance": 0.4,
+    },
+    "shared, gated": {"experts": 4, "shared": 20, "shared_gate": "sigmoid", "z": 0.03},
+    "residual": {"experts": 4, "shared": 16, "shared_gate": "softmax", "scores": "sigmoid"},
+}
+"""The section model.moe by name. Coefficients are large, so that an error in a term is seen."""
+
+
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "keep": {},
     "stage": {"policy": "stage"},
@@ -268,6 +313,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "dropout": case.dropout,
                 "dtype": case.dtype,
                 **MODELS[case.model],
+                "moe": MOE[case.moe] if case.moe else {},
             },
             "lora": _lora(case),
             "parallel": {

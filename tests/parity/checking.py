@@ -33,6 +33,7 @@ from tests.parity.expected import (
     plain_error,
     validation,
 )
+from tests.parity.mixture import Told
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.reference import Params
 from tests.parity.updates import STEP_ERROR, Update, Values, rounds, spacing, states_of
@@ -59,7 +60,8 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
     for i in range(case.steps):
         if not trains_alone(case):
             check_loss("loss", [o.losses[i] for o in outcomes], case, weights[i], i)
-            check_gradients(case, weights[i], grads[i], i)
+            told = [o.routing[i] for o in outcomes]
+            check_gradients(case, weights[i], grads[i], i, told)
         norm = math.sqrt(sum(g.square().sum().item() for g in grads[i].values()))
         for outcome in outcomes:
             assert_scalar_close("gradient norm", outcome.norms[i], norm, 1e-12)
@@ -157,7 +159,28 @@ def check_loss(
         )
 
 
-def check_gradients(case: Case, weights: Params, grads: Params, step: int) -> None:
+def check_routing(case: Case, told: Told, found: Sequence[tuple[float, ...]]) -> None:
+    """What every rank was told of layers with experts: terms, dropped choices, counts."""
+    wanted = []
+    for balance, z, dropped, counts in zip(
+        told.balance, told.z, told.dropped, told.counts, strict=True
+    ):
+        tokens = case.batch * case.m * case.dp * case.sequence
+        wanted += [tokens, tokens * balance, tokens * z, len(dropped), *counts]
+    for values in found:
+        for value, exact in zip(values, wanted, strict=True):
+            assert abs(value - exact) <= 1e-12 * abs(exact), (
+                f"routing {list(values)} is not {wanted}: the difference is {value - exact:.3g}"
+            )
+
+
+def check_gradients(
+    case: Case,
+    weights: Params,
+    grads: Params,
+    step: int,
+    routing: Sequence[tuple[float, ...]],
+) -> None:
     """At the weights that the ranks had."""
     batch = batch_of(plain(case), step)
     known = gradients_at(case, weights, batch, step)
@@ -165,6 +188,7 @@ def check_gradients(case: Case, weights: Params, grads: Params, step: int) -> No
         local = {name: 1e-10 * scale for name, scale in known.scales.items()}
         allowed = {name: travel + local[name] for name, travel in known.travel.items()}
         assert_within("gradient", grads, known.exact, allowed)
+        check_routing(case, known.told, routing)
     else:
         errors = (plain_error(case, weights, batch, step, draw) for draw in range(DRAWS))
         check_errors(grads, known, errors)
@@ -229,6 +253,7 @@ def check_training(case: Case, outcomes: Sequence[Outcome], grads: Sequence[Para
     steps, _ = expected(plain(case))
     for i, ref in enumerate(steps):
         reference.assert_grads_close(grads[i], ref.grads)
+        check_routing(case, ref.told, [o.routing[i] for o in outcomes])
         for outcome in outcomes:
             assert_scalar_close("loss", outcome.losses[i], ref.loss, 1e-12)
             assert_scalar_close("gradient norm", outcome.norms[i], ref.grad_norm, 1e-10)

@@ -16,6 +16,7 @@ from tests.parity import reference
 from tests.parity.by_position import grads_by_position
 from tests.parity.cases import END, Case, batch_of, configure, plain, validation_samples
 from tests.parity.dropout_noise import noise_of
+from tests.parity.mixture import Told
 from tests.parity.reference import Batch, Params
 
 ROUNDING = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
@@ -32,7 +33,8 @@ def expected(case: Case) -> tuple[list[reference.Step], float]:
         lr=lr, weight_decay=config.optimizer.weight_decay, clip=case.clip
     )
     batches = [batch_of(case, i) for i in range(case.steps)]
-    steps = reference.train(params, config.model, batches, settings, document_end(case))
+    end = document_end(case)
+    steps = reference.train(params, config.model, batches, settings, end, case.batch)
     return steps, validation(case, params).exact
 
 
@@ -55,6 +57,8 @@ class Gradients:
     exact: Params
     scales: dict[str, float]
     """Per tensor, what relative errors are relative to."""
+    told: Told
+    """Of layers with experts."""
     travel: Params
     """Errors of single elements that narrower types on the way between replicas may add."""
 
@@ -108,10 +112,12 @@ def gradients_at(case: Case, params: Mapping[str, Tensor], batch: Batch, step: i
     """The gradients of a step at these weights."""
     model, end, noise = configure(case)[0].model, document_end(case), noise_of(case, step)
     exact_model = model.model_copy(update={"dtype": "fp64"})
-    _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise)
+    told = Told(case.batch)
+    _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise, told=told)
     return Gradients(
         exact,
         reference.gradient_scales(exact),
+        told,
         travelling(case, params, exact_model, batch, noise),
     )
 
@@ -133,9 +139,11 @@ def plain_error(case: Case, params: Params, batch: Batch, step: int, draw: int) 
         if case.master == "none":
             params = {name: p.bfloat16().double() for name, p in params.items()}
     exact_model = model.model_copy(update={"dtype": "fp64"})
-    _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise)
+    told, scale = Told(case.batch), case.loss_scale or 1.0
+    _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise, told=told)
+    told = Told(case.batch)
     _, rounded = reference.loss_and_grads(
-        params, model, batch, end, noise=noise, scale=case.loss_scale or 1.0
+        params, model, batch, end, noise=noise, scale=scale, told=told
     )
     return {name: rounded[name].double() - exact[name] for name in exact}
 

@@ -72,6 +72,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "compile": [False, True],
     "loss_chunk": [None, 0, 5],
     "lora": [None, "all", "some", "heads together"],
+    "moe": [None, "top 2", "capacity, choice", "groups"],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [
         *("keep", "stage", "full, two together", "of each some"),
@@ -115,6 +116,7 @@ ELSEWHERE = {
 }
 """Fields of a case that are no dimension, and why, or where they vary."""
 PLAIN_SHARE = {
+    "moe": 0.9,
     "lora": 0.9,
     "compile": 0.95,
     "dropout": 0.75,
@@ -159,6 +161,7 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (c["look_ahead"] and not _has_direction(c))
         or (c["scatter"] == "on" and not _are_messages_alike(c))
         or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
+        or (c["moe"] is not None and not _can_have_experts(c))
         or not _can_be_split(c)
     )
 
@@ -177,6 +180,15 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
     ulysses = cp if context == "ulysses" else 2 if "usp" in context else 1
     fits = HEADS // tp % ulysses == 0 and max(heads, ulysses) % min(heads, ulysses) == 0
     return fits and (cp == 4 or context not in ("teams", "usp", "usp, context first"))
+
+
+def _can_have_experts(c: Mapping[str, Any]) -> bool:
+    """Whether layers may have experts, and the reference makes the same choices."""
+    _, cp, tp, _ = c["layout"]
+    split = cp > 1 or tp > 1 or c["sequence_parallel"] or c["reduce_dtype"] is not None
+    other = c["compile"] or c["lora"] or c["post_validation"] or c["scatter"] == "on"
+    elementwise = c["rule"] not in ("muon", "lars", "lamb")
+    return elementwise and not split and not other and c["dtype"] in ("fp64", "fp32")
 
 
 def _can_be_undone(c: Mapping[str, Any]) -> bool:

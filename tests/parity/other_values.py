@@ -13,6 +13,7 @@ from megapipe.config import Config
 from megapipe.errors import MegapipeError
 from megapipe.keys import KEYS, MAPPINGS
 from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.strict_yaml import text_of
 
 WORLD = 2
@@ -24,6 +25,7 @@ GIVEN = (
 ROTARY = "model.positions=rotary"
 YARN = f"{ROTARY} model.rotary_scaling=yarn model.rotary_factor=2 model.rotary_original_positions=9"
 WINDOW = "model.window=4"
+EXPERTS = "model.moe.experts=4"
 OWN_MODEL = "model.source=tests.parity.own_models:plain model.options.depth=2"
 MARKS = "data.fim_rate=0.5 data.fim_tokens=[<a>,<b>,<c>]"
 MIXED = "data.source=stdlib data.mixture.a.source=x data.mixture.b.source=y"
@@ -45,6 +47,12 @@ BESIDE = {
     "data.split": "data.source=memory://x",
     "data.temperature": MIXED,
     **dict.fromkeys(("lora.alpha", "lora.rslora", "lora.targets"), "lora.rank=2"),
+    **dict.fromkeys(
+        (f"model.moe.{key}" for key in MoEConfig.model_fields if key != "experts"), EXPERTS
+    ),
+    "model.moe.group_top_k": f"{EXPERTS} model.moe.groups=2",
+    "model.moe.shared_gate": f"{EXPERTS} model.moe.shared=8",
+    "model.moe.drop": f"{EXPERTS} model.moe.capacity=1",
     "model.norm_offset": "model.norm=rmsnorm",
     "model.rotary_base": ROTARY,
     "model.rotary_share": ROTARY,

@@ -35,6 +35,7 @@ class Outcome:
     grads: list[Parts] = field(default_factory=list)
     values: list[dict[str, Parts]] = field(default_factory=list)
     copies: list[Parts] = field(default_factory=list)
+    routing: list[tuple[float, ...]] = field(default_factory=list)
     validation: float = 0.0
 
 

@@ -67,6 +67,7 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
         outcome.rates.append(result.lr)
+        outcome.routing.append(result.routing)
         outcome.values.append(own_values(step.optimizer))
         outcome.copies.append(list(local_copies(step)))
     for shard in step.optimizer.shards:

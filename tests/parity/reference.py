@@ -4,6 +4,7 @@ Pure functions on a dict of full tensors, written for the reader and not for spe
 code with the package. Batch first; weights are [out, in]; the model's sizes must be resolved.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from tests.parity.compare import assert_error_like as assert_error_like
 from tests.parity.compare import assert_grads_close as assert_grads_close
 from tests.parity.compare import assert_weights_close as assert_weights_close
 from tests.parity.compare import gradient_scales as gradient_scales
+from tests.parity.mixture import Told, has_experts, mixture
+from tests.parity.mixture import shapes as mixture_shapes
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -69,6 +72,7 @@ class Step:
     grads: Params
     grad_norm: float
     params: Params
+    told: Told
 
 
 def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tuple[int, ...]]:
@@ -104,8 +108,11 @@ def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tupl
             norm(f"layers.{i}.attention_post_norm")
             norm(f"layers.{i}.mlp_post_norm")
         norm(f"layers.{i}.mlp_norm")
-        linear(f"layers.{i}.mlp.up", *((2, f, h) if gated else (f, h)))
-        linear(f"layers.{i}.mlp.down", h, f)
+        if has_experts(model, i):
+            out |= mixture_shapes(model, i)
+        else:
+            linear(f"layers.{i}.mlp.up", *((2, f, h) if gated else (f, h)))
+            linear(f"layers.{i}.mlp.down", h, f)
     norm("final_norm")
     if not model.tied_embeddings:
         out["head.weight"] = (v, h)
@@ -173,11 +180,14 @@ def logits(
     tokens: Tensor,
     end: int | None = None,
     noise: Noise | None = None,
+    told: Told | None = None,
 ) -> Tensor:
     """Logits [b, s, V] in the dtype of `params`.
 
-    With `end`, the token that ends a document, nothing is seen of earlier documents.
+    With `end`, the token that ends a document, nothing is seen of earlier documents. `told` takes
+    what layers with experts tell.
     """
+    told = Told(len(tokens)) if told is None else told
     hidden = _hidden_from(tokens, end)
     x = params["embedding.word.weight"][tokens]  # [b, s, h]
     if model.embedding_scale is not None:
@@ -195,7 +205,12 @@ def logits(
         normed = _norm(
             x if model.parallel_residual else x + y, params, f"layers.{i}.mlp_norm", model
         )
-        z = _drop(_mlp(normed, params, f"layers.{i}.mlp", model), noise, "mlp_out", i)
+        if has_experts(model, i):
+            mlp = functools.partial(_mlp, model=model)
+            z = mixture(normed, params, f"layers.{i}.moe", model, mlp, told)
+        else:
+            z = _mlp(normed, params, f"layers.{i}.mlp", model)
+        z = _drop(z, noise, "mlp_out", i)
         if model.post_norms:
             z = _norm(z, params, f"layers.{i}.mlp_post_norm", model)
         x = x + y + z
@@ -215,9 +230,10 @@ def token_losses(
     labels: Tensor,
     end: int | None = None,
     noise: Noise | None = None,
+    told: Told | None = None,
 ) -> Tensor:
     """Cross-entropy of every token, [b, s]; of bf16 and fp16 logits in fp32."""
-    out = logits(params, model, tokens, end, noise)
+    out = logits(params, model, tokens, end, noise, told)
     if out.dtype in (torch.bfloat16, torch.float16):
         out = out.float()
     return -F.log_softmax(out, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -231,9 +247,10 @@ def loss(
     mask: Tensor,
     end: int | None = None,
     noise: Noise | None = None,
+    told: Told | None = None,
 ) -> Tensor:
     """Sum of the unmasked token losses / number of unmasked tokens; 0 if there are none."""
-    losses = token_losses(params, model, tokens, labels, end, noise)
+    losses = token_losses(params, model, tokens, labels, end, noise, told)
     kept = mask.to(losses.dtype)
     return (losses * kept).sum() / kept.sum().clamp(min=1)
 
@@ -246,17 +263,22 @@ def loss_and_grads(
     *,
     noise: Noise | None = None,
     scale: float = 1.0,
+    told: Told | None = None,
 ) -> tuple[float, Params]:
     """Loss and gradients of what is trained, computed in `model.dtype` and returned in its
     main-gradient dtype.
 
-    The loss is multiplied by `scale` on the way back, and the gradients are divided by it.
+    The loss is multiplied by `scale` on the way back, and the gradients are divided by it. Terms
+    that layers with experts add to it are in the gradients alone; `told` has the rows of a
+    micro-batch, by default all.
     """
+    told = Told(len(batch[0])) if told is None else told
     compute, master = COMPUTE_DTYPES[model.dtype], MASTER_DTYPES[model.dtype]
     given = {name: p.detach().to(compute) for name, p in params.items()}
     leaves = {name: given[name].requires_grad_() for name in trained(given)}
-    value = loss(given, model, *batch, end, noise)
-    grads = torch.autograd.grad(value * scale, list(leaves.values()))
+    value = loss(given, model, *batch, end, noise, told)
+    objective = sum(told.terms, value)
+    grads = torch.autograd.grad(objective * scale, list(leaves.values()))
     return value.item(), {n: g.to(master) / scale for n, g in zip(leaves, grads, strict=True)}
 
 
@@ -266,8 +288,10 @@ def train(
     batches: Sequence[Batch],
     optimizer: Settings,
     end: int | None = None,
+    rows: int | None = None,
 ) -> list[Step]:
-    """One AdamW step per global batch on master weights (fp32, for an fp64 model fp64)."""
+    """One AdamW step per global batch on master weights (fp32, for an fp64 model fp64); `rows` are
+    those of a micro-batch, by default all."""
     assert len(optimizer.lr) == len(batches), "one learning rate per step"
     assert model.dropout == 0, "dropout needs its noise, which differs from step to step"
     dtype = MASTER_DTYPES[model.dtype]
@@ -286,7 +310,8 @@ def train(
     )
     steps = []
     for batch, lr in zip(batches, optimizer.lr, strict=True):
-        value, grads = loss_and_grads(masters, model, batch, end)
+        told = Told(rows or len(batch[0]))
+        value, grads = loss_and_grads(masters, model, batch, end, told=told)
         for name, parameter in learning.items():
             parameter.grad = grads[name].clone()
         largest = math.inf if optimizer.clip is None else optimizer.clip
@@ -295,7 +320,7 @@ def train(
             group["lr"] = lr
         adamw.step()
         after = {name: p.detach().clone() for name, p in masters.items()}
-        steps.append(Step(value, grads, norm.item(), after))
+        steps.append(Step(value, grads, norm.item(), after, told))
     return steps
 
 

@@ -205,7 +205,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_has_every_key() -> None:
     text = cli.help_text()
     for key in KEYS:
-        section, _, name = key.partition(".")
+        section, _, name = key.rpartition(".")
         _, begun, after = text.partition(f"  {key} = ")
         assert begun
         own = documentation(SECTIONS[section])[name]
@@ -219,7 +219,7 @@ def test_help_on_a_section_or_a_key_is_that_part_of_the_whole() -> None:
     parts = [cli.help_text(name) for name in SECTIONS]
     assert "\n".join(parts) in whole
     for name, part in zip(SECTIONS, parts, strict=True):
-        keys = [key for key in KEYS if key.startswith(f"{name}.")]
+        keys = [key for key in KEYS if key.rpartition(".")[0] == name]
         assert [key for key in KEYS if f"  {key} = " in part] == keys
         assert all(cli.help_text(key) in part for key in keys)
 

@@ -27,7 +27,7 @@ def test_every_key_has_words_for_its_type() -> None:
 
 def test_every_key_is_found_with_a_letter_missing() -> None:
     for key in KEYS:
-        section, _, leaf = key.partition(".")
+        section, _, leaf = key.rpartition(".")
         if len(leaf) > 4:
             assert "did you mean" in unknown(f"{section}.{leaf[:-1]}"), key
 

@@ -93,7 +93,7 @@ def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
         assert speeds.memory_gb == memory_gb
         _, total = memory_lines(config, layout, speeds)
         assert f"; fits in {memory_gb} GB" in total
-        if path.stem != "quickstart":
+        if not path.stem.startswith("quickstart"):
             assert speeds.tflops is not None
             by_flops = simulate(layout.listed, layout.cost).bubble_makespan
             bubble = max(expected(config, layout, speeds).bubble_makespan, by_flops)

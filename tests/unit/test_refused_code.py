@@ -197,8 +197,8 @@ def test_every_key_whose_documentation_tells_of_code() -> None:
     told = {
         key
         for key in KEYS
-        for section in [cli.SECTIONS[key.partition(".")[0]]]
-        if re.search(r"`module:\w+`", documentation(section)[key.partition(".")[2]])
+        for section in [cli.SECTIONS[key.rpartition(".")[0]]]
+        if re.search(r"`module:\w+`", documentation(section)[key.rpartition(".")[2]])
     }
     assert told - {"run.own_code"} == {*CODE, "data.source"}
 

@@ -22,6 +22,7 @@ from megapipe.model.gpt.adapters import adapt
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.lora import with_adapters
+from megapipe.model.gpt.mixture import Mixture
 from megapipe.model.gpt.mlp import MLP
 from megapipe.model.gpt.parameters import Named, block_parameters, layer_of
 from megapipe.model.gpt.rotary import Rotaries, Tables
@@ -37,8 +38,12 @@ class Block(nn.Module):
 
     Four segments, each of which ends in a linear layer: norm and projection, attention and its
     output, norm and widening, activation and narrowing. A segment's input and what it saves are
-    kept for its backward as the block's policy says. Norms after them are outside of segments.
+    kept for its backward as the block's policy says. Norms after them are outside of segments, and
+    so is a mixture of experts in the place of the MLP, which runs its activation again anyhow.
     """
+
+    mlp: MLP
+    """Where there is no mixture."""
 
     def __init__(
         self,
@@ -60,7 +65,11 @@ class Block(nn.Module):
         self.attention_norm = new_norm(sharding, config, named, f"{name}.attention_norm")
         self.attention = Attention(sharding, config, layer, named)
         self.mlp_norm = new_norm(sharding, config, named, f"{name}.mlp_norm")
-        self.mlp = MLP(sharding, config, layer, named)
+        self.mixture: Mixture | None = None
+        if config.moe.has_experts(layer):
+            self.mixture = Mixture(sharding, config, layer, named)
+        else:
+            self.mlp = MLP(sharding, config, f"{name}.mlp", named)
         self.attention_post_norm: Norm | None = None
         self.mlp_post_norm: Norm | None = None
         if config.post_norms:
@@ -92,10 +101,16 @@ class Block(nn.Module):
         qkv = self.of_norms(self._project, x, rotary)
         y = self.of_attention(self._attend, qkv, mb, rotary, cache)
         y = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        wide = self.of_norms(self._widen, x if self.parallel else y)
-        if self.mlp_post_norm is not None:
-            return y + self.mlp_post_norm(self.of_activation(self._narrow, wide, mb))
-        return y + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
+        graph_only = graph_only and self.mlp_post_norm is None
+        z = self._second_half(x if self.parallel else y, mb, graph_only)
+        return y + (z if self.mlp_post_norm is None else self.mlp_post_norm(z))
+
+    def _second_half(self, x: Tensor, mb: MicroBatch, graph_only: bool) -> Tensor:
+        """The branch that is added to the residual after attention, of its input."""
+        if self.mixture is not None:
+            return self._drop(self.mixture(self.mlp_norm(x), mb, graph_only), mb, "mlp_out")
+        wide = self.of_norms(self._widen, x)
+        return self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
 
     def tables(self, rotary: Rotaries) -> Rotary:
         """Those of its layer."""

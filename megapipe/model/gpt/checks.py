@@ -2,6 +2,7 @@
 
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.moe_checks import check_experts
 from megapipe.model.interface import Conditions
 from megapipe.words import choices
 
@@ -21,6 +22,7 @@ def check(model: ModelConfig, given: Conditions) -> None:
                 f"{choices('tp', size, tp)}"
             )
     _check_idle(model)
+    check_experts(model)
     if model.positions == "rotary":
         _check_rotary(model)
     for key, is_set in (

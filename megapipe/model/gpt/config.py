@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megapipe.dtypes import Dtype
+from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.section import Expected, Section
 
 
@@ -107,6 +108,7 @@ class ModelConfig(Section):
     dtype: Dtype = "fp32"
     """Type of weights and activations; main gradients and optimizer state: fp32 (fp64). fp16
     needs a scaled loss, see `optimizer.loss_scale`."""
+    moe: MoEConfig = MoEConfig()
 
     def resolved(self, *, vocab_size: int | None, sequence_length: int) -> "ModelConfig":
         """The same model with every default filled in; an unknown vocabulary stays None."""
@@ -116,11 +118,16 @@ class ModelConfig(Section):
             ffn = -(-8 * self.hidden // (3 * 64)) * 64
         else:
             ffn = 4 * self.hidden
+        ffn, moe = self.ffn_hidden or ffn, self.moe
+        if moe.experts is not None:
+            filled = {"ffn": moe.ffn or ffn, "group_top_k": moe.group_top_k or moe.groups}
+            moe = moe.model_copy(update=filled)
         return self.model_copy(
             update={
+                "moe": moe,
                 "kv_heads": self.kv_heads or self.heads,
                 "head_dim": head_dim,
-                "ffn_hidden": self.ffn_hidden or ffn,
+                "ffn_hidden": ffn,
                 "vocab_size": self.vocab_size or vocab_size,
                 "max_positions": self.max_positions or sequence_length,
                 "qkv_bias": None if self.qkv_bias == self.bias else self.qkv_bias,

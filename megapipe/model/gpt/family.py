@@ -5,7 +5,7 @@ Modules that only a plan or only a run needs are imported when they are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -19,6 +19,7 @@ from megapipe.model.gpt import checks, traffic
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
 from megapipe.model.gpt.lora import adapter_flops, with_adapters
+from megapipe.model.gpt.moe import unused_parameters
 from megapipe.model.gpt.parameters import known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.gpt.work import Once, part_costs, stage_work
@@ -41,6 +42,7 @@ from megapipe.model.interface import (
 )
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
+from megapipe.words import counted
 
 if TYPE_CHECKING:
     from torch import device
@@ -49,19 +51,31 @@ if TYPE_CHECKING:
     from megapipe.model.gpt.stage import GPTStage
 
 
+LACKING_WITH_EXPERTS: tuple[Feature, ...] = (
+    *("tp", "sequence_parallel", "context", "slices"),
+    *("compile", "lora"),
+)
+"""Features that layers with experts do not have yet."""
+
+
 @dataclass(frozen=True)
 class GPT(Family):
-    """A decoder of resolved sizes; every feature is supported."""
+    """A decoder of resolved sizes; every feature is supported, but for some with experts."""
 
     model: ModelConfig
     conditions: Conditions
 
-    name = "GPT"
     ends = True
 
     @property
+    def name(self) -> str:  # type: ignore[override]
+        """In messages."""
+        return "GPT" if self.model.moe.experts is None else "GPT with model.moe.experts"
+
+    @property
     def supports(self) -> Collection[Feature]:
-        return get_args(Feature)
+        lacking = () if self.model.moe.experts is None else LACKING_WITH_EXPERTS
+        return [feature for feature in get_args(Feature) if feature not in lacking]
 
     @property
     def dtype(self) -> Dtype:
@@ -82,21 +96,35 @@ class GPT(Family):
         return with_adapters(self.model, stage_parameters(self.model, stage), self.conditions.lora)
 
     def describe(self) -> str:
-        model = self.model
+        model, moe = self.model, self.model.moe
+        experts = ""
+        if moe.experts is not None:
+            beside = "" if moe.shared is None else f" beside one of {moe.shared}"
+            experts = (
+                f", in {counted(len(self.experts()), 'layer')} {moe.top_k} of {moe.experts} "
+                f"experts of {moe.ffn}{beside}"
+            )
         return (
             f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads of "
             f"{model.head_dim} ({model.kv_heads} for keys and values), MLP {model.ffn_hidden} "
-            f"{model.activation}, {model.dtype}"
+            f"{model.activation}{experts}, {model.dtype}"
         )
 
+    def experts(self) -> Mapping[int, int]:
+        layers = filter(self.model.moe.has_experts, range(self.layers))
+        return dict.fromkeys(layers, self.model.moe.experts or 0)
+
+    def active(self) -> int:
+        return self.count() - sum(unused_parameters(self.model) for _ in self.experts())
+
     def _once(self, layer: int, *, causal: bool = False) -> Once:
-        given, window = self.conditions, self.model.window_of(layer)
-        return Once.of(self.model, given.sequence_length, given.tp, window, causal=causal)
+        given = self.conditions
+        return Once.of(self.model, given.sequence_length, given.tp, layer, causal=causal)
 
     def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
         each = [self._once(layer) for layer in range(self.layers)]
         costs = [part_costs(once, repeated) for once in each]
-        _, head = costs[0]
+        _, head = costs[-1]
         if self.conditions.lora is not None:  # no weight gradients but those of adapters
             added = 3 * self._adapter_flops
             saved = [once.layer - once.scores for once in each]
@@ -136,7 +164,10 @@ class GPT(Family):
 
     def forward_flops(self, stage: StageSpec) -> int:
         model, length = self.model, self.conditions.sequence_length
-        layers = sum(layer_flops(model, length, model.window_of(layer)) for layer in stage.layers)
+        layers = sum(
+            layer_flops(model, length, model.window_of(layer), experts=model.moe.has_experts(layer))
+            for layer in stage.layers
+        )
         return layers + stage.head * head_flops(model)
 
     def token_flops(self) -> float:
@@ -158,10 +189,16 @@ class GPT(Family):
             self.model, stage, spans, sizes, loss_chunk=given.loss_chunk, lora=given.lora
         )
 
-    def peaks(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool) -> Peaks:
+    def peaks(
+        self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool
+    ) -> Peaks | None:
         """Those of a run that trains all weights, also where adapters are trained: with few targets
-        an operation then takes less, beside every layer up to a fifth more in a small model."""
+        an operation then takes less, beside every layer up to a fifth more in a small model. Of
+        layers with experts they are not known."""
         from megapipe.model.gpt import workspace
+
+        if any(map(self.model.moe.has_experts, stage.layers)):
+            return None
 
         most = self.conditions.loss_chunk
         return workspace.peaks(self.model, stage, spans, sizes, most_tokens=most, again=again)

@@ -8,16 +8,24 @@ matrix product, padding of the vocabulary and recomputation are not model FLOPs.
 """
 
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.moe import GATES
 from megapipe.model.gpt.parameters import known
 
 
-def layer_flops(model: ModelConfig, sequence_length: int, window: int | None = None) -> int:
-    """FLOPs of one layer's forward, per token, which sees `window` positions if not all."""
+def layer_flops(
+    model: ModelConfig, sequence_length: int, window: int | None = None, *, experts: bool = False
+) -> int:
+    """FLOPs of one layer's forward, per token, which sees `window` positions if not all; with
+    `experts` those that a token is sent to, none of them dropped."""
     head_dim = known(model.head_dim)
     queries = model.heads * head_dim
     qkv = queries + 2 * known(model.kv_heads) * head_dim
-    matrices = 3 if model.gated else 2
-    weights = model.hidden * (qkv + queries + matrices * known(model.ffn_hidden))
+    matrices, moe = 3 if model.gated else 2, model.moe
+    rows = matrices * known(model.ffn_hidden)
+    if experts:
+        rows = matrices * (moe.top_k * known(moe.ffn) + (moe.shared or 0))
+        rows += known(moe.experts) + GATES[moe.shared_gate]
+    weights = model.hidden * (qkv + queries + rows)
     seen = sequence_length if window is None else min(sequence_length, window)
     scores = 2 * seen * queries  # q k^T and its product with v
     return 2 * (weights + scores)

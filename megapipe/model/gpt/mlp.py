@@ -10,22 +10,22 @@ from megapipe.layers.parameter import Sharding
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import Named, layer_of
 from megapipe.ops.geglu import torch_geglu
+from megapipe.ops.swiglu import SwigluKernel
 
 
 class MLP(nn.Module):
     """An MLP in two steps: `up` widens [s(/tp), b, h], a call does the rest.
 
     The inner width is split over tp. With a gate `up` is one weight [2, f, h], gate first, split
-    along f.
+    along f. `name` is that of its parameters.
     """
 
     def __init__(
-        self, sharding: Sharding, config: ModelConfig, layer: int, parameters: Named
+        self, sharding: Sharding, config: ModelConfig, name: str, parameters: Named
     ) -> None:
         super().__init__()
         self.activation = config.activation
         self.swiglu = sharding.kernels.swiglu
-        name = f"layers.{layer}.mlp"
         self.up = ColumnParallelLinear(sharding, *layer_of(parameters, f"{name}.up"))
         self.down = RowParallelLinear(sharding, *layer_of(parameters, f"{name}.down"))
 
@@ -38,9 +38,13 @@ class MLP(nn.Module):
 
     def activate(self, y: Tensor) -> Tensor:
         """The output of `up` -> the input of `down`, [s, b, f/tp]."""
-        if self.activation == "swiglu":
-            return self.swiglu(y)
-        if self.activation == "geglu_tanh":
-            return torch_geglu(y)
-        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-        return functional.gelu(y, approximate=approximate)
+        return activate(y, self.activation, self.swiglu)
+
+
+def activate(y: Tensor, kind: str, swiglu: SwigluKernel) -> Tensor:
+    """Activation between the two matrices: [..., f], with a gate [..., 2 f], -> [..., f]."""
+    if kind == "swiglu":
+        return swiglu(y)
+    if kind == "geglu_tanh":
+        return torch_geglu(y)
+    return functional.gelu(y, approximate="tanh" if kind == "gelu_tanh" else "none")

@@ -16,6 +16,7 @@ from megapipe.layers.specs import (
     vocabulary,
 )
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.moe import mixture_parameters
 from megapipe.model.partition import StageSpec
 
 Named = Mapping[str, ParameterSpec]
@@ -86,8 +87,11 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     if model.post_norms:
         yield from norm_parameters(model, f"{name}.attention_post_norm")
     yield from norm_parameters(model, f"{name}.mlp_norm")
-    yield from column_linear(f"{name}.mlp.up", up, bias=bias, std=std)
-    yield from row_linear(f"{name}.mlp.down", (h, ffn), bias=bias, std=residual_std)
+    if model.moe.has_experts(layer):
+        yield from mixture_parameters(model, layer)
+    else:
+        yield from column_linear(f"{name}.mlp.up", up, bias=bias, std=std)
+        yield from row_linear(f"{name}.mlp.down", (h, ffn), bias=bias, std=residual_std)
     if model.post_norms:
         yield from norm_parameters(model, f"{name}.mlp_post_norm")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from megapipe.dtypes import DTYPE_BYTES
@@ -20,6 +21,7 @@ from megapipe.layers.lora_specs import Lora, Rows
 from megapipe.layers.policy import BlockPolicy, Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.lora import places
+from megapipe.model.gpt.moe_memory import mixture_queued, mixture_saved
 from megapipe.model.gpt.parameters import known
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.interface import Held, Sizes
@@ -42,12 +44,18 @@ class Saved(NamedTuple):
     """It is the input of the block, of which only host memory has a second copy."""
 
 
-def saved_tensors(model: ModelConfig, sizes: Sizes, lora: Lora | None = None) -> tuple[Saved, ...]:
-    """All that one block of a resolved model saves, in the order of the forward."""
+def saved_tensors(
+    model: ModelConfig, sizes: Sizes, lora: Lora | None = None, layer: int | None = None
+) -> tuple[Saved, ...]:
+    """All that one block of a resolved model saves, in the order of the forward; that of `layer`,
+    or one without experts."""
     first, *rest = norm_tensors(model, sizes)
     second = first._replace(is_shared=model.parallel_residual)
     after = tuple(_post_norm(model, sizes))
     attention, activation = _attention(model, sizes), _activation(model, sizes)
+    if layer is not None and model.moe.has_experts(layer):
+        mixture = (*_of_mixture([second, *rest]), *_mixture(model, sizes))
+        return first, *rest, *attention, *after, *mixture, *after
     if lora is None:
         return first, *rest, *attention, *after, second, *rest, *activation, *after
     beside = partial(_beside_adapters, model, sizes, lora)
@@ -78,9 +86,14 @@ def _parts_of(model: ModelConfig, lora: Lora, layer: str) -> list[Rows]:
 
 
 def held_tensors(
-    model: ModelConfig, spans: Sequence[Span], sizes: Sizes, lora: Lora | None = None
+    model: ModelConfig,
+    spans: Sequence[Span],
+    sizes: Sizes,
+    lora: Lora | None = None,
+    first: int = 0,
 ) -> Iterator[tuple[Saved, bool]]:
-    """Storages that a stage's blocks hold from F to I, each with whether it is in host memory.
+    """Storages that a stage's blocks, from layer `first` on, hold from F to I, each with whether it
+    is in host memory.
 
     The first block's input is the stage's, and among them. The embedding, the final norm, the
     head and the loss hold more.
@@ -92,11 +105,16 @@ def held_tensors(
             yield saved[0], "block" in policy.offload
             for tensor in results(saved, policy) * blocks:
                 yield tensor, False
+            for tensor in choices(model, sizes, range(first, first + blocks)):
+                yield tensor, False
             is_held = False
+            first += blocks
             continue
-        for tensor in saved * blocks:
+        each = [saved_tensors(model, sizes, lora, first + i) for i in range(blocks)]
+        first += blocks
+        for tensor in chain.from_iterable(each):
             again = tensor.module in policy.recompute
-            if tensor.is_shared and tensor.module not in policy.offload:
+            if tensor.is_shared and not {tensor.module, "norm"} & policy.offload:
                 continue
             if is_held or (tensor.is_input if again else tensor.is_saved):
                 yield tensor, tensor.has_grad and tensor.module in policy.offload
@@ -115,13 +133,26 @@ def results(saved: Sequence[Saved], policy: BlockPolicy) -> tuple[Saved, ...]:
     return tuple(t for t in saved if t.module == "attention" and t.name in kept)
 
 
-def held(model: ModelConfig, spans: Sequence[Span], sizes: Sizes, lora: Lora | None = None) -> Held:
+def choices(model: ModelConfig, sizes: Sizes, layers: Sequence[int]) -> Iterator[Saved]:
+    """Choices of layers with experts, which those that are run again keep."""
+    for layer in filter(model.moe.has_experts, layers):
+        yield from (t for t in saved_tensors(model, sizes, layer=layer) if t.name == "choice")
+
+
+def held(
+    model: ModelConfig,
+    spans: Sequence[Span],
+    sizes: Sizes,
+    lora: Lora | None = None,
+    first: int = 0,
+) -> Held:
     """Bytes of :func:`held_tensors`, and of what waits for W."""
     bytes_in = {False: 0, True: 0}
-    for tensor, in_host in held_tensors(model, spans, sizes, lora):
+    for tensor, in_host in held_tensors(model, spans, sizes, lora, first):
         bytes_in[in_host] += tensor.bytes
     blocks = sum(span.blocks for span in spans)
-    return Held(bytes_in[False], bytes_in[True], blocks * queued_bytes(model, sizes, lora))
+    queued = sum(queued_bytes(model, sizes, lora, first + i) for i in range(blocks))
+    return Held(bytes_in[False], bytes_in[True], queued)
 
 
 def stage_held(
@@ -138,7 +169,8 @@ def stage_held(
     `loss_chunk` is ``kernels.loss_chunk``. Left out: a few numbers per piece, and the tokens,
     labels and masks themselves.
     """
-    device, host, queued, _ = held(model, spans, sizes, lora)
+    first = stage.layers[0] if stage.layers else 0
+    device, host, queued, _ = held(model, spans, sizes, lora, first)
     w = Widths.of(model, sizes)
     size, high = DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
     residual, trains = w.local_tokens * model.hidden * size, lora is None
@@ -161,16 +193,23 @@ def stage_held(
             # exponentials; a factor, a column (int64), if it is here, and whether masked, per token
             device += logits * high + w.tokens * (high + 8 + 1 + 1)
             queued += trains * (residual + logits * size)
-    kept = 0
+    kept = sum(tensor.bytes for tensor in choices(model, sizes, stage.layers))
     for blocks, policy in spans:
         kept += blocks * sum(t.bytes for t in results(saved_tensors(model, sizes), policy))
     return Held(device, host, queued, kept)
 
 
-def queued_bytes(model: ModelConfig, sizes: Sizes, lora: Lora | None = None) -> int:
+def queued_bytes(
+    model: ModelConfig, sizes: Sizes, lora: Lora | None = None, layer: int | None = None
+) -> int:
     """Bytes that wait for one block's weight gradients, under any policy: the input and the output
-    gradient of each of the four linear layers. Two that write to one sum share its gradient."""
+    gradient of each of the four linear layers. Two that write to one sum share its gradient.
+    The block is that of `layer`, or one without experts."""
     w = Widths.of(model, sizes)
+    if layer is not None and model.moe.has_experts(layer):
+        of_attention = 2 * (w.queries + w.keys) + 2 * model.hidden
+        values = DTYPE_BYTES[model.dtype] * w.tokens * of_attention
+        return values + mixture_queued(model, sizes, shared=share_gradient(model))
     if lora is not None:
         return DTYPE_BYTES[model.dtype] * _queued_beside_adapters(model, w, lora)
     whole = (w.queries + 2 * w.keys) + w.queries + w.up + w.ffn
@@ -347,6 +386,18 @@ def _activation(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
     yield Saved("mlp_activation", "up", inner * w.up // w.ffn, is_input=True)
     yield Saved("mlp_activation", "output", inner)
     yield from _residual_mask("mlp_activation", model, sizes)
+
+
+def _of_mixture(tensors: Iterable[Saved]) -> Iterator[Saved]:
+    """Tensors of the norm before a mixture of experts, which is not run again by itself."""
+    for tensor in tensors:
+        yield tensor._replace(module="experts", is_input=False)
+
+
+def _mixture(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
+    for name, size in mixture_saved(model, sizes):
+        yield Saved("experts", name, size)
+    yield from _residual_mask("experts", model, sizes)
 
 
 def _residual_mask(module: str, model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:

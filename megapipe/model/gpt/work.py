@@ -36,14 +36,16 @@ class Once(NamedTuple):
 
     @classmethod
     def of(
-        cls, model: ModelConfig, length: int, tp: int, window: int | None, *, causal: bool = False
+        cls, model: ModelConfig, length: int, tp: int, number: int, *, causal: bool = False
     ) -> "Once":
-        """Of a resolved model's layer with this window, at sequences of `length` tokens.
+        """Of a resolved model's layer of this number, at sequences of `length` tokens.
 
         `causal`: scores as kernels compute them, half of all, which the backward computes again:
         two products in the forward, five in the backward.
         """
-        layer, linear = layer_flops(model, length, window), layer_flops(model, 0)
+        experts = model.moe.has_experts(number)
+        linear = layer_flops(model, 0, experts=experts)
+        layer = layer_flops(model, length, model.window_of(number), experts=experts)
         scores = (layer - linear) // (2 if causal else 1)
         layer = linear + scores
         head = layer
@@ -53,9 +55,19 @@ class Once(NamedTuple):
             layer=layer,
             scores=scores,
             back=5 * scores // 2 if causal else 2 * scores,
-            last=0 if model.post_norms else 2 * model.hidden * known(model.ffn_hidden),
+            last=0 if model.post_norms else 2 * model.hidden * _last_width(model, experts),
             head=head,
         )
+
+
+def _last_width(model: ModelConfig, experts: bool) -> int:
+    """Inputs of a layer's last product; of a token's experts and the MLP beside them together."""
+    moe = model.moe
+    if not experts:
+        return known(model.ffn_hidden)
+    if moe.shared_gate != "none":  # which multiplies the output
+        return 0
+    return moe.top_k * known(moe.ffn) + (moe.shared or 0)
 
 
 def part_costs(once: Once, repeated: Repeated | None) -> tuple[Fraction, Fraction]:
@@ -97,11 +109,11 @@ def stage_work(
         kept = sum(one.scores for one in here) if policy.keeps_attention else 0
         found += kept
         if "block" in policy.recompute:
-            repeated += sum(one.layer for one in here) - once(0).last - kept
+            repeated += sum(one.layer for one in here) - here[-1].last - kept
         elif "attention" in policy.recompute:
             repeated += sum(one.scores for one in here) - kept
     head = once(0).head if stage.head else 0
-    left_out = once(0).last if each and not stage.head else 0
+    left_out = each[-1].last if each and not stage.head else 0
     return Work(
         # a forward without a graph computes the loss, in chunks or not
         F=whole + (head if again or not chunked else 0),

@@ -12,6 +12,7 @@ from megapipe.data.batch import Batches
 from megapipe.layout.devices import peak
 from megapipe.observe.record import SourceRecord, StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
+from megapipe.train import routing
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.stragglers import StragglerWatch
 from megapipe.train.update import StepResult
@@ -106,6 +107,7 @@ class Reports(Callback):
             loss_scale=result.loss_scale if run.train_step.scaler.scales else None,
             skipped=self._skipped if skips else None,
             sources=self._sources(run, result, samples(step)),
+            routing=routing.record(run.layout.model.experts(), result.routing),
         )
 
     def _sources(

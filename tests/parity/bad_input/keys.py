@@ -49,6 +49,22 @@ MODEL = [
     Bad("a vocabulary beyond any memory", f"model.vocab_size={2**50}", 7,
         ("out of memory", "less is needed with"), late=True),
 ]  # fmt: skip
+MOE = [
+    Bad("experts that are no number", "model.moe.experts=many", 2,
+        ("model.moe.experts=many: expected a whole number >= 2",)),
+    Bad("a key of experts without any", "model.moe.top_k=1", 2,
+        ("model.moe.top_k=1 has no effect without model.moe.experts",)),
+    Bad("more choices than experts", "model.moe.experts=2 model.moe.top_k=3", 2,
+        ("model.moe.top_k=3 is more than model.moe.experts=2",)),
+    Bad("groups that do not divide", "model.moe.experts=4 model.moe.groups=3", 2,
+        ("model.moe.experts=4 is not divisible by model.moe.groups=3",)),
+    Bad("one choice of weight 1", "model.moe.experts=4 model.moe.top_k=1", 2,
+        ("model.moe.top_k=1", "expected model.moe.normalise=false")),
+    Bad("experts over tp", "model.moe.experts=4 parallel.tp=2", 2,
+        ("parallel.tp=2: GPT with model.moe.experts has no support for it; expected 1",)),
+    Bad("experts and muon", "model.moe.experts=4 optimizer.rule=muon", 2,
+        ("model.moe.experts=4 needs optimizer.rule=", "not muon")),
+]  # fmt: skip
 LORA = [
     Bad("lora.rank is 0", "lora.rank=0", 2,
         ("lora.rank=0: expected a whole number >= 1, or null",)),
@@ -351,6 +367,7 @@ KEYS = [
     *(
         *RUN,
         *MODEL,
+        *MOE,
         *LORA,
         *PARALLEL,
         *CONTEXT,

@@ -207,6 +207,12 @@ MODELS = [
     ("bloom", {"kv_heads": 2}),
     ("gemma", {}),
 ]
+WITH_EXPERTS = [
+    ("gpt2", {"moe": "top 2"}),
+    ("llama", {"moe": "shared, gated", "dropout": 0.1}),
+    ("mixed", {"moe": "residual", "dtype": "bf16"}),
+    ("neox", {"moe": "groups"}),
+]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -222,6 +228,28 @@ def test_bytes_are_those_of_the_formula(kind: str, fields: dict[str, Any], name:
     assert (sum(alive.device), sum(alive.host)) == total[:2]
     assert sum(alive.queued) == total.queued
     assert not alive.after
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("keep", "full") else pytest.mark.full) for n in POLICIES],
+)
+@pytest.mark.parametrize(("kind", "fields"), WITH_EXPERTS)
+def test_bytes_of_layers_with_experts(kind: str, fields: dict[str, Any], name: str) -> None:
+    """Beside what they tell of their routing, which is a few numbers."""
+    model = model_of(kind, **fields)
+    mb = microbatch(model, 0)
+    alive = measure(middle(model, name), hidden(model), mb)
+    told = [load.nbytes for load in mb.loads.values()]
+    spans, sizes = spans_of(name), Sizes(LENGTH, ROWS)
+    promised = list(held_tensors(model, spans, sizes))
+    here = [tensor.bytes for tensor, in_host in promised if not in_host]
+    assert alive.device == sorted(here + told)
+    assert alive.host == sorted(tensor.bytes for tensor, in_host in promised if in_host)
+    total = held(model, spans, sizes)
+    assert (sum(alive.device) - sum(told), sum(alive.host)) == total[:2]
+    assert sum(alive.queued) - sum(told) == total.queued
+    assert sorted(alive.after) == sorted(told)
 
 
 LARGER = {"hidden": 64, "head_dim": 16, "ffn_hidden": 192}

@@ -77,7 +77,9 @@ class Row:
         free = {name for part in (*self.parts, _EVERYWHERE) for name in part.fields}
         for name, info in ModelConfig.model_fields.items():
             wanted = self.fixed.get(name, info.get_default(call_default_factory=True))
-            if name not in free and getattr(model, name) != wanted:
+            if name == "moe" and model.moe.experts is not None:
+                yield Misfit("moe.experts", model.moe.experts, "null")
+            elif name not in free and getattr(model, name) != wanted:
                 yield Misfit(name, getattr(model, name), str(wanted))
         for part in self.parts:
             yield from part.misfits(model)

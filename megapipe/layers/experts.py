@@ -1,0 +1,301 @@
+"""Experts: a layer that sends each token to some of many MLPs, with a split backward.
+
+Rows are tokens in the order of their experts, each as often as it has chosen; the products of an
+expert take the rows between two ends. Rows are gathered and their outputs added up in the order of
+the choices, without atomics, so the sums are always the same. The weight of a choice multiplies the
+activation and not the expert's output, which therefore need not be kept: its gradient is found
+beside the activation's.
+
+From F to I the layer keeps its input, the outputs of the first product, the logits and the choice.
+``W`` gets two grouped products and the router's; they add straight into the main gradients, expert
+by expert, and leave an expert without rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import Parameter
+
+from megapipe.layers import routing as route
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe_specs import Routing
+from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.layers.specs import ParameterSpec
+from megapipe.layers.weight_grad import add_product, main_grad
+from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
+
+Activation = Callable[[Tensor], Tensor]
+"""The output of the first product -> the input of the second."""
+
+
+class Rows(NamedTuple):
+    """The rows of a micro-batch's tokens in the order of their experts."""
+
+    order: Tensor
+    """[tokens * k]: choices as numbers token * k + choice, in the order of the rows; dropped ones
+    come last and have no row."""
+    slots: Tensor
+    """[tokens, k]: row of each choice; one beyond the last where it is dropped."""
+    ends: Sequence[int]
+    """Of the rows of each expert."""
+
+    @classmethod
+    def of(cls, choice: Tensor, experts: int) -> Rows:
+        """Those of what :func:`~megapipe.layers.routing.choose` found. Counts go to the host."""
+        keys = torch.where(choice < 0, experts, choice).flatten()
+        order = keys.argsort(stable=True)
+        counts = torch.bincount(keys, minlength=experts + 1)
+        *ends, _ = counts.cumsum(0).tolist()
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order), device=order.device)
+        return cls(order, slots.clamp_(max=ends[-1]).view(choice.shape), ends)
+
+    @property
+    def total(self) -> int:
+        return self.ends[-1]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Rows [rows, h] of tokens [tokens, h]."""
+        return x[self.order[: self.total] // self.slots.shape[1]]
+
+    def of_choices(self, values: Tensor) -> Tensor:
+        """[rows] of values of choices [tokens, k]."""
+        return values.flatten()[self.order[: self.total]]
+
+    def to_choices(self, values: Tensor) -> Tensor:
+        """[tokens, k] of values [rows]; 0 where a choice is dropped."""
+        return torch.cat((values, values.new_zeros(1)))[self.slots]
+
+    def add_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """[tokens, h]: the rows of each token's choices added in their order, in `dtype`. `rows`
+        has one more row than there are, which is zero."""
+        total = rows[self.slots[:, 0]].to(dtype)
+        for choice in range(1, self.slots.shape[1]):
+            total += rows[self.slots[:, choice]]
+        return total
+
+
+def each_expert(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, with their rows."""
+    start = 0
+    for expert, end in enumerate(ends):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Sequence[int], out: Tensor) -> Tensor:
+    """Rows x [rows, in] by the matrix [in, out] of their expert, into the first rows of `out`."""
+    for expert, rows in each_expert(ends):
+        torch.mm(x[rows], weight[expert], out=out[rows])
+    return out
+
+
+class ExpertsTask:
+    """Weight and bias gradients of one linear layer of all experts, from rows of its input and of
+    its output's gradient; `weight` [rows] multiplies the bias."""
+
+    __slots__ = ("_accumulate", "_bias", "_ends", "grad", "weight", "weighted", "x")
+
+    def __init__(
+        self,
+        weight: Parameter,
+        bias: Parameter | None,
+        x: Tensor,
+        grad: Tensor,
+        ends: Sequence[int],
+        accumulate: AccumulateKernel,
+        weighted: Tensor | None = None,
+    ) -> None:
+        self.weight, self._bias = weight, bias
+        self.x, self.grad, self._ends = x, grad, ends
+        self._accumulate = accumulate
+        self.weighted = weighted
+
+    def begin(self) -> None:
+        """Nothing is gathered."""
+
+    def run(self) -> None:
+        weight = main_grad(self.weight).flatten(1, -2)  # [experts, out, in]
+        for expert, rows in each_expert(self._ends):
+            self._accumulate(weight[expert], self.grad[rows], self.x[rows])
+        if self._bias is None:
+            return
+        bias = main_grad(self._bias).flatten(1)
+        for expert, rows in each_expert(self._ends):
+            grad = self.grad[rows].to(bias.dtype)
+            if self.weighted is None:
+                bias[expert] += grad.sum(0)
+            else:
+                bias[expert].addmv_(grad.t(), self.weighted[rows])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.x, self.grad, *(() if self.weighted is None else (self.weighted,)))
+
+
+class RouterTask:
+    """Weight gradient of a router, in the type of its logits."""
+
+    __slots__ = ("grad", "weight", "x")
+
+    def __init__(self, weight: Parameter, x: Tensor, grad: Tensor) -> None:
+        self.weight, self.x, self.grad = weight, x, grad
+
+    def begin(self) -> None:
+        """Nothing is gathered."""
+
+    def run(self) -> None:
+        add_product(self.weight, self.grad, self.x.to(self.grad.dtype), torch_accumulate)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.x, self.grad
+
+
+class Experts(nn.Module):
+    """[s, b, h] -> [s, b, h]: a router and its experts, each of two matrices (with a gate three).
+
+    `layer` is the number of the layer. The choice of a first run is kept with the micro-batch until
+    the run that builds the graph has taken it.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        layer: int,
+        routing: Routing,
+        activation: Activation,
+        router: ParameterSpec,
+        up: tuple[ParameterSpec, ParameterSpec | None],
+        down: tuple[ParameterSpec, ParameterSpec | None],
+    ) -> None:
+        super().__init__()
+        self.sharding = sharding
+        self.layer = layer
+        self.routing = routing
+        self.activation = activation
+        self.dtype = torch.promote_types(sharding.dtype, torch.float32)
+        """Of logits, scores and weights, and of sums over choices."""
+        self.router = new_parameter(sharding, router)
+        self.up, self.up_bias = self._linear(*up)
+        self.down, self.down_bias = self._linear(*down)
+
+    def _linear(
+        self, weight: ParameterSpec, bias: ParameterSpec | None
+    ) -> tuple[Parameter, Parameter | None]:
+        made = None if bias is None else new_parameter(self.sharding, bias)
+        return new_parameter(self.sharding, weight), made
+
+    def forward(self, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
+        """With `graph_only` the output has a graph but no values."""
+        return _ExpertsFunction.apply(x, self.router, self, mb, torch.is_grad_enabled(), graph_only)
+
+    def choice(
+        self, logits: Tensor, p: Tensor, mb: MicroBatch, sequences: int, graph: bool
+    ) -> Tensor:
+        """The choice for a micro-batch: that of its first run, if there was one; `graph`: this run
+        builds the graph, and is the last."""
+        found = mb.choices.get(self.layer)
+        if found is None:
+            found = route.choose(p, self.routing, sequences)
+            if self.training:
+                told = route.load(logits, p, found, self.routing, sequences)
+                mb.loads[self.layer] = told
+                if not graph:
+                    mb.choices[self.layer] = found
+        elif graph:
+            del mb.choices[self.layer]
+        return found
+
+    def widen(self, x: Tensor, rows: Rows) -> Tensor:
+        """The first product of rows [rows, h]: [rows, (2) f]."""
+        wide = x.new_empty(rows.total, self.up[0].numel() // x.shape[-1])
+        grouped_product(x, self.up.flatten(1, -2).transpose(1, 2), rows.ends, wide)
+        if self.up_bias is not None:
+            for expert, here in each_expert(rows.ends):
+                wide[here] += self.up_bias[expert].flatten()
+        return wide
+
+    def narrow(self, inner: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        """The second product of weighted activations [rows, f]: [rows + 1, h], the last row 0."""
+        y = inner.new_empty(rows.total + 1, self.down.shape[1])
+        grouped_product(inner, self.down.transpose(1, 2), rows.ends, y)
+        if self.down_bias is not None:
+            for expert, here in each_expert(rows.ends):
+                y[here] += weight[here].unsqueeze(1).to(y.dtype) * self.down_bias[expert]
+        y[rows.total :] = 0
+        return y
+
+
+class _ExpertsFunction(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        router: Parameter,
+        layer: Experts,
+        mb: MicroBatch,
+        graph: bool,
+        graph_only: bool,
+    ) -> Tensor:
+        routing, tokens, sequences = layer.routing, x.flatten(0, 1), x.shape[1]
+        logits = tokens.to(layer.dtype) @ router.to(layer.dtype).t()
+        p = route.scores(logits, routing)
+        choice = layer.choice(logits, p, mb, sequences, graph)
+        rows = Rows.of(choice, routing.experts)
+        wide = layer.widen(rows.gather(tokens), rows)
+        ctx.save_for_backward(x, wide, logits, choice, rows.order, rows.slots)
+        ctx.ends, ctx.layer, ctx.unit = rows.ends, layer, mb.position_scale
+        if graph_only:
+            return x.new_empty(()).expand(x.shape)
+        weight = rows.of_choices(route.weights(p, route.experts_of(choice), routing))
+        inner = (layer.activation(wide) * weight.unsqueeze(1)).to(x.dtype)
+        y = rows.add_up(layer.narrow(inner, weight, rows), layer.dtype)
+        return y.to(x.dtype).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, wide, logits, choice, order, slots = ctx.saved_tensors
+        layer: Experts = ctx.layer
+        rows = Rows(order, slots, ctx.ends)
+        queue, accumulate = layer.sharding.queue, layer.sharding.kernels.accumulate
+        routing, ids = layer.routing, route.experts_of(choice)
+        p = route.scores(logits, routing)
+        weight = rows.of_choices(route.weights(p, ids, routing))
+        grad_y = rows.gather(grad.flatten(0, 1))
+
+        with torch.enable_grad():
+            wide = wide.detach().requires_grad_()
+            plain = layer.activation(wide)  # [rows, f]
+        inner = (plain.detach() * weight.unsqueeze(1)).to(x.dtype)
+        grad_inner = grouped_product(grad_y, layer.down, rows.ends, torch.empty_like(inner))
+        of_weight = (grad_inner * plain.detach()).sum(-1, dtype=layer.dtype)
+        if layer.down_bias is not None:
+            for expert, here in each_expert(rows.ends):
+                of_weight[here] += (grad_y[here] @ layer.down_bias[expert]).to(layer.dtype)
+        queue.put(
+            ExpertsTask(layer.down, layer.down_bias, inner, grad_y, rows.ends, accumulate, weight)
+        )
+        grad_plain = (grad_inner * weight.unsqueeze(1)).to(x.dtype)
+        (grad_wide,) = torch.autograd.grad(plain, wide, grad_plain)
+
+        tokens = x.detach().flatten(0, 1)
+        grad_x = x.new_empty(rows.total + 1, x.shape[-1])
+        grouped_product(grad_wide, layer.up.flatten(1, -2), rows.ends, grad_x)
+        grad_x[rows.total :] = 0
+        queue.put(
+            ExpertsTask(
+                layer.up, layer.up_bias, rows.gather(tokens), grad_wide, rows.ends, accumulate
+            )
+        )
+        of_logits = route.logits_grad(
+            rows.to_choices(of_weight), logits, p, ids, routing, x.shape[1], ctx.unit
+        )
+        queue.put(RouterTask(layer.router, tokens, of_logits))
+        total = rows.add_up(grad_x, layer.dtype)
+        total.addmm_(of_logits, layer.router.to(layer.dtype))
+        return total.to(x.dtype).view_as(x), None, None, None, None, None

@@ -1,0 +1,71 @@
+"""A mixture of experts free of any layout: its routing and its parameters. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Literal
+
+from megapipe.layers.specs import ParameterSpec
+
+Drop = Literal["choice", "position", "score"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Experts of a token, their weights, and the terms that the loss gets."""
+
+    experts: int
+    top_k: int
+    softmax: bool = True
+    """Scores are softmax of the logits; otherwise the sigmoid of each."""
+    normalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    group_top_k: int = 1
+    capacity: float | None = None
+    drop: Drop = "choice"
+    balance: float = 0.0
+    per_sequence: bool = True
+    """The balance term is taken over each sequence; otherwise over each micro-batch."""
+    first_only: bool = False
+    """It counts first choices alone."""
+    z: float = 0.0
+
+    def places(self, length: int) -> int | None:
+        """Tokens of a sequence that an expert takes at most; None: all."""
+        if self.capacity is None:
+            return None
+        return ceil(Fraction(str(self.capacity)) * self.top_k * length / self.experts)
+
+
+NUMBERS = 4
+"""Numbers that a layer tells of its routing before the choices of each expert: tokens, the sums of
+their balance and z terms, and choices dropped."""
+
+
+def numbers_told(experts: Mapping[int, int]) -> int:
+    """Numbers that all layers tell, which have so many experts each."""
+    return sum(NUMBERS + count for count in experts.values())
+
+
+def most_rows(routing: Routing, sequences: int, length: int) -> int:
+    """Rows that all experts of a layer get at most, of so many sequences."""
+    chosen, places = length * routing.top_k, routing.places(length)
+    return sequences * (chosen if places is None else min(chosen, places * routing.experts))
+
+
+def expert_matrices(
+    name: str, shape: tuple[int, ...], *, bias: bool, std: float
+) -> Iterator[ParameterSpec]:
+    """Weight [experts, (2,) out, in] and bias of one linear layer of each expert."""
+    yield unsplit_matrix(f"{name}.weight", shape, std)
+    if bias:
+        yield ParameterSpec(name=f"{name}.bias", shape=shape[:-1])
+
+
+def unsplit_matrix(name: str, shape: tuple[int, ...], std: float) -> ParameterSpec:
+    """A matrix that every tp rank holds whole."""
+    return ParameterSpec(name=name, shape=shape, role="matrix", decay=True, std=std)

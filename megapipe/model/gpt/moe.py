@@ -1,0 +1,66 @@
+"""Layers of a GPT with experts, from their configuration: routing, parameters. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megapipe.layers.moe_specs import Routing, expert_matrices, unsplit_matrix
+from megapipe.layers.specs import ParameterSpec, column_linear, row_linear
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.moe_config import MoEConfig
+
+GATES = {"none": 0, "sigmoid": 1, "softmax": 2}
+"""Outputs of the linear layer of a shared MLP's gate."""
+
+
+def routing_of(moe: MoEConfig) -> Routing:
+    """The routing of a resolved section."""
+    assert moe.experts is not None
+    assert moe.group_top_k is not None
+    return Routing(
+        moe.experts,
+        moe.top_k,
+        softmax=moe.scores == "softmax",
+        normalise=moe.normalise,
+        scale=moe.scale,
+        groups=moe.groups,
+        group_top_k=moe.group_top_k,
+        capacity=moe.capacity,
+        drop=moe.drop,
+        balance=moe.balance,
+        per_sequence=moe.balance_scope == "sequence",
+        first_only=moe.balance_choices == "first",
+        z=moe.z,
+    )
+
+
+def mixture_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
+    """The parameters of a layer's experts, of their router and of what is beside them. Expert
+    matrices are [experts, f, h], with a gate [experts, 2, f, h], and [experts, h, f]."""
+    moe, h, std, bias = model.moe, model.hidden, model.init_std, model.bias
+    assert moe.experts is not None
+    assert moe.ffn is not None
+    name, inner = f"layers.{layer}.moe", (2,) if model.gated else ()
+    residual_std = std / math.sqrt(2 * model.layers)
+    router_std = std * moe.router_init_scale
+    yield unsplit_matrix(f"{name}.router.weight", (moe.experts, h), router_std)
+    up, down = (moe.experts, *inner, moe.ffn, h), (moe.experts, h, moe.ffn)
+    yield from expert_matrices(f"{name}.up", up, bias=bias, std=std)
+    yield from expert_matrices(f"{name}.down", down, bias=bias, std=residual_std)
+    if moe.shared is not None:
+        wide, narrow = (*inner, moe.shared, h), (h, moe.shared)
+        yield from column_linear(f"{name}.shared.up", wide, bias=bias, std=std)
+        yield from row_linear(f"{name}.shared.down", narrow, bias=bias, std=residual_std)
+    if gates := GATES[moe.shared_gate]:
+        yield unsplit_matrix(f"{name}.shared_gate.weight", (gates, h), std)
+
+
+def unused_parameters(model: ModelConfig) -> int:
+    """Parameters of a layer's experts that a token does not meet."""
+    moe = model.moe
+    assert moe.experts is not None
+    assert moe.ffn is not None
+    up = moe.ffn * (2 if model.gated else 1)
+    each = model.hidden * (up + moe.ffn) + model.bias * (up + model.hidden)
+    return (moe.experts - moe.top_k) * each

@@ -1,0 +1,63 @@
+"""Checks of the section `model.moe`; an error says in one line what would be right."""
+
+from collections.abc import Iterator
+
+from megapipe.errors import ConfigError
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.moe_config import MoEConfig
+from megapipe.strict_yaml import text_of
+from megapipe.words import choices
+
+
+def check_experts(model: ModelConfig) -> None:
+    """Raise :class:`ConfigError` for the first thing that is wrong in a resolved model."""
+    moe = model.moe
+    for key, holds, needed in _needs(moe):
+        value, default = getattr(moe, key), MoEConfig.model_fields[key].default
+        if value != default and not holds:
+            raise ConfigError(
+                f"model.moe.{key}={text_of(value)} has no effect without {needed}: expected "
+                f"{text_of(default)}, or that"
+            )
+    if moe.experts is None:
+        return
+    if not any(map(moe.has_experts, range(model.layers))):
+        raise ConfigError(
+            f"model.moe.dense_first={moe.dense_first} and model.moe.every={moe.every} leave none "
+            f"of model.layers={model.layers} with experts: expected at most {model.layers} together"
+        )
+    if moe.experts % moe.groups:
+        raise ConfigError(
+            f"model.moe.experts={moe.experts} is not divisible by model.moe.groups={moe.groups}: "
+            f"{choices('groups', moe.experts, moe.groups)}"
+        )
+    groups = moe.group_top_k or moe.groups
+    if groups > moe.groups:
+        raise ConfigError(
+            f"model.moe.group_top_k={groups} is more than model.moe.groups={moe.groups}: expected "
+            "at most that"
+        )
+    most = groups * (moe.experts // moe.groups)
+    if moe.top_k > most:
+        what = f"model.moe.experts={moe.experts}"
+        if groups < moe.groups:
+            what = f"the {most} experts of model.moe.group_top_k={groups} groups"
+        raise ConfigError(
+            f"model.moe.top_k={moe.top_k} is more than {what}: expected at most {most}"
+        )
+    if moe.top_k == 1 and moe.normalise and moe.scores == "softmax":
+        raise ConfigError(
+            "model.moe.top_k=1 with model.moe.normalise=true has the weight 1 for every token, "
+            "which teaches the router nothing: expected model.moe.normalise=false"
+        )
+
+
+def _needs(moe: MoEConfig) -> Iterator[tuple[str, bool, str]]:
+    """Keys, whether they have an effect, and what they need for it."""
+    for key in MoEConfig.model_fields:
+        if key != "experts":
+            yield key, moe.experts is not None, "model.moe.experts"
+    yield "shared_gate", moe.shared is not None, "model.moe.shared"
+    yield "drop", moe.capacity is not None, "model.moe.capacity"
+    for key in ("balance_scope", "balance_choices"):
+        yield key, moe.balance > 0, "model.moe.balance"

@@ -1,0 +1,66 @@
+"""The section `model.moe`: layers whose MLP is a mixture of experts."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megapipe.section import Section
+
+
+class MoEConfig(Section):
+    """A mixture of experts in the place of MLPs (docs/moe.md), off by default: a router sends each
+    token to a few of many MLPs, and their outputs are added up by its weights."""
+
+    experts: int | None = Field(None, ge=2, le=32767)
+    """Experts of a layer; default: none, all layers are dense."""
+    top_k: int = Field(2, ge=1)
+    """Experts that a token is sent to."""
+    ffn: int | None = Field(None, ge=1)
+    """Inner width of an expert; default: that of a dense MLP."""
+    dense_first: int = Field(0, ge=0)
+    """So many first layers stay dense (DeepSeek)."""
+    every: int = Field(1, ge=1)
+    """Of the layers after these the last of every so many has experts: 2 for every other one
+    (GShard)."""
+    shared: int | None = Field(None, ge=1)
+    """Inner width of an MLP beside the experts that takes every token; default: there is none."""
+    shared_gate: Literal["none", "sigmoid", "softmax"] = "none"
+    """Factor of the shared MLP's output. none: 1. sigmoid: a gate of the token
+    (Qwen2-MoE). softmax: one of two coefficients that sum to 1, of which the experts' output gets
+    the other (PR-MoE; Rajbhandari et al., 2201.05596)."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts, from the router's logits: over all experts, or each by itself
+    (DeepSeek-V3). A token goes to the experts with the largest ones, and they are the weights."""
+    normalise: bool = True
+    """Whether the weights of a token are divided by their sum."""
+    scale: float = Field(1.0, gt=0)
+    """Factor of the weights, after that."""
+    groups: int = Field(1, ge=1)
+    """Groups of as many neighbouring experts each, for `group_top_k`."""
+    group_top_k: int | None = Field(None, ge=1)
+    """Groups that a token's experts are from: those whose two best scores have the largest sums
+    (DeepSeek-V3); default: all."""
+    router_init_scale: float = Field(1.0, gt=0)
+    """Initial weights of the router have a standard deviation of init_std x this (Switch: 0.1)."""
+    balance: float = Field(0.01, ge=0)
+    """Coefficient of the term that has tokens spread evenly over experts; it is 1 x the coefficient
+    in each layer that they are spread so in."""
+    balance_scope: Literal["sequence", "microbatch"] = "sequence"
+    """Tokens over which the term is taken, one for each sequence or each micro-batch: the latter
+    makes training depend on train.microbatch."""
+    balance_choices: Literal["all", "first"] = "all"
+    """Which choices of a token the term counts (GShard: the first)."""
+    z: float = Field(0.0, ge=0)
+    """Coefficient of the mean squared logsumexp of the router's logits (ST-MoE, 2202.08906)."""
+    capacity: float | None = Field(None, gt=0)
+    """An expert takes at most ceil(capacity x top_k x length / experts) tokens of a sequence; the
+    other choices are dropped and add nothing. Default: no choice is dropped."""
+    drop: Literal["choice", "position", "score"] = "choice"
+    """Whom a full expert refuses. choice: second choices before first ones, then later tokens
+    (GShard, Switch). position: later tokens. score: those with smaller weights."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        if self.experts is None or layer < self.dense_first:
+            return False
+        return (layer - self.dense_first + 1) % self.every == 0

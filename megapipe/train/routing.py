@@ -1,0 +1,45 @@
+"""Numbers of a step about layers with experts, from those of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megapipe.layers.moe_specs import NUMBERS
+from megapipe.observe.record import RoutingRecord
+
+
+def summed_loads(
+    experts: Mapping[int, int], loads: Sequence[Mapping[int, Tensor]], device: torch.device
+) -> list[Tensor]:
+    """The loads of each layer, which has so many experts, added up over micro-batches; zeros for
+    layers of other ranks."""
+    found = []
+    for layer, count in experts.items():
+        total = torch.zeros(NUMBERS + count, dtype=torch.float64, device=device)
+        for load in loads:
+            if layer in load:
+                total += load[layer]
+        found.append(total)
+    return found
+
+
+def record(experts: Mapping[int, int], values: Sequence[float]) -> RoutingRecord | None:
+    """The record of a step, of :func:`summed_loads` of all ranks together; None without experts."""
+    if not experts:
+        return None
+    layers, start = [], 0
+    for count in experts.values():
+        tokens, balance, z, dropped, *counts = values[start : start + NUMBERS + count]
+        layers.append((balance / tokens, z / tokens, dropped / sum(counts), counts))
+        start += NUMBERS + count
+    balances, zs, shares, loads = zip(*layers, strict=True)
+    return RoutingRecord(
+        balance=sum(balances) / len(layers),
+        z=sum(zs) / len(layers),
+        dropped=sum(shares) / len(layers),
+        largest_load=max(max(counts) * len(counts) / sum(counts) for counts in loads),
+        idle_experts=sum(counts.count(0) for counts in loads),
+    )

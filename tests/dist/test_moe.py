@@ -1,0 +1,159 @@
+"""Layers with experts in layouts, schedules and recomputation, beside the parity matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megapipe.layers import routing
+from megapipe.schedule.generators import accepts, names
+from megapipe.testing import World, run_world
+from tests.parity.bitwise import assert_bitwise, outcomes_of
+from tests.parity.faults import outcomes_of_faults
+from tests.parity.moe_faults import FAULTS, run_faults
+from tests.parity.ranks import Case, check_case, run_case, run_cases
+from tests.parity.registry_cases import smallest
+from tests.parity.stopped_runs import (
+    HALF,
+    STEPS,
+    Play,
+    assert_continues,
+    assert_same_files,
+    checkpoint,
+    run,
+)
+
+PIPELINE = Case(pp=2, m=3, moe="top 2", masked=0.3)
+ALONE = Case(moe="top 2", model="llama")
+CASES = [
+    *(
+        Case(moe=moe, masked=0.3, model="llama" if i % 2 else "gpt2")
+        for i, moe in enumerate(
+            (
+                *("top 1, capacity 1", "capacity, position", "capacity, score"),
+                *("shared, gated", "residual"),
+            )
+        )
+    ),
+    Case(moe="capacity, choice", masked=1.0, clip=None),
+    replace(ALONE, model="neox", moe="groups", activations="full"),
+    replace(ALONE, model="gemma", moe="shared, gated", activations="full, two together"),
+    replace(ALONE, activations="of each some", dropout=0.2),
+    replace(ALONE, activations="offload", moe="residual"),
+    replace(ALONE, dtype="fp32", moe="groups", look_ahead=2),
+    replace(PIPELINE, schedule="zb_h1", in_process=True, documents=True),
+    replace(PIPELINE, schedule="zb_h1", moe="capacity, position", activations="full"),
+    replace(PIPELINE, dp=2, zero=3, moe="groups", layers=3, activations="selective"),
+    replace(PIPELINE, dp=2, zero=2, moe="capacity, score", chunks=2, m=4,
+            schedule="interleaved_1f1b", reduce_chunk_mib=1e-6),
+    replace(PIPELINE, schedule="zb_v", m=4, dp=2, moe="shared, gated", dropout=0.2),
+    replace(PIPELINE, schedule="chimera", m=4, tied=False, dp=2, zero=0, moe="capacity, choice"),
+    replace(PIPELINE, schedule="chimera_backward_halving", m=4),
+    replace(PIPELINE, schedule="varuna", moe="residual"),
+]  # fmt: skip
+
+
+def check(cases: list[Case]) -> None:
+    for world in sorted({case.world for case in cases}):
+        here = [case for case in cases if case.world == world]
+        results = run_world(world, run_cases, here, timeout_s=60 + 10 * len(here))
+        for i, case in enumerate(here):
+            try:
+                check_case(case, [rank[i] for rank in results])
+            except AssertionError as error:
+                raise AssertionError(f"{case.name}: {error}") from None
+
+
+@pytest.mark.parametrize("world", sorted({case.world for case in CASES}))
+def test_cases(world: int) -> None:
+    check([case for case in CASES if case.world == world])
+
+
+def of_every_schedule() -> Iterator[Case]:
+    """But for those that cut sequences into slices, which are refused."""
+    for name in names():
+        if "slices" not in accepts(name):
+            for case in smallest(name, 2):
+                yield replace(case, moe="capacity, choice", in_process=True, masked=0.3)
+
+
+@pytest.mark.full
+def test_every_schedule() -> None:
+    check(list(of_every_schedule()))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
+    with pytest.raises(AssertionError, match="difference is"):
+        check_case(FAULTS[fault], outcomes[fault.__name__])
+
+
+def test_the_cases_of_faults_pass_without() -> None:
+    check(list(dict.fromkeys(FAULTS.values())))
+
+
+def test_bitwise_where_schedules_and_recomputation_differ() -> None:
+    """Split backward or not, on the same placement; in recomputation the same products."""
+    split = replace(PIPELINE, schedule="zb_h1", in_process=True, m=4, moe="capacity, choice")
+    kept = replace(ALONE, model="gpt2", moe="residual", m=3)
+    cases = [
+        *(split, replace(split, swap=True)),
+        *(replace(kept, activations=a) for a in ("keep", "full", "stage", "selective")),
+    ]
+    one, other, *others = outcomes_of(cases)
+    assert_bitwise(other, one)
+    assert [o.routing for o in other] == [o.routing for o in one]
+    for again in others[1:]:
+        assert_bitwise(again, others[0])
+
+
+def choices_made(world: World, case: Case) -> int:
+    with mock.patch.object(routing, "choose", side_effect=routing.choose) as chosen:
+        run_case(world, case, validate=False)
+    return chosen.call_count
+
+
+@pytest.mark.parametrize("activations", ["keep", "full", "stage", "selective"])
+def test_a_choice_is_made_once(activations: str) -> None:
+    """In each layer, micro-batch and step, however often it is run."""
+    case = replace(ALONE, activations=activations, layers=2, m=3)
+    assert run_world(1, choices_made, case) == [2 * 3 * case.steps]
+
+
+def test_resumed_bitwise_and_loaded_in_another_layout(tmp_path: Path) -> None:
+    base = {
+        "model.layers": "3",
+        "model.moe.experts": "4",
+        "model.moe.dense_first": "1",
+        "model.moe.shared": "8",
+        "model.moe.capacity": "1.0",
+        "parallel.dp": "2",
+        "parallel.pp": "2",
+        "optimizer.zero": "2",
+    }
+    other = {**base, "parallel.dp": "4", "parallel.pp": "1", "optimizer.zero": "3"}
+    whole, _, resumed = run(
+        tmp_path,
+        Play("whole", base),
+        Play("part", base, stop_after=HALF),
+        Play("part", base),
+    )
+    assert_continues(resumed, whole)
+    assert_same_files(checkpoint(tmp_path, "part", STEPS), checkpoint(tmp_path, "whole", STEPS))
+    moved = {**other, "checkpoint.load": str(checkpoint(tmp_path, "whole", HALF))}
+    ((first, *_),) = run(tmp_path, Play("moved", {**moved, "train.stop_after": str(HALF + 1)}))
+    assert first["error"] is None
+    (mine,) = first["steps"].values()
+    theirs = whole[0]["steps"][HALF + 1]
+    assert mine.routing == pytest.approx(theirs.routing, rel=1e-6)
+    assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)

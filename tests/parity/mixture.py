@@ -1,0 +1,196 @@
+"""A plain mixture of experts: a loop over tokens and choices, on full tensors.
+
+For the reader and not for speed, and without the package's code. Sorting is Python's, so of equal
+scores the lower expert's goes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megapipe.model.gpt.config import ModelConfig
+
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Told:
+    """What the layers of a model with experts add to the loss, and tell."""
+
+    rows: int
+    """Samples of a micro-batch."""
+    terms: list[Tensor] = field(default_factory=list)
+    """Balance and z terms with their coefficients, of each layer that has experts."""
+    balance: list[float] = field(default_factory=list)
+    """Without them: 1 where tokens are spread evenly."""
+    z: list[float] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
+    """Choices of each expert, dropped ones too."""
+    dropped: list[set[tuple[int, int, int]]] = field(default_factory=list)
+    """(sample, position, number of the choice)."""
+
+
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    moe = model.moe
+    if moe.experts is None or layer < moe.dense_first:
+        return False
+    return (layer - moe.dense_first) % moe.every == moe.every - 1
+
+
+def shapes(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Weights and, with biases, those of a layer's experts, their router and what is beside."""
+    moe, h = model.moe, model.hidden
+    two = (2,) if model.activation in ("swiglu", "geglu_tanh") else ()
+    linear: dict[str, tuple[int, ...]] = {
+        "up": (moe.experts, *two, moe.ffn, h),
+        "down": (moe.experts, h, moe.ffn),
+    }
+    if moe.shared is not None:
+        linear |= {"shared.up": (*two, moe.shared, h), "shared.down": (h, moe.shared)}
+    name = f"layers.{layer}.moe"
+    out = {f"{name}.router.weight": (moe.experts, h)}
+    for each, shape in linear.items():
+        out[f"{name}.{each}.weight"] = shape
+        if model.bias:
+            out[f"{name}.{each}.bias"] = shape[:-1]
+    if moe.shared_gate != "none":
+        out[f"{name}.shared_gate.weight"] = (1 if moe.shared_gate == "sigmoid" else 2, h)
+    return out
+
+
+def mixture(
+    x: Tensor,
+    params: Mapping[str, Tensor],
+    name: str,
+    model: ModelConfig,
+    mlp: Callable[[Tensor, Mapping[str, Tensor], str], Tensor],
+    told: Told,
+) -> Tensor:
+    """[b, s, h] -> [b, s, h]; `mlp` is that of (x, parameters, their name)."""
+    moe, (b, s, _) = model.moe, x.shape
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = x.to(wide) @ params[f"{name}.router.weight"].to(wide).T  # [b, s, E]
+    p = logits.softmax(-1) if moe.scores == "softmax" else logits.sigmoid()
+    chosen = [[_choose(p[row, t].tolist(), model) for t in range(s)] for row in range(b)]
+    weights = [[_weights(p[row, t], chosen[row][t], model) for t in range(s)] for row in range(b)]
+    dropped = set()
+    for row in range(b):
+        dropped |= {(row, *each) for each in _dropped(chosen[row], weights[row], model)}
+    samples = []
+    for row in range(b):
+        tokens = []
+        for t in range(s):
+            y = torch.zeros(x.shape[-1], dtype=wide)
+            for j, expert in enumerate(chosen[row][t]):
+                if (row, t, j) not in dropped:
+                    own = {
+                        f"{each}.{kind}": params[f"{name}.{each}.{kind}"][expert]
+                        for each in ("up", "down")
+                        for kind in ("weight", "bias")
+                        if f"{name}.{each}.{kind}" in params
+                    }
+                    own = {f"expert.{key}": value for key, value in own.items()}
+                    y = y + weights[row][t][j] * mlp(x[row, t], own, "expert").to(wide)
+            tokens.append(y)
+        samples.append(torch.stack(tokens))
+    _tell(told, logits, p, chosen, model)
+    told.dropped.append(dropped)
+    return _beside(torch.stack(samples).to(x.dtype), x, params, name, model, mlp)
+
+
+def _choose(p: list[float], model: ModelConfig) -> list[int]:
+    moe, size = model.moe, len(p) // model.moe.groups
+    groups = [range(g * size, (g + 1) * size) for g in range(moe.groups)]
+    two = [sum(sorted((p[e] for e in group), reverse=True)[:2]) for group in groups]
+    best = sorted(range(moe.groups), key=lambda g: (-two[g], g))[: moe.group_top_k]
+    allowed = [e for g in best for e in groups[g]]
+    return sorted(allowed, key=lambda e: (-p[e], e))[: moe.top_k]
+
+
+def _weights(p: Tensor, chosen: list[int], model: ModelConfig) -> Tensor:
+    weight = torch.stack([p[e] for e in chosen])
+    if model.moe.normalise:
+        weight = weight / weight.sum()
+    return weight * model.moe.scale
+
+
+def _dropped(
+    chosen: list[list[int]], weights: list[Tensor], model: ModelConfig
+) -> set[tuple[int, int]]:
+    """(position, number of the choice) of a sequence's choices whose expert is full."""
+    moe, s = model.moe, len(chosen)
+    if moe.capacity is None:
+        return set()
+    places = math.ceil(Fraction(repr(moe.capacity)) * moe.top_k * s / moe.experts)
+    choices = [(t, j) for t in range(s) for j in range(moe.top_k)]
+    first = {
+        "choice": lambda c: (c[1], c[0]),
+        "position": lambda c: c,
+        "score": lambda c: (-weights[c[0]][c[1]].item(), c),
+    }[moe.drop]
+    taken = [0] * moe.experts
+    out = set()
+    for t, j in sorted(choices, key=first):
+        expert = chosen[t][j]
+        if taken[expert] == places:
+            out.add((t, j))
+        else:
+            taken[expert] += 1
+    return out
+
+
+def _tell(
+    told: Told, logits: Tensor, p: Tensor, chosen: list[list[list[int]]], model: ModelConfig
+) -> None:
+    """The terms of a layer, of all positions of the global batch."""
+    moe, (b, s, experts) = model.moe, p.shape
+    scope = 1 if moe.balance_scope == "sequence" else told.rows
+    k = 1 if moe.balance_choices == "first" else moe.top_k
+    q = p / p.sum(-1, keepdim=True)
+    balance = torch.zeros((), dtype=p.dtype)
+    for start in range(0, b, scope):
+        rows = range(start, min(b, start + scope))
+        counts = [0] * experts
+        for row in rows:
+            for t in range(s):
+                for expert in chosen[row][t][:k]:
+                    counts[expert] += 1
+        tokens = len(rows) * s
+        for e in range(experts):
+            share = experts * counts[e] / (k * tokens)
+            balance = balance + share * q[rows.start : rows.stop, :, e].mean() * tokens / (b * s)
+    z = logits.logsumexp(-1).square().mean()
+    told.terms.append(moe.balance * balance + moe.z * z)
+    told.balance.append(balance.item())
+    told.z.append(z.item())
+    every = [e for row in chosen for token in row for e in token]
+    told.counts.append([every.count(e) for e in range(experts)])
+
+
+def _beside(
+    y: Tensor,
+    x: Tensor,
+    params: Mapping[str, Tensor],
+    name: str,
+    model: ModelConfig,
+    mlp: Callable[[Tensor, Mapping[str, Tensor], str], Tensor],
+) -> Tensor:
+    """With the MLP that takes every token, if there is one."""
+    moe = model.moe
+    if moe.shared is None:
+        return y
+    z = mlp(x, params, f"{name}.shared")
+    if moe.shared_gate == "none":
+        return y + z
+    gate = F.linear(x, params[f"{name}.shared_gate.weight"])
+    if moe.shared_gate == "sigmoid":
+        return y + gate.sigmoid() * z
+    share = gate.softmax(-1)
+    return share[..., :1] * y + share[..., 1:] * z

@@ -1,0 +1,216 @@
+"""Faults of layers with experts, seeded one at a time: parity has to notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megapipe.layers import experts, routing
+from megapipe.layers.experts import Experts, ExpertsTask, Rows
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe_specs import Routing
+from megapipe.model.gpt.mixture import Mixture
+from megapipe.testing import World
+from megapipe.train import own_totals
+from megapipe.train.feed import Feed
+from tests.parity.cases import Case
+from tests.parity.faults import Patch, run_with
+
+EXPERTS = Case(moe="top 2", masked=0.3)
+DROPPING = Case(moe="capacity, choice", model="llama")
+DATA = replace(EXPERTS, dp=2)
+
+
+def gradient_through_the_weights_dropped() -> Patch:
+    def wrong(grad: Tensor, p: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+        return torch.zeros_like(p)
+
+    return mock.patch.object(routing, "weights_grad", wrong)
+
+
+def weights_renormalised_after_dropping() -> Patch:
+    add_up = Rows.add_up
+
+    def wrong(self: Rows, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        total = add_up(self, rows, dtype)
+        here = (self.slots < self.total).sum(1, keepdim=True).clamp(min=1)
+        return total * (self.slots.shape[1] / here)
+
+    return mock.patch.object(Rows, "add_up", wrong)
+
+
+def dropped_choices_take_the_last_row() -> Patch:
+    of = Rows.of.__func__  # type: ignore[attr-defined]
+
+    def wrong(choice: Tensor, number: int) -> Rows:
+        rows: Rows = of(Rows, choice, number)
+        return rows._replace(slots=rows.slots.clamp(max=rows.total - 1))
+
+    return mock.patch.object(Rows, "of", wrong)
+
+
+def places_counted_over_all_sequences() -> Patch:
+    choose = routing.choose
+    return mock.patch.object(routing, "choose", lambda p, routing, sequences: choose(p, routing, 1))
+
+
+def second_choices_go_before_first_ones() -> Patch:
+    has_place = routing._has_place
+
+    def wrong(ids: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        return has_place(ids.flip(1), weight.flip(1), *rest).flip(1)
+
+    return mock.patch.object(routing, "_has_place", wrong)
+
+
+def dropped_choices_counted_for_the_first_expert() -> Patch:
+    def wrong(choice: Tensor) -> Tensor:
+        return torch.where(choice < 0, 0, choice).long()
+
+    return mock.patch.object(routing, "experts_of", wrong)
+
+
+def _in_units(factor: Callable[[Feed, int], float]) -> Patch:
+    positions = Feed._positions
+    return mock.patch.object(
+        Feed,
+        "_positions",
+        lambda self, schedule: (
+            positions(self, schedule) / factor(self, schedule.whole_microbatches)
+        ),
+    )
+
+
+def balance_scaled_by_micro_batches() -> Patch:
+    return _in_units(lambda _, microbatches: microbatches)
+
+
+def balance_by_the_positions_of_one_replica() -> Patch:
+    return _in_units(lambda feed, _: feed.layout.dp)
+
+
+def balance_by_unmasked_positions() -> Patch:
+    backward = experts._ExpertsFunction.backward
+
+    def wrong(ctx: Any, grad: Tensor) -> Any:
+        ctx.unit = ctx.unit / 0.7
+        return backward(ctx, grad)
+
+    return mock.patch.object(experts._ExpertsFunction, "backward", wrong)
+
+
+def balance_of_each_micro_batch_instead_of_each_sequence() -> Patch:
+    of = experts.Experts.__init__
+
+    def wrong(self: Experts, *args: Any) -> None:
+        of(self, *args)
+        self.routing = replace(self.routing, per_sequence=not self.routing.per_sequence)
+
+    return mock.patch.object(Experts, "__init__", wrong)
+
+
+def counted_again_where_it_is_run_again() -> Patch:
+    choice = Experts.choice
+
+    def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Tensor:
+        before = mb.loads.pop(self.layer, None)
+        known = mb.choices.pop(self.layer, None)
+        found = choice(self, logits, p, mb, *rest)
+        if before is not None and self.training:
+            mb.loads[self.layer] = mb.loads[self.layer] + before
+        if known is not None:
+            mb.choices.pop(self.layer, None)
+        return found
+
+    return mock.patch.object(Experts, "choice", wrong)
+
+
+def another_choice_where_it_is_run_again() -> Patch:
+    choice = Experts.choice
+
+    def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Tensor:
+        again = self.layer in mb.choices
+        found = choice(self, logits, p, mb, *rest)
+        return (found + 1) % self.routing.experts if again else found
+
+    return mock.patch.object(Experts, "choice", wrong)
+
+
+def gradient_of_an_expert_overwritten() -> Patch:
+    run = ExpertsTask.run
+
+    def wrong(self: ExpertsTask) -> None:
+        for expert, _ in experts.each_expert(self._ends):
+            experts.main_grad(self.weight)[expert] = 0
+        run(self)
+
+    return mock.patch.object(ExpertsTask, "run", wrong)
+
+
+def biases_of_experts_not_weighted() -> Patch:
+    def wrong(self: Experts, inner: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        return narrow(self, inner, torch.ones_like(weight), rows)
+
+    narrow = Experts.narrow
+    return mock.patch.object(Experts, "narrow", wrong)
+
+
+def gradients_of_biases_not_weighted() -> Patch:
+    run = ExpertsTask.run
+
+    def wrong(self: ExpertsTask) -> None:
+        self.weighted = None
+        run(self)
+
+    return mock.patch.object(ExpertsTask, "run", wrong)
+
+
+def a_gate_that_is_not_trained() -> Patch:
+    forward = Mixture.forward
+
+    def wrong(self: Mixture, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
+        gate = self.gate
+        assert gate is not None
+        with mock.patch.object(gate, "forward", lambda x: type(gate).forward(gate, x).detach()):
+            return forward(self, x, mb, graph_only)
+
+    return mock.patch.object(Mixture, "forward", wrong)
+
+
+def loads_of_one_micro_batch_only() -> Patch:
+    summed = own_totals.summed_loads
+    return mock.patch.object(
+        own_totals, "summed_loads", lambda layers, loads, device: summed(layers, loads[:1], device)
+    )
+
+
+FAULTS: dict[Callable[[], Patch], Case] = {
+    gradient_through_the_weights_dropped: EXPERTS,
+    weights_renormalised_after_dropping: DROPPING,
+    dropped_choices_take_the_last_row: DROPPING,
+    places_counted_over_all_sequences: DROPPING,
+    second_choices_go_before_first_ones: DROPPING,
+    dropped_choices_counted_for_the_first_expert: DROPPING,
+    balance_scaled_by_micro_batches: EXPERTS,
+    balance_by_the_positions_of_one_replica: DATA,
+    balance_by_unmasked_positions: EXPERTS,
+    balance_of_each_micro_batch_instead_of_each_sequence: EXPERTS,
+    counted_again_where_it_is_run_again: replace(EXPERTS, activations="full"),
+    another_choice_where_it_is_run_again: replace(EXPERTS, activations="stage"),
+    gradient_of_an_expert_overwritten: EXPERTS,
+    biases_of_experts_not_weighted: EXPERTS,
+    gradients_of_biases_not_weighted: EXPERTS,
+    a_gate_that_is_not_trained: replace(EXPERTS, moe="shared, gated"),
+    loads_of_one_micro_batch_only: EXPERTS,
+}
+
+
+def run_faults(world: World) -> list[tuple[str, Any]]:
+    """Every fault whose case has this world's size."""
+    mine = {fault: case for fault, case in FAULTS.items() if case.world == world.size}
+    return [(fault.__name__, run_with(world, fault, case)) for fault, case in mine.items()]

@@ -1,0 +1,76 @@
+"""Experts in narrow types: compared under the choice that was made, which is checked by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.layers import routing
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe_specs import Routing
+from tests.parity import mixture, reference
+from tests.parity.ranks import Case, configure
+from tests.parity.stage_cases import main_grads, new_stage
+
+ROWS, LENGTH, SCALE = 4, 8, 2.0**10
+Choices = list[list[int]]
+
+
+def recorded(found: list[tuple[Tensor, Tensor]]) -> Any:
+    """Scores and choices of each layer that makes some."""
+    choose = routing.choose
+
+    def spy(p: Tensor, how: Routing, sequences: int) -> Tensor:
+        found.append((p, choose(p, how, sequences)))
+        return found[-1][1]
+
+    return mock.patch.object(routing, "choose", spy)
+
+
+def under(choices: list[Choices]) -> Any:
+    """The reference makes these, of each layer: of a token after the other, row by row."""
+
+    def of_tokens() -> Iterator[list[int]]:
+        for layer in choices:
+            for row in range(ROWS):
+                yield from layer[row::ROWS]
+
+    given = of_tokens()
+    return mock.patch.object(mixture, "_choose", side_effect=lambda *_: next(given))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("kind", "moe"), [("llama", "top 2"), ("gpt2", "shared, gated")])
+def test_gradients_are_as_exact_as_plain_ones(kind: str, moe: str, dtype: str) -> None:
+    model = configure(Case(model=kind, moe=moe, dtype=dtype, layers=2, tied=False))[0].model
+    exact_model = model.model_copy(update={"dtype": "fp64"})
+    params = reference.init_random(model, seed=3)
+    compute = reference.COMPUTE_DTYPES[dtype]
+    params = {name: p.to(compute).double() for name, p in params.items()}
+    batch = reference.random_batch(model, ROWS, LENGTH, seed=1)
+    tokens, labels, mask = batch
+    factor = SCALE if dtype == "fp16" else 1.0
+    unit = factor / tokens.numel()
+    mb = MicroBatch(0, 0, 1, tokens, labels, mask, scale=unit, position_scale=unit)
+    stage, bucket = new_stage(model, params)
+    found: list[tuple[Tensor, Tensor]] = []
+    with recorded(found):
+        stage.forward((0, 0), None, mb)
+        stage.backward((0, 0), None)
+    grads = {name: grad / factor for name, grad in main_grads([bucket]).items()}
+    choices = [choice.tolist() for _, choice in found]
+    for p, choice in found:
+        assert p.dtype == torch.float32
+        least = p.gather(1, choice.long()).min(1).values
+        others = p.scatter(1, choice.long(), -1.0).max(1).values
+        assert (least >= others).all()
+    with under(choices):
+        _, exact = reference.loss_and_grads(params, exact_model, batch)
+    with under(choices):
+        _, plain = reference.loss_and_grads(params, model, batch, scale=factor)
+    reference.assert_error_like(grads, plain, exact, kind=lambda name: name.partition(".")[0])

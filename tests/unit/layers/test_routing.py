@@ -1,0 +1,161 @@
+"""Routing against loops: who is chosen among equals, who has a place, what the router is taught."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.layers import routing
+from megapipe.layers.experts import Rows
+from megapipe.layers.moe_specs import Drop, Routing, most_rows
+
+LENGTH, SEQUENCES = 12, 3
+
+
+def logits_of(experts: int, *, ties: bool = False, seed: int = 0) -> Tensor:
+    """[s * b, experts]; with `ties` of few values, so that many are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (LENGTH * SEQUENCES, experts)
+    if ties:
+        return torch.randint(3, size, generator=generator).double()
+    return torch.randn(size, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7])
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_scores_go_to_the_lower_expert(k: int, seed: int) -> None:
+    how = Routing(7, k)
+    p = routing.scores(logits_of(7, ties=True, seed=seed), how)
+    for row, found in zip(p.tolist(), routing.choose(p, how, SEQUENCES).tolist(), strict=True):
+        assert found == sorted(range(7), key=lambda e: (-row[e], e))[:k]
+
+
+def test_all_scores_equal() -> None:
+    p = torch.full((6, 8), 0.125)
+    assert routing.choose(p, Routing(8, 3), 2).tolist() == [[0, 1, 2]] * 6
+    of_groups = Routing(8, 3, groups=4, group_top_k=2)
+    assert routing.choose(p, of_groups, 2).tolist() == [[0, 1, 2]] * 6
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_experts_are_from_the_best_groups(ties: bool) -> None:
+    how = Routing(12, 3, softmax=False, groups=4, group_top_k=2)
+    p = routing.scores(logits_of(12, ties=ties), how)
+    for row, found in zip(p.tolist(), routing.choose(p, how, SEQUENCES).tolist(), strict=True):
+        groups = [row[3 * g : 3 * g + 3] for g in range(4)]
+        two = [sum(sorted(group)[-2:]) for group in groups]
+        best = sorted(range(4), key=lambda g: (-two[g], g))[:2]
+        allowed = [e for e in range(12) if e // 3 in best]
+        assert found == sorted(allowed, key=lambda e: (-row[e], e))[:3]
+
+
+@pytest.mark.parametrize("drop", ["choice", "position", "score"])
+@pytest.mark.parametrize("capacity", [0.1, 0.6, 1.0, 1.25, 9.0])
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_full_expert_refuses_those_who_come_later(
+    drop: Drop, capacity: float, ties: bool
+) -> None:
+    how = Routing(5, 2, capacity=capacity, drop=drop, normalise=False)
+    p = routing.scores(logits_of(5, ties=ties), how)
+    choice = routing.choose(p, how, SEQUENCES)
+    ids = routing.experts_of(choice)
+    weight = routing.weights(p, ids, how).tolist()
+    assert ids.equal(routing.experts_of(routing.choose(p, replace(how, capacity=None), SEQUENCES)))
+    dropped = {(t, j) for t, j in itertools.product(range(len(p)), range(2)) if choice[t, j] < 0}
+    wanted = set()
+    places = how.places(LENGTH)
+    assert places is not None
+    for row in range(SEQUENCES):
+        taken = [0] * 5
+        own = [(t, j) for t in range(row, len(p), SEQUENCES) for j in range(2)]
+        if drop == "choice":
+            own.sort(key=lambda each: (each[1], each[0]))
+        elif drop == "score":
+            own.sort(key=lambda each: (-weight[each[0]][each[1]], each))
+        for t, j in own:
+            if taken[ids[t, j]] == places:
+                wanted.add((t, j))
+            else:
+                taken[ids[t, j]] += 1
+    assert dropped == wanted
+    rows = Rows.of(choice, 5)
+    assert rows.total == len(p) * 2 - len(dropped) <= most_rows(how, SEQUENCES, LENGTH)
+    assert (rows.slots == rows.total).sum() == len(dropped)
+
+
+def test_places_are_those_of_the_number_as_it_is_written() -> None:
+    """1.1 x 2 x 50 / 10 is 11, of which floating point makes a little more."""
+    assert Routing(10, 2, capacity=1.1).places(50) == 11
+    assert Routing(3, 1, capacity=0.1).places(10) == 1
+
+
+def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
+    choice = torch.tensor([[2, 0], [0, ~2], [2, 1], [~1, 0]], dtype=torch.int16)
+    rows = Rows.of(choice, 4)
+    assert rows.ends == [3, 4, 6, 6]
+    assert rows.order[:6].tolist() == [1, 2, 7, 5, 0, 4]
+    assert rows.slots.tolist() == [[4, 0], [1, 6], [5, 3], [6, 2]]
+    x = torch.arange(8.0).view(4, 2)
+    gathered = rows.gather(x)
+    assert gathered.tolist() == [x[t].tolist() for t in (0, 1, 3, 2, 0, 2)]
+    added = rows.add_up(torch.cat((gathered, torch.zeros(1, 2))), torch.float64)
+    assert added.tolist() == [(n * x[t]).tolist() for t, n in enumerate((2, 1, 2, 1))]
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("per_sequence", [True, False])
+@pytest.mark.parametrize("first_only", [True, False])
+def test_gradient_of_the_logits_is_that_of_the_formulas(
+    softmax: bool, normalise: bool, per_sequence: bool, first_only: bool
+) -> None:
+    """Of sum over choices of grad x weight, and of the terms as the module says them."""
+    how = Routing(
+        6,
+        3,
+        softmax=softmax,
+        normalise=normalise,
+        scale=1.7,
+        balance=0.3,
+        per_sequence=per_sequence,
+        first_only=first_only,
+        z=0.2,
+    )
+    logits = logits_of(6).requires_grad_()
+    p = logits.softmax(-1) if softmax else logits.sigmoid()
+    ids = routing.experts_of(routing.choose(p.detach(), how, SEQUENCES))
+    weight = p.gather(1, ids)
+    if normalise:
+        weight = weight / weight.sum(1, keepdim=True)
+    grad = logits_of(3, seed=5)
+    q = (p / p.sum(1, keepdim=True)).view(LENGTH, SEQUENCES, 6)
+    counted = (ids[:, :1] if first_only else ids).view(LENGTH, SEQUENCES, -1)
+    balance = logits.new_zeros(())
+    for rows in range(SEQUENCES) if per_sequence else [slice(None)]:
+        here = counted[:, rows]
+        share = torch.bincount(here.flatten(), minlength=6).double() * 6 / here.numel()
+        tokens = here.numel() / here.shape[-1]
+        balance = balance + tokens * (share * q[:, rows].reshape(-1, 6).mean(0)).sum()
+    z = logits.logsumexp(1).square().sum()
+    unit = 1 / 50
+    objective = (grad * 1.7 * weight).sum() + unit * (0.3 * balance + 0.2 * z)
+    (wanted,) = torch.autograd.grad(objective, logits)
+    with torch.no_grad():
+        found = routing.logits_grad(grad, logits, p, ids, how, SEQUENCES, unit)
+        told = routing.load(logits, p, ids.to(torch.int16), how, SEQUENCES)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    exact = torch.stack([balance, z]).detach()
+    torch.testing.assert_close(told[1:3], exact, rtol=1e-13, atol=0)
+    assert told[0] == LENGTH * SEQUENCES
+    assert told[4:].tolist() == torch.bincount(ids.flatten(), minlength=6).tolist()
+
+
+def test_the_balance_term_is_one_where_tokens_are_spread_evenly() -> None:
+    p = torch.full((4, 4), 0.25, dtype=torch.float64)
+    choice = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int16)
+    told = routing.load(p.log(), p, choice, Routing(4, 2, per_sequence=False), 1)
+    assert told[:4].tolist() == [4, 4, 0, 0]

@@ -1,0 +1,189 @@
+"""Layers with experts as the plan sees them: parameters, FLOPs, cost, and what is refused."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from megapipe.cli import flatten, parse, stored_model
+from megapipe.errors import ConfigError
+from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.family import GPT
+from megapipe.model.gpt.hf.config import row_of
+from megapipe.model.gpt.moe_config import MoEConfig
+from megapipe.model.interface import Conditions
+from megapipe.model.partition import StageSpec
+
+LLAMA = {
+    "norm": "rmsnorm",
+    "positions": "rotary",
+    "activation": "swiglu",
+    "bias": False,
+    "tied_embeddings": False,
+}
+MIXTRAL = {
+    **LLAMA,
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn_hidden": 14336,
+    "vocab_size": 32000,
+    "moe": {"experts": 8, "top_k": 2},
+}
+QWEN3_30B_A3B = {
+    **LLAMA,
+    "layers": 48,
+    "hidden": 2048,
+    "heads": 32,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "qk_norm": True,
+    "vocab_size": 151936,
+    "moe": {"experts": 128, "top_k": 8, "ffn": 768},
+}
+
+
+def family(fields: dict[str, object]) -> GPT:
+    model = ModelConfig.model_validate(fields).resolved(vocab_size=None, sequence_length=128)
+    return GPT(model, Conditions(sequence_length=128, microbatch=1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "total", "active"),
+    [(MIXTRAL, 46_702_792_704, 12.88e9), (QWEN3_30B_A3B, 30_532_122_624, 3.35e9)],
+)
+def test_sizes_as_published(fields: dict[str, object], total: int, active: float) -> None:
+    model = family(fields)
+    assert model.count() == total
+    assert model.active() == pytest.approx(active, rel=0.002)
+
+
+SMALL = {
+    "layers": 5,
+    "hidden": 16,
+    "heads": 2,
+    "vocab_size": 64,
+    "moe": {"experts": 6, "top_k": 2, "ffn": 24, "dense_first": 1, "every": 2, "shared": 8},
+}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_a_token_meets_its_share_of_the_experts(activation: str) -> None:
+    model = family({**SMALL, "activation": activation})
+    assert model.experts() == {2: 6, 4: 6}
+    unused = 0
+    for name, shape in model.shapes().items():
+        of_experts = name.split(".")[-3:-1] in (["moe", "up"], ["moe", "down"])
+        unused += of_experts * prod(shape) * 4 // 6
+    assert model.active() == model.count() - unused
+
+
+def test_flops_are_those_of_the_experts_of_a_token() -> None:
+    """Of every matrix two for each of its values that a token meets, and attention's own."""
+    model = family({**SMALL, "positions": "rotary", "bias": False, "tied_embeddings": False})
+    matrices = {name: shape for name, shape in model.shapes().items() if len(shape) > 1}
+    met = {}
+    for name, shape in matrices.items():
+        of_experts = len(shape) == 3
+        met[name] = prod(shape) // (3 if of_experts else 1)
+    scores = 5 * 2 * 2 * 128 * 16
+    assert model.forward_flops(model.whole) == scores + 2 * sum(
+        size for name, size in met.items() if not name.startswith("embedding")
+    )
+    dense, mixed = (model.forward_flops(StageSpec(False, range(i, i + 1), False)) for i in (0, 2))
+    assert dense != mixed
+    costs = model.unit_costs(None)
+    assert costs[1:6] == [3 * dense, 3 * dense, 3 * mixed, 3 * dense, 3 * mixed]
+
+
+def test_layers_are_cut_into_stages_by_their_cost() -> None:
+    """A dense layer costs a sixth of one with experts here."""
+    given = [
+        *("model.layers=9", "model.hidden=64", "model.heads=1", "model.ffn_hidden=16"),
+        *("model.moe.experts=8", "model.moe.top_k=4", "model.moe.ffn=128"),
+        *("model.moe.dense_first=6", "parallel.pp=2", "train.sequence_length=16"),
+        *("model.vocab_size=300", "train.global_batch=8"),
+    ]
+    _, layout = resolve(parse(given).config, 2, None)
+    first, second = layout.stage_layers
+    assert len(first.layers) > len(second.layers)
+
+
+def test_they_are_stored_and_read_back() -> None:
+    config = parse(["model.moe.experts=4", "model.moe.capacity=1.25"]).config
+    assert stored_model(flatten(config)) == config.model
+    older = {key: value for key, value in flatten(config).items() if ".moe." not in key}
+    assert stored_model(older).moe == MoEConfig()
+
+
+def test_no_class_of_hugging_face_expresses_them_yet() -> None:
+    with pytest.raises(ConfigError, match=r"model\.moe\.experts = 8 cannot be expressed"):
+        row_of(family(MIXTRAL).model)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("model.moe.ffn=8", "model.moe.ffn=8 has no effect without model.moe.experts"),
+        ("model.moe.experts=4 model.moe.top_k=5", "top_k=5 is more than model.moe.experts=4"),
+        ("model.moe.experts=4 model.moe.groups=3", "is not divisible by model.moe.groups=3"),
+        (
+            "model.moe.experts=4 model.moe.groups=2 model.moe.group_top_k=3",
+            "group_top_k=3 is more than model.moe.groups=2",
+        ),
+        (
+            "model.moe.experts=8 model.moe.groups=4 model.moe.group_top_k=1 model.moe.top_k=3",
+            "top_k=3 is more than the 2 experts of model.moe.group_top_k=1",
+        ),
+        ("model.moe.experts=4 model.moe.top_k=1", "expected model.moe.normalise=false"),
+        ("model.moe.experts=4 model.moe.dense_first=4", "leave none of model.layers=4"),
+        ("model.moe.experts=4 model.moe.every=5", "leave none of model.layers=4"),
+        (
+            "model.moe.experts=4 model.moe.shared_gate=sigmoid",
+            "shared_gate=sigmoid has no effect without model.moe.shared",
+        ),
+        (
+            "model.moe.experts=4 model.moe.drop=score",
+            "drop=score has no effect without model.moe.capacity",
+        ),
+        (
+            "model.moe.experts=4 model.moe.balance=0 model.moe.balance_choices=first",
+            "balance_choices=first has no effect without model.moe.balance",
+        ),
+        ("model.moe.experts=4 parallel.tp=2", "parallel.tp=2: GPT with model.moe.experts has no"),
+        ("model.moe.experts=4 parallel.cp=2", "parallel.cp=2: GPT with model.moe.experts has no"),
+        ("model.moe.experts=4 kernels.compile=true", "kernels.compile=true: GPT with model.moe"),
+        ("model.moe.experts=4 lora.rank=2", "lora.rank=2: GPT with model.moe.experts has no"),
+        (
+            "model.moe.experts=4 parallel.pp=2 pipeline.schedule=seq1f1b",
+            "pipeline.schedule=seq1f1b cuts sequences into slices",
+        ),
+        ("model.moe.experts=4 optimizer.rule=lamb", "needs optimizer.rule=", ),
+        (
+            "model.moe.experts=4 optimizer.post_validation=true parallel.pp=2",
+            "needs optimizer.post_validation=false",
+        ),
+        (
+            ("model.moe.experts=4 parallel.pp=2 pipeline.weights=stash optimizer.clip=null "
+            "model.tied_embeddings=false"),
+            "model.moe.experts=null, not 4",
+        ),
+        (
+            ("model.moe.experts=4 model.moe.balance_scope=microbatch parallel.pp=2 "
+            "pipeline.schedule=chimera_backward_halving"),
+            "expected sequence",
+        ),
+        (
+            "model.moe.experts=4 checkpoint.export_every=2 model.vocab_size=257",
+            "checkpoint.export_every=2: model.moe.experts = 4 cannot be expressed",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused(given: str, words: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        resolve(parse(given.split()).config, 2, 257)
+    assert words in str(told.value)
+    assert "\n" not in str(told.value)
