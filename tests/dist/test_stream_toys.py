@@ -78,7 +78,7 @@ def test_pipemares_chain_needs_smaller_rates_at_first_and_corrected_weights() ->
     assert min(found[name] for name in ("neither", "rates", "weights")) > 100
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_constant_gradients_are_predicted_without_error(microbatches: int) -> None:
     """Once momentum is in its limit, the loss, which is linear in the weights that forwards read,
     is that of synchronous training, whose weights are always the same."""

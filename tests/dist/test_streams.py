@@ -71,18 +71,8 @@ ALONE = [
     streamed("vertical", 3, 1, in_process=True, lr_anneal_steps=100),
     streamed("predict", 4, 1, in_process=True, lr_anneal_steps=20),
     streamed("correct", 4, 1, in_process=True, lr_anneal_steps=20, correction=0.5),
-    streamed("correct", 3, 2, in_process=True, schedule="eager_1f1b", rule="muon"),
-    streamed(
-        "correct", 2, 2, in_process=True, advance=1, loss_chunk=0, rule="lamb", offload="host"
-    ),
     streamed("stash", 3, 1, in_process=True, synchronous_steps=3, lr_anneal_steps=5),
-    streamed("vertical", 2, 2, in_process=True, synchronous_steps=1, schedule="eager_1f1b"),
     streamed("double_buffer", 3, 2, in_process=True, synchronous_steps=4),
-    streamed(
-        "double_group", 2, 2, in_process=True, schedule="two_group", layers=4, synchronous_steps=5
-    ),
-    streamed("latest", 3, 1, in_process=True, synchronous_steps=2),
-    streamed("predict", 4, 1, in_process=True, synchronous_steps=3, horizon="round_trip"),
     streamed("correct", 3, 1, in_process=True, synchronous_steps=4, lr_anneal_steps=6),
     streamed("double_buffer", 2, 2, in_process=True, look_ahead=1),
     streamed("stash", 3, 1, in_process=True, look_ahead=2, rule="sgd"),
@@ -115,8 +105,6 @@ SEVERAL = [
     streamed("double_buffer", 2, 2, debug=True, dropout=0.3, model="llama"),
     *(streamed(weights, 3, m) for weights in POLICIES for m in (1, 2, 4) if legal(weights, 3, m)),
     streamed("vertical", 3, 1, schedule="eager_1f1b", debug=True),
-    streamed("correct", 3, 1, synchronous_steps=4, debug=True),
-    streamed("double_buffer", 2, 2, synchronous_steps=11, debug=True),
     *(streamed(weights, 2, 2, dp=2) for weights in POLICIES),
     streamed("stash", 2, 1, dp=2, zero=0, reduce_chunk_mib=0.001),
     streamed("double_buffer", 2, 2, dp=2, zero=0, masked=0.3),
@@ -126,9 +114,6 @@ SEVERAL = [
     streamed("stash", 2, 2, tp=2, sequence_parallel=True, documents=True),
     streamed("double_buffer", 2, 2, tp=2, dropout=0.3),
     streamed("latest", 2, 1, tp=2, sequence_parallel=True),
-    streamed("correct", 2, 1, tp=2, sequence_parallel=True),
-    streamed("correct", 2, 1, dp=2, zero=0, rule="lars", masked=0.3),
-    streamed("correct", 2, 2, dp=2, offload="disk", dropout=0.3),
     streamed("stash", 2, 2, dp=2, rule="lamb", activations="full"),
     streamed("double_buffer", 2, 2, dp=2, rule="lars", activations="stage", offload="host"),
     streamed("vertical", 2, 2, dp=2, rule="nadamw", activations="offload"),
@@ -159,6 +144,31 @@ TIED = [
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_tied_embeddings(world: int) -> None:
     check([case for case in TIED if case.world == world])
+
+
+MOVED_BACK_OR_SYNCHRONOUS = [
+    streamed("correct", 3, 2, in_process=True, schedule="eager_1f1b", rule="muon"),
+    streamed(
+        "correct", 2, 2, in_process=True, advance=1, loss_chunk=0, rule="lamb", offload="host"
+    ),
+    streamed("vertical", 2, 2, in_process=True, synchronous_steps=1, schedule="eager_1f1b"),
+    streamed(
+        "double_group", 2, 2, in_process=True, schedule="two_group", layers=4, synchronous_steps=5
+    ),
+    streamed("latest", 3, 1, in_process=True, synchronous_steps=2),
+    streamed("predict", 4, 1, in_process=True, synchronous_steps=3, horizon="round_trip"),
+    streamed("double_buffer", 2, 2, synchronous_steps=11, debug=True),
+    streamed("correct", 3, 1, synchronous_steps=4, debug=True),
+    streamed("correct", 2, 1, tp=2, sequence_parallel=True),
+    streamed("correct", 2, 1, dp=2, zero=0, rule="lars", masked=0.3),
+    streamed("correct", 2, 2, dp=2, offload="disk", dropout=0.3),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_corrections_and_synchronous_steps_with_other_things(world: int) -> None:
+    check([case for case in MOVED_BACK_OR_SYNCHRONOUS if case.world == world])
 
 
 @pytest.mark.slow
@@ -276,7 +286,7 @@ def test_one_rank_trains_as_synchronous_training_does(weights: str) -> None:
     same_parts(wanted.values[-1], trained(found))
 
 
-@pytest.mark.parametrize("weights", ["stash", "double_buffer", "latest", "predict", "correct"])
+@pytest.mark.parametrize("weights", ["stash", "double_buffer", "correct"])
 def test_synchronous_steps_are_those_of_synchronous_training(weights: str) -> None:
     """To the bit, and their results come at once."""
     case = streamed(weights, 2, 2, dtype="fp32", in_process=True, synchronous_steps=4, clip=None)
