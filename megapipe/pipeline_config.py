@@ -76,7 +76,7 @@ class PipelineConfig(Section):
     predict as latest, but a forward reads what its own update is expected to find (SpecTrain,
     1809.02839); correct as latest, but a backward reads the newest moved back to about what its
     forward has read (T2 of PipeMare, 1910.05124). `schedule` is 1f1b or eager_1f1b, but for
-    double_group."""
+    double_group, or 1f1b_rr for stash and double_buffer."""
     horizon: Literal["update", "round_trip"] = "update"
     """predict: up to when weights are predicted. update: to the update by the micro-batch's own
     window, and a backward reads the newest (PipeOptim, 2312.00839); round_trip: to when the

@@ -287,7 +287,17 @@ class ParallelMesh:
         line = self.journal.line(dist.distributed_c10d._world.pg_names[group], ranks)
         return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group, line)
 
-    def ordered_sum(self, vector: torch.Tensor, *axes: AxisName, largest: int = 0) -> torch.Tensor:
+    def holders_of(self, pp_indices: Sequence[int]) -> Axis:
+        """A new group of the ranks of several pipeline indices that have this one's other
+        coordinates, for what is in host memory; this rank is alone where it is not among them."""
+        if self.at.pp not in pp_indices:
+            return Axis.alone(self.rank)
+        ranks = (self.grid.rank_of(self.at._replace(pp=index)) for index in pp_indices)
+        return self.host_group_of(sorted(ranks))
+
+    def ordered_sum(
+        self, vector: torch.Tensor, *axes: AxisName | Axis, largest: int = 0
+    ) -> torch.Tensor:
         """Sum a 1-D `vector` in host memory over the axes, one after the other, each by
         :func:`sum_in_pairs`.
 
@@ -297,8 +307,8 @@ class ParallelMesh:
         the place in a buffer, so the result is bitwise the same on every rank and in every
         schedule.
         """
-        for name in axes:
-            axis = self._host[name]
+        for given in axes:
+            axis = given if isinstance(given, Axis) else self._host[given]
             if axis.group is not None:
                 vector = _combine(all_gather(vector, axis).view(axis.size, -1), largest)
         return vector

@@ -39,6 +39,10 @@ class Weights(Protocol):
     def version(self, read: Read) -> int:
         """The version of these weights, counted from the first of all."""
 
+    def ready(self, stage: int, windows_before: int, rank: int) -> bool:
+        """A rank is through with the window so many before the part's; whether all ranks of this
+        process that have the stage are."""
+
     def update(self, stage: int, windows_before: int) -> None:
         """A stage has the gradients of the window so many before the part's: update it."""
 
@@ -58,6 +62,8 @@ class Flow:
     are named with the version that the operation which made them has read, and that which takes
     them has to read as well. A part that is recorded tells `recorder` when each operation runs;
     one that is named has `name` around every action's call.
+    `counted` are the stages whose pieces in flight are this rank's to count: of one that several
+    ranks of the process have, one of them does.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Flow:
         channels: Channels,
         weights: Weights,
         *,
+        counted: Mapping[int, Stage],
         window: int,
         shape: MessageShape,
         agree: bool,
@@ -75,6 +82,7 @@ class Flow:
         journal: Journal,
     ) -> None:
         self.stages = stages
+        self._counted = counted
         self.channels = channels
         self.weights = weights
         self.window = window
@@ -112,7 +120,7 @@ class Flow:
         self.inbox.clear()
         self.inbox.update(alive)
         self.announced = set(map(self._from_next, self.announced))
-        for stage in self.stages.values():
+        for stage in self._counted.values():
             stage.take_back(stage.set_aside(), back=self.window)
 
     def pause(self, under_way: Sequence[UnderWay]) -> None:
@@ -127,7 +135,7 @@ class Flow:
             self.announced.discard(message)
             self.inbox[message] = self.channels.incoming[peer].receive()
         self._kept = _Kept(
-            {number: stage.set_aside() for number, stage in self.stages.items()},
+            {number: stage.set_aside() for number, stage in self._counted.items()},
             {peer: channel.set_aside() for peer, channel in self.channels.outgoing.items()},
         )
 
@@ -215,6 +223,8 @@ class Segment(Executor):
 
     def ready(self) -> bool:
         action = self.program.actions[self._next]
+        if action.kind == Kind.U:
+            return self._flow.weights.ready(action.stage, action.microbatch, self.program.rank)
         return super().ready() or (action.do == Do.RECV and message_of(action) in self._inbox)
 
     def _posts(self, stop: int) -> dict[int, list[int]]:

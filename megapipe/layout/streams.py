@@ -7,6 +7,7 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.layout.checks import check_direction
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.streams.load import load_stream
+from megapipe.schedule.streams.meetings import check_meetings
 from megapipe.schedule.streams.orders import build
 from megapipe.schedule.streams.policies import POLICIES
 from megapipe.schedule.streams.stream import Stream, finite
@@ -55,12 +56,14 @@ def stream_of(config: Config, microbatches: int) -> Stream | None:
         check_direction(config, where)
     ranks, advance = config.parallel.pp, pipeline.advance or 0
     try:
-        order = build(pipeline.schedule, ranks, microbatches, advance=advance)
-        least = order.in_flight(0)
-        if POLICIES[pipeline.weights].late and least > microbatches:
-            rows = train.global_batch // microbatches
+        order = build(
+            pipeline.schedule, ranks, microbatches, advance=advance, replicas=pipeline.replicas
+        )
+        if POLICIES[pipeline.weights].late and order.ahead > microbatches:
+            rows, turns = train.global_batch // microbatches, len(order.placement.table)
+            least = -(-order.ahead // turns) * turns
             raise ConfigError(
-                f"{where}: {least} micro-batches are in flight ahead of a step, which has "
+                f"{where}: {order.ahead} micro-batches are in flight ahead of a step, which has "
                 f"{microbatches}: expected a train.global_batch of at least {least * rows}"
             )
         stream = load_stream(
@@ -70,8 +73,11 @@ def stream_of(config: Config, microbatches: int) -> Stream | None:
             microbatches=microbatches,
             advance=advance,
             horizon=pipeline.horizon,
+            replicas=pipeline.replicas,
         )
-        validate(finite(stream, 2 * stream.ahead + 3))
+        windows = finite(stream, 2 * stream.ahead + 3)
+        validate(windows)
+        check_meetings(windows)
     except ScheduleError as error:
         raise ConfigError(f"{where}: {error}") from None
     return stream
@@ -85,7 +91,8 @@ def _refusals(config: Config) -> Iterator[str]:
     policies = [policies] if isinstance(policies, str) else policies
     if pipeline.schedule not in policy.orders:
         yield f"pipeline.schedule={either(policy.orders)}, not {pipeline.schedule}"
-    for key in ("placement", "chunks", "group", "slices", "slice_overhead", "pairs", "replicas"):
+    alone = () if pipeline.schedule == "1f1b_rr" else ("replicas",)
+    for key in ("placement", "chunks", "group", "slices", "slice_overhead", "pairs", *alone):
         if getattr(pipeline, key) is not None:
             yield f"pipeline.{key}=null, not {getattr(pipeline, key)}"
     if pipeline.memory_limit is not None:
@@ -103,6 +110,8 @@ def _refusals(config: Config) -> Iterator[str]:
             "model.tied_embeddings=false, or pipeline.weights=double_buffer: other updates do not "
             "wait for what the first and the last stage add to a tied embedding"
         )
+    if config.model.tied_embeddings and pipeline.schedule == "1f1b_rr":
+        yield "model.tied_embeddings=false with pipeline.schedule=1f1b_rr"
     if config.model.dtype == "fp16":
         yield "model.dtype=bf16, fp32 or fp64, not fp16"
     if optimizer.clip is not None and optimizer.clip_scope == "global" and not policy.waits:

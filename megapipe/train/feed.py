@@ -19,7 +19,7 @@ from megapipe.config import Config
 from megapipe.context.split import HeldPositions
 from megapipe.data.batch import Samples
 from megapipe.data.sources import prefetches
-from megapipe.distributed.mesh import AxisName, ParallelMesh
+from megapipe.distributed.mesh import Axis, AxisName, ParallelMesh
 from megapipe.engine.stage import Key
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
@@ -131,6 +131,8 @@ class Feed:
 
     With `document_end`, the token that ends a document, attention ends at documents: then every
     stage needs to know where they are. `sources` are those of a mixture, 0 if there is none.
+    `last_stages` are the ranks with a last stage that count their tokens together, by default all
+    of pp.
     """
 
     def __init__(
@@ -141,10 +143,12 @@ class Feed:
         ranks: Collection[int],
         document_end: int | None = None,
         sources: int = 0,
+        last_stages: Axis | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
         self.mesh = mesh
+        self._last_stages: Axis | AxisName = last_stages or "pp"
         self.ranks = ranks
         self.document_end = document_end
         self.sources = sources
@@ -342,12 +346,13 @@ class Feed:
     def _over_replicas(self, schedule: Schedule, own: int) -> int:
         """Unmasked tokens of the global batch, on the ranks that hold a last stage.
 
-        Pipeline ranks wait for each other only where several of them hold a last stage.
+        Pipeline ranks wait for each other only where several of them hold a last stage, and without
+        a flush only these.
         """
         count = torch.tensor([own], dtype=torch.float64)
         several = len({homes[-1] for homes in schedule.placement.table}) > 1
-        axes: tuple[AxisName, ...] = ("cp", "dp", "pp") if several else ("cp", "dp")
-        return int(self.mesh.ordered_sum(count, *axes).item())
+        axes = (self._last_stages,) if several else ()
+        return int(self.mesh.ordered_sum(count, "cp", "dp", *axes).item())
 
     def _numbers(self, place: _Place, whole: int) -> Sequence[int]:
         """The samples of a whole micro-batch."""

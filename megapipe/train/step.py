@@ -53,7 +53,7 @@ from megapipe.train.make_optimizer import make_optimizer
 from megapipe.train.messages import Messages, receive_ahead
 from megapipe.train.own_totals import own_loss, own_totals
 from megapipe.train.post_validation import PostValidation
-from megapipe.train.streaming import Streaming
+from megapipe.train.streaming import Streaming, holders_of
 from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.update import StepResult, Update
 from megapipe.train.warm_up import WarmUp
@@ -131,7 +131,8 @@ class TrainStep:
         if not config.data.masks_documents:
             document_end = None
         self._sources = sources
-        self._feed = Feed(config, layout, mesh, self.pipeline.ranks, document_end, sources)
+        holders = holders_of(self) if layout.stream is not None else None
+        self._feed = Feed(config, layout, mesh, self.pipeline.ranks, document_end, sources, holders)
         self.scaler = LossScaler(config.optimizer, config.model.dtype)
         self.update = Update(
             config.optimizer,
@@ -142,9 +143,9 @@ class TrainStep:
             exact=config.run.exact_on(mesh.device.type),
         )
         self.streaming: Streaming | None = None
-        if layout.stream is not None:
+        if layout.stream is not None and holders is not None:
             shape = self._messages.of_schedule(self.schedule)
-            self.streaming = Streaming(self, layout.stream, self._feed, shape, sources)
+            self.streaming = Streaming(self, layout.stream, self._feed, shape, sources, holders)
         self._executors = [] if self.streaming else self._make_executors(self.schedule, train=True)
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
         self._warm: Schedule | None = None

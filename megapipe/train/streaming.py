@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.distributed.axis import Axis
 from megapipe.engine.channels import MessageShape
 from megapipe.engine.flow import run_parts
 from megapipe.engine.recorder import Record
@@ -58,17 +59,33 @@ class _Window(NamedTuple):
     samples: list[int]
 
 
+def holders_of(step: TrainStep) -> Axis:
+    """The ranks of this replica that have the stage of this one, where it has one stage."""
+    stages = step.placement.stages_of(step.pipeline.ranks[0])
+    holders = step.placement.holders(stages[0])
+    if step.pipeline.in_process or len(holders) == 1:
+        return Axis.alone(step.mesh.rank)
+    return step.mesh.holders_of(holders)
+
+
 class Streaming:
     """Trains the windows of a stream by what `step` has; `shape` gives the shapes of messages, and
-    `sources` are those of a mixture, 0 if there is none."""
+    `sources` are those of a mixture, 0 if there is none. `holders` have the same stage."""
 
     def __init__(
-        self, step: TrainStep, stream: Stream, feed: Feed, shape: MessageShape, sources: int
+        self,
+        step: TrainStep,
+        stream: Stream,
+        feed: Feed,
+        shape: MessageShape,
+        sources: int,
+        holders: Axis,
     ) -> None:
         self._step = step
         self._stream = stream
         self._feed = feed
         self._sources = sources
+        self._holders = holders
         self._runs = Runs(stream)
         self._late = stream.policy.late
         self._stages = sorted(step.stages)
@@ -104,6 +121,8 @@ class Streaming:
         """The window whose segment runs, or ran last."""
         self._made: dict[int, int] = {}
         """By stage, its updates so far."""
+        self._through: dict[tuple[int, int], set[int]] = defaultdict(set)
+        """By stage and window, the pipeline ranks here that are to update the stage by it."""
         self._squares = torch.empty(0)
         """Of the window's gradients, on this rank."""
         self._pending: deque[tuple[int, Callable[[], Tensor]]] = deque()
@@ -278,11 +297,22 @@ class Streaming:
         distance = float(updates) * rate
         predict(optimizer.rule, shard, distance, count, out)
 
+    def ready(self, stage: int, windows_before: int, rank: int) -> bool:
+        """Note that a pipeline rank is to update a stage; whether all ranks here that have it are
+        through with the window."""
+        window = self._now - windows_before
+        through = self._through[stage, window]
+        through.add(rank)
+        here = set(self._step.pipeline.ranks).intersection(self._step.placement.holders(stage))
+        return self._late or through == here
+
     def update(self, stage: int, windows_before: int) -> None:
-        """Update a stage by a window's gradients, unless a pause has done so."""
+        """Update a stage by a window's gradients, unless a pause or another pipeline rank of this
+        process has done so."""
         window = self._now - windows_before
         if self._made[stage] > window:
             return
+        self._through.pop((stage, window - 1), None)
         optimizer, update = self._step.optimizer, self._step.update
         norm = self._norm_of_window(stage, window) if self._late else self._norm_of_stage(stage)
         if not math.isfinite(norm):
@@ -323,7 +353,8 @@ class Streaming:
         optimizer.reduce_stage(stage)
         self._squares[stage] = optimizer.finish_stage(stage)
         own = self._squares[stage : stage + 1].cpu()
-        return math.sqrt(self._step.mesh.ordered_sum(own, "tp", "cp", "dp").item())
+        total = self._step.mesh.ordered_sum(own, "tp", "cp", "dp", self._holders)
+        return math.sqrt(total.item())
 
     def _norm_of_window(self, stage: int, window: int) -> float:
         """The norm by which a window's gradients of a stage are clipped, once all ranks are through

@@ -25,6 +25,7 @@ STASH = Case(
     in_process=True,
 )
 CORRECT = replace(STASH, weights="correct", lr_anneal_steps=5)
+IN_TURNS = replace(STASH, schedule="1f1b_rr", replicas=(2, 1), m=2, layers=2)
 CASES = {
     "stash": STASH,
     "vertical": replace(STASH, weights="vertical"),
@@ -41,6 +42,8 @@ CASES = {
         tied=True,
         in_process=False,
     ),
+    "in turns": replace(IN_TURNS, in_process=False),
+    "in turns, in one process": IN_TURNS,
 }
 FAULTS = {
     "stash": stale_faults.STASH,
@@ -49,6 +52,8 @@ FAULTS = {
     "at first synchronous": stale_faults.SYNCHRONOUS_AT_FIRST,
     "double_buffer": stale_faults.DOUBLE_BUFFER,
     "tied": stale_faults.TIED,
+    "in turns": stale_faults.IN_TURNS,
+    "in turns, in one process": stale_faults.IN_ONE_PROCESS,
 }
 ALL = [(name, fault.__name__) for name, faults in FAULTS.items() for fault in faults]
 Found = dict[tuple[str, str], StaleOutcome | str]
@@ -73,11 +78,13 @@ def outcomes() -> list[Found]:
     """By rank."""
     alone = [name for name, case in CASES.items() if case.in_process]
     (one,) = run_world(1, with_all_faults, alone, timeout_s=240)
-    return [one | of_rank for of_rank in run_world(2, with_all_faults, ["tied"], timeout_s=240)]
+    two = run_world(2, with_all_faults, ["tied"], timeout_s=240)
+    three = run_world(3, with_all_faults, ["in turns"], timeout_s=240)
+    return [one | of_two | of_three for of_two, of_three in zip([*two, {}], three, strict=True)]
 
 
 def seen(name: str, fault: str, ranks: Sequence[Found]) -> list[StaleOutcome | str]:
-    return [of_rank[name, fault] for of_rank in (ranks[:1] if CASES[name].in_process else ranks)]
+    return [of_rank[name, fault] for of_rank in ranks[: CASES[name].world]]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -57,6 +57,19 @@ KEPT = {
         look_ahead=1,
         debug=True,
     ),
+    "stash, in turns": replace(
+        CASE,
+        weights="stash",
+        clip_scope="stage",
+        schedule="1f1b_rr",
+        replicas=(2, 1),
+        m=2,
+        layers=2,
+        in_process=False,
+    ),
+    "double_buffer, in turns": replace(
+        CASE, weights="double_buffer", schedule="1f1b_rr", replicas=(1, 2), m=4, layers=2
+    ),
 }
 """Policies whose checkpoints have what forwards in flight have read."""
 NEARLY = {"double_buffer, at first synchronous", "correct, dp 2"}

@@ -25,7 +25,11 @@ GIVEN = {
 STASH = {"pipeline.weights": "stash", "optimizer.clip_scope": "stage", "train.microbatch": "4"}
 RUNS = {
     "stash": STASH,
-    "double_buffer": {"pipeline.weights": "double_buffer", "checkpoint.background": "true"},
+    "double_buffer": {
+        "pipeline.weights": "double_buffer",
+        "checkpoint.background": "true",
+        "model.tied_embeddings": "true",
+    },
     "latest": {**STASH, "pipeline.weights": "latest"},
     "correct, at first synchronous": {
         **STASH,

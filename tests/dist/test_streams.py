@@ -49,6 +49,12 @@ def legal(weights: str, pp: int, m: int) -> bool:
     return weights != "double_buffer" or m >= pp - 1
 
 
+def in_turns(weights: str, m: int, *replicas: int, **more: object) -> Case:
+    """Stages of several ranks."""
+    case = streamed(weights, sum(replicas), m, schedule="1f1b_rr", replicas=replicas)
+    return replace(case, **more)  # type: ignore[arg-type]
+
+
 ALONE = [
     streamed(weights, pp, m, in_process=True)
     for weights in POLICIES
@@ -81,6 +87,9 @@ ALONE = [
         for pp, m in ((1, 1), (2, 1), (3, 2), (3, 4))
     ),
     streamed("double_buffer", 2, 2, in_process=True, tied=True, clip_scope="stage", dropout=0.3),
+    *(in_turns("stash", m, *c, in_process=True) for m, c in ((2, (2, 1)), (2, (1, 2)))),
+    in_turns("stash", 4, 2, 1, 1, in_process=True, lr_anneal_steps=100),
+    *(in_turns("double_buffer", m, *c, in_process=True) for m, c in ((2, (2, 1)), (4, (1, 2)))),
 ]
 
 
@@ -119,6 +128,8 @@ SEVERAL = [
     streamed("vertical", 2, 2, dp=2, rule="nadamw", activations="offload"),
     streamed("double_buffer", 3, 2, tied=True),
     streamed("double_buffer", 2, 2, tied=True, dp=2, clip_scope="stage"),
+    in_turns("stash", 2, 2, 1),
+    in_turns("double_buffer", 4, 1, 2),
 ]
 
 
@@ -213,6 +224,36 @@ def test_compiled_blocks_keep_the_version_of_their_forward() -> None:
 def test_inductor_keeps_it_too(case: Case) -> None:
     (outcome,) = run_world(1, run_stale_cases, [case], timeout_s=600)
     check_stale(case, outcome)
+
+
+TURNS = [
+    *(in_turns("stash", m, *c) for m, c in ((4, (2, 1)), (2, (1, 2)), (4, (1, 2)))),
+    *(in_turns("double_buffer", m, *c) for m, c in ((2, (2, 1)), (6, (1, 2)))),
+    in_turns("stash", 2, 2, 1, clip=None, debug=True, zero=0, dropout=0.3),
+    in_turns("double_buffer", 4, 1, 2, clip_scope="stage", masked=0.3, rule="lamb"),
+    in_turns("stash", 2, 2, 1, 1, activations="full", rule="muon"),
+    in_turns("double_buffer", 4, 2, 1, 1, look_ahead=1),
+    in_turns("stash", 2, 2, 1, dp=2, in_process=True),
+    *(in_turns(weights, 2, 2, 1, dp=2) for weights in ("stash", "double_buffer")),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3, 4, 6])
+def test_stages_of_several_ranks(world: int) -> None:
+    check([case for case in TURNS if case.world == world])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("weights", ["stash", "double_buffer"])
+def test_ranks_of_a_stage_pause_together(weights: str) -> None:
+    """In one process sums are of other parts, so the last bits of that are others."""
+    case = in_turns(weights, 4, 2, 1, dtype="fp32", look_ahead=1)
+    for plain, paused in run_world(3, in_several_ways, case):
+        assert plain.losses == paused.losses
+        assert plain.norms == paused.norms
+        assert len(set(paused.validation.values())) == case.steps
+        same_parts(trained(paused), trained(plain))
 
 
 def in_several_ways(world: World, case: Case) -> list[StaleOutcome]:
@@ -332,6 +373,7 @@ MEMORY = [
     streamed("vertical", 3, 2, dtype="fp32"),
     streamed("double_buffer", 3, 2, dtype="fp32"),
     streamed("double_buffer", 3, 2, dtype="bf16", tied=True),
+    in_turns("stash", 2, 2, 1, dtype="bf16"),
     streamed("latest", 3, 1, dtype="bf16"),
     streamed("predict", 3, 1, dtype="bf16", horizon="round_trip"),
     streamed("correct", 3, 2, dtype="bf16"),

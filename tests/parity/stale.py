@@ -25,7 +25,7 @@ from tests.parity.reference import Batch, Noise, Params
 @dataclass(frozen=True)
 class Pipeline:
     """`ranks` in a row, and windows of `microbatches`; rank r runs lead x (ranks-1-r) + advance
-    forwards ahead of its backwards."""
+    forwards ahead of its backwards. With `replicas` stages have several ranks."""
 
     weights: str
     ranks: int
@@ -38,13 +38,26 @@ class Pipeline:
     """Windows at the beginning in which nothing is stale."""
     correction: float = math.exp(-2)
     """D of PipeMare."""
+    replicas: tuple[int, ...] | None = None
+    """Ranks of each stage, which take turns; by default one each."""
 
-    def ahead(self, rank: int) -> int:
-        return self.lead * (self.ranks - 1 - rank) + self.advance
+    def taking_turns(self, stage: int) -> int:
+        return self.replicas[stage] if self.replicas else 1
 
-    def newest(self, rank: int, microbatch: int) -> int:
-        """Updates of a rank before its forward of a micro-batch."""
-        return max(0, (microbatch - self.ahead(rank)) // self.microbatches)
+    def ahead(self, stage: int) -> int:
+        """Forwards of a rank of the stage before its first backward."""
+        if self.replicas is None:
+            return self.lead * (self.ranks - 1 - stage) + self.advance
+        if stage == len(self.replicas) - 1:
+            return 0
+        own, after = self.replicas[stage], self.replicas[stage + 1]
+        whole = after * (self.ahead(stage + 1) + 1) + own + after - 2 * math.gcd(own, after)
+        return math.ceil(whole / own)
+
+    def newest(self, stage: int, microbatch: int) -> int:
+        """Updates of a stage before its forward of a micro-batch, on the rank that runs that."""
+        turns = self.taking_turns(stage)
+        return max(0, (microbatch // turns - self.ahead(stage)) // (self.microbatches // turns))
 
     def forward(self, stage: int, microbatch: int) -> int:
         """The version that a forward reads: the pipeline is filled by those that there are then."""
@@ -80,7 +93,7 @@ class Pipeline:
             "vertical": self.ahead(0) / self.microbatches,
             "double_buffer": 1.0,
             "double_group": 1.0,
-        }.get(self.weights, self.ahead(stage) / self.microbatches)
+        }.get(self.weights, self.ahead(stage) * self.taking_turns(stage) / self.microbatches)
 
     def annealing(self, stage: int, window: int, steps: int) -> float:
         """By what the learning rate is divided (PipeMare's T1): the mean staleness of forwards, to

@@ -11,8 +11,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.flow import Flow
 from megapipe.layers.weight_grad import main_grad
+from megapipe.optim import shard as shard_of_a_bucket
 from megapipe.optim.link import Link
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.shard import Shard
@@ -317,6 +319,41 @@ def moved_back_in_synchronous_steps() -> Patch:
     return mock.patch.object(Streaming, "use", wrong)
 
 
+def a_rank_of_a_stage_updates_alone() -> Patch:
+    """By its own gradients, without those of the others that have the stage."""
+    finish = Shard.finish_reduce
+
+    def wrong(self: Shard) -> None:
+        own = self.bucket.grads[0][self.start : self.stop].clone()
+        finish(self)
+        self.grad = own
+
+    return mock.patch.object(Shard, "finish_reduce", wrong)
+
+
+def ranks_of_a_stage_drift_apart() -> Patch:
+    """None takes the slices of the others."""
+    gather = shard_of_a_bucket.start_all_gather
+
+    def wrong(whole: Tensor, *given: Any) -> Any:
+        return gather(whole.clone(), *given)
+
+    return mock.patch.object(shard_of_a_bucket, "start_all_gather", wrong)
+
+
+def clipped_by_what_a_rank_has_of_the_norm() -> Patch:
+    total = ParallelMesh.ordered_sum
+
+    def wrong(self: ParallelMesh, vector: Tensor, *axes: Any, **more: Any) -> Tensor:
+        return total(self, vector, *(axis for axis in axes if isinstance(axis, str)), **more)
+
+    return mock.patch.object(ParallelMesh, "ordered_sum", wrong)
+
+
+def a_stage_is_updated_when_its_first_rank_is_through() -> Patch:
+    return mock.patch.object(Streaming, "ready", return_value=True)
+
+
 STASH = (
     *(a_version_too_old, forwards_read_the_newest, backwards_read_the_newest),
     *(a_buffer_is_written_while_it_has_readers, parameters_stay_where_the_forward_pointed_them),
@@ -341,6 +378,13 @@ SYNCHRONOUS_AT_FIRST = (
     *(annealed_from_the_first_step_on, filled_before_synchronous_steps_are_over),
     moved_back_in_synchronous_steps,
 )
+IN_TURNS = (
+    *(a_rank_of_a_stage_updates_alone, ranks_of_a_stage_drift_apart),
+    clipped_by_what_a_rank_has_of_the_norm,
+)
+"""Noticed where a stage has two ranks, in processes."""
+IN_ONE_PROCESS = (a_stage_is_updated_when_its_first_rank_is_through,)
+"""Noticed where a process runs both."""
 VERTICAL = (stages_read_what_is_newest_to_themselves,)
 DOUBLE_BUFFER = (
     *(gradients_go_into_the_next_window, clipped_by_the_norm_of_the_stage),

@@ -123,6 +123,7 @@ def pipeline_of(case: Case) -> stale.Pipeline:
     return stale.Pipeline(
         *(case.weights, case.pp, case.m, lead, advance, case.horizon, case.lr_anneal_steps),
         case.synchronous_steps or 0,
+        replicas=case.replicas,
         **more,
     )
 

@@ -162,6 +162,7 @@ class Scenario:
             microbatches=self.microbatches,
             advance=self.advance or 0,
             horizon=self.horizon,
+            replicas=self.options.get("replicas"),
         )
 
     def _memory(self, name: str) -> dict[str, Number | None]:
@@ -212,7 +213,6 @@ def _stream(given: argparse.Namespace) -> dict[str, Any]:
         ("slices", "streams run whole micro-batches"),
         ("group", "streams have none"),
         ("pairs", "streams have none"),
-        ("replicas", "streams have one rank for each stage"),
     ):
         if getattr(given, name) is not None:
             raise ConfigError(f"argument --{name}: not with --weights: {reason}")

@@ -6,7 +6,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.generators.one_f_one_b import rank_ops
 from megapipe.schedule.generators.registry import register
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.placement import replicated
+from megapipe.schedule.placement import Placement, replicated
 
 
 @register("1f1b_rr")
@@ -31,21 +31,8 @@ def one_f_one_b_round_robin(
     Raises:
         ScheduleError: replicas that do not add up to the ranks, or do not divide the micro-batches.
     """
-    if replicas is None:
-        replicas = [1] * ranks if ranks < 3 else [2] + [1] * (ranks - 2)
-    counts = list(replicas)
-    if sum(counts) != ranks:
-        raise ScheduleError(
-            f"schedule 1f1b_rr: replicas {counts} are {sum(counts)} ranks: expected numbers that "
-            f"add up to all {ranks}"
-        )
-    placement = replicated(counts)
+    counts, placement = placed(ranks, microbatches, replicas)
     turns = len(placement.table)
-    if microbatches % turns:
-        raise ScheduleError(
-            f"schedule 1f1b_rr: microbatches must be a multiple of {turns} for replicas {counts}, "
-            f"not {microbatches}; the next is {-(-microbatches // turns) * turns}"
-        )
     ops, held = [], []
     for stage, (count, ahead) in enumerate(zip(counts, _warmups(counts), strict=True)):
         own = microbatches // count
@@ -61,6 +48,32 @@ def one_f_one_b_round_robin(
         held_limit=tuple(held),
         direction=tuple(m % turns for m in range(microbatches)) if turns > 1 else None,
     )
+
+
+def placed(
+    ranks: int, microbatches: int, replicas: Sequence[int] | None
+) -> tuple[list[int], Placement]:
+    """The ranks of each stage, by default as above, and where they are.
+
+    Raises:
+        ScheduleError: replicas that do not add up to the ranks, or do not divide the micro-batches.
+    """
+    if replicas is None:
+        replicas = [1] * ranks if ranks < 3 else [2] + [1] * (ranks - 2)
+    counts = list(replicas)
+    if sum(counts) != ranks:
+        raise ScheduleError(
+            f"schedule 1f1b_rr: replicas {counts} are {sum(counts)} ranks: expected numbers that "
+            f"add up to all {ranks}"
+        )
+    placement = replicated(counts)
+    turns = len(placement.table)
+    if microbatches % turns:
+        raise ScheduleError(
+            f"schedule 1f1b_rr: microbatches must be a multiple of {turns} for replicas {counts}, "
+            f"not {microbatches}; the next is {-(-microbatches // turns) * turns}"
+        )
+    return counts, placement
 
 
 def _warmups(counts: Sequence[int]) -> list[int]:

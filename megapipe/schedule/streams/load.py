@@ -1,5 +1,6 @@
 """The stream that a user names: an order, and a policy of this package or of the user's own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from megapipe.errors import ScheduleError
@@ -18,6 +19,7 @@ def load_stream(
     microbatches: int,
     advance: int = 0,
     horizon: str = "update",
+    replicas: Sequence[int] | None = None,
 ) -> Stream:
     """A stream by name.
 
@@ -31,13 +33,14 @@ def load_stream(
         microbatches: micro-batches per window.
         advance: forwards that each rank is ahead beyond what the order has.
         horizon: of predict, up to when weights are predicted.
+        replicas: of 1f1b_rr, the ranks of each stage.
 
     Raises:
         ScheduleError: a name that is unknown, sizes that do not go together, or an exception in the
             user's code.
     """
     found = _own(weights) if is_user_code(weights) else policy(weights, horizon=horizon)
-    return stream(build(order, ranks, microbatches, advance=advance), found)
+    return stream(build(order, ranks, microbatches, advance=advance, replicas=replicas), found)
 
 
 def _own(spec: str) -> Policy:

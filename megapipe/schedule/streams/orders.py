@@ -6,9 +6,12 @@ same for all windows but for the numbers of the micro-batches. The *fill* is wha
 cut: forwards of windows to come, which an empty pipeline has to run first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.generators.replicated import placed
 from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.placement import Placement, loop
 
@@ -27,9 +30,10 @@ class Order:
     segment: tuple[tuple[Op, ...], ...]
     """Per rank, the operations from one cut to the next."""
 
-    def in_flight(self, rank: int) -> int:
-        """Forwards that a rank is ahead of its backwards at a cut."""
-        return len(self.fill[rank])
+    @property
+    def ahead(self) -> int:
+        """Micro-batches behind a cut of which some rank has run its forward there."""
+        return max((op.microbatch + 1 for ops in self.fill for op in ops), default=0)
 
 
 def one_f_one_b(ranks: int, microbatches: int, *, lead: int = 1, advance: int = 0) -> Order:
@@ -58,6 +62,44 @@ def one_f_one_b(ranks: int, microbatches: int, *, lead: int = 1, advance: int = 
             for rank, count in enumerate(ahead)
         ),
     )
+
+
+def round_robin(ranks: int, microbatches: int, replicas: Sequence[int] | None = None) -> Order:
+    """1F1B over stages of one rank or more that never flushes (PipeDream, 1806.03377): micro-batch
+    k takes rank k mod c of a stage's c.
+
+    The ranks of a stage meet behind each window, to add up its gradients, so they run side by side
+    and not one behind the other. For that, each is further ahead than in the order that flushes,
+    by what two neighbouring stages take and give at a time beyond one micro-batch. So a window
+    takes the time of its own operations, if each rank has equally many.
+
+    Raises:
+        ScheduleError: replicas that do not add up to the ranks, or do not divide the window.
+    """
+    counts, placement = placed(ranks, microbatches, replicas)
+    ahead = _side_by_side(counts)
+    fill, segment = [], []
+    for stage, (count, own) in enumerate(zip(counts, ahead, strict=True)):
+        for first in range(count):
+            numbers = range(first, microbatches, count)
+            fill.append(tuple(Op(Kind.F, stage, first + count * n) for n in range(own)))
+            segment.append(
+                tuple(
+                    op
+                    for number in numbers
+                    for op in (Op(Kind.F, stage, number + count * own), Op(Kind.B, stage, number))
+                )
+            )
+    return Order("1f1b_rr", placement, microbatches, tuple(fill), tuple(segment))
+
+
+def _side_by_side(counts: Sequence[int]) -> list[int]:
+    """Forwards by which each rank of a stage is ahead."""
+    ahead = [0]
+    for count, following in zip(counts[-2::-1], counts[:0:-1], strict=True):
+        slack = count + following - 2 * gcd(count, following)
+        ahead.append(-(-((ahead[-1] + 1) * following + slack) // count))
+    return ahead[::-1]
 
 
 def two_group(ranks: int, microbatches: int) -> Order:
@@ -106,8 +148,15 @@ def two_group(ranks: int, microbatches: int) -> Order:
     )
 
 
-def build(name: str, ranks: int, microbatches: int, *, advance: int = 0) -> Order:
-    """The order of a name.
+def build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    advance: int = 0,
+    replicas: Sequence[int] | None = None,
+) -> Order:
+    """The order of a name; `replicas`: of 1f1b_rr, the ranks of each stage.
 
     Raises:
         ScheduleError: an unknown name, or a number that the order cannot have.
@@ -117,16 +166,22 @@ def build(name: str, ranks: int, microbatches: int, *, advance: int = 0) -> Orde
             f"schedule {name}: {ranks} ranks, {microbatches} micro-batches and advance {advance}: "
             "the first two are at least 1, the last at least 0"
         )
+    if replicas is not None and name != "1f1b_rr":
+        raise ScheduleError(
+            f"schedule {name}: replicas must not be given, not {replicas}; 1f1b_rr takes it"
+        )
     if name in ("1f1b", "eager_1f1b"):
         lead = 2 if name == "eager_1f1b" else 1
         return one_f_one_b(ranks, microbatches, lead=lead, advance=advance)
-    if name != "two_group":
+    if name not in NAMES:
         raise ScheduleError(
             f"schedule {name} always flushes: stale weights gain nothing; take {', '.join(NAMES)}"
         )
     if advance:
-        raise ScheduleError("schedule two_group: advance must be 0; 1f1b and eager_1f1b have it")
+        raise ScheduleError(f"schedule {name}: advance must be 0; 1f1b and eager_1f1b have it")
+    if name == "1f1b_rr":
+        return round_robin(ranks, microbatches, replicas)
     return two_group(ranks, microbatches)
 
 
-NAMES = ("1f1b", "eager_1f1b", "two_group")
+NAMES = ("1f1b", "eager_1f1b", "1f1b_rr", "two_group")

@@ -34,32 +34,37 @@ class Lists:
     def __init__(self, lists: Sequence[Sequence[Op]], window: int) -> None:
         self.window = window
         """Micro-batches of a window."""
-        self._place: dict[Op, int] = {}
-        self._updates: defaultdict[int, list[int]] = defaultdict(list)
-        self._first: dict[tuple[int, int], Op] = {}
-        for ops in lists:
+        self._place: dict[Op, tuple[int, int]] = {}
+        """Rank, and place in its list."""
+        self._updates: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        """By rank and stage."""
+        self._first: dict[tuple[int, int, int], Op] = {}
+        """By rank, stage and window."""
+        for rank, ops in enumerate(lists):
             for place, op in enumerate(ops):
-                self._place[op] = place
                 if op.kind == Kind.U:
-                    self._updates[op.stage].append(place)
-                elif op.kind == Kind.F:
-                    self._first.setdefault((op.stage, self.window_of(op)), op)
+                    self._updates[rank, op.stage].append(place)
+                    continue
+                self._place[op] = rank, place
+                if op.kind == Kind.F:
+                    self._first.setdefault((rank, op.stage, self.window_of(op)), op)
 
     def window_of(self, op: Op) -> int:
         """The window of an operation's micro-batch."""
         return op.microbatch // self.window
 
     def newest(self, op: Op) -> int:
-        """How often the operation's stage has been updated before its place."""
-        return bisect_left(self._updates[op.stage], self._place[op])
+        """How often the operation's stage has been updated before its place, on its rank."""
+        rank, place = self._place[op]
+        return bisect_left(self._updates[rank, op.stage], place)
 
     def forward(self, op: Op, stage: int | None = None) -> Op:
         """The forward of the same micro-batch, at the same stage or another."""
         return Op(Kind.F, op.stage if stage is None else stage, op.microbatch)
 
     def first(self, op: Op) -> Op:
-        """The first forward of the operation's window at its stage."""
-        return self._first[op.stage, self.window_of(op)]
+        """The first forward of the operation's window at its stage, on its rank."""
+        return self._first[self._place[op][0], op.stage, self.window_of(op)]
 
     def staleness(self, stage: int, window: int) -> Fraction:
         """The mean number of updates that the stage's forwards of a window are behind it."""
@@ -69,6 +74,8 @@ class Lists:
 
 
 Reads = Callable[[Lists, Op], Read]
+ALTERNATING = ("1f1b", "eager_1f1b")
+"""Orders with one rank and one stage each."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Policy:
 
     name: str
     reads: Reads
-    orders: tuple[str, ...] = ("1f1b", "eager_1f1b")
+    orders: tuple[str, ...] = ALTERNATING
     follows: bool = True
     """Backwards read what their forward has read."""
     late: bool = False
@@ -149,9 +156,16 @@ def _behind(lists: Lists, op: Op) -> Fraction:
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("stash", stash),
+        Policy("stash", stash, orders=(*ALTERNATING, "1f1b_rr")),
         Policy("vertical", vertical, agrees=True),
-        Policy("double_buffer", double_buffer, late=True, waits=True, agrees=True),
+        Policy(
+            "double_buffer",
+            double_buffer,
+            orders=(*ALTERNATING, "1f1b_rr"),
+            late=True,
+            waits=True,
+            agrees=True,
+        ),
         Policy("double_group", double_group, orders=("two_group",)),
         Policy("latest", latest, follows=False),
         Policy("predict", predict, follows=False),

@@ -59,10 +59,10 @@ def stream(order: Order, policy: Policy) -> Stream:
             f"{' and '.join(policy.orders)}"
         )
     window = order.microbatches
-    if policy.late and order.in_flight(0) > window:
+    if policy.late and order.ahead > window:
         raise ScheduleError(
-            f"weights {policy.name}: {order.in_flight(0)} micro-batches are in flight ahead of a "
-            f"window, so it needs at least as many, not {window}"
+            f"weights {policy.name}: {order.ahead} micro-batches are in flight ahead of a window, "
+            f"so it needs at least as many, not {window}"
         )
     segment = tuple(_with_updates(ops, window, late=policy.late) for ops in order.segment)
     steady = 2 * _ahead((*order.fill, *segment), window) + 2  # all windows from here on are alike
@@ -107,11 +107,13 @@ def finite(stream: Stream, windows: int) -> Schedule:
         ]
         for rank_parts in parts(stream, windows)
     ]
-    policy = stream.policy
+    policy, turns = stream.policy, len(stream.placement.table)
+    microbatches = windows * stream.microbatches
     return Schedule(
         name=stream.name,
         placement=stream.placement,
-        microbatches=windows * stream.microbatches,
+        microbatches=microbatches,
+        direction=tuple(k % turns for k in range(microbatches)) if turns > 1 else None,
         ops=tuple(packed(pack(*op) for op, _ in steps) for steps in lists),
         updates=Updates(
             window=stream.microbatches,

@@ -41,6 +41,8 @@ def layout_of(*given: str) -> Layout:
         ((*STASH, "train.microbatch=16"), 4, [4, 3, 2, 1]),
         ((*LATEST, "train.microbatch=16"), 4, [1, 1, 1, 1]),
         (BUFFERED, 4, [2, 2, 2, 2]),
+        ((*STASH, "pipeline.schedule=1f1b_rr", "pipeline.replicas=[2,1,1]"), 3, [2, 2, 1]),
+        ((*BUFFERED, "pipeline.schedule=1f1b_rr", "pipeline.replicas=[1,1,2]"), 3, [2, 2, 2]),
         ((*STASH, "pipeline.schedule=eager_1f1b", "train.microbatch=8"), 4, [4, 3, 2, 1]),
         (
             (
@@ -80,9 +82,9 @@ def test_training_is_synchronous_by_default() -> None:
         ("pipeline.weights=fresh", "pipeline.weights=fresh: expected one of synchronous, stash"),
         ("pipeline.weights=stash", "needs optimizer.clip_scope=stage (or optimizer.clip=null)"),
         ("optimizer.clip_scope=stage", "clip_scope=stage is for a pipeline.weights other than"),
-        (f"{S} schedule=zb_h1", "stash needs pipeline.schedule=1f1b or eager_1f1b, not zb_h1"),
-        (f"{S} schedule=auto", "needs pipeline.schedule=1f1b or eager_1f1b, not auto"),
-        (f"{S} schedule=two_group", "pipeline.schedule=1f1b or eager_1f1b, not two_group"),
+        (f"{S} schedule=zb_h1", "pipeline.schedule=1f1b, eager_1f1b or 1f1b_rr, not zb_h1"),
+        (f"{S} schedule=auto", "needs pipeline.schedule=1f1b, eager_1f1b or 1f1b_rr, not auto"),
+        (f"{S} schedule=two_group", "pipeline.schedule=1f1b, eager_1f1b or 1f1b_rr, not two_group"),
         (
             GROUPS,
             "double_group needs pipeline.schedule=two_group, not 1f1b",
@@ -99,6 +101,19 @@ def test_training_is_synchronous_by_default() -> None:
         (f"{S} pipeline.chunks=2", "needs pipeline.chunks=null, not 2"),
         (f"{S} pipeline.slices=2", "needs pipeline.slices=null, not 2"),
         (f"{S} pipeline.replicas=[2,1,1]", "needs pipeline.replicas=null, not [2, 1, 1]"),
+        (f"{L} schedule=1f1b_rr", "latest needs pipeline.schedule=1f1b or eager_1f1b, not 1f1b_rr"),
+        (f"{S} schedule=1f1b_rr advance=1", "schedule 1f1b_rr: advance must be 0"),
+        (f"{S} schedule=1f1b_rr batch=6", "must be a multiple of 2 for replicas [2, 1, 1], not 3"),
+        (f"{S} schedule=1f1b_rr batch=6", "the next is 4"),
+        (
+            f"{B} schedule=1f1b_rr batch=4",
+            "4 micro-batches are in flight ahead of a step, which has 2: expected a train.global",
+        ),
+        (f"{B} schedule=1f1b_rr batch=4", "train.global_batch of at least 8"),
+        (
+            f"{B} schedule=1f1b_rr model.tied_embeddings=true",
+            "needs model.tied_embeddings=false with pipeline.schedule=1f1b_rr",
+        ),
         (f"{S} pipeline.memory_limit=4", "needs pipeline.memory_limit=null, not 4"),
         (f"{B} batch=4", "ahead of a step, which has 2: expected a train.global_batch of at least"),
         (f"{B} batch=4", "train.global_batch of at least 6"),

@@ -20,6 +20,8 @@ STREAMS = [
     ("eager_1f1b", "vertical", 3, 1, 0),
     ("eager_1f1b", "double_buffer", 3, 5, 1),
     ("two_group", "double_group", 3, 3, 0),
+    ("1f1b_rr", "stash", 3, 2, 0),
+    ("1f1b_rr", "double_buffer", 4, 4, 0),
 ]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, lcm
 
 import pytest
 
@@ -16,6 +17,7 @@ from megapipe.schedule.ir import Kind, Op, Read, Schedule
 from megapipe.schedule.memory import peak_held
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.streams.ledger import staleness
+from megapipe.schedule.streams.meetings import play
 from megapipe.schedule.streams.orders import build
 from megapipe.schedule.streams.policies import POLICIES, Lists, policy
 from megapipe.schedule.streams.stream import Stream, finite, stream
@@ -218,26 +220,111 @@ def test_cuts_are_clean(weights: str, order: str) -> None:
     p, m = 4, 6
     schedule = finite(make(order, weights, p, m), 5)
     under_way = defaultdict(set)
-    cut = {}
+    before: defaultdict[int, set[Op]] = defaultdict(set)  # the cut of its rank, by window
     for rank in range(p):
         ops = schedule.rank_ops(rank)
         for t in range(5):
             own = [n for n, op in enumerate(ops) if op.kind == Kind.B and op.microbatch // m == t]
-            cut[rank, t] = set(ops[: own[-1] + 1])
-            assert not any(op.kind == Kind.B and op.microbatch // m > t for op in cut[rank, t])
+            before[t] |= {*ops[: own[-1] + 1]}
+            assert not any(op.kind == Kind.B and op.microbatch // m > t for op in before[t])
     stages = schedule.placement.stages
     for t in range(3):
         for stage in range(stages - 1):
-            here, there = (schedule.placement.rank_of(s) for s in (stage, stage + 1))
             for k in range(schedule.microbatches):
-                sent = Op(Kind.F, stage, k) in cut[here, t]
-                taken = Op(Kind.F, stage + 1, k) in cut[there, t]
+                sent = Op(Kind.F, stage, k) in before[t]
+                taken = Op(Kind.F, stage + 1, k) in before[t]
                 if sent and not taken:
                     under_way[stage].add((t, k - t * m))
-                back = Op(Kind.B, stage + 1, k) in cut[there, t]
-                assert back == (Op(Kind.B, stage, k) in cut[here, t])
+                back = Op(Kind.B, stage + 1, k) in before[t]
+                assert back == (Op(Kind.B, stage, k) in before[t])
     for pending in under_way.values():
         assert len({frozenset(k for u, k in pending if u == t) for t in range(3)}) == 1
+
+
+IN_TURNS = {
+    (2, 1): (1, 0),
+    (1, 2): (3, 0),
+    (2, 1, 1): (2, 1, 0),
+    (3, 1): (1, 0),
+    (1, 3): (5, 0),
+    (2, 2): (1, 0),
+    (1, 2, 1): (5, 1, 0),
+    (3, 2): (2, 0),
+    (1, 1, 1): (2, 1, 0),
+}
+"""Ranks of each stage, and forwards by which each of them is ahead."""
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("counts", IN_TURNS, ids=str)
+def test_stages_of_several_ranks(counts: tuple[int, ...], times: int) -> None:
+    p, m = sum(counts), lcm(*counts) * times
+    ahead = IN_TURNS[counts]
+    for name in ("stash", "double_buffer"):
+        order = build("1f1b_rr", p, m, replicas=counts)
+        assert order.ahead == max(c * w for c, w in zip(counts, ahead, strict=True))
+        if name == "double_buffer" and order.ahead > m:
+            with pytest.raises(ScheduleError, match=f"at least as many, not {m}"):
+                stream(order, policy(name))
+            continue
+        given = stream(order, policy(name))
+        schedule = finite(given, 2 * given.ahead + 2)
+        validate(schedule)
+        numbers = range(schedule.microbatches)
+        rank = 0
+        for stage, (c, w) in enumerate(zip(counts, ahead, strict=True)):
+            found = staleness(schedule)[stage]
+            assert found.mean == (Fraction(c * w, m) if name == "stash" else 1)
+            for i in range(c):
+                ops, own = schedule.rank_ops(rank), numbers[i::c]
+                assert [op.microbatch for op in ops if op.kind == Kind.F] == [*own]
+                assert [op.microbatch for op in ops if op.kind == Kind.B] == [*own]
+                assert schedule.updates is not None
+                read = {
+                    op.microbatch: each.version
+                    for op, each in zip(ops, schedule.updates.reads[rank], strict=True)
+                    if op.kind == Kind.F
+                }
+                for n, k in enumerate(own):
+                    newest = max(0, (n - w) // (m // c))
+                    assert read[k] == (newest if name == "stash" else max(0, k // m - 1))
+                assert given.kept[rank] == (1 + ceil(c * w / m) if name == "stash" else 2)
+                rank += 1
+
+
+@pytest.mark.parametrize("counts", IN_TURNS, ids=str)
+def test_ranks_of_a_stage_meet_and_lose_no_time(counts: tuple[int, ...]) -> None:
+    """A window takes as long as its operations, and the simulation says what comes of meetings."""
+    p, turns = sum(counts), lcm(*counts)
+
+    def length(op: Op) -> Time:
+        return {Kind.F: 1, Kind.B: 2, Kind.U: 0}[op.kind] * counts[op.stage]
+
+    for name, m in itertools.product(("stash", "double_buffer"), range(turns, 4 * turns, turns)):
+        order = build("1f1b_rr", p, m, replicas=counts)
+        if name == "double_buffer" and order.ahead > m:
+            continue
+        given = stream(order, policy(name))
+        least = given.ahead + 4
+        spans = [
+            max(ends[-1] for ends in play(finite(given, windows), length))
+            for windows in (least, least + 4)
+        ]
+        shares = Cost(F=counts, I=counts, W=counts)
+        assert (spans[1] - spans[0]) / 4 == window_times(given, shares).window
+        assert spans[1] - spans[0] == 4 * 3 * m or (name == "double_buffer" and m == order.ahead)
+
+
+@pytest.mark.parametrize(
+    ("m", "counts", "said"),
+    [
+        (3, [2, 1], r"must be a multiple of 2 for replicas \[2, 1\], not 3; the next is 4"),
+        (8, [2, 3], r"must be a multiple of 6 for replicas \[2, 3\], not 8; the next is 12"),
+    ],
+)
+def test_a_window_that_ranks_do_not_divide_is_refused(m: int, counts: list[int], said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        build("1f1b_rr", sum(counts), m, replicas=counts)
 
 
 def test_one_rank_has_no_stale_weights() -> None:
@@ -285,10 +372,11 @@ def test_the_makespan_of_a_stream() -> None:
 @pytest.mark.parametrize(
     ("order", "weights", "said"),
     [
-        ("gpipe", "stash", "take 1f1b, eager_1f1b, two_group"),
+        ("gpipe", "stash", "take 1f1b, eager_1f1b, 1f1b_rr, two_group"),
         ("1f1b", "double_group", "do not go with schedule 1f1b, but with two_group"),
         ("1f1b", "stale", "the known ones: stash, vertical"),
-        ("two_group", "stash", "but with 1f1b and eager_1f1b"),
+        ("two_group", "stash", "but with 1f1b and eager_1f1b and 1f1b_rr"),
+        ("1f1b_rr", "latest", "do not go with schedule 1f1b_rr, but with 1f1b and eager_1f1b"),
     ],
 )
 def test_refusals(order: str, weights: str, said: str) -> None:

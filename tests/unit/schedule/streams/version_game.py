@@ -33,11 +33,13 @@ def play_versions(schedule: Schedule) -> str | None:
     if fault:
         return fault
     windows = schedule.microbatches // updates.window
+    table = schedule.placement.table
     for rank in range(len(schedule.ops)):
         fault = _one_list(schedule, rank, windows)
         if fault:
             return fault
-    return _stuck(schedule) if updates.waits else None
+    several = any(len({row[stage] for row in table}) > 1 for stage in range(len(table[0])))
+    return _stuck(schedule) if updates.waits or several else None
 
 
 def _one_list(schedule: Schedule, rank: int, windows: int) -> str | None:
@@ -53,7 +55,8 @@ def _one_list(schedule: Schedule, rank: int, windows: int) -> str | None:
         if op.kind == Kind.U:
             if op.microbatch != len(shelf[op.stage]) - 1 or op.microbatch >= windows:
                 return "an update out of turn"
-            if summed[op.stage, op.microbatch] != updates.window:
+            ranks = {row[op.stage] for row in schedule.placement.table}
+            if summed[op.stage, op.microbatch] != updates.window // len(ranks):
                 return "an update before its gradients"
             if read.ahead or read.version != len(shelf[op.stage]):
                 return "an update that says it makes another version"
@@ -100,13 +103,17 @@ def most_kept(steps: list[tuple[Op, object]]) -> int:
 
 
 def _stuck(schedule: Schedule) -> str | None:
-    """Run all lists; an update needs every gradient of its window on all ranks."""
+    """Run all lists; an update needs every gradient of its window, of all stages or of its own."""
     window = schedule.updates.window
     lists = [schedule.rank_ops(rank) for rank in range(len(schedule.ops))]
     done: set[Op] = set()
     left = Counter(
-        op.microbatch // window for ops in lists for op in ops if op.kind in (Kind.B, Kind.I)
+        (op.microbatch // window, op.stage)
+        for ops in lists
+        for op in ops
+        if op.kind in (Kind.B, Kind.I)
     )
+    everywhere = range(schedule.placement.stages) if schedule.updates.waits else None
     at = [0] * len(lists)
     moved = True
     last = schedule.placement.stages - 1
@@ -115,7 +122,8 @@ def _stuck(schedule: Schedule) -> str | None:
         for rank, ops in enumerate(lists):
             while at[rank] < len(ops):
                 op = ops[at[rank]]
-                if op.kind == Kind.U and left[op.microbatch]:
+                stages = [op.stage] if everywhere is None else everywhere
+                if op.kind == Kind.U and any(left[op.microbatch, each] for each in stages):
                     break
                 if op.kind == Kind.F and op.stage and op._replace(stage=op.stage - 1) not in done:
                     break
@@ -125,7 +133,7 @@ def _stuck(schedule: Schedule) -> str | None:
                     ]
                     if op.stage < last and not done.intersection(above):
                         break
-                    left[op.microbatch // window] -= 1
+                    left[op.microbatch // window, op.stage] -= 1
                 done.add(op)
                 at[rank] += 1
                 moved = True
