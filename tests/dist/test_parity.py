@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -11,19 +10,8 @@ from dataclasses import fields, replace
 import pytest
 
 from megapipe.testing import World, run_world
-from tests.parity.matrix import (
-    DIMENSIONS,
-    ELSEWHERE,
-    JOINT,
-    SCHEDULES,
-    Choice,
-    all_pairs,
-    completion,
-    covering,
-    layouts_in_full,
-    pairs_of,
-    to_case,
-)
+from tests.parity.matrix import ELSEWHERE, MATRIX, SCHEDULES, layouts_in_full, to_case
+from tests.parity.pairs import Choice
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
 from tests.parity.traced_compiler import traced_blocks
 
@@ -32,7 +20,7 @@ WORLDS = (1, 2, 3, 4, 5, 8)
 
 @functools.cache
 def choices_of_pairs() -> list[Choice]:
-    return covering(random.Random(0))
+    return MATRIX.covering(random.Random(0))
 
 
 def run_traced(world: World, cases: list[Case]) -> list[Outcome]:
@@ -83,18 +71,11 @@ def test_some_pairs(world: int, every: int) -> None:
 
 
 def test_every_possible_pair_is_held() -> None:
-    held = set().union(*map(pairs_of, choices_of_pairs()))
-    for pair in all_pairs():
-        assert pair in held or completion(dict(pair)) is None, pair
-    values = set(itertools.chain.from_iterable(held))
-    for name in DIMENSIONS:
-        assert [v for v in DIMENSIONS[name] if (name, v) not in values] == [], name
+    MATRIX.check_held(choices_of_pairs())
 
 
 def test_every_switch_is_a_dimension() -> None:
-    inside = set(DIMENSIONS) - set(JOINT) | set(itertools.chain.from_iterable(JOINT.values()))
-    assert inside | set(ELSEWHERE) == {field.name for field in fields(Case)}
-    assert not inside & set(ELSEWHERE)
+    MATRIX.check_fields({field.name for field in fields(Case)}, ELSEWHERE)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.fake_cuda.world import run_world
-from tests.parity.matrix import covering, to_case
+from tests.parity.matrix import MATRIX, to_case
 from tests.parity.ranks import Case, check_case, run_cases
 
 SHARDED = Case(
@@ -73,7 +73,7 @@ def test_parity_of_eight() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
 def test_pairs(world: int) -> None:
     """Every legal pair of values, but for blocks that are compiled."""
-    cases = [to_case(choice) for choice in covering(random.Random(0))]
+    cases = [to_case(choice) for choice in MATRIX.covering(random.Random(0))]
     here = [case for case in cases if case.world == world and not case.compile]
     here = [case for case in here if case.tp < 4 or case.dtype != "bf16"]
     for i in range(0, len(here), 6):

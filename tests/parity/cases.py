@@ -389,6 +389,12 @@ def configure(case: Case) -> tuple[Config, Layout]:
     return config, resolved
 
 
+@functools.lru_cache(maxsize=64)
+def settings(case: Case) -> Config:
+    """The resolved configuration of a case, to be read only."""
+    return configure(case)[0]
+
+
 def context_of(case: Case) -> dict[str, Any]:
     if case.context == "ulysses":
         return {"ulysses": case.cp}
@@ -419,7 +425,7 @@ def _stages(case: Case) -> int:
 @functools.lru_cache(maxsize=64)
 def batch_of(case: Case, step: int) -> reference.Batch:
     """The global batch of one step, [samples, s] each, the same for every layout of a size."""
-    config, _ = configure(case)
+    config = settings(case)
     tokens, labels, mask = reference.random_batch(
         config.model,
         config.train.global_batch,

@@ -183,14 +183,22 @@ def check_gradients(
 ) -> None:
     """At the weights that the ranks had."""
     batch = batch_of(plain(case), step)
+    errors = (plain_error(case, weights, batch, step, draw) for draw in range(DRAWS))
     known = gradients_at(case, weights, batch, step)
+    compare_gradients(case, grads, known, errors)
+    if case.dtype == "fp64":
+        check_routing(case, known.told, routing)
+
+
+def compare_gradients(
+    case: Case, grads: Params, known: Gradients, errors: Iterable[Params]
+) -> None:
+    """As far from what is known as the case's type allows, of which there are `errors`."""
     if case.dtype == "fp64":
         local = {name: 1e-10 * scale for name, scale in known.scales.items()}
         allowed = {name: travel + local[name] for name, travel in known.travel.items()}
         assert_within("gradient", grads, known.exact, allowed)
-        check_routing(case, known.told, routing)
     else:
-        errors = (plain_error(case, weights, batch, step, draw) for draw in range(DRAWS))
         check_errors(grads, known, errors)
     if case.dtype in ("fp64", "fp32"):
         check_travelled(case, grads, known)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megapipe.layers.rng import seed_of
-from tests.parity.cases import Case, configure
+from tests.parity.cases import Case, settings
 from tests.parity.reference import COMPUTE_DTYPES, Noise
 
 
@@ -33,7 +33,7 @@ def _batch(case: Case, step: int, place: str, layer: int) -> Tensor:
 
 def _microbatch(case: Case, step: int, index: int, place: str, layer: int) -> Tensor:
     """Joined from what the tp ranks draw: parts of the heads, or of the sequence."""
-    config, _ = configure(case)
+    config = settings(case)
     split = place == "attention" or case.sequence_parallel
     parts = []
     for tp in range(case.tp if split else 1):

@@ -14,7 +14,7 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.optim.lr import learning_rate
 from tests.parity import reference
 from tests.parity.by_position import grads_by_position
-from tests.parity.cases import END, Case, batch_of, configure, plain, validation_samples
+from tests.parity.cases import END, Case, batch_of, configure, plain, settings, validation_samples
 from tests.parity.dropout_noise import noise_of
 from tests.parity.mixture import Told
 from tests.parity.reference import Batch, Params
@@ -73,20 +73,27 @@ def validation(case: Case, params: Mapping[str, Tensor]) -> Loss:
 def loss_at(
     case: Case, params: Mapping[str, Tensor], batch: Batch, noise: reference.Noise | None
 ) -> Loss:
-    """The loss at these weights.
+    """The loss at these weights."""
+    model, end = settings(case).model, document_end(case)
+    tokens, labels, mask = batch
+    exact = of_tokens(params, model, "fp64", tokens, labels, end, noise)[mask]
+    rounded = exact
+    if case.dtype != "fp64":
+        rounded = of_tokens(params, model, case.dtype, tokens, labels, end, noise)[mask]
+    return mean_loss(case, exact, rounded)
+
+
+def mean_loss(case: Case, exact: Tensor, rounded: Tensor) -> Loss:
+    """The mean of the losses of tokens, which are `rounded` in the case's type.
 
     In a narrower type than fp64 the mean over tokens may be wrong by twice what is to be expected:
     as much as a plain one's tokens are (root of the mean square, which no mean exceeds), and by the
     roundings of the sum, which is in fp32: of n tokens of a micro-batch, one after the other, the
     k-th addition rounds a sum of k tokens.
     """
-    model, end = configure(case)[0].model, document_end(case)
-    tokens, labels, mask = batch
-    exact = of_tokens(params, model, "fp64", tokens, labels, end, noise)[mask]
     mean = exact.mean().item() if exact.numel() else 0.0
     if case.dtype == "fp64":
         return Loss(mean, 1e-12 * abs(mean))
-    rounded = of_tokens(params, model, case.dtype, tokens, labels, end, noise)[mask]
     of_tokens_alone = (rounded - exact).square().mean().sqrt().item()
     n = case.batch * case.sequence
     roundings = math.sqrt(sum(k * k for k in range(2, n + 1)) / 3) / n  # each uniform
@@ -110,7 +117,7 @@ def of_tokens(
 
 def gradients_at(case: Case, params: Mapping[str, Tensor], batch: Batch, step: int) -> Gradients:
     """The gradients of a step at these weights."""
-    model, end, noise = configure(case)[0].model, document_end(case), noise_of(case, step)
+    model, end, noise = settings(case).model, document_end(case), noise_of(case, step)
     exact_model = model.model_copy(update={"dtype": "fp64"})
     told = Told(case.batch)
     _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise, told=told)
@@ -129,15 +136,10 @@ def plain_error(case: Case, params: Params, batch: Batch, step: int, draw: int) 
     way: `draw` 0 has the errors at these weights, others have them at neighbouring ones, about
     a rounding of bf16 away.
     """
-    model, end, noise = configure(case)[0].model, document_end(case), noise_of(case, step)
-    if draw:
-        generator = torch.Generator().manual_seed(draw)
-        params = {
-            name: p * (1 + 2**-8 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-            for name, p in params.items()
-        }
-        if case.master == "none":
-            params = {name: p.bfloat16().double() for name, p in params.items()}
+    model, end, noise = settings(case).model, document_end(case), noise_of(case, step)
+    params = neighbours(params, draw)
+    if draw and case.master == "none":
+        params = {name: p.bfloat16().double() for name, p in params.items()}
     exact_model = model.model_copy(update={"dtype": "fp64"})
     told, scale = Told(case.batch), case.loss_scale or 1.0
     _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise, told=told)
@@ -146,6 +148,17 @@ def plain_error(case: Case, params: Params, batch: Batch, step: int, draw: int) 
         params, model, batch, end, noise=noise, scale=scale, told=told
     )
     return {name: rounded[name].double() - exact[name] for name in exact}
+
+
+def neighbours(params: Mapping[str, Tensor], draw: int) -> Params:
+    """Weights about a rounding of bf16 away from these, which are `draw` 0."""
+    if not draw:
+        return dict(params)
+    generator = torch.Generator().manual_seed(draw)
+    return {
+        name: p * (1 + 2**-8 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        for name, p in params.items()
+    }
 
 
 def travel_rounding(case: Case) -> float:
@@ -209,7 +222,7 @@ def summed_sizes(
 
 def first_weights(case: Case) -> Params:
     """What the masters of a case begin with, and frozen weights in the model's type; fp64."""
-    config, _ = configure(case)
+    config = settings(case)
     params = reference.init_random(config.model, seed=3, lora=config.lora)
     kept = torch.bfloat16 if case.master == "none" else reference.MASTER_DTYPES[case.dtype]
     learning, frozen = reference.trained(params), reference.COMPUTE_DTYPES[case.dtype]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tests.parity.cases import CONTEXTS, Case
+from tests.parity.pairs import Choice, Pairs
 
 SCHEDULES = (
     ("1f1b", 1),
@@ -128,13 +128,9 @@ PLAIN_SHARE = {
 }
 """How often a drawn value is the plain one, where values are no equals. Any other costs: seconds if
 blocks are compiled, and else that the reference's own training is no longer what is expected."""
-DRAWS = 500
-"""Choices of which the best is taken."""
 HEADS = Case.heads
 LARGEST_COMPILED = 4
 """Ranks: each traces for itself, and there are few cores."""
-
-Choice = dict[str, Any]
 
 
 def excluded(c: Mapping[str, Any]) -> bool:
@@ -215,11 +211,21 @@ def _can_be_compiled(c: Mapping[str, Any]) -> bool:
     return not (c["dropout"] or c["lora"]) and c["activations"] in ("keep", "stage", KEPT)
 
 
+def fit(rng: random.Random, choice: Choice, given: Mapping[str, Any]) -> Choice:
+    """A drawn choice whose context has ranks, or is the plain one."""
+    if "layout" not in given and choice["context"] != "ring" and "context" in given:
+        choice["layout"] = rng.choice(SPLIT)
+    if "context" not in given and choice["layout"][1] == 1:
+        choice["context"] = "ring"
+    return choice
+
+
+MATRIX = Pairs(DIMENSIONS, excluded, PLAIN_SHARE, JOINT, fit)
+
+
 def to_case(choice: Mapping[str, Any]) -> Case:
     """The case of one value per dimension."""
-    values = {k: v for k, v in choice.items() if k not in JOINT}
-    for dimension, fields in JOINT.items():
-        values |= zip(fields, choice[dimension], strict=True)
+    values = MATRIX.fields(choice)
     m, stages = values["m"], values["pp"] * values["chunks"]
     deep = values["schedule"] == "interleaved_1f1b" and m % 2
     return Case(
@@ -232,86 +238,10 @@ def to_case(choice: Mapping[str, Any]) -> Case:
     )
 
 
-def draw(rng: random.Random, given: Mapping[str, Any]) -> Choice:
-    """A value for each dimension, some of them `given`."""
-    choice = {}
-    for name, values in DIMENSIONS.items():
-        plain = rng.random() < PLAIN_SHARE.get(name, 0)
-        choice[name] = values[0] if plain else rng.choice(values)
-    choice |= given
-    if "layout" not in given and choice["context"] != "ring" and "context" in given:
-        choice["layout"] = rng.choice(SPLIT)
-    if "context" not in given and choice["layout"][1] == 1:
-        choice["context"] = "ring"
-    return choice
-
-
-def completion(values: Mapping[str, Any]) -> Choice | None:
-    """A choice with these values, else plain but for two dimensions at most, if there is one."""
-    plain = {name: first for name, (first, *_) in DIMENSIONS.items()} | values
-    free = [name for name in DIMENSIONS if name not in values]
-    for a, b in itertools.combinations(free, 2):
-        for x, y in itertools.product(DIMENSIONS[a], DIMENSIONS[b]):
-            choice = plain | {a: x, b: y}
-            if not excluded(choice):
-                return choice
-    return None
-
-
-def pairs_of(choice: Choice) -> set[Any]:
-    """Every two dimensions with their values."""
-    return set(itertools.combinations(choice.items(), 2))
-
-
-def all_pairs() -> list[Any]:
-    """Every pair of values of two dimensions, possible or not."""
-    return [
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(DIMENSIONS, 2)
-        for x, y in itertools.product(DIMENSIONS[a], DIMENSIONS[b])
-    ]
-
-
-def covering(rng: random.Random) -> list[Choice]:
-    """Choices that between them hold every possible pair of values of two dimensions.
-
-    Greedy: of some random choices that contain a missing pair, take the one with most of them.
-    """
-    missing = dict.fromkeys(all_pairs())  # in order, so that the result is always the same
-    choices: list[Choice] = []
-    while missing:
-        pair = next(iter(missing))
-        drawn = (draw(rng, dict(pair)) for _ in range(DRAWS))
-        legal = [choice for choice in drawn if not excluded(choice)]
-        if not legal and (last := completion(dict(pair))) is not None:
-            legal = [last]
-        if not legal:
-            del missing[pair]
-            continue
-        best = max(legal, key=lambda choice: len(pairs_of(choice) & missing.keys()))
-        for held in pairs_of(best):
-            missing.pop(held, None)
-        choices.append(best)
-    return plainer(choices)
-
-
-def plainer(choices: list[Choice]) -> list[Choice]:
-    """The same pairs, with the plain value of each of PLAIN_SHARE wherever no pair is lost."""
-    held = Counter(pair for choice in choices for pair in pairs_of(choice))
-    for choice, name in itertools.product(choices, PLAIN_SHARE):
-        other = choice | {name: DIMENSIONS[name][0]}
-        lost, new = pairs_of(choice) - pairs_of(other), pairs_of(other) - pairs_of(choice)
-        if not excluded(other) and all(held[pair] > 1 for pair in lost):
-            held.subtract(lost)
-            held.update(new)
-            choice.update(other)
-    return choices
-
-
 def layouts_in_full(rng: random.Random) -> Iterator[Choice]:
     """The full product of layouts, schedules and micro-batches, other values drawn for each."""
     for layout, schedule, m in itertools.product(LAYOUTS, SCHEDULES, sorted(DIMENSIONS["m"])):
         given = {"layout": layout, "schedule": schedule, "m": m}
-        while excluded(choice := draw(rng, given)):
+        while excluded(choice := MATRIX.draw(rng, given)):
             pass
         yield choice

@@ -338,6 +338,16 @@ def _rms(x: Tensor, weight: Tensor, model: ModelConfig) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, model.norm_eps)
 
 
+def _head_norm(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
+    return _rms(x, params[f"{name}.weight"], model)
+
+
+def _half(x: Tensor, params: Mapping[str, Tensor], name: str, half: int) -> Tensor:
+    """One of the two products of a matrix [2, out, in]."""
+    bias = params.get(f"{name}.bias")
+    return F.linear(x, params[f"{name}.weight"][half], None if bias is None else bias[half])
+
+
 def _linear(x: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
     y = F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
     return y + _adapter(x, params, name)
@@ -391,8 +401,8 @@ def _attention(
         hidden = hidden | torch.ones(s, s, dtype=torch.bool).tril(-window)
     for head, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
         if model.qk_norm:
-            q = _rms(q, params[f"{name}.q_norm.weight"], model)
-            k = _rms(k, params[f"{name}.k_norm.weight"], model)
+            q = _head_norm(q, params, f"{name}.q_norm", model)
+            k = _head_norm(k, params, f"{name}.k_norm", model)
         if model.positions == "rotary":
             if window is not None and model.rotary_local_base is not None:
                 local = {"rotary_base": model.rotary_local_base, "rotary_scaling": "none"}
@@ -483,10 +493,9 @@ def _frequency(j: int, d: int, model: ModelConfig) -> float:
 
 def _mlp(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
     if model.activation in ("swiglu", "geglu_tanh"):
-        weight, bias = params[f"{name}.up.weight"], params.get(f"{name}.up.bias", (None, None))
-        gate = F.linear(x, weight[0], bias[0]) + _adapter(x, params, f"{name}.gate")
+        gate = _half(x, params, f"{name}.up", 0) + _adapter(x, params, f"{name}.gate")
         gate = F.silu(gate) if model.activation == "swiglu" else F.gelu(gate, approximate="tanh")
-        inner = gate * (F.linear(x, weight[1], bias[1]) + _adapter(x, params, f"{name}.up"))
+        inner = gate * (_half(x, params, f"{name}.up", 1) + _adapter(x, params, f"{name}.up"))
     else:
         tanh = "tanh" if model.activation == "gelu_tanh" else "none"
         inner = F.gelu(_linear(x, params, f"{name}.up"), approximate=tanh)

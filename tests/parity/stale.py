@@ -112,6 +112,14 @@ class Pipeline:
         return microbatch // self.microbatches - version + later
 
 
+class Faces(dict[str, Tensor]):
+    """Weights that a forward reads, whose backward passes gradients on by others."""
+
+    def __init__(self, forward: Params, backward: Params) -> None:
+        super().__init__(forward)
+        self.backward = backward
+
+
 @dataclass
 class Window:
     """What a window computed: gradients before clipping, weights and states after its update."""
@@ -122,14 +130,8 @@ class Window:
     params: Params
     states: dict[str, dict[str, Tensor]]
     """By name and state."""
-
-
-class Faces(dict[str, Tensor]):
-    """Weights that a forward reads, whose backward passes gradients on by others."""
-
-    def __init__(self, forward: Params, backward: Params) -> None:
-        super().__init__(forward)
-        self.backward = backward
+    read: list[Faces]
+    """The weights of each micro-batch."""
 
 
 def train(
@@ -143,8 +145,13 @@ def train(
     *,
     end: int | None = None,
     noise: Sequence[Sequence[Noise | None]] | None = None,
+    had: Sequence[tuple[Params, dict[str, dict[str, Tensor]]]] | None = None,
 ) -> Iterator[Window]:
-    """Train windows of micro-batches; `config` has the names of ``optimizer``."""
+    """Train windows of micro-batches; `config` has the names of ``optimizer``.
+
+    With `had`, weights and states after each window's update, the windows that follow go on with
+    these: each is then computed by itself, and errors do not pile up.
+    """
     history = [{name: tensor.double() for name, tensor in params.items()}]
     published = list(history)
     states: dict[str, dict[str, Tensor]] = {name: {} for name in params}
@@ -165,7 +172,7 @@ def train(
     for number, (batches, lr) in enumerate(zip(windows, rates, strict=True)):
         tokens = sum(int(mask.sum()) for _, _, mask in batches)
         grads = {name: torch.zeros_like(tensor) for name, tensor in history[0].items()}
-        loss = 0.0
+        loss, by_microbatch = 0.0, []
         for i, batch in enumerate(batches):
             k = number * pipeline.microbatches + i
 
@@ -186,7 +193,8 @@ def train(
                 for name, delta in velocity.items():
                     backward[name] = backward[name] - pipeline.staleness(stage_of[name]) * delta
             given = None if noise is None else noise[number][i]
-            value, own = _microbatch(Faces(forward, backward), model, batch, tokens, end, given)
+            by_microbatch.append(Faces(forward, backward))
+            value, own = gradients(by_microbatch[-1], model, batch, tokens, end, given)
             loss += value
             for name, grad in own.items():
                 grads[name] += grad
@@ -197,6 +205,9 @@ def train(
             after[name], states[name] = plain_rules.step(
                 config, name, weight, grad, states[name], rate(stage_of[name], number), number
             )
+        stepped = after, {name: dict(of) for name, of in states.items()}
+        if had is not None:
+            after, states = had[number][0], dict(had[number][1])
         for name, delta in velocity.items():
             gamma = pipeline.correction ** (1 / pipeline.staleness(stage_of[name]))
             velocity[name] = gamma * delta + (1 - gamma) * (after[name] - history[-1][name])
@@ -209,14 +220,13 @@ def train(
             if config.look_ahead
             else after
         )
-        kept = {name: dict(of) for name, of in states.items()}
         seen.append({name: dict(of) for name, of in states.items()})
         for name, delta in velocity.items():
-            kept[name]["stream.velocity"] = delta
-        yield Window(loss, grads, _norm(grads.values()), after, kept)
+            stepped[1][name]["stream.velocity"] = delta
+        yield Window(loss, grads, _norm(grads.values()), *stepped, by_microbatch)
 
 
-def _microbatch(
+def gradients(
     faces: Faces,
     model: ModelConfig,
     batch: Batch,
@@ -252,7 +262,8 @@ def two_faced() -> mock._patch[Any]:
 
         return both
 
-    return mock.patch.multiple(reference, **{name: faced(name) for name in ("_linear", "_norm")})
+    names = ("_linear", "_half", "_norm", "_head_norm")
+    return mock.patch.multiple(reference, **{name: faced(name) for name in names})
 
 
 def _factors(grads: Params, stage_of: Mapping[str, int], config: Any) -> dict[int, float]:

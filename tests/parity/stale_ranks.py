@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,11 +21,19 @@ from tests.parity.cases import (
     Rows,
     batch_of,
     configure,
+    settings,
     validation_rows,
     validation_samples,
 )
 from tests.parity.dropout_noise import noise_of
-from tests.parity.outcome import Parts, assemble, own_grads, own_values, take_region
+from tests.parity.outcome import (
+    Parts,
+    assemble,
+    local_copies,
+    own_grads,
+    own_values,
+    take_region,
+)
 
 TOLERANCE = 1e-10
 
@@ -40,9 +48,13 @@ class StaleOutcome:
     known_at: dict[int, int] = field(default_factory=dict)
     """The step that a result came with."""
     grads: dict[int, Parts] = field(default_factory=lambda: defaultdict(list))
+    first: dict[str, Parts] = field(default_factory=dict)
+    """Masters and states before the first step."""
     values: list[dict[str, Parts]] = field(default_factory=list)
     """Masters and states after each step and, where the updates that are pending are made, at the
     end."""
+    copies: Parts = field(default_factory=list)
+    """The weights that it computes with, at the end."""
     validation: dict[int, float] = field(default_factory=dict)
 
 
@@ -87,6 +99,7 @@ def train(step: TrainStep, case: Case, pauses: Sequence[int] = (), first: int = 
 
     step.optimizer.finish_stage = spy  # type: ignore[method-assign]
     rows = Rows(case)
+    outcome.first = own_values(step.optimizer)
     for i in range(first, case.steps):
         known = step.train(i, rows, settle=i in pauses)
         if i in pauses:
@@ -98,6 +111,7 @@ def train(step: TrainStep, case: Case, pauses: Sequence[int] = (), first: int = 
     for result in step.settle():
         _note(outcome, result.step, result.loss, result.grad_norm, case.steps)
     outcome.values.append(own_values(step.optimizer))
+    outcome.copies = list(local_copies(step))
     return outcome
 
 
@@ -134,8 +148,12 @@ def expected_windows(case: Case, stage_of: Mapping[str, int]) -> list[stale.Wind
 
 @functools.lru_cache(maxsize=32)
 def _expected(case: Case, stages: tuple[tuple[str, int], ...]) -> list[stale.Window]:
-    config, _ = configure(case)
-    rates = [learning_rate(config.optimizer, i, case.steps) for i in range(case.steps)]
+    first = reference.init_random(settings(case).model, seed=3)
+    return list(expected_from(case, dict(stages), first))
+
+
+def data_of(case: Case) -> tuple[list[list[reference.Batch]], list[list[reference.Noise | None]]]:
+    """The micro-batches of each window, of all replicas together, and their dropout."""
     rows = case.batch * case.dp
     windows = []
     noise: list[list[reference.Noise | None]] = []
@@ -147,29 +165,47 @@ def _expected(case: Case, stages: tuple[tuple[str, int], ...]) -> list[stale.Win
         noise.append(
             [None if drawn is None else {k: v[cut] for k, v in drawn.items()} for cut in cuts]
         )
-    return list(
-        stale.train(
-            reference.init_random(config.model, seed=3),
-            config.model,
-            windows,
-            pipeline_of(case),
-            dict(stages),
-            config.optimizer,
-            rates,
-            end=END if case.documents else None,
-            noise=noise,
-        )
+    return windows, noise
+
+
+def expected_from(
+    case: Case,
+    stage_of: Mapping[str, int],
+    first: reference.Params,
+    had: Sequence[tuple[reference.Params, dict[str, reference.Params]]] | None = None,
+) -> Iterator[stale.Window]:
+    """What the definitions say of each window, from the first weights on; `had`: see
+    :func:`tests.parity.stale.train`."""
+    config = settings(case)
+    windows, noise = data_of(case)
+    return stale.train(
+        first,
+        config.model,
+        windows,
+        pipeline_of(case),
+        stage_of,
+        config.optimizer,
+        [learning_rate(config.optimizer, i, case.steps) for i in range(case.steps)],
+        end=END if case.documents else None,
+        noise=noise,
+        had=had,
     )
+
+
+def stages_of(outcomes: Sequence[StaleOutcome]) -> dict[str, int]:
+    """Which stage updates each parameter: of a tied embedding the first one."""
+    stage_of: dict[str, int] = {}
+    for each in outcomes:
+        for name, stage in each.stage_of.items():
+            stage_of[name] = min(stage, stage_of.get(name, stage))
+    return stage_of
 
 
 def check_stale(
     case: Case, outcomes: Sequence[StaleOutcome], *, pauses: Sequence[int] = ()
 ) -> None:
     """Loss, norm and every gradient of each window, and after each every master and state."""
-    stage_of: dict[str, int] = {}
-    for each in outcomes:
-        for name, stage in each.stage_of.items():
-            stage_of[name] = min(stage, stage_of.get(name, stage))
+    stage_of = stages_of(outcomes)
     windows = expected_windows(case, stage_of)
     assert windows[-1].loss != windows[0].loss
     for number, window in enumerate(windows):

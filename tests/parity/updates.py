@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.parity import plain_rules, reference
-from tests.parity.cases import Case, configure
+from tests.parity.cases import Case, settings
 from tests.parity.compare import assert_within
 from tests.parity.expected import ROUNDING
 from tests.parity.reference import Params
@@ -57,7 +57,7 @@ class Update:
 
     @cached_property
     def config(self) -> Any:
-        return configure(self.case)[0].optimizer
+        return settings(self.case).optimizer
 
     def check(self, after: Values) -> int:
         """Weights and states are what the plain rule makes of those before.

@@ -1,0 +1,59 @@
+"""Training without a flush by every switch computes what the definitions say."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import fields
+
+import pytest
+
+from megapipe.testing import run_world
+from tests.parity.cases import Case
+from tests.parity.pairs import Choice
+from tests.parity.stale_matrix import ELSEWHERE, MATRIX, to_case
+from tests.parity.stale_ranks import run_stale_cases
+from tests.parity.stale_windows import check_windows
+
+WORLDS = (1, 2, 3, 4, 6, 8)
+
+
+@functools.cache
+def choices_of_pairs() -> list[Choice]:
+    return MATRIX.covering(random.Random(0))
+
+
+def of_world(world: int) -> list[Case]:
+    cases = [to_case(choice) for choice in choices_of_pairs()]
+    return [case for case in cases if case.world == world]
+
+
+def check(cases: list[Case]) -> None:
+    ranks = run_world(cases[0].world, run_stale_cases, cases, timeout_s=60 + 20 * len(cases))
+    for number, case in enumerate(cases):
+        try:
+            check_windows(case, [outcomes[number] for outcomes in ranks])
+        except AssertionError as error:
+            raise AssertionError(f"{case.name}: {error}") from None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_pairs(world: int) -> None:
+    check(of_world(world))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "every"), [(1, 7), (2, 13), (3, 5), (4, 17)])
+def test_some_pairs(world: int, every: int) -> None:
+    check(of_world(world)[::every])
+
+
+@pytest.mark.full
+def test_every_possible_pair_is_held() -> None:
+    MATRIX.check_held(choices_of_pairs())
+    assert {case.world for case in map(to_case, choices_of_pairs())} == {*WORLDS}
+
+
+def test_every_switch_is_a_dimension() -> None:
+    MATRIX.check_fields({field.name for field in fields(Case)}, ELSEWHERE)
