@@ -201,8 +201,9 @@ PIPELINE = [
         ("pipeline.placement=v is for pipeline.schedule=auto", "expected null")),
     Bad("pipeline.weights are unknown", "pipeline.weights=old", 2,
         ("pipeline.weights=old: expected one of synchronous, stash",)),
-    Bad("pipeline.weights with a tied embedding", "parallel.pp=2 pipeline.weights=double_buffer", 2,
-        ("pipeline.weights=double_buffer needs model.tied_embeddings=false",)),
+    Bad("pipeline.weights with a tied embedding", "parallel.pp=2 pipeline.weights=stash "
+        "optimizer.clip_scope=stage", 2,
+        ("pipeline.weights=stash needs model.tied_embeddings=false, or pipeline.weights=double",)),
     Bad("pipeline.weights with global clipping", "parallel.pp=2 pipeline.weights=stash "
         "model.tied_embeddings=false", 2,
         ("pipeline.weights=stash needs optimizer.clip_scope=stage (or optimizer.clip=null)",)),
