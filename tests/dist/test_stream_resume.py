@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ import torch
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
-from tests.parity.cases import Case, Rows
-from tests.parity.outcome import own_values
+from tests.parity import reference, stopped_runs
+from tests.parity.cases import Case, Rows, configure
+from tests.parity.outcome import Parts, assemble, own_values
 from tests.parity.stale_ranks import begun, same_parts
+from tests.parity.stopped_runs import Play
 
 STEPS = 8
 CASE = Case(
@@ -117,6 +119,76 @@ def test_a_run_goes_on_to_the_bit_wherever_it_was_stopped(name: str, tmp_path: P
     run_world(case.world, stop_and_go, case, tmp_path, list(saved))
 
 
+LAYOUTS = {"dp 2, pp 2": {"dp": 2, "pp": 2}, "tp 2, pp 2": {"tp": 2, "pp": 2}, "pp 4": {"pp": 4}}
+
+
+def laid_out(weights: str, layout: str) -> Case:
+    """A case of 10 windows of a micro-batch, or of as few as the policy takes."""
+    sizes = LAYOUTS[layout]
+    case = replace(CASE, weights=weights, **sizes, clip_scope="stage", steps=10, in_process=False)
+    if weights in ("double_buffer", "double_group"):
+        case = replace(case, m=max(1, case.pp - 1))
+    if weights == "double_group":
+        case = replace(case, schedule="two_group")
+    return replace(case, layers=case.pp * (1 + (weights == "double_group")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("weights", ["stash", "vertical", "double_buffer", "double_group"])
+def test_ten_windows_may_be_stopped_behind_each(weights: str, layout: str, tmp_path: Path) -> None:
+    case = laid_out(weights, layout)
+    run_world(case.world, stop_and_go, case, tmp_path, list(range(1, 10)), timeout_s=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("weights", ["latest", "predict", "correct"])
+def test_ten_windows_may_be_stopped_at_regular_checkpoints(
+    weights: str, layout: str, tmp_path: Path
+) -> None:
+    case = laid_out(weights, layout)
+    run_world(case.world, stop_and_go, case, tmp_path, [2, 4, 6, 8], timeout_s=600)
+
+
+SETTINGS = {
+    "stash": {"train.microbatch": "4", "optimizer.clip_scope": "stage"},
+    "vertical": {"train.microbatch": "4", "optimizer.clip_scope": "stage"},
+    "double_buffer": {},
+    "double_group": {"pipeline.schedule": "two_group", "optimizer.clip_scope": "stage"},
+}
+"""With a window of one micro-batch where that may be."""
+
+
+@pytest.mark.parametrize(
+    ("weights", "ends"),
+    [
+        *(pytest.param(weights, range(1, 10), marks=pytest.mark.slow) for weights in SETTINGS),
+        pytest.param("stash", [3], marks=pytest.mark.full),
+    ],
+)
+def test_a_run_that_was_killed_or_told_to_stop_goes_on(
+    weights: str, ends: Sequence[int], tmp_path: Path
+) -> None:
+    settings = {
+        **stopped_runs.DP,
+        "model.tied_embeddings": "false",
+        "pipeline.weights": weights,
+        "train.steps": "10",
+        "checkpoint.every": "1",
+        "checkpoint.keep": "20",
+        **SETTINGS[weights],
+    }
+    plays = [Play("whole", settings)]
+    for end in ends:
+        plays += [Play(f"killed-{end}", settings, stop_after=end), Play(f"killed-{end}", settings)]
+        plays += [Play(f"told-{end}", settings, preempt=end), Play(f"told-{end}", settings)]
+    whole, *others = stopped_runs.run(tmp_path, *plays)
+    for parts in others[1::2]:
+        assert parts[0]["first_step"] > 0
+        stopped_runs.assert_continues(parts, whole, 10)
+
+
 FORGOTTEN = {
     "latest": replace(CASE, weights="latest", clip_scope="stage"),
     "predict": replace(CASE, weights="predict", clip_scope="stage"),
@@ -200,3 +272,56 @@ def go_elsewhere(world: World, folder: Path) -> None:
 
 def test_velocities_go_where_their_weights_go(tmp_path: Path) -> None:
     run_world(1, go_elsewhere, tmp_path)
+
+
+OTHERS = {
+    "stash": (KEPT["stash"], {"pp": 2}),
+    "vertical": (KEPT["vertical"], {"tp": 2}),
+    "double_buffer": (KEPT["double_buffer"], {"pp": 2}),
+    "double_group": (KEPT["double_group"], {"pp": 1, "dp": 2}),
+    "latest": (replace(CASE, weights="latest", clip_scope="stage"), {"pp": 2}),
+    "predict": (replace(CASE, weights="predict", clip_scope="stage"), {"tp": 2, "pp": 1}),
+}
+"""Each policy, and another layout."""
+
+
+def save_at_four(world: World, case: Case, folder: Path) -> dict[str, Parts]:
+    step = begun(world, case)
+    for i in range(4):
+        step.train(i, Rows(case), settle=i == 3)
+    values = own_values(step.optimizer)
+    step.save(folder, 4)
+    return values
+
+
+def take_over(
+    world: World, case: Case, folder: Path, same_stages: bool
+) -> tuple[dict[str, Parts], list[float]]:
+    """Masters and states as they were loaded, and the losses of the steps from there. Older
+    versions are taken over too if stages are the `same_stages`."""
+    step = begun(world, case)
+    step.load(folder / "step-00000004")
+    assert step.streaming is not None
+    forgets = case.weights in ("latest", "predict")
+    assert step.streaming.continues == (forgets or same_stages)
+    values, known = own_values(step.optimizer), []
+    for i in range(4, case.steps):
+        known += step.train(i, Rows(case))
+    return values, [result.loss for result in (*known, *step.settle())]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("weights", OTHERS)
+def test_another_layout_takes_masters_and_states(weights: str, tmp_path: Path) -> None:
+    case, changes = OTHERS[weights]
+    other = replace(case, **changes)  # type: ignore[arg-type]
+    (saved,) = run_world(1, save_at_four, case, tmp_path)
+    ranks = run_world(other.world, take_over, other, tmp_path, case.pp == other.pp)
+    params = reference.init_random(configure(case)[0].model, seed=3)
+    for kind in {kind for kind in saved if kind[:6] != "stash."}:
+        wanted = assemble([saved[kind]], params)
+        found = assemble([values.get(kind, []) for values, _ in ranks], params)
+        assert all(found[name].equal(tensor) for name, tensor in wanted.items()), kind
+    for _, losses in ranks:
+        assert len(losses) == case.steps - 4
+        assert torch.tensor(losses).isfinite().all()
