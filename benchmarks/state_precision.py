@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import statistics
 import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
 from common import Result, parser, report
-from torch import Tensor
+from corpus import Rows, text
 
 from megapipe.config import Config
 from megapipe.distributed.mesh import Grid
@@ -30,7 +27,6 @@ from megapipe.train.step import TrainStep
 
 TARGET = 0.01
 """Nats of validation loss above that of fp32 state."""
-TEXT_BYTES = 4_000_000
 VALIDATION_SAMPLES = 256
 
 
@@ -58,41 +54,6 @@ class Variant:
 
     def with_state(self, **optimizer: Any) -> Variant:
         return replace(self, optimizer=tuple(optimizer.items()))
-
-
-def text() -> Tensor:
-    """The first bytes of the standard library's modules, in order of their names."""
-    collected = bytearray()
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        collected += path.read_bytes()
-    return torch.frombuffer(collected[:TEXT_BYTES], dtype=torch.uint8).long()
-
-
-class Rows:
-    """Samples of the text that begin at random places; numbers below 0 are for validation."""
-
-    def __init__(self, data: Tensor, length: int, seed: int) -> None:
-        cut = len(data) // 20
-        self.held_out, self.training = data[:cut], data[cut:]
-        self.length = length
-        self.seed = seed
-
-    def __call__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        return self._at(self.training, [self.seed * 10**6 + i for i in indices])
-
-    def validation(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        return self._at(self.held_out, indices)
-
-    def _at(self, data: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        span = torch.arange(self.length + 1)
-        samples = []
-        for number in numbers:
-            generator = torch.Generator().manual_seed(number)
-            start = torch.randint(len(data) - self.length, (1,), generator=generator)
-            samples.append(data[start + span])
-        stacked = torch.stack(samples)  # [b, s + 1]
-        tokens, labels = stacked[:, :-1], stacked[:, 1:]
-        return tokens, labels, torch.ones_like(labels, dtype=torch.bool)
 
 
 def configuration(size: Size, variant: Variant, seed: int) -> Config:

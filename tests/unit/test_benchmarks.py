@@ -21,6 +21,7 @@ pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 SHARED = (
     "common.py",
+    "corpus.py",
     "deepspeed_peer.py",
     "fake_world.py",
     "lasting.py",
@@ -34,7 +35,8 @@ SHARED = (
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 LONG = (
     *("bubble", "checkpoints", "data", "engine_overhead", "gpu_ladder", "memory", "peers"),
-    *("post_validation", "scale", "state_precision", "step", "streams", "tensor_parallel", "zero"),
+    *("post_validation", "scale", "staleness", "state_precision", "step", "streams"),
+    *("tensor_parallel", "zero"),
 )
 """Those that time whole steps or commands, or beside a peer's, at any size."""
 COUNTING = ("context_parallel", "memory", "scale", "zero")
