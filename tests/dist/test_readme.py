@@ -34,14 +34,19 @@ CONSOLE = "import sys\nfrom megapipe.console import main\nsys.exit(main())\n"
 
 
 def commands(*, here: bool) -> list[str]:
-    """The commands of the README in its order, comments and line breaks taken out."""
+    """The commands of the README in its order."""
     found = []
     for section in re.split(r"^## ", README, flags=re.MULTILINE):
         if (section.partition("\n")[0] not in ELSEWHERE) == here:
-            for block in re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
-                lines = block.replace("\\\n", " ").splitlines()
-                found += [shlex.join(shlex.split(line, comments=True)) for line in lines]
+            found += commands_in(section)
     return found
+
+
+def commands_in(text: str) -> list[str]:
+    """The commands of blocks for a shell, comments and line breaks taken out."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.join(shlex.split(line, comments=True)) for line in lines]
 
 
 def trains(command: str) -> bool:
@@ -128,8 +133,15 @@ def test_commands_work_one_after_the_other(clone: Path) -> None:
     assert more.startswith(".venv/bin/python -m megapipe generate runs/quickstart-")
     assert "step 6/6" in run(clone, [more, going_on])
     names = {path.name for path in (clone / "runs").iterdir()}
-    assert {"zero_bubble", "timeline"} < names
+    assert {"zero_bubble", "timeline", "2bw"} < names
     assert any(name.startswith("quickstart-") for name in names)
+
+
+def test_the_page_on_streams_trains_as_the_readme_does() -> None:
+    shown = commands_in((ROOT / "docs/streams.md").read_text(encoding="utf-8"))
+    training = [command for command in shown if trains(command)]
+    assert training
+    assert {*training} <= {*commands(here=True)}
 
 
 def test_other_commands_name_what_is_there() -> None:
