@@ -183,6 +183,7 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
     _, cp, tp, _ = c["layout"]
     split = cp > 1 or tp > 1 or c["sequence_parallel"] or c["reduce_dtype"] is not None
     other = c["compile"] or c["lora"] or c["post_validation"] or c["scatter"] == "on"
+    other = other or c["activations"] == KEPT
     elementwise = c["rule"] not in ("muon", "lars", "lamb")
     return elementwise and not split and not other and c["dtype"] in ("fp64", "fp32")
 

@@ -101,16 +101,20 @@ class Block(nn.Module):
         qkv = self.of_norms(self._project, x, rotary)
         y = self.of_attention(self._attend, qkv, mb, rotary, cache)
         y = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        graph_only = graph_only and self.mlp_post_norm is None
-        z = self._second_half(x if self.parallel else y, mb, graph_only)
-        return y + (z if self.mlp_post_norm is None else self.mlp_post_norm(z))
-
-    def _second_half(self, x: Tensor, mb: MicroBatch, graph_only: bool) -> Tensor:
-        """The branch that is added to the residual after attention, of its input."""
+        given = x if self.parallel else y
         if self.mixture is not None:
-            return self._drop(self.mixture(self.mlp_norm(x), mb, graph_only), mb, "mlp_out")
-        wide = self.of_norms(self._widen, x)
-        return self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
+            return y + self._mixed(self.mixture, given, mb, graph_only)
+        wide = self.of_norms(self._widen, given)
+        if self.mlp_post_norm is not None:
+            return y + self.mlp_post_norm(self.of_activation(self._narrow, wide, mb))
+        return y + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
+
+    def _mixed(self, mixture: Mixture, x: Tensor, mb: MicroBatch, graph_only: bool) -> Tensor:
+        """The branch of a mixture of experts, of its input."""
+        if self.mlp_post_norm is not None:
+            z = mixture(self.mlp_norm(x), mb, False)
+            return self.mlp_post_norm(self._drop(z, mb, "mlp_out"))
+        return self._drop(mixture(self.mlp_norm(x), mb, graph_only), mb, "mlp_out")
 
     def tables(self, rotary: Rotaries) -> Rotary:
         """Those of its layer."""
