@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -220,9 +221,13 @@ def test_an_error_is_no_absence(store: ObjectServer, root: Place) -> None:
         return "error" if request.kind == "HEAD" else None
 
     store.fault = fault
-    for look in (find_newest, clear_leftovers, committed):
-        with pytest.raises(CheckpointError, match=r"cannot look for .*manifest\.json: the server"):
+    told = r"cannot look for .*manifest\.json: the server"
+    for look in (find_newest, committed):
+        with pytest.raises(CheckpointError, match=told):
             look(root)
+    removed, (problem,) = clear_leftovers(root)
+    assert not removed
+    assert re.search(told, problem)
     well(store)
     assert_intact(path, 1)
 
