@@ -23,6 +23,7 @@ if ((whole)); then
 fi
 
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # set, each of the thousand processes would compile the sources again
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy

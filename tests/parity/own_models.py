@@ -20,6 +20,7 @@ from megapipe.model.modules.units import Source, places
 from megapipe.testing import World
 from megapipe.train.step import TrainStep
 from tests.parity.cases import Case, batch_of, configure
+from tests.parity.mixture import Told
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.ranks import train
 from tests.parity.reference import Params, Step
@@ -229,7 +230,7 @@ def train_plain(own: Own, rates: Sequence[float]) -> tuple[Params, list[Step]]:
             group["lr"] = rate
         optimizer.step()
         after = {name: p.detach().clone() for name, p in named.items()}
-        steps.append(Step(loss.item(), grads, norm, after))
+        steps.append(Step(loss.item(), grads, norm, after, Told(own.case.batch)))
     return initial, steps
 
 
