@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megapipe.command_line import TRACEBACK, Parser, keep_others_out
+from megapipe.command_line import TRACEBACK, Parser, begin_program
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, OutOfMemory
 from megapipe.launch import devices, place, rendezvous
 from megapipe.launch.place import LaunchInfo
@@ -60,7 +60,7 @@ def main(parser: Parser, argv: Sequence[str]) -> int:
 
     Returns the exit code; with several processes it ends this one.
     """
-    keep_others_out()
+    begin_program()
     info, trace = LaunchInfo(), TRACEBACK in argv
     try:
         info = place.find_launch_info(os.environ)

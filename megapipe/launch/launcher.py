@@ -30,7 +30,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megapipe.command_line import keep_others_out, say
+from megapipe.command_line import begin_program, say
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch import progress
 from megapipe.launch.endpoints import Endpoint, Nodes
@@ -378,7 +378,7 @@ def _gpus() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Start what `argv` says; returns the exit code."""
-    keep_others_out()
+    begin_program()
     arguments, command = _parse(argv)
     try:
         return launch(

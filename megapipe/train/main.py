@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from megapipe.command_line import TRACEBACK, keep_others_out, take_any_character
+from megapipe.command_line import TRACEBACK, begin_program, take_any_character
 from megapipe.errors import MegapipeError, Preempted
 from megapipe.launch import place, shutdown
 from megapipe.launch.signals import StopRequest
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
 
 def train(argv: Sequence[str]) -> int:
     """Do as `argv` asks; returns the exit code."""
-    keep_others_out()
+    begin_program()
     info = place.LaunchInfo()
     trace = TRACEBACK in argv
     ender = threading.RLock()

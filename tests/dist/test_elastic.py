@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,12 +57,7 @@ class Nodes:
         return self.job.start(self.command)
 
     def await_store(self) -> None:
-        """Until somebody hosts the store of the meeting."""
-        while self.job.began + self.job.limit_s > time.monotonic():
-            with contextlib.suppress(OSError):
-                socket.create_connection(self.endpoint, timeout=1).close()
-                return
-            time.sleep(0.1)
+        self.job.await_store(self.endpoint.port)
 
     def lose(self, node: subprocess.Popen[bytes]) -> int:
         """Kill a node, its launcher and its rank; returns how much was said by then."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -77,13 +76,14 @@ def test_nodes_meet_and_hand_on_their_code(code: int, tmp_path: Path) -> None:
 
 
 def test_the_node_of_the_store_may_end_first(tmp_path: Path) -> None:
-    nodes = ["--nnodes", "2", "--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    port = free_port()
+    nodes = ["--nnodes", "2", "--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{port}"]
     text = "time.sleep(float(os.environ['TEST_LEAVES'])); print('left'); sys.exit(6)"
     with Job(tmp_path) as job:
         for leaves in ("0.5", "2"):
             command = ["-m", "megapipe.launch", *nodes, *program(text)]
             job.start(command, {"TEST_LEAVES": leaves})
-            time.sleep(1)  # the first has the store
+            job.await_store(port)
         outcome = job.end()
     assert outcome.text == "left\n" * 2
     assert outcome.codes == [6, 6]

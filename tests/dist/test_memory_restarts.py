@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -110,13 +109,14 @@ def test_a_node_loses_its_memory_between_starts(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **WANTED, "parallel.dp": "2"}
     (tmp_path / "lose-node1").touch()
     nodes = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", "1", "--rdzv-id", "a"]
-    nodes += ["--rdzv-endpoint", f"localhost:{free_port()}", "--restarts", "1"]
+    port = free_port()
+    nodes += ["--rdzv-endpoint", f"localhost:{port}", "--restarts", "1"]
     command = [*nodes, script(tmp_path, {6: 1}), *arguments(settings)]
     with Job(tmp_path, 120) as job:
         for number in range(2):
             job.start(command, {"TEST_NODE": f"node{number}"})
             if number == 0:
-                time.sleep(1.0)  # the first hosts the store
+                job.await_store(port)
         outcome = job.end()
     assert outcome.codes == [0, 0], outcome.text
     assert not (tmp_path / "lost-node1").exists(), "it was done"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -158,12 +157,13 @@ def test_two_nodes_start_again_together(tmp_path: Path) -> None:
     for step in (4, 7):
         (tmp_path / f"fault-{step}").write_text("1")
     nodes = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", "1", "--rdzv-id", "a"]
-    nodes += ["--rdzv-endpoint", f"localhost:{free_port()}", "--restarts", "1"]
+    port = free_port()
+    nodes += ["--rdzv-endpoint", f"localhost:{port}", "--restarts", "1"]
     with Job(tmp_path, 120) as job:
         for number in range(2):
             job.start([*nodes, str(script), *settings(tmp_path)])
             if number == 0:
-                time.sleep(1.0)  # the first hosts the store
+                job.await_store(port)
         outcome = job.end()
     assert outcome.codes == [0, 0], outcome.text
     assert outcome.text.count("starting again") == 2, "one node speaks"

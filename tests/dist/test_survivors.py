@@ -64,12 +64,13 @@ def test_a_stopped_rank_under_our_launcher(tmp_path: Path) -> None:
 def test_the_nodes_of_a_launcher_that_is_stopped_with_the_store(tmp_path: Path) -> None:
     """Neither ranks nor the other launcher, all of which ask that store, wait for it."""
     nodes = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", "1", "--rdzv-id", "a"]
-    endpoint = f"localhost:{free_port()}"
+    port = free_port()
+    nodes += ["--rdzv-endpoint", f"localhost:{port}"]
     with Job(tmp_path) as job:
         for number in range(2):
-            job.start([*nodes, "--rdzv-endpoint", endpoint, "train.py", *endless(tmp_path)])
+            job.start([*nodes, "train.py", *endless(tmp_path)])
             if number == 0:
-                time.sleep(1.0)  # the first hosts the store
+                job.await_store(port)
         job.await_text("| loss")
         job.processes[0].send_signal(signal.SIGSTOP)
         assert assert_ended(job, time.monotonic(), 1) == [4]

@@ -144,13 +144,14 @@ def run_hanging(
     launch = ["-m", "megapipe.launch", "--nproc", str(world), *options]
     command = [*launch, str(script), *arguments(given)]
     several = ["--nnodes", str(nodes), "--rdzv-id", "a"]
-    several += ["--rdzv-endpoint", f"localhost:{free_port()}"]
+    port = free_port()
+    several += ["--rdzv-endpoint", f"localhost:{port}"]
     with Job(folder) as job:
         for node in range(nodes):
             at = [*command[:2], *several, *command[2:]] if nodes > 1 else command
             job.start(at, {"TEST_NODE": f"node{node}"})
-            if node == 0:
-                time.sleep(min(1.0, nodes - 1.0))  # the first hosts the store
+            if node == 0 and nodes > 1:
+                job.await_store(port)
         outcome = job.end()
         ended = time.time()
     at = re.search(r"the fault is at ([\d.]+)", outcome.text)

@@ -181,6 +181,15 @@ class Job:
             assert any(p.poll() is None for p in self.processes), self.text
             time.sleep(0.05)
 
+    def await_store(self, port: int) -> None:
+        """Until somebody listens at it: the first launcher of several, which hosts the store."""
+        while self.began + self.limit_s > time.monotonic():
+            with contextlib.suppress(OSError):
+                socket.create_connection(("localhost", port), timeout=1).close()
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"nobody listens at port {port}:\n{self.text}")
+
     def await_handlers(self) -> None:
         """Wait until all processes heed signals, which is before they import what is slow."""
         while not all(heeds_signals(process.pid) for process in self.processes):

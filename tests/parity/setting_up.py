@@ -3,8 +3,6 @@ the first step."""
 
 from __future__ import annotations
 
-import time
-
 from tests.parity.jobs import ROOT, Job, arguments, free_port, tiny
 
 SCRIPT = """
@@ -70,19 +68,21 @@ class TwoNodes:
     def launched(self, nproc: int = 1) -> None:
         """By a launcher on each, with `nproc` ranks."""
         launch = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", str(nproc), "--rdzv-id", "a"]
-        self._start([*launch, "--rdzv-endpoint", f"localhost:{free_port()}"], nproc)
+        self._start(launch, nproc)
 
     def torchrun(self, nproc: int = 1) -> None:
         """By torchrun on each, with `nproc` ranks."""
         run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(nproc)]
         run += ["--rdzv-backend", "c10d", "--rdzv-id", "a"]
-        self._start([*run, "--rdzv-endpoint", f"localhost:{free_port()}"], nproc)
+        self._start(run, nproc)
 
     def _start(self, launcher: list[str], nproc: int) -> None:
+        port = free_port()
+        launcher = [*launcher, "--rdzv-endpoint", f"localhost:{port}"]
         for node in range(2):
             self.job.start([*launcher, *self.command], {"TEST_NODE": f"node{node}"})
             if node == 0:
-                time.sleep(1.0)  # the first hosts the store
+                self.job.await_store(port)
         self._await(2 * nproc)
 
     def _await(self, world: int) -> None:
