@@ -220,15 +220,16 @@ def axis_name(mesh: ParallelMesh, ranks: tuple[int, ...]) -> str:
         if getattr(mesh, axis).ranks == ranks:
             return axis
     places = [mesh.grid.coordinates_of(rank) for rank in ranks]
-    copies = sorted({mesh.grid.copy_of(rank) for rank in ranks})
+    experts = len({at.tp for at in places}) > 1
+    copies = sorted({mesh.grid.copy_of(rank, experts=experts) for rank in ranks})
     indices = sorted({at.pp for at in places})
     assert len(ranks) == len(copies) * len(indices), f"{ranks} is no group of holders"
     parts = []
     if len(copies) > 1:
-        whole = "dp" if mesh.grid.cp == 1 else "dp*cp"
+        whole = "edp" if experts else "dp" if mesh.grid.cp == 1 else "dp*cp"
         near = copies[-1] - copies[0] + 1 == len(copies)
         part = f"{whole}:shard" if near else f"{whole}:replicate"
-        parts.append(whole if len(copies) == mesh.grid.dp * mesh.grid.cp else part)
+        parts.append(whole if len(copies) == mesh.grid.copies(experts=experts) else part)
     if len(indices) > 1:
         parts.append(f"pp[{','.join(map(str, indices))}]")
     return "*".join(parts)

@@ -89,22 +89,29 @@ class Grid:
         """Ranks that differ from `rank` only along `axis`, in the order of that axis."""
         return list(self._along(self.coordinates_of(rank), axis))
 
-    def holders(self, rank: int, pp_indices: Sequence[int]) -> list[int]:
+    def holders(self, rank: int, pp_indices: Sequence[int], *, experts: bool = False) -> list[int]:
         """Ranks with the tp index of `rank`, on the given pipeline indices, for all dp and cp:
-        they compute with the same weights. Ascending."""
+        they compute with the same weights. With the same `experts` those of all tp indices do.
+        Ascending."""
         at = self.coordinates_of(rank)
         return [
-            self.rank_of(Coordinates(pp, dp, cp, at.tp))
+            self.rank_of(Coordinates(pp, dp, cp, tp))
             for pp in pp_indices
             for dp in range(self.dp)
             for cp in range(self.cp)
+            for tp in (range(self.tp) if experts else [at.tp])
         ]
 
-    def copy_of(self, rank: int) -> int:
-        """Number of a rank's copy of the weights among the dp x cp of its pipeline index: those of
-        one context-parallel group are neighbours."""
+    def copies(self, *, experts: bool = False) -> int:
+        """Copies of a stage's weights, or of its `experts`, on a pipeline index."""
+        return self.dp * self.cp * (self.tp if experts else 1)
+
+    def copy_of(self, rank: int, *, experts: bool = False) -> int:
+        """Number of a rank's copy among them: those of one context-parallel group are
+        neighbours."""
         at = self.coordinates_of(rank)
-        return at.dp * self.cp + at.cp
+        copy = at.dp * self.cp + at.cp
+        return copy * self.tp + at.tp if experts else copy
 
     def _along(self, at: Coordinates, axis: AxisName) -> range:
         """The line of ranks through `at` along `axis`: they are equally far apart."""

@@ -7,6 +7,7 @@ activation and not the expert's output, which therefore need not be kept: its gr
 beside the activation's.
 
 From F to I the layer keeps its input, the outputs of the first product, the logits and the choice.
+With sequence parallelism each tp rank routes and computes its own positions, with all experts.
 ``W`` gets two grouped products and the router's; they add straight into the main gradients, expert
 by expert, and leave an expert without rows alone.
 """
@@ -21,11 +22,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter
 
+from megapipe.distributed.axis import Axis
 from megapipe.layers import routing as route
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.layers.routing import Chosen
 from megapipe.layers.specs import ParameterSpec
+from megapipe.layers.token_shards import TokenShards
 from megapipe.layers.weight_grad import add_product, main_grad
 from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 
@@ -157,7 +161,8 @@ class RouterTask:
 
 
 class Experts(nn.Module):
-    """[s, b, h] -> [s, b, h]: a router and its experts, each of two matrices (with a gate three).
+    """[s(/tp), b, h] -> the same shape: a router and its experts, each of two matrices (with a gate
+    three).
 
     `layer` is the number of the layer. The choice of a first run is kept with the micro-batch until
     the run that builds the graph has taken it.
@@ -180,6 +185,7 @@ class Experts(nn.Module):
         self.activation = activation
         self.dtype = torch.promote_types(sharding.dtype, torch.float32)
         """Of logits, scores and weights, and of sums over choices."""
+        self.shards = TokenShards(sharding.tp if sharding.sequence_split else Axis.alone())
         self.router = new_parameter(sharding, router)
         self.up, self.up_bias = self._linear(*up)
         self.down, self.down_bias = self._linear(*down)
@@ -196,17 +202,19 @@ class Experts(nn.Module):
 
     def choice(
         self, logits: Tensor, p: Tensor, mb: MicroBatch, sequences: int, graph: bool
-    ) -> Tensor:
+    ) -> Chosen:
         """The choice for a micro-batch: that of its first run, if there was one; `graph`: this run
-        builds the graph, and is the last."""
+        builds the graph, and is the last. All ranks that share the sequences call it."""
         found = mb.choices.get(self.layer)
         if found is None:
-            found = route.choose(p, self.routing, sequences)
-            if self.training:
-                told = route.load(logits, p, found, self.routing, sequences)
-                mb.loads[self.layer] = told
-                if not graph:
-                    mb.choices[self.layer] = found
+            given = self.routing, sequences, self.shards
+            experts = route.choose(p, *given)
+            if not self.training:
+                return Chosen(experts, experts.new_empty(0))
+            found = Chosen(experts, route.count(experts, *given))
+            mb.loads[self.layer] = route.load(logits, p, found, self.routing)
+            if not graph:
+                mb.choices[self.layer] = found
         elif graph:
             del mb.choices[self.layer]
         return found
@@ -245,10 +253,10 @@ class _ExpertsFunction(Function):
         routing, tokens, sequences = layer.routing, x.flatten(0, 1), x.shape[1]
         logits = tokens.to(layer.dtype) @ router.to(layer.dtype).t()
         p = route.scores(logits, routing)
-        choice = layer.choice(logits, p, mb, sequences, graph)
+        choice, counts = layer.choice(logits, p, mb, sequences, graph)
         rows = Rows.of(choice, routing.experts)
         wide = layer.widen(rows.gather(tokens), rows)
-        ctx.save_for_backward(x, wide, logits, choice, rows.order, rows.slots)
+        ctx.save_for_backward(x, wide, logits, choice, counts, rows.order, rows.slots)
         ctx.ends, ctx.layer, ctx.unit = rows.ends, layer, mb.position_scale
         if graph_only:
             return x.new_empty(()).expand(x.shape)
@@ -259,7 +267,7 @@ class _ExpertsFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, wide, logits, choice, order, slots = ctx.saved_tensors
+        x, wide, logits, choice, counts, order, slots = ctx.saved_tensors
         layer: Experts = ctx.layer
         rows = Rows(order, slots, ctx.ends)
         queue, accumulate = layer.sharding.queue, layer.sharding.kernels.accumulate
@@ -293,7 +301,7 @@ class _ExpertsFunction(Function):
             )
         )
         of_logits = route.logits_grad(
-            rows.to_choices(of_weight), logits, p, ids, routing, x.shape[1], ctx.unit
+            rows.to_choices(of_weight), logits, p, Chosen(choice, counts), routing, ctx.unit
         )
         queue.put(RouterTask(layer.router, tokens, of_logits))
         total = rows.add_up(grad_x, layer.dtype)

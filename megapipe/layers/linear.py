@@ -235,6 +235,13 @@ class ColumnParallelLinear(ParallelLinear):
         return column_input_grad(grad, self.matrix(), self.sharding)
 
 
+def on_every_rank(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
+    """A layer that every tp rank holds, and applies to the positions that it has."""
+    layer = ColumnParallelLinear(sharding.unsplit(), spec)
+    layer.weight = new_parameter(sharding, spec)  # whose gradient may be that of some positions
+    return layer
+
+
 class _RowFunction(Function):
     @staticmethod
     def forward(

@@ -16,9 +16,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megapipe.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from megapipe.layers.linear import (
+    ColumnParallelLinear,
+    ParallelLinear,
+    RowParallelLinear,
+    on_every_rank,
+)
 from megapipe.layers.lora_specs import Rows
-from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.layers.parameter import Sharding
 from megapipe.layers.specs import ParameterSpec
 
 
@@ -39,22 +44,15 @@ class Adapter(nn.Module):
         self.a: ParallelLinear
         self.b: ParallelLinear
         if spec.b.split:
-            self.a = _on_every_rank(sharding, spec.a)
+            self.a = on_every_rank(sharding, spec.a)
             self.b = ColumnParallelLinear(sharding, spec.b)
         else:
             self.a = RowParallelLinear(sharding, spec.a)
-            self.b = _on_every_rank(sharding, spec.b)
+            self.b = on_every_rank(sharding, spec.b)
 
     def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
         y: Tensor = self.b(self.a(x) * self.scale, graph_only)
         return y
-
-
-def _on_every_rank(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
-    """A layer that every tp rank holds, and applies to the positions that it has."""
-    layer = ColumnParallelLinear(sharding.unsplit(), spec)
-    layer.weight = new_parameter(sharding, spec)  # whose gradient may be that of some positions
-    return layer
 
 
 class AdaptedLinear(nn.Module):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megapipe.context.positions import Positions
 from megapipe.context.split import HeldPositions
+from megapipe.layers.routing import Chosen
 from megapipe.ops.documents import Documents
 
 
@@ -51,7 +52,7 @@ class MicroBatch:
     results: dict[int, tuple[Tensor, Tensor]] | None = None
     """By layer, what attention has found in a first run of what is run again: output and LSE, taken
     out by the second. None: nothing is to be kept."""
-    choices: dict[int, Tensor] = field(default_factory=dict)
+    choices: dict[int, Chosen] = field(default_factory=dict)
     """By layer, the experts chosen in a first run of what is run again, taken out by the last."""
     loads: dict[int, Tensor] = field(default_factory=dict)
     """By layer, numbers of routing: :func:`megapipe.layers.routing.load`."""

@@ -61,11 +61,15 @@ def expert_matrices(
     name: str, shape: tuple[int, ...], *, bias: bool, std: float
 ) -> Iterator[ParameterSpec]:
     """Weight [experts, (2,) out, in] and bias of one linear layer of each expert."""
-    yield unsplit_matrix(f"{name}.weight", shape, std)
+    yield ParameterSpec(
+        name=f"{name}.weight", shape=shape, role="matrix", decay=True, std=std, experts=True
+    )
     if bias:
-        yield ParameterSpec(name=f"{name}.bias", shape=shape[:-1])
+        yield ParameterSpec(name=f"{name}.bias", shape=shape[:-1], experts=True)
 
 
-def unsplit_matrix(name: str, shape: tuple[int, ...], std: float) -> ParameterSpec:
-    """A matrix that every tp rank holds whole."""
-    return ParameterSpec(name=name, shape=shape, role="matrix", decay=True, std=std)
+def of_tokens(name: str, shape: tuple[int, ...], std: float) -> ParameterSpec:
+    """A matrix that every tp rank holds whole, and applies to the positions that it has."""
+    return ParameterSpec(
+        name=name, shape=shape, role="matrix", decay=True, std=std, sequence_partial=True
+    )

@@ -60,8 +60,8 @@ class LocalParameter(ParameterSpec):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     counted: bool = True
-    """This rank counts it in norms and writes it to checkpoints: among the tp ranks that hold the
-    same values only the first does."""
+    """This rank counts what it owns of it in norms and writes it to checkpoints: among the tp ranks
+    that hold the same values only the first does. Of experts each of them owns another slice."""
 
     @property
     def partial(self) -> bool:
@@ -93,7 +93,7 @@ def local_parameter(sharding: Sharding, spec: ParameterSpec) -> LocalParameter:
     given = {field.name: getattr(spec, field.name) for field in fields(ParameterSpec)}
     given["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
     given["heads_partial"] = spec.heads_partial and sharding.tp.size > 1
-    counted = spec.split or sharding.tp.index == sharding.copy == 0
+    counted = spec.split or spec.experts or sharding.tp.index == sharding.copy == 0
     return LocalParameter(**given, offsets=tuple(offsets), sizes=sizes, counted=counted)
 
 

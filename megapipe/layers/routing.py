@@ -9,14 +9,32 @@ The balance term (Switch, Fedus et al., 2101.03961) over a scope of T_g tokens i
 L_g = sum over e of f_e P_e, where f_e = E count_e / (k T_g) and P_e is the mean of p_e, normalised
 to sum 1. The loss gets balance x T_g / T_all x L_g, T_all being all positions of the global batch,
 so the gradient of p_te is balance x f_e / T_all: no size of a layout is in it.
+
+Where ranks have parts of a sequence, what is counted are the choices of all of them: places of a
+sequence, and counts of a scope. All else is of each token alone.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megapipe.layers.moe_specs import Routing
+from megapipe.layers.token_shards import TokenShards
+
+WHOLE = TokenShards()
+
+
+class Chosen(NamedTuple):
+    """The choice for the tokens of a micro-batch, made once."""
+
+    experts: Tensor
+    """[tokens, top_k], int16: those of each token, best first; ~expert where it is dropped."""
+    counts: Tensor
+    """[scopes, experts], int64: choices that the balance term counts, of a sequence or of all of
+    them, those of other ranks too; nobody asks for them but in training."""
 
 
 def scores(logits: Tensor, routing: Routing) -> Tensor:
@@ -24,7 +42,7 @@ def scores(logits: Tensor, routing: Routing) -> Tensor:
     return logits.softmax(-1) if routing.softmax else logits.sigmoid()
 
 
-def choose(p: Tensor, routing: Routing, sequences: int) -> Tensor:
+def choose(p: Tensor, routing: Routing, sequences: int, shards: TokenShards = WHOLE) -> Tensor:
     """The experts of each token, best first: [tokens, top_k], int16; ~expert where it is dropped.
 
     Of equal scores the lower expert's goes first.
@@ -33,12 +51,15 @@ def choose(p: Tensor, routing: Routing, sequences: int) -> Tensor:
         p = p.masked_fill(~_in_best_groups(p, routing), -torch.inf)
     ids = _largest(p, routing.top_k)
     found = ids.to(torch.int16)
-    places = routing.places(len(p) // sequences)
+    places = routing.places(shards.axis.size * len(p) // sequences)
     if places is None:
         return found
-    return torch.where(
-        _has_place(ids, weights(p, ids, routing), routing, sequences, places), found, ~found
-    )
+    here = (-1, sequences, routing.top_k)
+    everyone = shards.gather(found.view(here)).long()
+    weight = weights(p, ids, routing).view(here)
+    weight = shards.gather(weight) if routing.drop == "score" else weight
+    has = _has_place(everyone, weight, routing, places)
+    return torch.where(shards.own(has).flatten(0, 1), found, ~found)
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
@@ -63,16 +84,15 @@ def _in_best_groups(p: Tensor, routing: Routing) -> Tensor:
     return inside.unsqueeze(-1).expand_as(grouped).flatten(-2)
 
 
-def _has_place(
-    ids: Tensor, weight: Tensor, routing: Routing, sequences: int, places: int
-) -> Tensor:
-    """Whether each choice is among the first `places` of its expert and sequence. [tokens, k]."""
-    of_sequence = ids.view(-1, sequences, routing.top_k)  # [s, b, k]
+def _has_place(ids: Tensor, weight: Tensor, routing: Routing, places: int) -> Tensor:
+    """Whether each choice is among the first `places` of its expert and sequence, of whole
+    sequences [s, b, k]; `weight` matters to ``drop=score`` alone."""
+    sequences = ids.shape[1]
     order = (1, 2, 0) if routing.drop == "choice" else (1, 0, 2)
-    listed = of_sequence.permute(order).flatten(1)  # [b, s * k], who comes first first
+    listed = ids.permute(order).flatten(1)  # [b, s * k], who comes first first
     ahead = None
     if routing.drop == "score":
-        by_position = weight.view_as(of_sequence).permute(order).flatten(1)
+        by_position = weight.permute(order).flatten(1)
         ahead = by_position.sort(dim=1, descending=True, stable=True).indices
         listed = listed.gather(1, ahead)
     lines = torch.arange(sequences, device=ids.device).unsqueeze(1) * routing.experts
@@ -86,8 +106,7 @@ def _has_place(
     if ahead is not None:
         has = torch.empty_like(has).scatter_(1, ahead, has)
     back = (2, 0, 1) if routing.drop == "choice" else (1, 0, 2)
-    shape = [sequences, *(of_sequence.shape[dim] for dim in order[1:])]
-    return has.view(shape).permute(back).reshape(ids.shape)
+    return has.view([ids.shape[dim] for dim in order]).permute(back)
 
 
 def experts_of(choice: Tensor) -> Tensor:
@@ -113,15 +132,21 @@ def weights_grad(grad: Tensor, p: Tensor, ids: Tensor, routing: Routing) -> Tens
     return torch.zeros_like(p).scatter_(-1, ids, grad)
 
 
-def shares(ids: Tensor, routing: Routing, sequences: int, dtype: torch.dtype) -> Tensor:
-    """f_e of the scope of each sequence: E x count / (k x tokens). [sequences or 1, experts]."""
+def count(choice: Tensor, routing: Routing, sequences: int, shards: TokenShards = WHOLE) -> Tensor:
+    """Choices of each expert in each scope, [scopes, experts], of what :func:`choose` found."""
+    ids = experts_of(choice)
     counted = ids[:, :1] if routing.first_only else ids
     scopes = sequences if routing.per_sequence else 1
     scope = torch.arange(len(ids), device=ids.device).remainder_(scopes).unsqueeze(1)
     size = scopes * routing.experts
     counts = torch.bincount((counted + scope * routing.experts).flatten(), minlength=size)
-    per_scope = counted.numel() // scopes
-    return counts.view(scopes, -1).to(dtype) * (routing.experts / per_scope)
+    return shards.add_up(counts.view(scopes, -1))
+
+
+def shares(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """f_e of each scope: E x count / (k x tokens), the latter being all counts. [scopes,
+    experts]."""
+    return (counts * counts.shape[-1]).to(dtype) / counts.sum(-1, keepdim=True)
 
 
 def _normalised(p: Tensor, routing: Routing) -> Tensor:
@@ -129,11 +154,12 @@ def _normalised(p: Tensor, routing: Routing) -> Tensor:
     return p if routing.softmax else p / p.sum(-1, keepdim=True)
 
 
-def load(logits: Tensor, p: Tensor, choice: Tensor, routing: Routing, sequences: int) -> Tensor:
-    """Numbers of a layer about a micro-batch: tokens, sums over them of balance and z term, choices
-    dropped, and choices of each expert. [NUMBERS + experts], fp64."""
+def load(logits: Tensor, p: Tensor, chosen: Chosen, routing: Routing) -> Tensor:
+    """Numbers of a layer about the tokens here of a micro-batch: how many, sums over them of
+    balance and z term, choices dropped, and choices of each expert. [NUMBERS + experts], fp64."""
+    choice = chosen.experts
     ids = experts_of(choice)
-    share = shares(ids, routing, sequences, p.dtype)
+    share = shares(chosen.counts, p.dtype)
     q = _normalised(p, routing).view(-1, len(share), routing.experts)
     told = [(q * share).sum(), logits.logsumexp(-1).square().sum(), (choice < 0).sum()]
     tokens = torch.full_like(told[0], len(p))
@@ -145,16 +171,15 @@ def logits_grad(
     grad: Tensor,
     logits: Tensor,
     p: Tensor,
-    ids: Tensor,
+    chosen: Chosen,
     routing: Routing,
-    sequences: int,
     unit: float,
 ) -> Tensor:
     """Gradient of the logits, from that of the weights and from the terms of the loss, one
     position's part in which is multiplied by `unit`."""
-    of_scores = weights_grad(grad, p, ids, routing)
+    of_scores = weights_grad(grad, p, experts_of(chosen.experts), routing)
     if routing.balance:
-        share = shares(ids, routing, sequences, p.dtype) * (routing.balance * unit)
+        share = shares(chosen.counts, p.dtype) * (routing.balance * unit)
         of_shares = share.repeat(len(p) // len(share), 1)
         if not routing.softmax:
             total = p.sum(-1, keepdim=True)

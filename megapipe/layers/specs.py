@@ -54,6 +54,9 @@ class ParameterSpec:
     """A rank's gradient covers its heads only: it is summed over tp."""
     by_autograd: bool = False
     """Autograd itself computes the gradient, within ``I``; the others' are queued for ``W``."""
+    experts: bool = False
+    """It is of all experts of a layer: its gradient is summed over all ranks that have the same
+    experts, whichever tokens these have, tp ranks among them."""
     tied: bool = False
     """Another stage may use the same tensor: gradients of all uses are added."""
     use: int = 0

@@ -215,7 +215,9 @@ def _check_experts(config: Config) -> None:
     if experts is None:
         return
     elementwise = either([name for name in RULES if RULES[name].elementwise])
+    tp, by_sequence = config.parallel.tp, config.parallel.sequence_parallel
     for wrong, expected in (
+        (tp > 1 and not by_sequence, f"parallel.sequence_parallel=true with parallel.tp={tp}"),
         (
             not declaration(optimizer.rule).elementwise,
             f"optimizer.rule={elementwise}, not {optimizer.rule}",

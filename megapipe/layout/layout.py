@@ -9,6 +9,7 @@ from typing import Literal
 from megapipe.context.split import Split
 from megapipe.layers.policy import Span
 from megapipe.layout.context_plan import ContextPlans
+from megapipe.layout.replicas import most_copies
 from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Cost
@@ -97,6 +98,16 @@ class Layout:
     def dp_cp(self) -> int:
         """Processes that compute with the same weights, whose gradients are added up."""
         return self.dp * self.cp
+
+    @property
+    def copies_of_experts(self) -> int:
+        """Processes that compute with the same experts, of any tokens."""
+        return self.dp_cp * self.tp
+
+    @property
+    def most_copies(self) -> int:
+        """The most processes that compute with the same weights."""
+        return most_copies(self.model, self.dp_cp, self.tp)
 
     @property
     def attends_by_blocks(self) -> bool:

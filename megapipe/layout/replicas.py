@@ -1,13 +1,19 @@
 """The ZeRO policy of data-parallel replicas that follows from a configuration."""
 
 from megapipe.config import OptimizerConfig
+from megapipe.model.interface import Family
 from megapipe.schedule.data_parallel import ReplicaPolicy
+
+
+def most_copies(model: Family, dp_cp: int, tp: int) -> int:
+    """The most processes that compute with the same weights: experts take the tokens of any."""
+    return dp_cp * tp if model.experts() else dp_cp
 
 
 def zero_stage(optimizer: OptimizerConfig, copies: int) -> int:
     """The ZeRO stage in force: at most 1 where the shard group has one member.
 
-    `copies` are the processes that compute with the same weights, dp x cp.
+    `copies` are the processes that compute with the same weights, where most do.
     """
     return optimizer.zero if (optimizer.shard_size or copies) > 1 else min(optimizer.zero, 1)
 

@@ -22,7 +22,7 @@ from megapipe.layout.freed import freed_share
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.links import scatters, sends_tuples
 from megapipe.layout.others import for_processes, replica_size
-from megapipe.layout.replicas import replica_policy
+from megapipe.layout.replicas import most_copies, replica_policy
 from megapipe.layout.streams import stream_of
 from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
@@ -155,7 +155,9 @@ def _resolve(
         split=split,
         context=context_plans(config, split),
         replicas=replica_policy(
-            config.optimizer, dp * parallel.cp, loss_chunk=family.conditions.loss_chunk
+            config.optimizer,
+            most_copies(family, dp * parallel.cp, parallel.tp),
+            loss_chunk=family.conditions.loss_chunk,
         ),
         schedule=schedule,
         smaller=_smaller(

@@ -142,6 +142,15 @@ class TensorTraffic(NamedTuple):
     """Values per token and rank that the loss gathers."""
 
 
+class TokenTraffic(NamedTuple):
+    """Collectives of ranks that have parts of the same sequences, about one piece in its F."""
+
+    collective: Collective
+    calls: int
+    bytes: int
+    """Of the whole tensors, all collectives together."""
+
+
 class TensorShape(NamedTuple):
     """A tensor of a message."""
 
@@ -366,6 +375,11 @@ class Family(ABC):
     ) -> TensorTraffic:
         """Tensor-parallel collectives of one pass of a piece; `fused`: B in place of I and W."""
         raise NotImplementedError(f"{self.name} does not support tensor parallelism")
+
+    def token_traffic(self, stage: StageSpec, rows: int, length: int) -> Iterator[TokenTraffic]:
+        """Exchanges of ranks with parts of the same sequences, about a piece of `rows` whole ones
+        of `length` positions."""
+        return iter(())
 
     # how it is built
 

@@ -13,7 +13,8 @@ copies stay bitwise equal. So has a tied embedding, which the first and the last
 uses accumulate into gradients of their own and are added once. In a pipeline that never flushes
 each of the two has a bucket for it, and a link between them (:mod:`megapipe.optim.link`).
 
-Frozen parameters are in buckets of their own, which have weights alone.
+Frozen parameters are in buckets of their own, which have weights alone. So are experts, whose
+gradients are summed over the tp ranks too: each has the rows of its own tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.optim.link import Link
 from megapipe.optim.policy import BucketGroups, ZeroPolicy
-from megapipe.plan.buckets import Sized, aligned, chunk_length, cut
+from megapipe.plan.buckets import KINDS, Sized, aligned, chunk_length, cut, kind_of
 
 
 class Modules(Protocol):
@@ -100,7 +101,8 @@ class Bucket:
     `holders` counts those in this process, and the last of them completes the gradients.
 
     With `sharded_grads` the main gradients have memory between :meth:`open_grads` and
-    :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise. Parameters of a
+    :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise. The gradients of
+    a `late` one are reduced once, at the end of a step, whose others are sharded. Parameters of a
     `frozen` one have no gradients. `link` leads to a bucket of another stage with the same
     parameters.
     """
@@ -118,6 +120,7 @@ class Bucket:
         holders: int = 1,
         sharded_grads: bool = False,
         sharded_weights: bool = False,
+        late: bool = False,
         frozen: bool = False,
         link: Link | None = None,
     ) -> None:
@@ -129,6 +132,7 @@ class Bucket:
         self.holders = holders
         self.sharded_grads = sharded_grads
         self.sharded_weights = sharded_weights
+        self.late = late
         self.frozen = frozen
         self.link = link
         uses = sorted({spec_of(owned.parameter).use for owned in parameters})
@@ -263,46 +267,54 @@ def make_buckets(
     holders, and of tied parameters, which the first and the last stage hold, are reduced over the
     holders too, unless the pipeline is `in_process`. With `linked` the first and the last stage
     have a bucket of tied parameters each, with a link between them. Buckets are in stage order,
-    those of a stage in the order in which they are reduced and then that of what is frozen, the
-    tied one last.
+    those of a stage in the order in which they are reduced, that of experts after them and then
+    that of what is frozen; the tied one comes last.
     """
     groups = BucketGroups(mesh, policy)
 
     def bucketed(
         index: int, owned: Sequence[Owned], ranks: Sequence[int], *, shared: bool
     ) -> Iterator[Bucket]:
-        for frozen in (False, True):
-            some = [each for each in owned if spec_of(each.parameter).frozen == frozen]
+        start = 0
+        for experts, frozen in KINDS:
+            some = [each for each in owned if kind_of(spec_of(each.parameter)) == (experts, frozen)]
             if some:
-                yield from alike(index, some, ranks, shared=shared, frozen=frozen)
+                yield from alike(
+                    index, some, ranks, shared, frozen=frozen, experts=experts, start=start
+                )
+            start += sum(aligned(spec_of(each.parameter).numel) for each in some)
 
     def alike(
         index: int,
         owned: Sequence[Owned],
         ranks: Sequence[int],
-        *,
         shared: bool,
-        frozen: bool,
+        *,
+        frozen: bool = False,
+        experts: bool = False,
+        start: int = 0,
         link: Link | None = None,
     ) -> Iterator[Bucket]:
-        axes = groups.axes_of([0] if in_process else ranks)
-        whole = shared or frozen or axes.shard.size * axes.replicate.size == 1
+        axes = groups.axes_of([0] if in_process else ranks, experts=experts)
+        whole = shared or frozen or experts or axes.shard.size * axes.replicate.size == 1
         size = main_dtype(owned[0].parameter.dtype).itemsize
         least = None if whole else chunk_length(policy.chunk_mib, size)
         specs = {spec_of(each.parameter).name: spec_of(each.parameter) for each in owned}
         sized = (Sized(name, spec.numel, spec.decay, spec.split) for name, spec in specs.items())
+        in_runs = policy.shards_gradients and not (shared or frozen)
         for own in cut(sized, least):
             yield Bucket(
                 index,
                 [each for each in owned if spec_of(each.parameter).name in own.names],
                 axes.shard,
                 mesh.device,
-                start=own.start,
+                start=start + own.start,
                 replicate=axes.replicate,
                 shared=shared,
                 holders=len(set(ranks)) if in_process else 1,
-                sharded_grads=policy.shards_gradients and not (shared or frozen),
-                sharded_weights=policy.shards_weights,
+                sharded_grads=in_runs and axes.sharded,
+                sharded_weights=policy.shards_weights and axes.sharded,
+                late=in_runs and not axes.sharded,
                 frozen=frozen,
                 link=link,
             )
@@ -318,7 +330,7 @@ def make_buckets(
             buckets.extend(bucketed(stage, own, holders[stage], shared=shared))
     if tied and linked:
         here, link = [mesh.at.pp], groups.link(holders[0][0], holders[-1][0])
-        buckets.extend(alike(len(holders), tied, here, shared=True, frozen=False, link=link))
+        buckets.extend(alike(len(holders), tied, here, True, link=link))
     elif tied:
         both = [*holders[0], *holders[-1]]
         buckets.extend(bucketed(len(holders), tied, both, shared=True))

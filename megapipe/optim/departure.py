@@ -15,7 +15,7 @@ class Departure:
 
     A backward goes through the matrices one by one. So a bucket is complete when the gradient of a
     matrix in a later bucket has come, and none of its own gradients waits to be computed. Gradients
-    of other parameters may come at any time; their bucket leaves last.
+    of other parameters may come at any time; their bucket leaves last, after it that of experts.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,12 @@ class Departure:
             self._send(min([here, *(self._place[name] for name in names if name in self._place)]))
 
     def rest(self) -> None:
-        """Send off the buckets that have not left."""
+        """Send off the buckets that have not left, but for those that leave once a step."""
         self._send(len(self.shards))
         self._left = 0
 
     def _send(self, stop: int) -> None:
         for shard in self.shards[self._left : stop]:
-            shard.start_reduce()
+            if not shard.bucket.late:
+                shard.start_reduce()
         self._left = max(self._left, stop)

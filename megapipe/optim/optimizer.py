@@ -26,7 +26,7 @@ from megapipe.optim.buffers import Bucket, Entry
 from megapipe.optim.departure import Departure
 from megapipe.optim.filling import Fill, filled
 from megapipe.optim.look_ahead import predict
-from megapipe.optim.policy import ZeroPolicy
+from megapipe.optim.policy import REDUCE_DTYPES
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import MASTER, StatePolicy
@@ -69,14 +69,13 @@ class Optimizer:
         self._velocity = velocity or {}
         self.mesh = mesh
         self.stages = stages
-        self.policy = ZeroPolicy.of(config, mesh.grid.dp * mesh.grid.cp)
         self.rule = build_rule(config, mesh.tp, kernel)
         self.count = 0
         """Steps that the states have seen."""
         self.lr = 0.0
         """Learning rate of the last of them."""
         self._kept = 0
-        narrow = self.policy.reduce_dtype
+        narrow = REDUCE_DTYPES[config.reduce_dtype]
         self.shards = [
             Shard(
                 bucket,
@@ -169,7 +168,7 @@ class Optimizer:
         and of the tied bucket. Added up over all ranks they are those of the whole model.
         """
         for shard in self.shards:
-            if shard.bucket.index == self.stages:
+            if shard.bucket.index == self.stages or shard.bucket.late:
                 shard.start_reduce()
         for shard in self.shards:
             shard.advance_reduction()

@@ -27,7 +27,8 @@ from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layout.replicas import zero_stage
 from megapipe.optim.link import Link
 
-_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+REDUCE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+"""Types in which gradients travel, by ``optimizer.reduce_dtype``; None: that of the main ones."""
 
 
 class BucketAxes(NamedTuple):
@@ -36,14 +37,21 @@ class BucketAxes(NamedTuple):
     shard: Axis
     replicate: Axis
 
+    @property
+    def sharded(self) -> bool:
+        """Whether there are several slices."""
+        return self.shard.size > 1
+
 
 @dataclass(frozen=True)
 class ZeroPolicy:
     """One policy for all buckets of a process."""
 
     stage: int = 1
+    """That of the buckets with most copies: experts may have more of them than other weights. A
+    bucket without another copy has nothing to shard (:attr:`BucketAxes.sharded`)."""
     shard_size: int | None = None
-    """Processes that share one copy of the state; None: all of dp x cp."""
+    """Processes that share one copy of the state; None: all that have the same weights."""
     prefetch: int = 1
     """Stages whose weights are gathered before they are needed (stage 3)."""
     reduce_dtype: torch.dtype | None = None
@@ -53,12 +61,12 @@ class ZeroPolicy:
 
     @classmethod
     def of(cls, config: OptimizerConfig, copies: int) -> ZeroPolicy:
-        """The policy of so many processes that compute with the same weights, dp x cp."""
+        """The policy where at most so many processes compute with the same weights."""
         return cls(
             zero_stage(config, copies),
             config.shard_size,
             config.prefetch,
-            _DTYPES[config.reduce_dtype],
+            REDUCE_DTYPES[config.reduce_dtype],
             config.reduce_chunk_mib,
         )
 
@@ -81,12 +89,13 @@ class BucketGroups:
         if mesh.backend != "nccl":
             self._made[mesh.dp.ranks] = mesh.dp
 
-    def axes_of(self, holders: Sequence[int]) -> BucketAxes:
-        """The axes of a bucket that the pipeline indices `holders` hold, on all dp and cp indices.
+    def axes_of(self, holders: Sequence[int], *, experts: bool = False) -> BucketAxes:
+        """The axes of a bucket that the pipeline indices `holders` hold, on all dp and cp indices;
+        one of `experts` on all tp indices too.
 
         All processes that share a bucket ask in the same order.
         """
-        shard, replicate = self._members(sorted(set(holders)))
+        shard, replicate = self._members(sorted(set(holders)), experts)
         return BucketAxes(self._group(shard), self._group(replicate))
 
     def link(self, first: int, last: int) -> Link:
@@ -99,19 +108,20 @@ class BucketGroups:
         link.connect(self.mesh.device)
         return link
 
-    def _members(self, holders: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _members(self, holders: Sequence[int], experts: bool) -> tuple[list[int], list[int]]:
         """Ranks among which slices differ, and ranks that have this one's slice."""
         grid, rank, policy = self.mesh.grid, self.mesh.rank, self.policy
-        members = grid.holders(rank, holders)
+        members = grid.holders(rank, holders, experts=experts)
         if policy.stage == 0:
             return [rank], members
         if policy.shard_size is None and not policy.shards_weights:
             return members, [rank]
-        size = policy.shard_size or grid.dp * grid.cp
-        stage, copy = grid.coordinates_of(rank).pp, grid.copy_of(rank)
+        size = policy.shard_size or grid.copies(experts=experts)
+        stage, copy = grid.coordinates_of(rank).pp, grid.copy_of(rank, experts=experts)
         shard, replicate = [], []
         for member in members:
-            its_stage, its_copy = grid.coordinates_of(member).pp, grid.copy_of(member)
+            its_stage = grid.coordinates_of(member).pp
+            its_copy = grid.copy_of(member, experts=experts)
             if its_stage == stage and its_copy // size == copy // size:
                 shard.append(member)
             if its_copy % size == copy % size:

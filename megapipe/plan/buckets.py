@@ -25,6 +25,15 @@ def aligned(length: int, parts: int = 1) -> int:
     return -(-length // multiple) * multiple
 
 
+KINDS = ((False, False), (True, False), (False, True))
+"""Parameters of a stage that are in buckets of their own: of experts or not, frozen or not."""
+
+
+def kind_of(spec: ParameterSpec) -> tuple[bool, bool]:
+    """Which of :data:`KINDS`."""
+    return spec.experts, spec.frozen
+
+
 class Sized(NamedTuple):
     """A parameter as a process holds it."""
 
@@ -80,7 +89,7 @@ class Group:
     axis: str
     """dp or a part of it (dp:shard, dp:replicate), times the pipeline indices if there are several,
     as in dp*pp[0,3]; pp for all of them without dp. dp*cp in the place of dp where positions are
-    split."""
+    split, and for experts edp where these have more copies than other weights."""
     members: int
 
 
@@ -119,6 +128,16 @@ class BucketPlan:
         return aligned(sum(map(aligned, sizes.values())), owners)
 
     @property
+    def experts(self) -> bool:
+        """Whether its parameters are those of experts."""
+        return any(spec.experts for spec in self.parameters)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process has another slice of it."""
+        return self.shard.members == 1
+
+    @property
     def of_heads(self) -> int:
         """Values whose gradients each tp rank has of its heads alone."""
         of_heads = self._values(spec for spec in self.parameters if spec.heads_partial)
@@ -126,8 +145,8 @@ class BucketPlan:
 
     @property
     def whole(self) -> int:
-        """Values of parameters that every tp rank holds whole."""
-        return self._values(spec for spec in self.parameters if not spec.split)
+        """Values of parameters that every tp rank holds whole, with shards of its own."""
+        return self._values(spec for spec in self.parameters if not (spec.split or spec.experts))
 
     @property
     def multiplied(self) -> int:
@@ -151,17 +170,17 @@ def _sized(parameters: Iterable[ParameterSpec], tp: int) -> Iterator[Sized]:
 
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
     """Buckets of a process at pipeline index `rank`, in the order of stages and, within a stage, of
-    reduction, then that of what is frozen; the tied one comes last."""
+    reduction, then that of experts and that of what is frozen; the tied one comes last."""
     placement = layout.schedule.placement
     least = chunk_length(config.optimizer.reduce_chunk_mib, main_bytes(layout.model.dtype))
 
     def buckets(
         stage: int, parameters: Sequence[ParameterSpec], ranks: Iterable[int], shared: bool
     ) -> Iterator[BucketPlan]:
-        for frozen in (False, True):
-            some = [spec for spec in parameters if spec.frozen == frozen]
+        for experts, frozen in KINDS:
+            some = [spec for spec in parameters if kind_of(spec) == (experts, frozen)]
             if some:
-                yield from alike(stage, some, ranks, shared, frozen)
+                yield from alike(stage, some, ranks, shared, frozen, experts)
 
     def alike(
         stage: int,
@@ -169,9 +188,11 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
         ranks: Iterable[int],
         shared: bool,
         frozen: bool,
+        experts: bool,
     ) -> Iterator[BucketPlan]:
-        groups = _groups(config, layout, (0,) if layout.in_process else tuple(sorted(set(ranks))))
-        whole = shared or frozen or all(group.members == 1 for group in groups)
+        holders = (0,) if layout.in_process else tuple(sorted(set(ranks)))
+        groups = _groups(config, layout, holders, experts=experts)
+        whole = shared or frozen or experts or all(group.members == 1 for group in groups)
         for own_cut in cut(_sized(parameters, layout.tp), None if whole else least):
             own = tuple(spec for spec in parameters if spec.name in own_cut.names)
             yield BucketPlan(stage, own, layout.tp, *groups, shared, frozen=frozen)
@@ -193,10 +214,14 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
         yield replace(bucket, uses=len(tied), linked=linked, updates=updates)
 
 
-def _groups(config: Config, layout: Layout, holders: tuple[int, ...]) -> tuple[Group, Group]:
+def _groups(
+    config: Config, layout: Layout, holders: tuple[int, ...], *, experts: bool
+) -> tuple[Group, Group]:
     """Who shards and who replicates a bucket of these pipeline indices; see optim.policy."""
-    copies, own = layout.dp_cp, holders[:1]
+    copies, own = layout.copies_of_experts if experts else layout.dp_cp, holders[:1]
     name = "dp" if layout.cp == 1 else "dp*cp"
+    if copies != layout.dp_cp:
+        name = "edp"
 
     def group(members: int, stride: int, pp_indices: tuple[int, ...]) -> Group:
         """`members` copies, `stride` apart, at each of the pipeline indices."""

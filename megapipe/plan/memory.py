@@ -61,12 +61,11 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     ends = (0, layout.stages - 1)
     apart = _keeps_apart(config, layout)
     for bucket in buckets:
-        alone = bucket.shard.members == 1
         own = _slice(bucket)
         users = ends if bucket.stage == layout.stages else (bucket.stage,)
         versions = max(kept.get(stage, 1) for stage in users)
         ahead = max(predicted.get(stage, 0) for stage in users)
-        if zero == 3 and not alone:
+        if zero == 3 and not bucket.alone:
             parameters += own * size
         else:
             parameters += bucket.numel * size * (versions + ahead)
@@ -83,7 +82,7 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
         optimizer += own * (_state_bytes(config.optimizer, size, main, apart) + velocity)
         if config.optimizer.post_validation:
             copies += own * _undo_bytes(config.optimizer, size, main, apart)
-        if zero >= 2 and not bucket.shared and not alone:
+        if zero >= 2 and not (bucket.shared or bucket.alone):
             gradients += bucket.norms * main  # kept apart: they may come before the others
         else:
             gradients += bucket.uses * bucket.numel * main * turns
@@ -107,9 +106,7 @@ def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[B
     """
     zero, main = layout.replicas.zero, main_bytes(config.model.dtype)
     at_the_end = sum(
-        _slice(bucket) * main
-        for bucket in buckets
-        if bucket.shard.members > 1 and not bucket.frozen
+        _slice(bucket) * main for bucket in buckets if not (bucket.alone or bucket.frozen)
     )
     if zero < 2:
         return at_the_end
@@ -129,6 +126,8 @@ def _passing(
     numel: Counter[int] = Counter()
     slices: Counter[int] = Counter()
     for bucket in buckets:
+        if bucket.alone:
+            continue
         weights[bucket.stage] += bucket.numel
         if not bucket.frozen:
             numel[bucket.stage] += bucket.numel

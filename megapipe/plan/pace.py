@@ -151,9 +151,11 @@ def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float],
 
 
 def _complete(buckets: Sequence[BucketPlan]) -> list[float]:
-    """Share of the last W or B of a stage after which each of its buckets is complete."""
-    done = list(accumulate(bucket.multiplied for bucket in buckets))
-    return [each / done[-1] for each in done[:-1]] + [1.0]
+    """Share of the last W or B of a stage after which each of its buckets is complete; that of
+    experts comes last."""
+    done = list(accumulate(bucket.multiplied for bucket in buckets if not bucket.experts))
+    late = [1.0] * (1 + len(buckets) - len(done))
+    return [each / done[-1] for each in done[:-1]] + late
 
 
 def _shares(leaving: Sequence[float], seconds: Sequence[float]) -> tuple[Leaving, ...]:

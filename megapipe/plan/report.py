@@ -134,7 +134,9 @@ def _sharded(config: Config, layout: Layout) -> str:
     if layout.replicas.zero < 3:
         return ""
     parts = config.optimizer.shard_size or layout.dp_cp
-    return f", of which it keeps 1/{parts} of each stage between uses"
+    experts = config.optimizer.shard_size or layout.most_copies
+    of_experts = f" (of experts 1/{experts})" if experts != parts else ""
+    return f", of which it keeps 1/{parts}{of_experts} of each stage between uses"
 
 
 def _message_lines(config: Config, layout: Layout) -> list[str]:

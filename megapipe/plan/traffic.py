@@ -77,6 +77,7 @@ def step_traffic(config: Config, layout: Layout, rank: int) -> list[Exchange]:
     exchanges = [
         *_tensor_parallel(config, layout, rank),
         *_context_parallel(config, layout, rank),
+        *_about_tokens(config, layout, rank),
         *_data_parallel(config, layout, rank),
         *_pipeline(config, layout, rank),
         *_scalars(config, layout),
@@ -196,6 +197,19 @@ def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exc
         yield Exchange(axis, collective, what, count, amounts[key], members)
 
 
+def _about_tokens(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
+    """Exchanges about tokens, of ranks with parts of the same sequences."""
+    length = sum(layout.slice_lengths)
+    for stage in layout.process_stages(rank):
+        for fused in (False, True):
+            for tokens, _ in _pieces(config, layout, stage, rank, fused=fused):
+                rows = tokens // layout.local_length
+                for told in layout.model.token_traffic(layout.stage_layers[stage], rows, length):
+                    yield Exchange(
+                        "tp", told.collective, "routing", told.calls, told.bytes, layout.tp
+                    )
+
+
 def _most_sent(layout: Layout, tokens: int, earlier: int) -> dict[Pass, list[Sent]]:
     """In one attention of a piece, of the context-parallel rank that sends most."""
     ranks = [attention_traffic(layout, tokens, index, earlier) for index in range(layout.cp)]
@@ -231,7 +245,7 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
     for bucket in process_buckets(config, layout, rank):
         users = ends if bucket.stage == layout.stages else (bucket.stage,)
         reductions = gathers = 1
-        if zero >= 2 and not bucket.shared:
+        if zero >= 2 and not (bucket.shared or bucket.alone):
             reductions = reductions_of(actions, bucket.stage)
         if zero == 3:
             gathers = gathers_of(actions, users)

@@ -77,8 +77,9 @@ class Counted(NamedTuple):
     loads: Sequence[Mapping[int, Tensor]] = ()
 
     def none(self) -> Counted:
-        """Nothing, of as many sources."""
-        return Counted(0, tuple(0 for _ in self.by_source), [loss * 0 for loss in self.losses])
+        """Nothing, of as many sources; but what routing tells, which is of the tokens here."""
+        by_source = tuple(0 for _ in self.by_source)
+        return Counted(0, by_source, [loss * 0 for loss in self.losses], self.loads)
 
     def summed_losses(self) -> list[Tensor]:
         """[sources], in a list; without a mixture the list is empty."""

@@ -73,7 +73,7 @@ def banner(run: Run) -> str:
     parts = (
         f"{model.count():,} parameters{trained}, {config.model.dtype}",
         f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
-        f"{config.optimizer.rule}, ZeRO-{run.train_step.optimizer.policy.stage}",
+        f"{config.optimizer.rule}, ZeRO-{run.train_step.policy.stage}",
         f"{order} of {counted(layout.microbatches, 'micro-batch')}",
         f"{counted(config.train.steps, 'step')} of {counted(tokens, 'token')}{rising}",
         "bitwise reproducible" if exact else "not bitwise reproducible (run.deterministic)",

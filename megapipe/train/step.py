@@ -99,7 +99,7 @@ class TrainStep:
         self.placement = self.schedule.placement
         self._check_schedule()
         self.kernels = kernels or agreed_kernels(config, layout, mesh, self.schedule)
-        self.policy = ZeroPolicy.of(config.optimizer, layout.dp_cp)
+        self.policy = ZeroPolicy.of(config.optimizer, layout.most_copies)
         self._messages = Messages(layout, config.train)
         self.pipeline = Pipeline(
             mesh,

@@ -66,7 +66,9 @@ def tied_gradient_not_reduced_over_its_holders() -> Patch:
     """Each holder reduces over dp only, as if the other stage's use did not exist."""
     axes_of = BucketGroups.axes_of
     return mock.patch.object(
-        BucketGroups, "axes_of", lambda self, holders: axes_of(self, [self.mesh.pp.index])
+        BucketGroups,
+        "axes_of",
+        lambda self, _, **kind: axes_of(self, [self.mesh.pp.index], **kind),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -14,7 +14,12 @@ from megapipe.layers import experts, routing
 from megapipe.layers.experts import Experts, ExpertsTask, Rows
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
+from megapipe.layers.parameter import spec_of
+from megapipe.layers.routing import Chosen
+from megapipe.layers.token_shards import TokenShards
 from megapipe.model.gpt.mixture import Mixture
+from megapipe.optim.policy import BucketGroups
+from megapipe.optim.shard import Shard
 from megapipe.testing import World
 from megapipe.train import own_totals
 from megapipe.train.feed import Feed
@@ -24,6 +29,7 @@ from tests.parity.faults import Patch, run_with
 EXPERTS = Case(moe="top 2", masked=0.3)
 DROPPING = Case(moe="capacity, choice", model="llama")
 DATA = replace(EXPERTS, dp=2)
+TENSOR = replace(EXPERTS, tp=2, sequence_parallel=True)
 
 
 def gradient_through_the_weights_dropped() -> Patch:
@@ -56,14 +62,14 @@ def dropped_choices_take_the_last_row() -> Patch:
 
 def places_counted_over_all_sequences() -> Patch:
     choose = routing.choose
-    return mock.patch.object(routing, "choose", lambda p, routing, sequences: choose(p, routing, 1))
+    return mock.patch.object(routing, "choose", lambda p, how, _, shards: choose(p, how, 1, shards))
 
 
 def second_choices_go_before_first_ones() -> Patch:
     has_place = routing._has_place
 
     def wrong(ids: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        return has_place(ids.flip(1), weight.flip(1), *rest).flip(1)
+        return has_place(ids.flip(2), weight.flip(2), *rest).flip(2)
 
     return mock.patch.object(routing, "_has_place", wrong)
 
@@ -117,7 +123,7 @@ def balance_of_each_micro_batch_instead_of_each_sequence() -> Patch:
 def counted_again_where_it_is_run_again() -> Patch:
     choice = Experts.choice
 
-    def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Tensor:
+    def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Chosen:
         before = mb.loads.pop(self.layer, None)
         known = mb.choices.pop(self.layer, None)
         found = choice(self, logits, p, mb, *rest)
@@ -133,10 +139,11 @@ def counted_again_where_it_is_run_again() -> Patch:
 def another_choice_where_it_is_run_again() -> Patch:
     choice = Experts.choice
 
-    def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Tensor:
+    def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Chosen:
         again = self.layer in mb.choices
         found = choice(self, logits, p, mb, *rest)
-        return (found + 1) % self.routing.experts if again else found
+        others = (found.experts + 1) % self.routing.experts
+        return found._replace(experts=others) if again else found
 
     return mock.patch.object(Experts, "choice", wrong)
 
@@ -189,6 +196,61 @@ def loads_of_one_micro_batch_only() -> Patch:
     )
 
 
+def experts_reduced_over_the_dense_group() -> Patch:
+    axes_of = BucketGroups.axes_of
+    return mock.patch.object(
+        BucketGroups, "axes_of", lambda self, holders, **_: axes_of(self, holders)
+    )
+
+
+def gradients_of_experts_averaged() -> Patch:
+    finish = Shard.finish_reduce
+
+    def wrong(self: Shard) -> None:
+        finish(self)
+        if self.bucket.entries[0].spec.experts:
+            self.grad /= self.bucket.shard.size
+
+    return mock.patch.object(Shard, "finish_reduce", wrong)
+
+
+def experts_of_other_tp_ranks_left_out_of_the_norm() -> Patch:
+    square = Shard.own_square
+
+    def wrong(self: Shard) -> Tensor:
+        total = square(self)
+        left_out = self.bucket.entries[0].spec.experts and self.tp.index > 0
+        return total * 0 if left_out else total
+
+    return mock.patch.object(Shard, "own_square", wrong)
+
+
+def router_gradient_of_one_shard_only() -> Patch:
+    of = experts.Experts.__init__
+
+    def wrong(self: Experts, *args: Any) -> None:
+        of(self, *args)
+        here = spec_of(self.router)
+        cast(Any, self.router).spec = replace(here, sequence_partial=False)
+
+    return mock.patch.object(Experts, "__init__", wrong)
+
+
+def balance_counts_not_summed_over_tp() -> Patch:
+    return mock.patch.object(TokenShards, "add_up", lambda self, counts: counts)
+
+
+def places_counted_per_rank() -> Patch:
+    choose = routing.choose
+    return mock.patch.object(routing, "choose", lambda *args: choose(*args[:3]))
+
+
+def places_of_another_rank() -> Patch:
+    return mock.patch.object(
+        TokenShards, "own", lambda self, whole: whole.chunk(self.axis.size)[self.axis.index - 1]
+    )
+
+
 FAULTS: dict[Callable[[], Patch], Case] = {
     gradient_through_the_weights_dropped: EXPERTS,
     weights_renormalised_after_dropping: DROPPING,
@@ -207,6 +269,13 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     gradients_of_biases_not_weighted: EXPERTS,
     a_gate_that_is_not_trained: replace(EXPERTS, moe="shared, gated"),
     loads_of_one_micro_batch_only: EXPERTS,
+    experts_reduced_over_the_dense_group: TENSOR,
+    gradients_of_experts_averaged: TENSOR,
+    experts_of_other_tp_ranks_left_out_of_the_norm: TENSOR,
+    router_gradient_of_one_shard_only: TENSOR,
+    balance_counts_not_summed_over_tp: TENSOR,
+    places_counted_per_rank: replace(TENSOR, moe="capacity, choice"),
+    places_of_another_rank: replace(TENSOR, moe="capacity, choice"),
 }
 
 

@@ -58,6 +58,26 @@ def test_a_step_says_what_the_formulas_say(scale: Any, keys: tuple[str, ...]) ->
         assert seen == scale.expected(config, layout, rank)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("model.moe.shared=16", "optimizer.zero=2", "pipeline.schedule=zb_v"),
+        ("model.moe.capacity=1", "model.moe.drop=score", "activations.policy=full"),
+        ("model.moe.capacity=1", "optimizer.zero=3",
+         "activations.policy=stage", "model.moe.shared=16", "model.moe.shared_gate=sigmoid"),
+        ("optimizer.zero=0", "pipeline.schedule=chimera", "model.moe.every=2"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_step_with_experts_says_so_too(scale: Any, keys: tuple[str, ...]) -> None:
+    experts = ("model.moe.experts=4", "parallel.sequence_parallel=true")
+    config, layout = scale.configure(*scale.TOY, *SHAPE, FEW_LAYERS, *experts, *keys)
+    for rank in (0, 7):
+        seen = scale.observed(config, layout, rank)
+        assert seen == scale.expected(config, layout, rank)
+        assert any(name.axis.startswith("edp") for name in seen)
+
+
 def test_a_step_over_split_positions_says_so_too(scale: Any) -> None:
     """Where cp has the ranks of no other axis; slices attend to the keys of earlier ones."""
     for keys in scale.CONTEXT_CASES.values():

@@ -20,6 +20,7 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
 from megapipe.model.gpt.lora import adapter_flops, with_adapters
 from megapipe.model.gpt.moe import unused_parameters
+from megapipe.model.gpt.moe_traffic import routing_traffic
 from megapipe.model.gpt.parameters import known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.gpt.work import Once, part_costs, stage_work
@@ -36,6 +37,7 @@ from megapipe.model.interface import (
     Sizes,
     TensorShape,
     TensorTraffic,
+    TokenTraffic,
     Work,
     load_loss,
     main_tensor,
@@ -51,10 +53,7 @@ if TYPE_CHECKING:
     from megapipe.model.gpt.stage import GPTStage
 
 
-LACKING_WITH_EXPERTS: tuple[Feature, ...] = (
-    *("tp", "sequence_parallel", "context", "slices"),
-    *("compile", "lora"),
-)
+LACKING_WITH_EXPERTS: tuple[Feature, ...] = (*("context", "slices", "compile", "lora"),)
 """Features that layers with experts do not have yet."""
 
 
@@ -223,12 +222,7 @@ class GPT(Family):
         self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
     ) -> TensorTraffic:
         counts = traffic.stage_collectives(
-            stage,
-            spans,
-            self.conditions,
-            again=again,
-            fused=fused,
-            leaves_out=not self.model.post_norms,
+            self.model, stage, spans, self.conditions, again=again, fused=fused
         )
         of_adapters = traffic.adapter_collectives(
             self.model, stage, spans, self.conditions, again=again, fused=fused
@@ -239,6 +233,11 @@ class GPT(Family):
             for what, n in counts.items()
         }
         return TensorTraffic(hidden, traffic.LOSS_NUMBERS * stage.head)
+
+    def token_traffic(self, stage: StageSpec, rows: int, length: int) -> Iterator[TokenTraffic]:
+        layers = sum(map(self.model.moe.has_experts, stage.layers))
+        if layers:
+            yield from routing_traffic(self.model, layers, rows, length)
 
     @property
     def kernels(self) -> KernelNeeds:

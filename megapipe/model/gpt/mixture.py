@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megapipe.layers.experts import Experts
-from megapipe.layers.linear import ColumnParallelLinear
+from megapipe.layers.linear import ColumnParallelLinear, on_every_rank
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
 from megapipe.model.gpt.config import ModelConfig
@@ -41,7 +41,7 @@ class Mixture(nn.Module):
         if moe.shared is not None:
             self.shared = MLP(sharding, config, f"{name}.shared", named)
         if self.kind != "none":
-            self.gate = ColumnParallelLinear(sharding, named[f"{name}.shared_gate.weight"])
+            self.gate = on_every_rank(sharding, named[f"{name}.shared_gate.weight"])
 
     def forward(self, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
         """With `graph_only` the output has no value."""

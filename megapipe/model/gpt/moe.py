@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megapipe.layers.moe_specs import Routing, expert_matrices, unsplit_matrix
+from megapipe.layers.moe_specs import Routing, expert_matrices, of_tokens
 from megapipe.layers.specs import ParameterSpec, column_linear, row_linear
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe_config import MoEConfig
@@ -44,7 +44,7 @@ def mixture_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec
     name, inner = f"layers.{layer}.moe", (2,) if model.gated else ()
     residual_std = std / math.sqrt(2 * model.layers)
     router_std = std * moe.router_init_scale
-    yield unsplit_matrix(f"{name}.router.weight", (moe.experts, h), router_std)
+    yield of_tokens(f"{name}.router.weight", (moe.experts, h), router_std)
     up, down = (moe.experts, *inner, moe.ffn, h), (moe.experts, h, moe.ffn)
     yield from expert_matrices(f"{name}.up", up, bias=bias, std=std)
     yield from expert_matrices(f"{name}.down", down, bias=bias, std=residual_std)
@@ -53,7 +53,7 @@ def mixture_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec
         yield from column_linear(f"{name}.shared.up", wide, bias=bias, std=std)
         yield from row_linear(f"{name}.shared.down", narrow, bias=bias, std=residual_std)
     if gates := GATES[moe.shared_gate]:
-        yield unsplit_matrix(f"{name}.shared_gate.weight", (gates, h), std)
+        yield of_tokens(f"{name}.shared_gate.weight", (gates, h), std)
 
 
 def unused_parameters(model: ModelConfig) -> int:

@@ -8,31 +8,50 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.dtypes import DTYPE_BYTES
-from megapipe.layers.moe_specs import most_rows
+from megapipe.layers.moe_specs import Routing, most_rows
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe import GATES, routing_of
 from megapipe.model.gpt.parameters import known
 from megapipe.model.interface import Sizes
 
-CHOICE, PLACE = 2, 8
-"""Bytes of a choice (int16), and of its place in an order (int64)."""
+CHOICE, PLACE, COUNT = 2, 8, 8
+"""Bytes of a choice (int16), of its place in an order, and of a count (int64)."""
+
+
+def high_bytes(model: ModelConfig) -> int:
+    """Bytes of a logit, a score or a weight."""
+    return max(DTYPE_BYTES[model.dtype], 4)
+
+
+def _tokens(sizes: Sizes) -> int:
+    """Tokens that a rank routes."""
+    return sizes.sequence * sizes.rows // (sizes.tp if sizes.sequence_parallel else 1)
+
+
+def _rows(routing: Routing, sizes: Sizes) -> int:
+    """Rows of its experts at most."""
+    choices = _tokens(sizes) * routing.top_k
+    return min(choices, most_rows(routing, sizes.rows, sizes.sequence * sizes.cp))
 
 
 def mixture_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]:
     """Storages from F to I, besides the input, with their bytes."""
-    moe, size, high = model.moe, DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
-    tokens = sizes.sequence * sizes.rows
+    moe, size, routing = model.moe, DTYPE_BYTES[model.dtype], routing_of(model.moe)
+    tokens = _tokens(sizes)
     choices, up = tokens * moe.top_k, 2 if model.gated else 1
-    rows = most_rows(routing_of(moe), sizes.rows, sizes.sequence)
+    rows = _rows(routing, sizes)
+    scopes = sizes.rows if routing.per_sequence else 1
     yield "up of experts", rows * known(moe.ffn) * up * size
-    yield "logits", tokens * known(moe.experts) * high
+    yield "logits", tokens * known(moe.experts) * high_bytes(model)
     yield "choice", choices * CHOICE
+    yield "counts", scopes * known(moe.experts) * COUNT
     yield "order", choices * PLACE
     yield "rows of choices", choices * PLACE
     if moe.shared is None:
         return
-    yield "up", tokens * moe.shared * up * size
-    yield "inner", tokens * moe.shared * size
+    inner = sizes.sequence * sizes.rows * moe.shared // sizes.tp
+    yield "up", inner * up * size
+    yield "inner", inner * size
     if gates := GATES[moe.shared_gate]:
         yield "gate", tokens * gates * size
         for name in ("output", "output of experts")[:gates]:
@@ -42,14 +61,14 @@ def mixture_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]
 def mixture_queued(model: ModelConfig, sizes: Sizes, *, shared: bool) -> int:
     """Bytes that wait for W. `shared`: the gradient of the layer's output is among others already
     where it is kept."""
-    moe, size, high = model.moe, DTYPE_BYTES[model.dtype], max(DTYPE_BYTES[model.dtype], 4)
-    tokens, h, up = sizes.sequence * sizes.rows, model.hidden, 2 if model.gated else 1
-    rows = most_rows(routing_of(moe), sizes.rows, sizes.sequence)
-    ffn = known(moe.ffn)
+    moe, size, high = model.moe, DTYPE_BYTES[model.dtype], high_bytes(model)
+    tokens, h, up = _tokens(sizes), model.hidden, 2 if model.gated else 1
+    rows, ffn = _rows(routing_of(moe), sizes), known(moe.ffn)
     found = rows * (size * (2 * h + ffn + up * ffn) + high)
     found += tokens * (h * size + known(moe.experts) * high)
     if moe.shared is not None:
         gates = GATES[moe.shared_gate]
         output = 0 if shared and not gates else h
-        found += tokens * size * (moe.shared * (1 + up) + output + gates)
+        found += sizes.sequence * sizes.rows * moe.shared // sizes.tp * (1 + up) * size
+        found += tokens * size * (output + gates)
     return found

@@ -136,7 +136,8 @@ def results(saved: Sequence[Saved], policy: BlockPolicy) -> tuple[Saved, ...]:
 def choices(model: ModelConfig, sizes: Sizes, layers: Sequence[int]) -> Iterator[Saved]:
     """Choices of layers with experts, which those that are run again keep."""
     for layer in filter(model.moe.has_experts, layers):
-        yield from (t for t in saved_tensors(model, sizes, layer=layer) if t.name == "choice")
+        saved = saved_tensors(model, sizes, layer=layer)
+        yield from (tensor for tensor in saved if tensor.name in ("choice", "counts"))
 
 
 def held(
@@ -207,9 +208,9 @@ def queued_bytes(
     The block is that of `layer`, or one without experts."""
     w = Widths.of(model, sizes)
     if layer is not None and model.moe.has_experts(layer):
-        of_attention = 2 * (w.queries + w.keys) + 2 * model.hidden
-        values = DTYPE_BYTES[model.dtype] * w.tokens * of_attention
-        return values + mixture_queued(model, sizes, shared=share_gradient(model))
+        values = w.tokens * 2 * (w.queries + w.keys) + w.local_tokens * 2 * model.hidden
+        beside = mixture_queued(model, sizes, shared=share_gradient(model))
+        return DTYPE_BYTES[model.dtype] * values + beside
     if lora is not None:
         return DTYPE_BYTES[model.dtype] * _queued_beside_adapters(model, w, lora)
     whole = (w.queries + 2 * w.keys) + w.queries + w.up + w.ffn

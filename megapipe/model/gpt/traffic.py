@@ -8,34 +8,54 @@ from megapipe.model.gpt.lora import COLUMNS, places
 from megapipe.model.interface import Collective, Conditions
 from megapipe.model.partition import StageSpec
 
-PAIRS = 2
-"""A layer's pairs of a column- and a row-parallel linear: attention and MLP."""
 LOSS_NUMBERS = 3
 """Numbers per token that the cross-entropy gathers over tp: maximum, sum, label's logit."""
 
 
+def _pairs(model: ModelConfig, layer: int) -> int:
+    """A layer's pairs of a column- and a row-parallel linear: attention and, unless there are
+    experts alone, an MLP."""
+    return 1 if model.moe.has_experts(layer) and model.moe.shared is None else 2
+
+
+def _leaves_out(model: ModelConfig, layer: int) -> bool:
+    """Whether a run for the graph alone leaves out the layer's last reduction, that of its MLP."""
+    moe = model.moe
+    needed = moe.has_experts(layer) and (moe.shared is None or moe.shared_gate != "none")
+    return not (model.post_norms or needed)
+
+
 def stage_collectives(
+    model: ModelConfig,
     stage: StageSpec,
     spans: Sequence[Span],
     given: Conditions,
     *,
     again: bool,
     fused: bool,
-    leaves_out: bool = True,
 ) -> dict[tuple[Collective, str], int]:
     """Collectives of hidden states in one pass through a stage, by kind and operation.
 
     A recomputation leaves out the product of its last linear layer, and so the last reduction,
-    unless a norm comes after it (`leaves_out`). A
+    unless something comes after it (:func:`_leaves_out`). A
     `fused` backward gathers the gradients of row layers once; compiled blocks gather them twice
     even so. Frozen layers gather nothing in W.
     """
-    linears = PAIRS * len(stage.layers)
+    layers = list(stage.layers)
+    linears = sum(_pairs(model, layer) for layer in layers)
     if again:
-        rerun, left_out = linears, leaves_out * int(linears > 0 and not stage.head)
+        repeated, left_out = layers, 0
+        if layers and not stage.head:
+            left_out = int(_leaves_out(model, layers[-1]))
     else:
-        repeated = [span.blocks for span in spans if "block" in span.policy.recompute]
-        rerun, left_out = PAIRS * sum(repeated), leaves_out * len(repeated)
+        repeated, left_out, start = [], 0, 0
+        for span in spans:
+            own = layers[start : start + span.blocks]
+            start += span.blocks
+            if "block" in span.policy.recompute:
+                repeated += own
+                left_out += _leaves_out(model, own[-1])
+    rerun = sum(_pairs(model, layer) for layer in repeated)
     columns = linears + rerun
     rows = linears + rerun - left_out + stage.embedding * (1 + again)
     head_forwards = stage.head * (1 + again)

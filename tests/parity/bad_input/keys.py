@@ -61,7 +61,7 @@ MOE = [
     Bad("one choice of weight 1", "model.moe.experts=4 model.moe.top_k=1", 2,
         ("model.moe.top_k=1", "expected model.moe.normalise=false")),
     Bad("experts over tp", "model.moe.experts=4 parallel.tp=2", 2,
-        ("parallel.tp=2: GPT with model.moe.experts has no support for it; expected 1",)),
+        ("model.moe.experts=4 needs parallel.sequence_parallel=true with parallel.tp=2",)),
     Bad("experts and muon", "model.moe.experts=4 optimizer.rule=muon", 2,
         ("model.moe.experts=4 needs optimizer.rule=", "not muon")),
 ]  # fmt: skip

@@ -82,6 +82,14 @@ def test_holders_are_the_replicas_of_some_pipeline_ranks(
         assert grid.holders(holder, indices) == holders
 
 
+def test_experts_have_copies_on_all_tensor_parallel_ranks_too() -> None:
+    grid = Grid(pp=2, dp=2, cp=2, tp=2)
+    assert grid.holders(3, [0], experts=True) == list(range(8))
+    assert grid.holders(3, [1, 0], experts=True) == [*range(8, 16), *range(8)]
+    copies = [grid.copy_of(rank, experts=True) for rank in range(8, 16)]
+    assert copies == list(range(grid.copies(experts=True)))
+
+
 def test_holders_of_the_own_pipeline_rank_are_the_data_parallel_peers() -> None:
     grid = Grid(pp=3, dp=4, tp=2)
     for rank in range(grid.world):

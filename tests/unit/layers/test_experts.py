@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megapipe.layers import routing
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe_specs import Routing
 from tests.parity import mixture, reference
 from tests.parity.ranks import Case, configure
 from tests.parity.stage_cases import main_grads, new_stage
@@ -25,8 +24,8 @@ def recorded(found: list[tuple[Tensor, Tensor]]) -> Any:
     """Scores and choices of each layer that makes some."""
     choose = routing.choose
 
-    def spy(p: Tensor, how: Routing, sequences: int) -> Tensor:
-        found.append((p, choose(p, how, sequences)))
+    def spy(p: Tensor, *given: Any) -> Tensor:
+        found.append((p, choose(p, *given)))
         return found[-1][1]
 
     return mock.patch.object(routing, "choose", spy)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megapipe.layers import routing
 from megapipe.layers.experts import Rows
 from megapipe.layers.moe_specs import Drop, Routing, most_rows
+from megapipe.layers.routing import Chosen
 
 LENGTH, SEQUENCES = 12, 3
 
@@ -145,8 +146,10 @@ def test_gradient_of_the_logits_is_that_of_the_formulas(
     objective = (grad * 1.7 * weight).sum() + unit * (0.3 * balance + 0.2 * z)
     (wanted,) = torch.autograd.grad(objective, logits)
     with torch.no_grad():
-        found = routing.logits_grad(grad, logits, p, ids, how, SEQUENCES, unit)
-        told = routing.load(logits, p, ids.to(torch.int16), how, SEQUENCES)
+        choice = ids.to(torch.int16)
+        chosen = Chosen(choice, routing.count(choice, how, SEQUENCES))
+        found = routing.logits_grad(grad, logits, p, chosen, how, unit)
+        told = routing.load(logits, p, chosen, how)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     exact = torch.stack([balance, z]).detach()
     torch.testing.assert_close(told[1:3], exact, rtol=1e-13, atol=0)
@@ -157,5 +160,6 @@ def test_gradient_of_the_logits_is_that_of_the_formulas(
 def test_the_balance_term_is_one_where_tokens_are_spread_evenly() -> None:
     p = torch.full((4, 4), 0.25, dtype=torch.float64)
     choice = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int16)
-    told = routing.load(p.log(), p, choice, Routing(4, 2, per_sequence=False), 1)
+    how = Routing(4, 2, per_sequence=False)
+    told = routing.load(p.log(), p, Chosen(choice, routing.count(choice, how, 1)), how)
     assert told[:4].tolist() == [4, 4, 0, 0]

@@ -36,13 +36,15 @@ class FakeMesh:
         return axis
 
 
-def axes(policy: ZeroPolicy, holders: Sequence[int]) -> dict[int, BucketAxes]:
+def axes(
+    policy: ZeroPolicy, holders: Sequence[int], *, experts: bool = False
+) -> dict[int, BucketAxes]:
     """The axes of a bucket, on each of its ranks."""
     found = {}
     for rank in range(GRID.world):
         if GRID.coordinates_of(rank).pp in holders:
             mesh: Any = FakeMesh(rank)
-            found[rank] = BucketGroups(mesh, policy).axes_of(holders)
+            found[rank] = BucketGroups(mesh, policy).axes_of(holders, experts=experts)
     return found
 
 
@@ -54,15 +56,17 @@ POLICIES = [
 ]
 
 
+@pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("holders", HOLDERS)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_slices_and_their_copies_cover_all_holders_once(
-    policy: ZeroPolicy, holders: tuple[int, ...]
+    policy: ZeroPolicy, holders: tuple[int, ...], experts: bool
 ) -> None:
     """Gradients go over shard, then replicate: that adds every holder's up exactly once."""
-    found = axes(policy, holders)
+    found = axes(policy, holders, experts=experts)
     for rank, (shard, replicate) in found.items():
-        everyone = GRID.holders(rank, holders)
+        everyone = GRID.holders(rank, holders, experts=experts)
+        assert len(everyone) == len(holders) * (8 if experts else 4)
         for axis in (shard, replicate):
             assert axis.ranks[axis.index] == rank
             assert list(axis.ranks) == sorted(axis.ranks)
