@@ -33,6 +33,8 @@ class HeldPositions(NamedTuple):
     """Of this rank's rows."""
     blocks: tuple[Positions, ...]
     """Of the rows of each member of the ring, while attending."""
+    ranks: tuple[Positions, ...]
+    """Of the rows of each context-parallel index."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,12 @@ class Split:
             return Positions(tuple(run for part in parts for run in part.runs))
 
         slices = list(zip(starts, lengths, strict=False))
-        own = joined([self.own(first, length, index) for first, length in slices])
+        ranks = tuple(
+            joined([self.own(first, length, each) for first, length in slices])
+            for each in range(self.cp)
+        )
         blocks = (
             joined([self.block(first, length, ring) for first, length in slices])
             for ring in range(self.ring)
         )
-        return HeldPositions(own, tuple(blocks))
+        return HeldPositions(ranks[index], tuple(blocks), ranks)

@@ -302,6 +302,16 @@ class ParallelMesh:
         ranks = (self.grid.rank_of(self.at._replace(pp=index)) for index in pp_indices)
         return self.host_group_of(sorted(ranks))
 
+    @functools.cached_property
+    def sequence(self) -> Axis:
+        """Ranks with parts of the same sequences: cp x tp, where these split activations. All of
+        them ask for it at once."""
+        at, grid = self.at, self.grid
+        if grid.cp == 1 or (grid.tp == 1 and self.backend != "nccl"):
+            return self.tp if grid.cp == 1 else self.cp
+        first = grid.rank_of(at._replace(cp=0, tp=0))
+        return self.connected(self.group_of(range(first, first + grid.cp * grid.tp)))
+
     def ordered_sum(
         self, vector: torch.Tensor, *axes: AxisName | Axis, largest: int = 0
     ) -> torch.Tensor:

@@ -7,7 +7,7 @@ activation and not the expert's output, which therefore need not be kept: its gr
 beside the activation's.
 
 From F to I the layer keeps its input, the outputs of the first product, the logits and the choice.
-With sequence parallelism each tp rank routes and computes its own positions, with all experts.
+Each rank routes and computes the positions that it has, with all experts.
 ``W`` gets two grouped products and the router's; they add straight into the main gradients, expert
 by expert, and leave an expert without rows alone.
 """
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter
 
-from megapipe.distributed.axis import Axis
 from megapipe.layers import routing as route
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
@@ -162,7 +161,7 @@ class RouterTask:
 
 class Experts(nn.Module):
     """[s(/tp), b, h] -> the same shape: a router and its experts, each of two matrices (with a gate
-    three).
+    three). s are the positions of a context-parallel rank.
 
     `layer` is the number of the layer. The choice of a first run is kept with the micro-batch until
     the run that builds the graph has taken it.
@@ -185,7 +184,6 @@ class Experts(nn.Module):
         self.activation = activation
         self.dtype = torch.promote_types(sharding.dtype, torch.float32)
         """Of logits, scores and weights, and of sums over choices."""
-        self.shards = TokenShards(sharding.tp if sharding.sequence_split else Axis.alone())
         self.router = new_parameter(sharding, router)
         self.up, self.up_bias = self._linear(*up)
         self.down, self.down_bias = self._linear(*down)
@@ -207,7 +205,7 @@ class Experts(nn.Module):
         builds the graph, and is the last. All ranks that share the sequences call it."""
         found = mb.choices.get(self.layer)
         if found is None:
-            given = self.routing, sequences, self.shards
+            given = self.routing, sequences, self._shards(mb, p.device)
             experts = route.choose(p, *given)
             if not self.training:
                 return Chosen(experts, experts.new_empty(0))
@@ -218,6 +216,9 @@ class Experts(nn.Module):
         elif graph:
             del mb.choices[self.layer]
         return found
+
+    def _shards(self, mb: MicroBatch, device: torch.device) -> TokenShards:
+        return TokenShards.of(self.sharding.sequence, mb.held, device)
 
     def widen(self, x: Tensor, rows: Rows) -> Tensor:
         """The first product of rows [rows, h]: [rows, (2) f]."""

@@ -36,6 +36,8 @@ class Sharding:
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
     kernels: Kernels = field(default_factory=Kernels)
 
+    sequence: Axis = field(default_factory=Axis.alone)
+    """The ranks with parts of the same sequences, which are of tp and of cp."""
     copy: int = 0
     """Which of the tensor-parallel ranks that compute the same this is, where `tp` is one alone."""
 

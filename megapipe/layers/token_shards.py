@@ -7,25 +7,39 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megapipe.context.split import HeldPositions
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, all_reduce
 
 
 @dataclass(frozen=True)
 class TokenShards:
-    """The ranks that have equal parts of each sequence of a micro-batch, by default this one alone.
-    Their parts follow each other in the order of the ranks."""
+    """The ranks with equal parts of each sequence of a micro-batch, by default this one alone."""
 
     axis: Axis = field(default_factory=Axis.alone)
+    positions: Tensor | None = None
+    """[s]: those of the first rank's tokens, then of the second's, ...; None: they ascend."""
+
+    @classmethod
+    def of(cls, axis: Axis, held: HeldPositions | None, device: torch.device) -> TokenShards:
+        """The ranks of `axis`, which have such positions; None: each has a part in turn."""
+        if held is None:
+            return cls(axis)
+        runs = [run for each in held.ranks for run in each.runs]
+        parts = [torch.arange(r.first, r.last + 1, r.step, device=device) for r in runs]
+        return cls(axis, torch.cat(parts))
 
     def gather(self, own: Tensor) -> Tensor:
         """[s/n, b, k] of the tokens here -> [s, b, k] of whole sequences, position by position.
         They travel as bytes: libraries know few types of whole numbers."""
-        return all_gather(own.contiguous().view(torch.uint8), self.axis).view(own.dtype)
+        whole = all_gather(own.contiguous().view(torch.uint8), self.axis).view(own.dtype)
+        return whole if self.positions is None else whole[self.positions.argsort()]
 
     def own(self, whole: Tensor) -> Tensor:
-        """[s, ...] -> [s/n, ...]: the part of this rank's tokens."""
-        return whole.chunk(self.axis.size)[self.axis.index]
+        """[s, b, k] -> [s/n, b, k]: the part of this rank's tokens."""
+        if self.positions is None:
+            return whole.chunk(self.axis.size)[self.axis.index]
+        return whole[self.positions.chunk(self.axis.size)[self.axis.index]]
 
     def add_up(self, counts: Tensor) -> Tensor:
         """Sums of the numbers of all of these ranks, in place."""

@@ -48,6 +48,8 @@ def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
     """Those of a process at pipeline index `rank`."""
     split = layout.split
     groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses}
+    if layout.model.experts() and layout.cp > 1:
+        groups["cp*tp"] = layout.cp * layout.tp
     ends = 0
     for bucket in process_buckets(config, layout, rank):
         ends += 2 if bucket.linked else 0

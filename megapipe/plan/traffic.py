@@ -199,14 +199,15 @@ def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exc
 
 def _about_tokens(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
     """Exchanges about tokens, of ranks with parts of the same sequences."""
-    length = sum(layout.slice_lengths)
+    length, axes = sum(layout.slice_lengths), {"cp": layout.cp, "tp": layout.tp}
+    axis = "*".join(name for name, size in axes.items() if size > 1)
     for stage in layout.process_stages(rank):
         for fused in (False, True):
             for tokens, _ in _pieces(config, layout, stage, rank, fused=fused):
                 rows = tokens // layout.local_length
                 for told in layout.model.token_traffic(layout.stage_layers[stage], rows, length):
                     yield Exchange(
-                        "tp", told.collective, "routing", told.calls, told.bytes, layout.tp
+                        axis, told.collective, "routing", *told[1:], layout.cp * layout.tp
                     )
 
 

@@ -31,6 +31,7 @@ from tests.parity.stopped_runs import (
 PIPELINE = Case(pp=2, m=3, moe="top 2", masked=0.3)
 ALONE = Case(moe="top 2", model="llama")
 TENSOR = replace(ALONE, tp=2, sequence_parallel=True)
+CONTEXT = replace(ALONE, cp=2)
 CASES = [
     *(
         Case(moe=moe, masked=0.3, model="llama" if i % 2 else "gpt2")
@@ -65,6 +66,11 @@ CASES = [
     replace(TENSOR, pp=2, moe="capacity, choice", schedule="zb_h1", m=3, activations="full"),
     replace(TENSOR, pp=2, moe="groups", schedule="chimera", m=4, tied=False, zero=2),
     replace(TENSOR, pp=2, schedule="zb_v", m=4, in_process=True, zero=3, reduce_chunk_mib=1e-6),
+    replace(CONTEXT, moe="capacity, position", masked=0.3, zero=3, activations="full"),
+    replace(CONTEXT, moe="capacity, score", context="striped", model="gpt2", m=3),
+    replace(CONTEXT, cp=4, moe="capacity, choice", context="usp", sequence=16, zero=2),
+    replace(CONTEXT, tp=2, sequence_parallel=True, moe="capacity, position", masked=0.4),
+    replace(CONTEXT, pp=2, moe="groups", context="ulysses", schedule="zb_h1", m=3),
 ]  # fmt: skip
 
 

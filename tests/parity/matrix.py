@@ -180,8 +180,8 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
 
 def _can_have_experts(c: Mapping[str, Any]) -> bool:
     """Whether layers may have experts, and the reference makes the same choices."""
-    _, cp, tp, _ = c["layout"]
-    split = cp > 1 or (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
+    _, _, tp, _ = c["layout"]
+    split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
     other = c["compile"] or c["lora"] or c["post_validation"] or c["scatter"] == "on"
     other = other or c["activations"] == KEPT
     elementwise = c["rule"] not in ("muon", "lars", "lamb")

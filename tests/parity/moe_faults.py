@@ -30,6 +30,7 @@ EXPERTS = Case(moe="top 2", masked=0.3)
 DROPPING = Case(moe="capacity, choice", model="llama")
 DATA = replace(EXPERTS, dp=2)
 TENSOR = replace(EXPERTS, tp=2, sequence_parallel=True)
+CONTEXT = replace(EXPERTS, cp=2)
 
 
 def gradient_through_the_weights_dropped() -> Patch:
@@ -240,6 +241,10 @@ def balance_counts_not_summed_over_tp() -> Patch:
     return mock.patch.object(TokenShards, "add_up", lambda self, counts: counts)
 
 
+def balance_counts_not_summed_over_cp() -> Patch:
+    return balance_counts_not_summed_over_tp()
+
+
 def places_counted_per_rank() -> Patch:
     choose = routing.choose
     return mock.patch.object(routing, "choose", lambda *args: choose(*args[:3]))
@@ -249,6 +254,10 @@ def places_of_another_rank() -> Patch:
     return mock.patch.object(
         TokenShards, "own", lambda self, whole: whole.chunk(self.axis.size)[self.axis.index - 1]
     )
+
+
+def positions_in_the_order_of_ranks() -> Patch:
+    return mock.patch.object(TokenShards, "of", lambda axis, *_: TokenShards(axis))
 
 
 FAULTS: dict[Callable[[], Patch], Case] = {
@@ -276,6 +285,8 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     balance_counts_not_summed_over_tp: TENSOR,
     places_counted_per_rank: replace(TENSOR, moe="capacity, choice"),
     places_of_another_rank: replace(TENSOR, moe="capacity, choice"),
+    balance_counts_not_summed_over_cp: CONTEXT,
+    positions_in_the_order_of_ranks: replace(CONTEXT, moe="capacity, position"),
 }
 
 

@@ -157,7 +157,6 @@ def test_no_class_of_hugging_face_expresses_them_yet() -> None:
             "model.moe.experts=4 parallel.tp=2",
             "model.moe.experts=4 needs parallel.sequence_parallel=true with parallel.tp=2",
         ),
-        ("model.moe.experts=4 parallel.cp=2", "parallel.cp=2: GPT with model.moe.experts has no"),
         ("model.moe.experts=4 kernels.compile=true", "kernels.compile=true: GPT with model.moe"),
         ("model.moe.experts=4 lora.rank=2", "lora.rank=2: GPT with model.moe.experts has no"),
         (
