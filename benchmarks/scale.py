@@ -208,7 +208,7 @@ def toy(world: int, *keys: str, cp: int = 1) -> tuple[Config, Layout]:
 def grid_of(layout: Layout) -> Grid:
     """The processes of a layout, fewer than its ranks where one runs the whole pipeline."""
     plane = layout.dp * layout.cp * layout.tp
-    return Grid(pp=layout.world // plane, dp=layout.dp, cp=layout.cp, tp=layout.tp)
+    return Grid(layout.world // plane, layout.dp, layout.cp, layout.tp, layout.ep)
 
 
 def ranks_of(grid: Grid) -> list[int]:

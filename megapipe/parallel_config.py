@@ -20,6 +20,8 @@ class OtherLayout(Section):
     """As `parallel.pp`."""
     cp: int | None = Field(None, ge=1)
     """As `parallel.cp`; 1 leaves nothing of the section `context`."""
+    ep: int | None = Field(None, ge=1)
+    """As `parallel.ep`."""
     ulysses: int | None = Field(None, ge=1)
     """As `context.ulysses`."""
     chunks: int | None = Field(None, ge=1)
@@ -41,14 +43,17 @@ class ParallelConfig(Section):
     """Pipeline ranks."""
     cp: int = Field(1, ge=1)
     """Context-parallel ranks: positions of each sequence are split over them (section context)."""
+    ep: int = Field(1, ge=1)
+    """Expert-parallel ranks, over which the experts of a layer are split (model.moe): neighbours
+    among the dp x cp x tp ranks of a pipeline index."""
     layouts: Annotated[
         dict[str, OtherLayout],
         Expected("layouts by names of your own, as in parallel.layouts.half.pp=2"),
     ] = Field(default_factory=dict)
     """Layouts for other numbers of processes: parallel.layouts.NAME.pp, and of each `dp`, `tp`,
-    `cp`, `ulysses`, `chunks`, `schedule`, `microbatch`. Where there are not as many processes as
-    the keys above want, as when nodes are lost, the first of these that fits is taken, with the
-    same `train.global_batch`."""
+    `cp`, `ep`, `ulysses`, `chunks`, `schedule`, `microbatch`. Where there are not as many
+    processes as the keys above want, as when nodes are lost, the first of these that fits is taken,
+    with the same `train.global_batch`."""
     sequence_parallel: bool = False
     """Keep activations between the tensor-parallel regions split by sequence over tp."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -5,6 +5,9 @@ talk most, sit next to each other, and pipeline neighbours, which talk least, si
 
     rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index
 
+Experts see the dp x cp x tp ranks of a pipeline index as edp x ep, so ep neighbours share them out,
+whichever of the three axes they are along.
+
 :class:`Grid` is that arithmetic alone and needs no processes. :class:`ParallelMesh` adds the
 process groups of the axes, in the order of the grid, and makes those that pipeline and optimizer
 ask for; each process enters only the groups that it belongs to, so making them costs the same in
@@ -68,6 +71,8 @@ class Grid:
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Ranks of one pipeline index over which experts are split; not a factor of the world."""
 
     @property
     def world(self) -> int:
@@ -91,27 +96,26 @@ class Grid:
 
     def holders(self, rank: int, pp_indices: Sequence[int], *, experts: bool = False) -> list[int]:
         """Ranks with the tp index of `rank`, on the given pipeline indices, for all dp and cp:
-        they compute with the same weights. With the same `experts` those of all tp indices do.
-        Ascending."""
-        at = self.coordinates_of(rank)
-        return [
-            self.rank_of(Coordinates(pp, dp, cp, tp))
-            for pp in pp_indices
-            for dp in range(self.dp)
-            for cp in range(self.cp)
-            for tp in (range(self.tp) if experts else [at.tp])
-        ]
+        they compute with the same weights. With `experts` the ranks of any tp index that have the
+        same ones. Ascending."""
+        block = self.dp * self.cp * self.tp
+        stride = self.ep if experts else self.tp
+        return [pp * block + i for pp in pp_indices for i in range(rank % stride, block, stride)]
+
+    def expert_peers(self, rank: int) -> list[int]:
+        """Ranks over which the experts of this one's stages are split."""
+        first = rank - rank % self.ep
+        return list(range(first, first + self.ep))
 
     def copies(self, *, experts: bool = False) -> int:
         """Copies of a stage's weights, or of its `experts`, on a pipeline index."""
-        return self.dp * self.cp * (self.tp if experts else 1)
+        return self.dp * self.cp * self.tp // (self.ep if experts else self.tp)
 
     def copy_of(self, rank: int, *, experts: bool = False) -> int:
         """Number of a rank's copy among them: those of one context-parallel group are
         neighbours."""
-        at = self.coordinates_of(rank)
-        copy = at.dp * self.cp + at.cp
-        return copy * self.tp + at.tp if experts else copy
+        block = self.dp * self.cp * self.tp
+        return rank % block // (self.ep if experts else self.tp)
 
     def _along(self, at: Coordinates, axis: AxisName) -> range:
         """The line of ranks through `at` along `axis`: they are equally far apart."""
@@ -311,6 +315,14 @@ class ParallelMesh:
             return self.tp if grid.cp == 1 else self.cp
         first = grid.rank_of(at._replace(cp=0, tp=0))
         return self.connected(self.group_of(range(first, first + grid.cp * grid.tp)))
+
+    @functools.cached_property
+    def ep(self) -> Axis:
+        """Ranks over which experts are split. All of them ask for it at once."""
+        ranks = self.grid.expert_peers(self.rank)
+        if len(ranks) == 1:
+            return Axis.alone(self.rank)
+        return self.connected(self.group_of(ranks))
 
     def ordered_sum(
         self, vector: torch.Tensor, *axes: AxisName | Axis, largest: int = 0

@@ -1,21 +1,21 @@
 """Experts: a layer that sends each token to some of many MLPs, with a split backward.
 
-Rows are tokens in the order of their experts, each as often as it has chosen; the products of an
-expert take the rows between two ends. Rows are gathered and their outputs added up in the order of
-the choices, without atomics, so the sums are always the same. The weight of a choice multiplies the
-activation and not the expert's output, which therefore need not be kept: its gradient is found
-beside the activation's.
+Rows are tokens in the order of their experts, each as often as it has chosen
+(:mod:`megapipe.layers.expert_rows`); the products of an expert take the rows between two ends. The
+weight of a choice multiplies the activation and not the expert's output, which therefore need not
+be kept: its gradient is found beside the activation's.
 
 From F to I the layer keeps its input, the outputs of the first product, the logits and the choice.
-Each rank routes and computes the positions that it has, with all experts.
+Each rank routes the positions that it has. Where experts are on several ranks, rows and weights go
+to those of their experts, which keep them too; outputs, and in I gradients, come back likewise.
 ``W`` gets two grouped products and the router's; they add straight into the main gradients, expert
 by expert, and leave an expert without rows alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,13 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from megapipe.layers import routing as route
+from megapipe.layers.expert_rows import (
+    Dispatch,
+    Rows,
+    count_rows,
+    each_expert,
+    grouped_product,
+)
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.parameter import Sharding, new_parameter
@@ -36,72 +43,9 @@ Activation = Callable[[Tensor], Tensor]
 """The output of the first product -> the input of the second."""
 
 
-class Rows(NamedTuple):
-    """The rows of a micro-batch's tokens in the order of their experts."""
-
-    order: Tensor
-    """[tokens * k]: choices as numbers token * k + choice, in the order of the rows; dropped ones
-    come last and have no row."""
-    slots: Tensor
-    """[tokens, k]: row of each choice; one beyond the last where it is dropped."""
-    ends: Sequence[int]
-    """Of the rows of each expert."""
-
-    @classmethod
-    def of(cls, choice: Tensor, experts: int) -> Rows:
-        """Those of what :func:`~megapipe.layers.routing.choose` found. Counts go to the host."""
-        keys = torch.where(choice < 0, experts, choice).flatten()
-        order = keys.argsort(stable=True)
-        counts = torch.bincount(keys, minlength=experts + 1)
-        *ends, _ = counts.cumsum(0).tolist()
-        slots = torch.empty_like(order)
-        slots[order] = torch.arange(len(order), device=order.device)
-        return cls(order, slots.clamp_(max=ends[-1]).view(choice.shape), ends)
-
-    @property
-    def total(self) -> int:
-        return self.ends[-1]
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Rows [rows, h] of tokens [tokens, h]."""
-        return x[self.order[: self.total] // self.slots.shape[1]]
-
-    def of_choices(self, values: Tensor) -> Tensor:
-        """[rows] of values of choices [tokens, k]."""
-        return values.flatten()[self.order[: self.total]]
-
-    def to_choices(self, values: Tensor) -> Tensor:
-        """[tokens, k] of values [rows]; 0 where a choice is dropped."""
-        return torch.cat((values, values.new_zeros(1)))[self.slots]
-
-    def add_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens, h]: the rows of each token's choices added in their order, in `dtype`. `rows`
-        has one more row than there are, which is zero."""
-        total = rows[self.slots[:, 0]].to(dtype)
-        for choice in range(1, self.slots.shape[1]):
-            total += rows[self.slots[:, choice]]
-        return total
-
-
-def each_expert(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, with their rows."""
-    start = 0
-    for expert, end in enumerate(ends):
-        if end > start:
-            yield expert, slice(start, end)
-        start = end
-
-
-def grouped_product(x: Tensor, weight: Tensor, ends: Sequence[int], out: Tensor) -> Tensor:
-    """Rows x [rows, in] by the matrix [in, out] of their expert, into the first rows of `out`."""
-    for expert, rows in each_expert(ends):
-        torch.mm(x[rows], weight[expert], out=out[rows])
-    return out
-
-
 class ExpertsTask:
-    """Weight and bias gradients of one linear layer of all experts, from rows of its input and of
-    its output's gradient; `weight` [rows] multiplies the bias."""
+    """Weight and bias gradients of one linear layer of all experts here, from rows of its input and
+    of its output's gradient; `weight` [rows] multiplies the bias."""
 
     __slots__ = ("_accumulate", "_bias", "_ends", "grad", "weight", "weighted", "x")
 
@@ -202,14 +146,15 @@ class Experts(nn.Module):
         self, logits: Tensor, p: Tensor, mb: MicroBatch, sequences: int, graph: bool
     ) -> Chosen:
         """The choice for a micro-batch: that of its first run, if there was one; `graph`: this run
-        builds the graph, and is the last. All ranks that share the sequences call it."""
+        builds the graph, and is the last. All ranks that share sequences or experts call it."""
         found = mb.choices.get(self.layer)
         if found is None:
             given = self.routing, sequences, self._shards(mb, p.device)
             experts = route.choose(p, *given)
+            rows = count_rows(experts, self.routing.experts, self.sharding.ep)
             if not self.training:
-                return Chosen(experts, experts.new_empty(0))
-            found = Chosen(experts, route.count(experts, *given))
+                return Chosen(experts, experts.new_empty(0), rows)
+            found = Chosen(experts, route.count(experts, *given), rows)
             mb.loads[self.layer] = route.load(logits, p, found, self.routing)
             if not graph:
                 mb.choices[self.layer] = found
@@ -220,23 +165,22 @@ class Experts(nn.Module):
     def _shards(self, mb: MicroBatch, device: torch.device) -> TokenShards:
         return TokenShards.of(self.sharding.sequence, mb.held, device)
 
-    def widen(self, x: Tensor, rows: Rows) -> Tensor:
+    def widen(self, x: Tensor, ends: Sequence[int]) -> Tensor:
         """The first product of rows [rows, h]: [rows, (2) f]."""
-        wide = x.new_empty(rows.total, self.up[0].numel() // x.shape[-1])
-        grouped_product(x, self.up.flatten(1, -2).transpose(1, 2), rows.ends, wide)
+        wide = x.new_empty(len(x), self.up[0].numel() // x.shape[-1])
+        grouped_product(x, self.up.flatten(1, -2).transpose(1, 2), ends, wide)
         if self.up_bias is not None:
-            for expert, here in each_expert(rows.ends):
+            for expert, here in each_expert(ends):
                 wide[here] += self.up_bias[expert].flatten()
         return wide
 
-    def narrow(self, inner: Tensor, weight: Tensor, rows: Rows) -> Tensor:
-        """The second product of weighted activations [rows, f]: [rows + 1, h], the last row 0."""
-        y = inner.new_empty(rows.total + 1, self.down.shape[1])
-        grouped_product(inner, self.down.transpose(1, 2), rows.ends, y)
+    def narrow(self, inner: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
+        """The second product of weighted activations [rows, f]: [rows, h]."""
+        y = inner.new_empty(len(inner), self.down.shape[1])
+        grouped_product(inner, self.down.transpose(1, 2), ends, y)
         if self.down_bias is not None:
-            for expert, here in each_expert(rows.ends):
+            for expert, here in each_expert(ends):
                 y[here] += weight[here].unsqueeze(1).to(y.dtype) * self.down_bias[expert]
-        y[rows.total :] = 0
         return y
 
 
@@ -254,55 +198,59 @@ class _ExpertsFunction(Function):
         routing, tokens, sequences = layer.routing, x.flatten(0, 1), x.shape[1]
         logits = tokens.to(layer.dtype) @ router.to(layer.dtype).t()
         p = route.scores(logits, routing)
-        choice, counts = layer.choice(logits, p, mb, sequences, graph)
-        rows = Rows.of(choice, routing.experts)
-        wide = layer.widen(rows.gather(tokens), rows)
-        ctx.save_for_backward(x, wide, logits, choice, counts, rows.order, rows.slots)
-        ctx.ends, ctx.layer, ctx.unit = rows.ends, layer, mb.position_scale
+        choice, counts, of_ranks = layer.choice(logits, p, mb, sequences, graph)
+        ep = layer.sharding.ep
+        rows = Rows.of(choice, sum(of_ranks[ep.index]))
+        dispatch = Dispatch.of(of_ranks, ep, x.device)
+        weights = route.weights(p, route.experts_of(choice), routing)
+        here, weight = dispatch.there(rows.gather(tokens)), dispatch.there(rows.of_choices(weights))
+        wide = layer.widen(here, dispatch.ends)
+        kept = (None, None) if dispatch.order is None else (here, weight)
+        ctx.save_for_backward(
+            x, wide, logits, choice, counts, rows.order, rows.slots, dispatch.order, *kept
+        )
+        ctx.total, ctx.dispatch = rows.total, dispatch._replace(order=None)
+        ctx.layer, ctx.unit = layer, mb.position_scale
         if graph_only:
             return x.new_empty(()).expand(x.shape)
-        weight = rows.of_choices(route.weights(p, route.experts_of(choice), routing))
         inner = (layer.activation(wide) * weight.unsqueeze(1)).to(x.dtype)
-        y = rows.add_up(layer.narrow(inner, weight, rows), layer.dtype)
-        return y.to(x.dtype).view_as(x)
+        y = dispatch.back(layer.narrow(inner, weight, dispatch.ends))
+        return rows.add_up(y, layer.dtype).to(x.dtype).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, wide, logits, choice, counts, order, slots = ctx.saved_tensors
+        x, wide, logits, choice, counts, order, slots, arrival, here, weight = ctx.saved_tensors
         layer: Experts = ctx.layer
-        rows = Rows(order, slots, ctx.ends)
+        rows, tokens = Rows(order, slots, ctx.total), x.detach().flatten(0, 1)
+        dispatch: Dispatch = ctx.dispatch._replace(order=arrival)
+        ends = dispatch.ends
         queue, accumulate = layer.sharding.queue, layer.sharding.kernels.accumulate
         routing, ids = layer.routing, route.experts_of(choice)
         p = route.scores(logits, routing)
-        weight = rows.of_choices(route.weights(p, ids, routing))
-        grad_y = rows.gather(grad.flatten(0, 1))
+        if weight is None:
+            weight = rows.of_choices(route.weights(p, ids, routing))
+        grad_y = dispatch.there(rows.gather(grad.flatten(0, 1)))
 
         with torch.enable_grad():
             wide = wide.detach().requires_grad_()
             plain = layer.activation(wide)  # [rows, f]
         inner = (plain.detach() * weight.unsqueeze(1)).to(x.dtype)
-        grad_inner = grouped_product(grad_y, layer.down, rows.ends, torch.empty_like(inner))
+        grad_inner = grouped_product(grad_y, layer.down, ends, torch.empty_like(inner))
         of_weight = (grad_inner * plain.detach()).sum(-1, dtype=layer.dtype)
         if layer.down_bias is not None:
-            for expert, here in each_expert(rows.ends):
-                of_weight[here] += (grad_y[here] @ layer.down_bias[expert]).to(layer.dtype)
-        queue.put(
-            ExpertsTask(layer.down, layer.down_bias, inner, grad_y, rows.ends, accumulate, weight)
-        )
+            for expert, own in each_expert(ends):
+                of_weight[own] += (grad_y[own] @ layer.down_bias[expert]).to(layer.dtype)
+        queue.put(ExpertsTask(layer.down, layer.down_bias, inner, grad_y, ends, accumulate, weight))
         grad_plain = (grad_inner * weight.unsqueeze(1)).to(x.dtype)
         (grad_wide,) = torch.autograd.grad(plain, wide, grad_plain)
 
-        tokens = x.detach().flatten(0, 1)
-        grad_x = x.new_empty(rows.total + 1, x.shape[-1])
-        grouped_product(grad_wide, layer.up.flatten(1, -2), rows.ends, grad_x)
-        grad_x[rows.total :] = 0
-        queue.put(
-            ExpertsTask(
-                layer.up, layer.up_bias, rows.gather(tokens), grad_wide, rows.ends, accumulate
-            )
-        )
+        grad_x = x.new_empty(len(grad_wide), x.shape[-1])
+        grouped_product(grad_wide, layer.up.flatten(1, -2), ends, grad_x)
+        here = rows.gather(tokens) if here is None else here
+        queue.put(ExpertsTask(layer.up, layer.up_bias, here, grad_wide, ends, accumulate))
+        grad_x = dispatch.back(grad_x)
         of_logits = route.logits_grad(
-            rows.to_choices(of_weight), logits, p, Chosen(choice, counts), routing, ctx.unit
+            rows.to_choices(dispatch.back(of_weight)), logits, p, ids, counts, routing, ctx.unit
         )
         queue.put(RouterTask(layer.router, tokens, of_logits))
         total = rows.add_up(grad_x, layer.dtype)

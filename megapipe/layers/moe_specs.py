@@ -51,10 +51,13 @@ def numbers_told(experts: Mapping[int, int]) -> int:
     return sum(NUMBERS + count for count in experts.values())
 
 
-def most_rows(routing: Routing, sequences: int, length: int) -> int:
-    """Rows that all experts of a layer get at most, of so many sequences."""
-    chosen, places = length * routing.top_k, routing.places(length)
-    return sequences * (chosen if places is None else min(chosen, places * routing.experts))
+def most_rows(routing: Routing, tokens: int, sequences: int, length: int, ep: int = 1) -> int:
+    """Rows that the experts of a rank get of a layer, with a capacity at most, and otherwise where
+    `ep` ranks, of `tokens` each, choose evenly. They have `sequences` of that length together."""
+    places = routing.places(length)
+    if places is None:
+        return tokens * routing.top_k
+    return min(ep * tokens * routing.top_k, sequences * places * routing.experts // ep)
 
 
 def expert_matrices(

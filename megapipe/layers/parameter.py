@@ -38,6 +38,8 @@ class Sharding:
 
     sequence: Axis = field(default_factory=Axis.alone)
     """The ranks with parts of the same sequences, which are of tp and of cp."""
+    ep: Axis = field(default_factory=Axis.alone)
+    """The ranks over which experts are split."""
     copy: int = 0
     """Which of the tensor-parallel ranks that compute the same this is, where `tp` is one alone."""
 
@@ -88,14 +90,17 @@ class LocalParameter(ParameterSpec):
 
 
 def local_parameter(sharding: Sharding, spec: ParameterSpec) -> LocalParameter:
-    """A parameter with the region of it that this tp rank holds."""
-    sizes, offsets = spec.local_shape(sharding.tp.size), [0] * len(spec.shape)
+    """A parameter with the region of it that this rank holds."""
+    tp, ep = sharding.tp, sharding.ep
+    sizes, offsets = spec.local_shape(tp.size, ep.size), [0] * len(spec.shape)
+    if spec.experts:
+        offsets[0] = sizes[0] * ep.index
     if spec.split_dim is not None:
-        offsets[spec.split_dim] = sizes[spec.split_dim] * sharding.tp.index
+        offsets[spec.split_dim] = sizes[spec.split_dim] * tp.index
     given = {field.name: getattr(spec, field.name) for field in fields(ParameterSpec)}
     given["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
-    given["heads_partial"] = spec.heads_partial and sharding.tp.size > 1
-    counted = spec.split or spec.experts or sharding.tp.index == sharding.copy == 0
+    given["heads_partial"] = spec.heads_partial and tp.size > 1
+    counted = spec.split or spec.experts or tp.index == sharding.copy == 0
     return LocalParameter(**given, offsets=tuple(offsets), sizes=sizes, counted=counted)
 
 

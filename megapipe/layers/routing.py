@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megapipe.layers.expert_rows import Counts
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.token_shards import TokenShards
 
@@ -35,6 +36,8 @@ class Chosen(NamedTuple):
     counts: Tensor
     """[scopes, experts], int64: choices that the balance term counts, of a sequence or of all of
     them, those of other ranks too; nobody asks for them but in training."""
+    rows: Counts
+    """Rows that each rank with some of the experts has for each of all."""
 
 
 def scores(logits: Tensor, routing: Routing) -> Tensor:
@@ -171,15 +174,16 @@ def logits_grad(
     grad: Tensor,
     logits: Tensor,
     p: Tensor,
-    chosen: Chosen,
+    ids: Tensor,
+    counts: Tensor,
     routing: Routing,
     unit: float,
 ) -> Tensor:
-    """Gradient of the logits, from that of the weights and from the terms of the loss, one
-    position's part in which is multiplied by `unit`."""
-    of_scores = weights_grad(grad, p, experts_of(chosen.experts), routing)
+    """Gradient of the logits, from that of the weights of experts `ids` and from the terms of the
+    loss, one position's part in which is multiplied by `unit`; `counts` are those of all chosen."""
+    of_scores = weights_grad(grad, p, ids, routing)
     if routing.balance:
-        share = shares(chosen.counts, p.dtype) * (routing.balance * unit)
+        share = shares(counts, p.dtype) * (routing.balance * unit)
         of_shares = share.repeat(len(p) // len(share), 1)
         if not routing.softmax:
             total = p.sum(-1, keepdim=True)

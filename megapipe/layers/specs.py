@@ -55,8 +55,8 @@ class ParameterSpec:
     by_autograd: bool = False
     """Autograd itself computes the gradient, within ``I``; the others' are queued for ``W``."""
     experts: bool = False
-    """It is of all experts of a layer: its gradient is summed over all ranks that have the same
-    experts, whichever tokens these have, tp ranks among them."""
+    """It is of all experts of a layer, its first dimension, which is split over ep. Its gradient is
+    summed over all ranks with the same experts, whichever tokens they have, tp ranks among them."""
     tied: bool = False
     """Another stage may use the same tensor: gradients of all uses are added."""
     use: int = 0
@@ -76,9 +76,12 @@ class ParameterSpec:
         """Whether the gradient is a product of matrices; that of an embedding adds up rows."""
         return self.role in ("matrix", "head")
 
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """The shape of one tp rank's region, padding included."""
+    def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
+        """The shape of one rank's region, padding included."""
         local = list(self.shape)
+        if self.experts:
+            assert local[0] % ep == 0, f"{self.name}: {local[0]} over ep {ep}"
+            local[0] //= ep
         if self.split_dim is not None:
             length = self.shape[self.split_dim]
             assert self.multiple > 1 or length % tp == 0, f"{self.name}: {length} over tp {tp}"
@@ -86,9 +89,9 @@ class ParameterSpec:
             local[self.split_dim] = -(-share // self.multiple) * self.multiple
         return tuple(local)
 
-    def local_numel(self, tp: int) -> int:
-        """Values of one tp rank's region, padding included."""
-        return prod(self.local_shape(tp))
+    def local_numel(self, tp: int, ep: int = 1) -> int:
+        """Values of one rank's region, padding included."""
+        return prod(self.local_shape(tp, ep))
 
 
 def column_linear(
@@ -179,6 +182,6 @@ def by_name(parameters: Iterable[ParameterSpec]) -> dict[str, ParameterSpec]:
     return named
 
 
-def held_numel(parameters: Iterable[ParameterSpec], tp: int) -> int:
-    """Values that one tensor-parallel rank keeps, padding included; a tied matrix once."""
-    return sum(spec.local_numel(tp) for spec in by_name(parameters).values())
+def held_numel(parameters: Iterable[ParameterSpec], tp: int, ep: int = 1) -> int:
+    """Values that one rank keeps, padding included; a tied matrix once."""
+    return sum(spec.local_numel(tp, ep) for spec in by_name(parameters).values())

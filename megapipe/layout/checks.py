@@ -13,6 +13,7 @@ from megapipe.errors import ConfigError
 from megapipe.keys import texts_of
 from megapipe.layout.data_checks import check_data
 from megapipe.layout.devices import device
+from megapipe.layout.expert_checks import check_experts
 from megapipe.layout.lr_plan import LearningRatePlan, warms_up
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.interface import Family, Feature, load_loss
@@ -35,7 +36,7 @@ def check(config: Config, family: Family, dp: int, processes: int) -> None:
     _check_post_validation(config)
     _check_look_ahead(config)
     _check_precision(config.optimizer, config.model.dtype)
-    _check_experts(config)
+    check_experts(config, dp)
     _check_kernels(config, family)
     _check_activations(config.activations)
     _check_watched_steps(config.log)
@@ -206,35 +207,6 @@ def _check_precision(optimizer: OptimizerConfig, dtype: Dtype) -> None:
         raise ConfigError(
             f"optimizer.loss_scale={optimizer.loss_scale:g} is for model.dtype=fp16, not {dtype}: "
             "expected null"
-        )
-
-
-def _check_experts(config: Config) -> None:
-    """Refuse what layers with experts do not have yet, beside what their family lacks."""
-    experts, optimizer = config.model.moe.experts, config.optimizer
-    if experts is None:
-        return
-    elementwise = either([name for name in RULES if RULES[name].elementwise])
-    tp, by_sequence = config.parallel.tp, config.parallel.sequence_parallel
-    for wrong, expected in (
-        (tp > 1 and not by_sequence, f"parallel.sequence_parallel=true with parallel.tp={tp}"),
-        (
-            not declaration(optimizer.rule).elementwise,
-            f"optimizer.rule={elementwise}, not {optimizer.rule}",
-        ),
-        (optimizer.post_validation, "optimizer.post_validation=false"),
-    ):
-        if wrong:
-            raise ConfigError(f"model.moe.experts={experts} needs {expected}")
-
-
-def check_halves(config: Config, halves: bool) -> None:
-    """Refuse a balance term of whole micro-batches where the schedule cuts some into parts."""
-    moe = config.model.moe
-    if halves and moe.experts is not None and moe.balance and moe.balance_scope == "microbatch":
-        raise ConfigError(
-            f"pipeline.schedule={config.pipeline.schedule} cuts micro-batches into parts: "
-            "model.moe.balance_scope=microbatch has no support for it; expected sequence"
         )
 
 

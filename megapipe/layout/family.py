@@ -73,6 +73,7 @@ def conditions_of(config: Config, device: DeviceKind | None = None) -> Condition
     return Conditions(
         sequence_length=train.sequence_length,
         cp=parallel.cp,
+        ep=parallel.ep,
         microbatch=train.microbatch,
         tp=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,

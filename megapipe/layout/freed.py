@@ -23,6 +23,7 @@ def sizes_of(config: Config, device: DeviceKind, split: Split, sequence: int, ro
         parallel.sequence_parallel,
         device == "cuda",
         cp=parallel.cp,
+        ep=parallel.ep,
         ulysses=split.ulysses,
     )
 

@@ -29,6 +29,8 @@ class Layout:
     tp: int
     pp: int
     cp: int
+    ep: int
+    """Ranks over which experts are split, of the dp x cp x tp of a pipeline index."""
     microbatches: int
     """Whole micro-batches per step and data-parallel replica."""
     world: int
@@ -102,12 +104,12 @@ class Layout:
     @property
     def copies_of_experts(self) -> int:
         """Processes that compute with the same experts, of any tokens."""
-        return self.dp_cp * self.tp
+        return self.dp_cp * self.tp // self.ep
 
     @property
     def most_copies(self) -> int:
         """The most processes that compute with the same weights."""
-        return most_copies(self.model, self.dp_cp, self.tp)
+        return most_copies(self.model, self.dp_cp, self.copies_of_experts)
 
     @property
     def attends_by_blocks(self) -> bool:

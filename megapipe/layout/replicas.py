@@ -5,9 +5,9 @@ from megapipe.model.interface import Family
 from megapipe.schedule.data_parallel import ReplicaPolicy
 
 
-def most_copies(model: Family, dp_cp: int, tp: int) -> int:
-    """The most processes that compute with the same weights: experts take the tokens of any."""
-    return dp_cp * tp if model.experts() else dp_cp
+def most_copies(model: Family, dp_cp: int, of_experts: int) -> int:
+    """The most processes that compute with the same weights: `dp_cp`, or so many of experts."""
+    return max(dp_cp, of_experts) if model.experts() else dp_cp
 
 
 def zero_stage(optimizer: OptimizerConfig, copies: int) -> int:

@@ -11,12 +11,13 @@ from fractions import Fraction
 from megapipe.config import Config
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
-from megapipe.layout.checks import check, check_compile, check_halves, check_slices
+from megapipe.layout.checks import check, check_compile, check_slices
 from megapipe.layout.context_checks import check_context, check_keep_attention, split_of
 from megapipe.layout.context_plan import context_plans
 from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
+from megapipe.layout.expert_checks import check_halves
 from megapipe.layout.family import family_of, resolved_lora, resolved_model
 from megapipe.layout.freed import freed_share
 from megapipe.layout.layout import DeviceKind, Layout
@@ -142,6 +143,7 @@ def _resolve(
         tp=parallel.tp,
         pp=parallel.pp,
         cp=parallel.cp,
+        ep=parallel.ep,
         microbatches=microbatches,
         world=processes,
         device=device,
@@ -156,7 +158,7 @@ def _resolve(
         context=context_plans(config, split),
         replicas=replica_policy(
             config.optimizer,
-            most_copies(family, dp * parallel.cp, parallel.tp),
+            most_copies(family, dp * parallel.cp, dp * parallel.cp * parallel.tp // parallel.ep),
             loss_chunk=family.conditions.loss_chunk,
         ),
         schedule=schedule,

@@ -49,6 +49,7 @@ class Conditions:
     cuda: bool = False
     loss_chunk: int = 0
     """Most tokens whose logits there are at a time; 0: all of them."""
+    ep: int = 1
     compile: bool = False
     loss: str | None = None
     """``train.loss``, a loss of the user's."""
@@ -91,6 +92,8 @@ class Sizes(NamedTuple):
     """Positions of the slices before it; None for whole sequences."""
     cp: int = 1
     """Ranks over which the sequence is split; `sequence` are the positions of one."""
+    ep: int = 1
+    """Ranks over which experts are split."""
     ulysses: int = 1
     """Those of them that split heads while they attend."""
     exchanging: tuple[int, int] = (0, 0)
@@ -143,9 +146,13 @@ class TensorTraffic(NamedTuple):
 
 
 class TokenTraffic(NamedTuple):
-    """Collectives of ranks that have parts of the same sequences, about one piece in its F."""
+    """Collectives of one piece about its tokens: of ranks with parts of the same sequences
+    (sequence), or over which experts are split (ep)."""
 
+    among: Literal["sequence", "ep"]
     collective: Collective
+    what: str
+    """F or I for rows of experts, and routing."""
     calls: int
     bytes: int
     """Of the whole tensors, all collectives together."""
@@ -376,9 +383,11 @@ class Family(ABC):
         """Tensor-parallel collectives of one pass of a piece; `fused`: B in place of I and W."""
         raise NotImplementedError(f"{self.name} does not support tensor parallelism")
 
-    def token_traffic(self, stage: StageSpec, rows: int, length: int) -> Iterator[TokenTraffic]:
-        """Exchanges of ranks with parts of the same sequences, about a piece of `rows` whole ones
-        of `length` positions."""
+    def token_traffic(
+        self, stage: StageSpec, spans: Sequence[Span], rows: int, length: int, *, again: bool
+    ) -> Iterator[TokenTraffic]:
+        """Exchanges about tokens in all passes of a piece of `rows` whole sequences of `length`
+        positions."""
         return iter(())
 
     # how it is built

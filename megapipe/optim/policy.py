@@ -116,7 +116,8 @@ class BucketGroups:
             return [rank], members
         if policy.shard_size is None and not policy.shards_weights:
             return members, [rank]
-        size = policy.shard_size or grid.copies(experts=experts)
+        copies = grid.copies(experts=experts)
+        size = min(policy.shard_size or copies, copies)
         stage, copy = grid.coordinates_of(rank).pp, grid.copy_of(rank, experts=experts)
         shard, replicate = [], []
         for member in members:

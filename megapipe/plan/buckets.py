@@ -95,13 +95,14 @@ class Group:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket of a stage (or that of the tied embedding) that a tensor-parallel rank holds."""
+    """One bucket of a stage (or that of the tied embedding) that a rank holds."""
 
     stage: int
     """Number of the stage; for the tied bucket the number of stages."""
     parameters: tuple[ParameterSpec, ...]
     """Each once, also a tied one that a process uses twice."""
     tp: int
+    ep: int
     shard: Group
     """Processes that own different slices of equal length."""
     replicate: Group
@@ -122,7 +123,7 @@ class BucketPlan:
     def numel(self) -> int:
         """Values in the buffer, padded by :func:`aligned` between its segments and slices."""
         sizes: dict[tuple[bool, bool], int] = defaultdict(int)
-        for each in _sized(self.parameters, self.tp):
+        for each in _sized(self.parameters, self.tp, self.ep):
             sizes[each.decays, each.split] += each.numel
         owners = self.shard.members * self.replicate.members
         return aligned(sum(map(aligned, sizes.values())), owners)
@@ -159,13 +160,13 @@ class BucketPlan:
         return self._values(spec for spec in self.parameters if spec.by_autograd)
 
     def _values(self, parameters: Iterable[ParameterSpec]) -> int:
-        """Values of these parameters on one tp rank."""
-        return sum(spec.local_numel(self.tp) for spec in parameters)
+        """Values of these parameters on one rank."""
+        return sum(spec.local_numel(self.tp, self.ep) for spec in parameters)
 
 
-def _sized(parameters: Iterable[ParameterSpec], tp: int) -> Iterator[Sized]:
+def _sized(parameters: Iterable[ParameterSpec], tp: int, ep: int) -> Iterator[Sized]:
     for spec in parameters:
-        yield Sized(spec.name, spec.local_numel(tp), spec.decay, spec.split)
+        yield Sized(spec.name, spec.local_numel(tp, ep), spec.decay, spec.split)
 
 
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
@@ -193,9 +194,10 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
         holders = (0,) if layout.in_process else tuple(sorted(set(ranks)))
         groups = _groups(config, layout, holders, experts=experts)
         whole = shared or frozen or experts or all(group.members == 1 for group in groups)
-        for own_cut in cut(_sized(parameters, layout.tp), None if whole else least):
+        for own_cut in cut(_sized(parameters, layout.tp, layout.ep), None if whole else least):
             own = tuple(spec for spec in parameters if spec.name in own_cut.names)
-            yield BucketPlan(stage, own, layout.tp, *groups, shared, frozen=frozen)
+            sizes = layout.tp, layout.ep
+            yield BucketPlan(stage, own, *sizes, *groups, shared, frozen=frozen)
 
     tied: list[ParameterSpec] = []
     for stage in layout.process_stages(rank):
@@ -220,7 +222,7 @@ def _groups(
     """Who shards and who replicates a bucket of these pipeline indices; see optim.policy."""
     copies, own = layout.copies_of_experts if experts else layout.dp_cp, holders[:1]
     name = "dp" if layout.cp == 1 else "dp*cp"
-    if copies != layout.dp_cp:
+    if experts and layout.ep != layout.tp:
         name = "edp"
 
     def group(members: int, stride: int, pp_indices: tuple[int, ...]) -> Group:
@@ -239,5 +241,5 @@ def _groups(
         return group(1, 1, own), group(copies, 1, holders)
     if shard_size is None and zero < 3:
         return group(copies, 1, holders), group(1, 1, own)
-    size = shard_size or copies
+    size = min(shard_size or copies, copies)
     return group(size, 1, own), group(copies // size, size, holders)

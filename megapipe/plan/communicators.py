@@ -47,7 +47,7 @@ class Communicators(NamedTuple):
 def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
     """Those of a process at pipeline index `rank`."""
     split = layout.split
-    groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses}
+    groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses, "ep": layout.ep}
     if layout.model.experts() and layout.cp > 1:
         groups["cp*tp"] = layout.cp * layout.tp
     ends = 0

@@ -72,7 +72,7 @@ def held_by_process(config: Config, layout: Layout, schedule: Schedule) -> list[
 
     def held(stages: Sequence[int]) -> int:
         own = (layout.model.parameters(layout.stage_layers[stage]) for stage in stages)
-        return held_numel(chain.from_iterable(own), layout.tp)
+        return held_numel(chain.from_iterable(own), layout.tp, layout.ep)
 
     return [held(stages) for stages in numbers]
 
@@ -111,7 +111,7 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
     return [
         (
             f"mesh          pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}: "
-            f"{layout.world:,} processes"
+            f"{layout.world:,} processes{_expert_ranks(layout)}"
         ),
         f"per process   {_range(held)} parameters{_sharded(config, layout)}",
         (
@@ -129,12 +129,18 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
     ]
 
 
+def _expert_ranks(layout: Layout) -> str:
+    """A remark on the ranks over which experts are split; empty where they are not."""
+    return "" if layout.ep == 1 else f", experts over {layout.ep} of a pipeline index"
+
+
 def _sharded(config: Config, layout: Layout) -> str:
     """The share of a process' parameters that it keeps under ZeRO-3."""
     if layout.replicas.zero < 3:
         return ""
     parts = config.optimizer.shard_size or layout.dp_cp
-    experts = config.optimizer.shard_size or layout.most_copies
+    copies = layout.copies_of_experts if layout.model.experts() else layout.dp_cp
+    experts = min(config.optimizer.shard_size or copies, copies)
     of_experts = f" (of experts 1/{experts})" if experts != parts else ""
     return f", of which it keeps 1/{parts}{of_experts} of each stage between uses"
 

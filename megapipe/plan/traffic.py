@@ -198,16 +198,25 @@ def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exc
 
 
 def _about_tokens(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    """Exchanges about tokens, of ranks with parts of the same sequences."""
+    """Exchanges about tokens, of ranks with parts of the same sequences or of experts; rows are
+    those of experts that are chosen evenly."""
     length, axes = sum(layout.slice_lengths), {"cp": layout.cp, "tp": layout.tp}
-    axis = "*".join(name for name, size in axes.items() if size > 1)
+    name = "*".join(name for name, size in axes.items() if size > 1)
+    groups = {"sequence": (name, layout.cp * layout.tp), "ep": ("ep", layout.ep)}
     for stage in layout.process_stages(rank):
         for fused in (False, True):
             for tokens, _ in _pieces(config, layout, stage, rank, fused=fused):
                 rows = tokens // layout.local_length
-                for told in layout.model.token_traffic(layout.stage_layers[stage], rows, length):
+                for each in layout.model.token_traffic(
+                    layout.stage_layers[stage],
+                    layout.spans[stage],
+                    rows,
+                    length,
+                    again=stage in layout.schedule.recompute,
+                ):
+                    axis, members = groups[each.among]
                     yield Exchange(
-                        axis, told.collective, "routing", *told[1:], layout.cp * layout.tp
+                        axis, each.collective, each.what, each.calls, each.bytes, members
                     )
 
 

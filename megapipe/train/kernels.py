@@ -11,7 +11,7 @@ import torch
 from megapipe.config import Config
 from megapipe.context.split import Split
 from megapipe.distributed.agreement import all_or_none
-from megapipe.distributed.mesh import Axis, ParallelMesh
+from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import LaunchError, MegapipeError
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.layout.layout import Layout
@@ -124,8 +124,10 @@ def select_kernels(
 def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Sharding:
     """The :class:`Sharding` of one stage, with a weight-gradient queue of its own."""
     dtype, split = TORCH_DTYPES[config.model.dtype], config.parallel.sequence_parallel
-    sequence = Axis.alone() if config.model.moe.experts is None else mesh.sequence
-    return Sharding(mesh.tp, split, dtype, kernels=kernels, sequence=sequence)
+    given = Sharding(mesh.tp, split, dtype, kernels=kernels)
+    if config.model.moe.experts is None:
+        return given
+    return replace(given, sequence=mesh.sequence, ep=mesh.ep)
 
 
 def _selected(config: Config, layout: Layout, mesh: ParallelMesh, *, cut: bool) -> Kernels:

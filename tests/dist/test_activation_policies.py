@@ -4,13 +4,14 @@ bytes of the formula."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe_specs import numbers_told
 from megapipe.layout.layout import Layout
 from megapipe.model.gpt.saved import Sizes, held, held_tensors
 from megapipe.model.gpt.workspace import peaks
@@ -18,6 +19,7 @@ from megapipe.plan.context_memory import attention_workspace
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.checking import assert_same_bits
+from tests.parity.chosen import EVENLY, chosen
 from tests.parity.live_storages import Alive, measure
 from tests.parity.ranks import ACTIVATIONS, Case, check_case, configure, run_cases
 
@@ -106,6 +108,7 @@ def sizes_of(case: Case, layout: Layout) -> Sizes:
         case.tp,
         case.sequence_parallel,
         cp=case.cp,
+        ep=case.ep,
         ulysses=layout.split.ulysses,
         exchanging=attention_workspace(layout, case.batch, layout.local_length),
     )
@@ -146,19 +149,49 @@ def test_bytes_on_a_tensor_parallel_rank() -> None:
     check_bytes([*given, kept, replace(kept, model="llama", sequence_parallel=True)])
 
 
-def check_bytes(given: list[Case]) -> None:
-    """Of ranks of two."""
-    for results in run_world(2, measure_all, given, timeout_s=120):
+def measure_evenly(world: World, given: list[Case]) -> list[Alive]:
+    with chosen(EVENLY):
+        return measure_all(world, given)
+
+
+def test_bytes_of_experts() -> None:
+    """Of a part of each sequence; and of experts on two ranks, where these are chosen evenly."""
+    split = Case(tp=2, pp=4, in_process=True, layers=8, sequence_parallel=True)
+    context, several = Case(cp=2, pp=4, in_process=True, layers=8), replace(split, ep=2)
+    given = [
+        replace(case, activations=name, model=model, moe=moe)
+        for case, name, model, moe in (
+            (split, "keep", "llama", "shared, gated"),
+            (split, "full", "gpt2", "residual"),
+            (split, "selective", "neox", "top 2"),
+            (context, "keep", "gpt2", "top 2"),
+            (several, "keep", "llama", "top 2"),
+            (several, "selective", "gpt2", "shared, gated"),
+            (several, "full, two together", "llama", "top 2"),
+        )
+    ]
+    check_bytes(given, measure_evenly)
+
+
+Measure = Callable[[World, list[Case]], list[Alive]]
+
+
+def check_bytes(given: list[Case], measured: Measure = measure_all) -> None:
+    """Of ranks of two, beside the few numbers that layers with experts tell of their routing."""
+    for results in run_world(2, measured, given, timeout_s=120):
         for case, alive in zip(given, results, strict=True):
             config, layout = configure(case)
             sizes = sizes_of(case, layout)
+            experts = layout.model.experts()
+            of_stage = [layer for layer in layout.stage_layers[1].layers if layer in experts]
+            told = [8 * numbers_told({layer: experts[layer]}) for layer in of_stage]
             promised = list(held_tensors(config.model, layout.spans[1], sizes))
-            on_device = sorted(tensor.bytes for tensor, in_host in promised if not in_host)
-            assert alive.device == on_device, case.name
+            on_device = [tensor.bytes for tensor, in_host in promised if not in_host]
+            assert alive.device == sorted(on_device + told), case.name
             assert alive.host == sorted(tensor.bytes for tensor, in_host in promised if in_host)
             queued = held(config.model, layout.spans[1], sizes).queued
-            assert sum(alive.queued) == queued, case.name
-            assert not alive.after, case.name
+            assert sum(alive.queued) == queued + sum(told), case.name
+            assert alive.after == told, case.name
 
 
 def measure_within(world: World, given: list[Case]) -> list[dict[str, int]]:

@@ -71,6 +71,16 @@ CASES = [
     replace(CONTEXT, cp=4, moe="capacity, choice", context="usp", sequence=16, zero=2),
     replace(CONTEXT, tp=2, sequence_parallel=True, moe="capacity, position", masked=0.4),
     replace(CONTEXT, pp=2, moe="groups", context="ulysses", schedule="zb_h1", m=3),
+    replace(ALONE, dp=2, ep=2, masked=0.3, zero=3, activations="full"),
+    replace(ALONE, dp=2, ep=2, moe="shared, gated", model="gpt2", zero=0, activations="stage"),
+    replace(TENSOR, ep=2, moe="groups", layers=3, zero=2, masked=1.0, clip=None),
+    replace(CONTEXT, ep=2, moe="capacity, position", activations="selective", look_ahead=2),
+    replace(TENSOR, dp=2, ep=2, moe="residual", model="gemma", zero=3, shard_size=2, m=3),
+    replace(TENSOR, dp=2, ep=4, moe="top 1, capacity 1", zero=2, masked=0.3),
+    replace(TENSOR, cp=2, ep=4, moe="capacity, position", model="gpt2", documents=True),
+    replace(PIPELINE, dp=2, ep=2, moe="groups", schedule="zb_h1", layers=3, zero=2, model="llama"),
+    replace(PIPELINE, dp=2, ep=2, moe="residual", schedule="chimera", m=4, tied=False, zero=0),
+    replace(PIPELINE, dp=4, ep=2, schedule="zb_v", m=4, in_process=True, zero=3, dropout=0.2),
 ]  # fmt: skip
 
 

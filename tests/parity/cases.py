@@ -80,6 +80,7 @@ class Case:
     overlap: bool = True
     moe: str | None = None
     """Of MOE: layers with experts."""
+    ep: int = 1
     lora: str | None = None
     """Adapters are trained, beside the layers of that name in ADAPTED."""
     model: str = "gpt2"
@@ -116,7 +117,7 @@ class Case:
     @property
     def grid(self) -> Grid:
         """Of its processes."""
-        return Grid(1 if self.in_process else self.pp, self.dp, self.cp, self.tp)
+        return Grid(1 if self.in_process else self.pp, self.dp, self.cp, self.tp, self.ep)
 
     @property
     def name(self) -> str:
@@ -233,7 +234,7 @@ MOE: dict[str, dict[str, Any]] = {
         "every": 2,
     },
     "capacity, choice": {
-        "experts": 5,
+        "experts": 6,
         "capacity": 0.8,
         "balance": 0.2,
         "balance_choices": "first",
@@ -259,6 +260,7 @@ MOE: dict[str, dict[str, Any]] = {
         "shared": 12,
         "balance": 0.4,
     },
+    "every second": {"experts": 4, "every": 2, "ffn": 8, "shared": 8},
     "shared, gated": {"experts": 4, "shared": 20, "shared_gate": "sigmoid", "z": 0.03},
     "residual": {"experts": 4, "shared": 16, "shared_gate": "softmax", "scores": "sigmoid"},
 }
@@ -321,6 +323,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "cp": case.cp,
                 "tp": case.tp,
                 "pp": case.pp,
+                "ep": case.ep,
                 "sequence_parallel": case.sequence_parallel,
             },
             "context": context_of(case),
@@ -477,6 +480,7 @@ def plain(case: Case) -> Case:
         context="ring",
         tp=1,
         pp=1,
+        ep=1,
         chunks=None,
         m=case.m * case.dp,
         schedule="1f1b",

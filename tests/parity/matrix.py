@@ -72,7 +72,10 @@ DIMENSIONS: dict[str, list[Any]] = {
     "compile": [False, True],
     "loss_chunk": [None, 0, 5],
     "lora": [None, "all", "some", "heads together"],
-    "moe": [None, "top 2", "capacity, choice", "groups"],
+    "moe": [
+        *((None, 1), ("top 2", 1), ("capacity, choice", 1), ("groups", 1)),
+        *(("top 2", 4), ("capacity, choice", 2), ("groups", 2)),
+    ],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [
         *("keep", "stage", "full, two together", "of each some"),
@@ -88,6 +91,7 @@ JOINT = {
     "layout": ("dp", "cp", "tp", "pp"),
     "schedule": ("schedule", "chunks"),
     "state": ("state_dtype", "master", "rounding"),
+    "moe": ("moe", "ep"),
 }
 """Dimensions that give several fields of a case their values."""
 ELSEWHERE = {
@@ -157,7 +161,7 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (c["look_ahead"] and not _has_direction(c))
         or (c["scatter"] == "on" and not _are_messages_alike(c))
         or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
-        or (c["moe"] is not None and not _can_have_experts(c))
+        or (c["moe"][0] is not None and not _can_have_experts(c))
         or not _can_be_split(c)
     )
 
@@ -180,7 +184,10 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
 
 def _can_have_experts(c: Mapping[str, Any]) -> bool:
     """Whether layers may have experts, and the reference makes the same choices."""
-    _, _, tp, _ = c["layout"]
+    dp, cp, tp, _ = c["layout"]
+    copies, left_over = divmod(dp * cp * tp, c["moe"][1])
+    if left_over or copies % min(c["shard_size"] or copies, copies):
+        return False
     split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
     other = c["compile"] or c["lora"] or c["post_validation"] or c["scatter"] == "on"
     other = other or c["activations"] == KEPT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megapipe.layers import experts, routing
-from megapipe.layers.experts import Experts, ExpertsTask, Rows
+from megapipe.layers.expert_rows import Dispatch, Rows
+from megapipe.layers.experts import Experts, ExpertsTask
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.parameter import spec_of
@@ -31,6 +32,7 @@ DROPPING = Case(moe="capacity, choice", model="llama")
 DATA = replace(EXPERTS, dp=2)
 TENSOR = replace(EXPERTS, tp=2, sequence_parallel=True)
 CONTEXT = replace(EXPERTS, cp=2)
+SEVERAL = replace(EXPERTS, dp=2, ep=2)
 
 
 def gradient_through_the_weights_dropped() -> Patch:
@@ -54,8 +56,8 @@ def weights_renormalised_after_dropping() -> Patch:
 def dropped_choices_take_the_last_row() -> Patch:
     of = Rows.of.__func__  # type: ignore[attr-defined]
 
-    def wrong(choice: Tensor, number: int) -> Rows:
-        rows: Rows = of(Rows, choice, number)
+    def wrong(choice: Tensor, total: int) -> Rows:
+        rows: Rows = of(Rows, choice, total)
         return rows._replace(slots=rows.slots.clamp(max=rows.total - 1))
 
     return mock.patch.object(Rows, "of", wrong)
@@ -161,8 +163,8 @@ def gradient_of_an_expert_overwritten() -> Patch:
 
 
 def biases_of_experts_not_weighted() -> Patch:
-    def wrong(self: Experts, inner: Tensor, weight: Tensor, rows: Rows) -> Tensor:
-        return narrow(self, inner, torch.ones_like(weight), rows)
+    def wrong(self: Experts, inner: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
+        return narrow(self, inner, torch.ones_like(weight), ends)
 
     narrow = Experts.narrow
     return mock.patch.object(Experts, "narrow", wrong)
@@ -226,6 +228,44 @@ def experts_of_other_tp_ranks_left_out_of_the_norm() -> Patch:
     return mock.patch.object(Shard, "own_square", wrong)
 
 
+def gradients_of_experts_multiplied_by_ep() -> Patch:
+    finish = Shard.finish_reduce
+
+    def wrong(self: Shard) -> None:
+        finish(self)
+        if self.bucket.entries[0].spec.experts:
+            self.grad *= 2
+
+    return mock.patch.object(Shard, "finish_reduce", wrong)
+
+
+def rows_come_back_in_the_order_of_experts() -> Patch:
+    back = Dispatch.back
+
+    def wrong(self: Dispatch, rows: Tensor) -> Tensor:
+        return back(self._replace(order=torch.arange(len(rows))), rows)
+
+    return mock.patch.object(Dispatch, "back", wrong)
+
+
+def rows_are_computed_in_the_order_of_ranks() -> Patch:
+    there = Dispatch.there
+
+    def wrong(self: Dispatch, rows: Tensor) -> Tensor:
+        arrived = there(self, rows)
+        assert self.order is not None
+        return torch.empty_like(arrived).index_copy_(0, self.order, arrived)
+
+    return mock.patch.object(Dispatch, "there", wrong)
+
+
+def gradient_of_the_weights_of_others_lost() -> Patch:
+    back = Dispatch.back
+    return mock.patch.object(
+        Dispatch, "back", lambda self, x: back(self, x * 0 if x.dim() == 1 else x)
+    )
+
+
 def router_gradient_of_one_shard_only() -> Patch:
     of = experts.Experts.__init__
 
@@ -279,6 +319,10 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     a_gate_that_is_not_trained: replace(EXPERTS, moe="shared, gated"),
     loads_of_one_micro_batch_only: EXPERTS,
     experts_reduced_over_the_dense_group: TENSOR,
+    gradients_of_experts_multiplied_by_ep: SEVERAL,
+    rows_come_back_in_the_order_of_experts: SEVERAL,
+    rows_are_computed_in_the_order_of_ranks: SEVERAL,
+    gradient_of_the_weights_of_others_lost: SEVERAL,
     gradients_of_experts_averaged: TENSOR,
     experts_of_other_tp_ranks_left_out_of_the_norm: TENSOR,
     router_gradient_of_one_shard_only: TENSOR,

@@ -25,8 +25,8 @@ from megapipe.train.step import TrainStep
 from tests.parity.held_state import Held, held
 from tests.parity.ranks import STEPS, Case, Rows, configure
 
-SMALL = partial(Case, layers=6, vocab=301, sequence=16, dtype="fp32", m=4)
-"""Tied embeddings, whose vocabulary neither 2 nor 4 divides."""
+SMALL = partial(Case, layers=6, vocab=301, sequence=16, dtype="fp32", m=4, moe="every second")
+"""Tied embeddings, whose vocabulary neither 2 nor 4 divides; every second layer has experts."""
 CUT = 1 / 1024
 """A size of buckets, MiB, at which stages have several."""
 
@@ -47,13 +47,17 @@ LAYOUTS: dict[str, Case] = {
         dp=2, pp=2, chunks=3, schedule="interleaved_1f1b", zero=2, dropout=0.1
     ),
     "dp 4, hybrid ZeRO 3": SMALL(dp=4, zero=3, shard_size=2),
-    "dp 2 tp 2, host": SMALL(dp=2, tp=2, offload="host"),
+    "dp 2 tp 2, host": SMALL(dp=2, tp=2, sequence_parallel=True, offload="host"),
     "pp 4, replicas": SMALL(pp=4, schedule="chimera"),
     "dp 2 pp 2, replicas, ZeRO 0": SMALL(dp=2, pp=2, schedule="dualpipe", zero=0),
     "dp 2 tp 2 pp 2": SMALL(dp=2, tp=2, pp=2, sequence_parallel=True),
     "dp 2 pp 4, replicas": SMALL(dp=2, pp=4, schedule="chimera"),
     "cp 2": SMALL(cp=2),
     "cp 2 dp 2, hybrid ZeRO 3": SMALL(cp=2, dp=2, zero=3, shard_size=2, context="ulysses"),
+    "dp 2, ep 2, ZeRO 3": SMALL(dp=2, ep=2, zero=3),
+    "dp 2 tp 2, ep 4, ZeRO 2": SMALL(dp=2, tp=2, ep=4, zero=2, sequence_parallel=True),
+    "cp 2 tp 2, ep 2": SMALL(cp=2, tp=2, ep=2, zero=0, sequence_parallel=True),
+    "dp 2 pp 2, ep 2, replicas": SMALL(dp=2, pp=2, ep=2, schedule="chimera"),
     "cp 4 tp 2": SMALL(cp=4, tp=2, context="usp", sequence_parallel=True),
 }
 SIZES = sorted({case.world for case in LAYOUTS.values()})

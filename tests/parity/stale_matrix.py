@@ -77,7 +77,7 @@ ELSEWHERE = {
     **dict.fromkeys(("cp", "context"), "refused"),
     **dict.fromkeys(("chunks", "group", "slices", "lengths", "pairs"), "refused"),
     **dict.fromkeys(("slice_overhead", "slice_attention", "swap"), "refused"),
-    **dict.fromkeys(("master", "post_validation", "lora", "moe", "loss_scale"), "refused"),
+    **dict.fromkeys(("master", "post_validation", "lora", "moe", "ep", "loss_scale"), "refused"),
     **dict.fromkeys(("correction", "synchronous_steps", "replicas"), "test_streams"),
     "prefetch": "of ZeRO-3, which is refused",
     "overlap": "changes no bit: test_overlap",

@@ -20,7 +20,7 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
 from megapipe.model.gpt.lora import adapter_flops, with_adapters
 from megapipe.model.gpt.moe import unused_parameters
-from megapipe.model.gpt.moe_traffic import routing_traffic
+from megapipe.model.gpt.moe_traffic import routing_traffic, rows_traffic
 from megapipe.model.gpt.parameters import known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.gpt.work import Once, part_costs, stage_work
@@ -234,10 +234,13 @@ class GPT(Family):
         }
         return TensorTraffic(hidden, traffic.LOSS_NUMBERS * stage.head)
 
-    def token_traffic(self, stage: StageSpec, rows: int, length: int) -> Iterator[TokenTraffic]:
-        layers = sum(map(self.model.moe.has_experts, stage.layers))
-        if layers:
-            yield from routing_traffic(self.model, layers, rows, length)
+    def token_traffic(
+        self, stage: StageSpec, spans: Sequence[Span], rows: int, length: int, *, again: bool
+    ) -> Iterator[TokenTraffic]:
+        given = self.conditions
+        if any(map(self.model.moe.has_experts, stage.layers)):
+            yield from routing_traffic(self.model, stage, given, rows, length)
+            yield from rows_traffic(self.model, stage, spans, given, rows, length, again=again)
 
     @property
     def kernels(self) -> KernelNeeds:

@@ -1,6 +1,7 @@
 """Bytes that a layer's experts hold for one piece, and what is beside them. No torch.
 
-With a capacity they are those of the most rows that experts can get.
+With a capacity they are those of the most rows that experts can get. Otherwise experts on several
+ranks have as many as where all are chosen evenly.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ def _tokens(sizes: Sizes) -> int:
 
 
 def _rows(routing: Routing, sizes: Sizes) -> int:
-    """Rows of its experts at most."""
-    choices = _tokens(sizes) * routing.top_k
-    return min(choices, most_rows(routing, sizes.rows, sizes.sequence * sizes.cp))
+    """Rows of its experts, with a capacity at most."""
+    parts = sizes.cp * (sizes.tp if sizes.sequence_parallel else 1)
+    sequences = sizes.rows * max(1, sizes.ep // parts)  # of the ranks that share experts out
+    length = sizes.sequence * sizes.cp
+    return most_rows(routing, _tokens(sizes), sequences, length, sizes.ep)
 
 
 def mixture_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]:
@@ -47,6 +50,10 @@ def mixture_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]
     yield "counts", scopes * known(moe.experts) * COUNT
     yield "order", choices * PLACE
     yield "rows of choices", choices * PLACE
+    if sizes.ep > 1:
+        yield "arrived", rows * model.hidden * size
+        yield "weights", rows * high_bytes(model)
+        yield "order of arrival", rows * PLACE
     if moe.shared is None:
         return
     inner = sizes.sequence * sizes.rows * moe.shared // sizes.tp

@@ -62,6 +62,12 @@ MOE = [
         ("model.moe.top_k=1", "expected model.moe.normalise=false")),
     Bad("experts over tp", "model.moe.experts=4 parallel.tp=2", 2,
         ("model.moe.experts=4 needs parallel.sequence_parallel=true with parallel.tp=2",)),
+    Bad("experts over ranks that there are not", "model.moe.experts=4 parallel.ep=4", 2,
+        ("parallel.ep=4 does not divide dp 2 x cp 1 x tp 1 = 2", "ep could be 1 or 2")),
+    Bad("experts that ep does not divide", "model.moe.experts=3 parallel.ep=2", 2,
+        ("model.moe.experts=3 is not divisible by parallel.ep=2",)),
+    Bad("ep without experts", "parallel.ep=2", 2,
+        ("parallel.ep=2 has no effect without model.moe.experts: expected 1, or that",)),
     Bad("experts and muon", "model.moe.experts=4 optimizer.rule=muon", 2,
         ("model.moe.experts=4 needs optimizer.rule=", "not muon")),
 ]  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
+
 import pytest
 import torch
 from hypothesis import given
@@ -88,6 +91,24 @@ def test_experts_have_copies_on_all_tensor_parallel_ranks_too() -> None:
     assert grid.holders(3, [1, 0], experts=True) == [*range(8, 16), *range(8)]
     copies = [grid.copy_of(rank, experts=True) for rank in range(8, 16)]
     assert copies == list(range(grid.copies(experts=True)))
+
+
+@given(places(), st.data())
+def test_experts_are_shared_out_once_among_the_ranks_of_a_pipeline_index(
+    place: tuple[Grid, int], data: st.DataObject
+) -> None:
+    grid, rank = place
+    block = grid.dp * grid.cp * grid.tp
+    ep = data.draw(st.sampled_from([n for n in range(1, block + 1) if block % n == 0]))
+    grid = replace(grid, ep=ep)
+    peers, pp = grid.expert_peers(rank), grid.coordinates_of(rank).pp
+    assert len(peers) == ep
+    copies = [grid.holders(peer, [pp], experts=True) for peer in peers]
+    assert all(len(each) == grid.copies(experts=True) for each in copies)
+    assert sorted(chain(*copies)) == list(range(pp * block, (pp + 1) * block))
+    for each in copies:
+        assert [grid.copy_of(peer, experts=True) for peer in each] == list(range(len(each)))
+        assert len({peer % ep for peer in each}) == 1, "all have the same experts"
 
 
 def test_holders_of_the_own_pipeline_rank_are_the_data_parallel_peers() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.distributed.axis import Axis
 from megapipe.layers import routing
-from megapipe.layers.experts import Rows
+from megapipe.layers.expert_rows import Dispatch, Rows, count_rows
 from megapipe.layers.moe_specs import Drop, Routing, most_rows
 from megapipe.layers.routing import Chosen
 
@@ -83,8 +84,9 @@ def test_a_full_expert_refuses_those_who_come_later(
             else:
                 taken[ids[t, j]] += 1
     assert dropped == wanted
-    rows = Rows.of(choice, 5)
-    assert rows.total == len(p) * 2 - len(dropped) <= most_rows(how, SEQUENCES, LENGTH)
+    ((*counts,),) = count_rows(choice, 5, Axis.alone())
+    assert sum(counts) == len(p) * 2 - len(dropped) <= most_rows(how, len(p), SEQUENCES, LENGTH)
+    rows = Rows.of(choice, sum(counts))
     assert (rows.slots == rows.total).sum() == len(dropped)
 
 
@@ -96,15 +98,31 @@ def test_places_are_those_of_the_number_as_it_is_written() -> None:
 
 def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
     choice = torch.tensor([[2, 0], [0, ~2], [2, 1], [~1, 0]], dtype=torch.int16)
-    rows = Rows.of(choice, 4)
-    assert rows.ends == [3, 4, 6, 6]
+    counts = count_rows(choice, 4, Axis.alone())
+    assert counts == [[3, 1, 2, 0]]
+    rows, dispatch = Rows.of(choice, 6), Dispatch.of(counts, Axis.alone(), choice.device)
+    assert dispatch.ends == [3, 4, 6, 6]
     assert rows.order[:6].tolist() == [1, 2, 7, 5, 0, 4]
     assert rows.slots.tolist() == [[4, 0], [1, 6], [5, 3], [6, 2]]
     x = torch.arange(8.0).view(4, 2)
     gathered = rows.gather(x)
     assert gathered.tolist() == [x[t].tolist() for t in (0, 1, 3, 2, 0, 2)]
-    added = rows.add_up(torch.cat((gathered, torch.zeros(1, 2))), torch.float64)
+    added = rows.add_up(dispatch.back(dispatch.there(gathered)), torch.float64)
     assert added.tolist() == [(n * x[t]).tolist() for t, n in enumerate((2, 1, 2, 1))]
+
+
+def test_rows_of_other_ranks_are_put_into_the_order_of_experts_and_then_of_ranks() -> None:
+    """Of two ranks with two of four experts each; counts are by rank and expert."""
+    counts = [[2, 0, 1, 3], [0, 1, 2, 0]]
+    first, second = (
+        Dispatch.of(counts, Axis(2, index, (0, 1), None), torch.device("cpu")) for index in (0, 1)
+    )
+    assert (first.sends, first.receives, first.ends) == ([2, 4], [2, 1], [2, 3])
+    assert (second.sends, second.receives, second.ends) == ([1, 2], [4, 2], [3, 6])
+    assert first.order is not None
+    assert second.order is not None
+    assert first.order.tolist() == [0, 1, 2]
+    assert second.order.tolist() == [0, 4, 5, 1, 2, 3]
 
 
 @pytest.mark.parametrize("softmax", [True, False])
@@ -147,9 +165,9 @@ def test_gradient_of_the_logits_is_that_of_the_formulas(
     (wanted,) = torch.autograd.grad(objective, logits)
     with torch.no_grad():
         choice = ids.to(torch.int16)
-        chosen = Chosen(choice, routing.count(choice, how, SEQUENCES))
-        found = routing.logits_grad(grad, logits, p, chosen, how, unit)
-        told = routing.load(logits, p, chosen, how)
+        counts = routing.count(choice, how, SEQUENCES)
+        found = routing.logits_grad(grad, logits, p, ids, counts, how, unit)
+        told = routing.load(logits, p, Chosen(choice, counts, ()), how)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     exact = torch.stack([balance, z]).detach()
     torch.testing.assert_close(told[1:3], exact, rtol=1e-13, atol=0)
@@ -161,5 +179,5 @@ def test_the_balance_term_is_one_where_tokens_are_spread_evenly() -> None:
     p = torch.full((4, 4), 0.25, dtype=torch.float64)
     choice = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int16)
     how = Routing(4, 2, per_sequence=False)
-    told = routing.load(p.log(), p, Chosen(choice, routing.count(choice, how, 1)), how)
+    told = routing.load(p.log(), p, Chosen(choice, routing.count(choice, how, 1), ()), how)
     assert told[:4].tolist() == [4, 4, 0, 0]

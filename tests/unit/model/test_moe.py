@@ -157,6 +157,15 @@ def test_no_class_of_hugging_face_expresses_them_yet() -> None:
             "model.moe.experts=4 parallel.tp=2",
             "model.moe.experts=4 needs parallel.sequence_parallel=true with parallel.tp=2",
         ),
+        ("parallel.ep=2", "parallel.ep=2 has no effect without model.moe.experts"),
+        (
+            "model.moe.experts=4 parallel.ep=4",
+            "parallel.ep=4 does not divide dp 2 x cp 1 x tp 1 = 2: ep could be 1 or 2",
+        ),
+        (
+            "model.moe.experts=5 parallel.ep=2",
+            "model.moe.experts=5 is not divisible by parallel.ep=2: expected a multiple",
+        ),
         ("model.moe.experts=4 kernels.compile=true", "kernels.compile=true: GPT with model.moe"),
         ("model.moe.experts=4 lora.rank=2", "lora.rank=2: GPT with model.moe.experts has no"),
         (

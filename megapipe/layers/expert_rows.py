@@ -1,0 +1,146 @@
+"""Rows of experts: tokens in the order of their experts, and their way to the ranks of these.
+
+A token has a row for each of its choices. A rank's rows are in the order of all experts, so those
+for one rank of the expert-parallel group are neighbours: one all-to-all brings them there, where
+they are put into the order of experts, then sources, then positions; another brings results back.
+Rows are gathered and their outputs added up in the order of the choices, without atomics, so the
+sums are always the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.collectives import all_gather, all_to_all
+
+Counts = Sequence[Sequence[int]]
+"""Rows that each rank of the group has for each of all experts."""
+
+
+def count_rows(choice: Tensor, experts: int, ep: Axis) -> Counts:
+    """Of what :func:`~megapipe.layers.routing.choose` found here and on the other ranks. Counts go
+    to the host."""
+    keys = torch.where(choice < 0, experts, choice).flatten()
+    counts = torch.bincount(keys, minlength=experts + 1)[:experts]
+    found: list[list[int]] = all_gather(counts, ep).view(ep.size, experts).tolist()
+    return found
+
+
+class Rows(NamedTuple):
+    """The rows of a micro-batch's tokens in the order of their experts."""
+
+    order: Tensor
+    """[tokens * k]: choices as numbers token * k + choice, in the order of the rows; dropped ones
+    come last and have no row."""
+    slots: Tensor
+    """[tokens, k]: row of each choice; one beyond the last where it is dropped."""
+    total: int
+
+    @classmethod
+    def of(cls, choice: Tensor, total: int) -> Rows:
+        """Those of what :func:`~megapipe.layers.routing.choose` found, `total` in all."""
+        keys = torch.where(choice < 0, torch.iinfo(choice.dtype).max, choice).flatten()
+        order = keys.argsort(stable=True)
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order), device=order.device)
+        return cls(order, slots.clamp_(max=total).view(choice.shape), total)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Rows [rows, h] of tokens [tokens, h]."""
+        return x[self.order[: self.total] // self.slots.shape[1]]
+
+    def of_choices(self, values: Tensor) -> Tensor:
+        """[rows] of values of choices [tokens, k]."""
+        return values.flatten()[self.order[: self.total]]
+
+    def to_choices(self, values: Tensor) -> Tensor:
+        """[tokens, k] of values [rows]; 0 where a choice is dropped."""
+        return torch.cat((values, values.new_zeros(1)))[self.slots]
+
+    def add_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """[tokens, h]: the rows [rows, h] of each token's choices added in their order, in `dtype`;
+        a dropped one adds 0."""
+        if self.total < self.slots.numel():
+            rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+        total = rows[self.slots[:, 0]].to(dtype)
+        for choice in range(1, self.slots.shape[1]):
+            total += rows[self.slots[:, choice]]
+        return total
+
+
+class Dispatch(NamedTuple):
+    """The way of rows to the ranks that have their experts, and back.
+
+    All ranks of the group go it together, also those without rows, or with experts without any.
+    """
+
+    ep: Axis
+    sends: Sequence[int]
+    """Rows for each rank."""
+    receives: Sequence[int]
+    """Rows from each rank."""
+    ends: Sequence[int]
+    """Of the rows of each expert here."""
+    order: Tensor | None
+    """[rows here]: in the order of their experts, which of those that arrived they are; None where
+    this rank has all experts."""
+
+    @classmethod
+    def of(cls, counts: Counts, ep: Axis, device: torch.device) -> Dispatch:
+        n = len(counts[0]) // ep.size
+        parts = [slice(n * index, n * (index + 1)) for index in range(ep.size)]
+        arriving = [own[parts[ep.index]] for own in counts]  # [source][expert here]
+        order = None
+        if ep.size > 1:
+            each = torch.tensor(arriving, device=device).flatten()
+            experts = torch.arange(n, device=device).repeat(ep.size).repeat_interleave(each)
+            order = experts.argsort(stable=True)
+        return cls(
+            ep,
+            sends=[sum(counts[ep.index][part]) for part in parts],
+            receives=[sum(own) for own in arriving],
+            ends=list(accumulate(map(sum, zip(*arriving, strict=True)))),
+            order=order,
+        )
+
+    def there(self, rows: Tensor) -> Tensor:
+        """[rows of the tokens here, ...] -> [rows of the experts here, ...]."""
+        if self.order is None:
+            return rows
+        return self._exchange(rows, self.sends, self.receives)[self.order]
+
+    def back(self, rows: Tensor) -> Tensor:
+        """[rows of the experts here, ...] -> [rows of the tokens here, ...]."""
+        if self.order is None:
+            return rows
+        arrived = torch.empty_like(rows)
+        arrived[self.order] = rows
+        return self._exchange(arrived, self.receives, self.sends)
+
+    def _exchange(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        width = prod(rows.shape[1:])
+        sent, received = ([width * n for n in numbers] for numbers in (sends, receives))
+        return all_to_all(rows.flatten(), sent, received, self.ep).view(-1, *rows.shape[1:])
+
+
+def each_expert(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, with their rows."""
+    start = 0
+    for expert, end in enumerate(ends):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Sequence[int], out: Tensor) -> Tensor:
+    """Rows x [rows, in] by the matrix [in, out] of their expert, into `out`."""
+    for expert, rows in each_expert(ends):
+        torch.mm(x[rows], weight[expert], out=out[rows])
+    return out

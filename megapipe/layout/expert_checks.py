@@ -1,0 +1,60 @@
+"""Checks of layers with experts and their ranks; an error says in one line what would be right."""
+
+from __future__ import annotations
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.update_rules import RULES, declaration
+from megapipe.words import choices, either, multiples
+
+
+def check_experts(config: Config, dp: int) -> None:
+    """Refuse sizes that do not divide, and what layers with experts do not have yet, beside what
+    their family lacks."""
+    experts, optimizer, parallel = config.model.moe.experts, config.optimizer, config.parallel
+    ep, tp = parallel.ep, parallel.tp
+    if experts is None:
+        if ep > 1:
+            raise ConfigError(
+                f"parallel.ep={ep} has no effect without model.moe.experts: expected 1, or that"
+            )
+        return
+    block = dp * parallel.cp * tp
+    if block % ep:
+        raise ConfigError(
+            f"parallel.ep={ep} does not divide dp {dp} x cp {parallel.cp} x tp {tp} = {block}: "
+            f"{choices('ep', block, ep)}"
+        )
+    if experts % ep:
+        raise ConfigError(
+            f"model.moe.experts={experts} is not divisible by parallel.ep={ep}: "
+            f"{multiples(experts, ep)}"
+        )
+    copies, size = block // ep, optimizer.shard_size
+    if size is not None and copies % min(size, copies):
+        raise ConfigError(
+            f"optimizer.shard_size={size} does not divide the {copies} copies of experts that "
+            f"parallel.ep={ep} leaves: {choices('shard_size', copies, size)}"
+        )
+    elementwise = either([name for name in RULES if RULES[name].elementwise])
+    by_sequence = parallel.sequence_parallel
+    for wrong, expected in (
+        (tp > 1 and not by_sequence, f"parallel.sequence_parallel=true with parallel.tp={tp}"),
+        (
+            not declaration(optimizer.rule).elementwise,
+            f"optimizer.rule={elementwise}, not {optimizer.rule}",
+        ),
+        (optimizer.post_validation, "optimizer.post_validation=false"),
+    ):
+        if wrong:
+            raise ConfigError(f"model.moe.experts={experts} needs {expected}")
+
+
+def check_halves(config: Config, halves: bool) -> None:
+    """Refuse a balance term of whole micro-batches where the schedule cuts some into parts."""
+    moe = config.model.moe
+    if halves and moe.experts is not None and moe.balance and moe.balance_scope == "microbatch":
+        raise ConfigError(
+            f"pipeline.schedule={config.pipeline.schedule} cuts micro-batches into parts: "
+            "model.moe.balance_scope=microbatch has no support for it; expected sequence"
+        )

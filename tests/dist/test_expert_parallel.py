@@ -1,0 +1,87 @@
+"""Experts on several ranks: uneven counts, a rank without rows, and bytes as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from megapipe.distributed import collectives
+from megapipe.plan.memory import model_memory
+from megapipe.plan.traffic import step_traffic
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+from tests.parity import mixture
+from tests.parity.cases import Rows
+from tests.parity.chosen import EVENLY, chosen
+from tests.parity.outcome import Outcome
+from tests.parity.ranks import Case, check_case, configure, run_case
+
+SKEWED = Case(dp=2, ep=2, moe="top 2", vocab=301, m=2, zero=3)
+EVEN = Case(dp=2, tp=2, sequence_parallel=True, ep=4, moe="top 2", model="llama", layers=2)
+
+Exchange = tuple[tuple[int, ...], int, int]
+"""An all-to-all: its ranks, and the bytes that this one sends and receives."""
+
+
+@contextmanager
+def exchanged(found: list[Exchange]) -> Iterator[None]:
+    """Record all-to-alls."""
+    begin = collectives.dist.all_to_all_single
+
+    def spy(received: Tensor, sent: Tensor, *lengths: Any, group: Any, async_op: bool) -> Any:
+        ranks = tuple(collectives.dist.get_process_group_ranks(group))
+        found.append((ranks, sent.nbytes, received.nbytes))
+        return begin(received, sent, *lengths, group=group, async_op=async_op)
+
+    with mock.patch.object(collectives.dist, "all_to_all_single", spy):
+        yield
+
+
+def run_skewed(world: World) -> tuple[Outcome, list[Exchange]]:
+    found: list[Exchange] = []
+    with chosen([[1, 0]]), exchanged(found):
+        outcome = run_case(world, SKEWED)
+    return outcome, found
+
+
+def test_all_tokens_choose_experts_of_one_rank() -> None:
+    """The other's experts have no rows and no gradient; it exchanges as often, and as much."""
+    results = run_world(2, run_skewed)
+    with mock.patch.object(mixture, "_choose", return_value=[1, 0]):
+        check_case(SKEWED, [outcome for outcome, _ in results])
+    first, second = (found for _, found in results)
+    assert [ranks for ranks, _, _ in first] == [ranks for ranks, _, _ in second]
+    assert first
+    for (_, sent, received), (_, others, of_others) in zip(first, second, strict=True):
+        assert sent + others == received + of_others
+        assert 0 in (others, of_others), "the second rank computes no rows"
+    for outcome, _ in results:
+        for name, place, values in outcome.grads[0]:
+            if ".moe.up." in name or ".moe.down." in name:
+                assert values.any() == (place.offsets[0] < 2)
+
+
+def run_even(world: World) -> tuple[list[Exchange], int]:
+    config, layout = configure(EVEN)
+    step = TrainStep(config, layout, world.mesh(EVEN.grid))
+    found: list[Exchange] = []
+    with chosen(EVENLY), exchanged(found):
+        step.train(0, Rows(EVEN))
+    held = sum(shard.bucket.weights.nbytes for shard in step.optimizer.shards)
+    return found, held
+
+
+def test_bytes_are_those_of_the_plan_where_experts_are_chosen_evenly() -> None:
+    config, layout = configure(EVEN)
+    planned = [e for e in step_traffic(config, layout, 0) if e.collective == "all_to_all"]
+    assert {(e.axis, e.members) for e in planned} == {("ep", 4)}
+    for found, held in run_world(4, run_even):
+        assert {ranks for ranks, _, _ in found} == {(0, 1, 2, 3)}
+        assert len(found) == sum(e.count for e in planned)
+        for sizes in ([sent for _, sent, _ in found], [received for *_, received in found]):
+            assert sum(sizes) == sum(e.bytes for e in planned)
+        assert held == model_memory(config, layout, 0).parameters
