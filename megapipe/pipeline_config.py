@@ -110,9 +110,10 @@ class PipelineConfig(Section):
     receive_ahead: int | None = Field(None, ge=0)
     """Operations before the one that needs a message at which its receive is posted, one at a time
     on each channel; 0: when it is needed. The first step, in which kernels are loaded, posts none
-    ahead, and on a GPU none does where attention goes by blocks (`parallel.cp`,
-    `activations.keep_attention`) that end at documents. Default: 1 on NCCL, where a receive that
-    waits occupies a multiprocessor; on gloo as soon as the message before has arrived."""
+    ahead, and on a GPU none does where layers have experts, or attention goes by blocks
+    (`parallel.cp`, `activations.keep_attention`) that end at documents. Default: 1 on NCCL, where a
+    receive that waits occupies a multiprocessor; on gloo as soon as the message before has arrived.
+    """
     channel_ctas: int = Field(1, ge=1)
     """On NCCL: most thread blocks of a channel between two pipeline ranks, each on a
     multiprocessor of its own while a message is under way or awaited. How many pay, and how far

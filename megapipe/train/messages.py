@@ -50,9 +50,11 @@ class Messages:
 def receive_ahead(config: Config, layout: Layout, device: torch.device) -> int | None:
     """Operations by which receives are posted ahead of need; None: the default of the channels.
 
-    0 where attention goes by blocks that end at documents, on a GPU: they have new sizes in any
-    step, for which kernels may be loaded and memory found, and both may wait for all that runs.
+    0 on a GPU where attention goes by blocks that end at documents, or layers have experts: blocks
+    and the rows of an expert have new sizes in any step, for which kernels may be loaded and memory
+    found, and both may wait for all that runs.
     """
-    if device.type == "cuda" and layout.attends_by_blocks and config.data.masks_documents:
+    by_documents = layout.attends_by_blocks and config.data.masks_documents
+    if device.type == "cuda" and (by_documents or config.model.moe.experts is not None):
         return 0
     return config.pipeline.receive_ahead
