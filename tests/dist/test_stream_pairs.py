@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import random
+from contextlib import nullcontext
 from dataclasses import fields
 
 import pytest
 
-from megapipe.testing import run_world
+from megapipe.testing import World, run_world
 from tests.parity.cases import Case
 from tests.parity.pairs import Choice
 from tests.parity.stale_matrix import ELSEWHERE, MATRIX, to_case
-from tests.parity.stale_ranks import run_stale_cases
+from tests.parity.stale_ranks import StaleOutcome, run_stale_cases
 from tests.parity.stale_windows import check_windows
+from tests.parity.traced_compiler import traced_blocks
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 
@@ -28,8 +30,17 @@ def of_world(world: int) -> list[Case]:
     return [case for case in cases if case.world == world]
 
 
+def run_traced(world: World, cases: list[Case]) -> list[StaleOutcome]:
+    """Compiled blocks are traced, but not by inductor."""
+    outcomes = []
+    for case in cases:
+        with traced_blocks() if case.compile else nullcontext():
+            outcomes += run_stale_cases(world, [case])
+    return outcomes
+
+
 def check(cases: list[Case]) -> None:
-    ranks = run_world(cases[0].world, run_stale_cases, cases, timeout_s=60 + 20 * len(cases))
+    ranks = run_world(cases[0].world, run_traced, cases, timeout_s=60 + 20 * len(cases))
     for number, case in enumerate(cases):
         try:
             check_windows(case, [outcomes[number] for outcomes in ranks])

@@ -108,7 +108,10 @@ class Case:
     @property
     def replicated(self) -> bool:
         """Whether some gradient is the sum of what several processes have."""
-        return self.dp * self.cp > 1 or (self.tied and self.pp > 1 and not self.in_process)
+        tied = self.tied and self.pp > 1
+        return self.dp * self.cp > 1 or (
+            (tied or self.replicas is not None) and not self.in_process
+        )
 
     @property
     def world(self) -> int:

@@ -170,7 +170,8 @@ def travel_rounding(case: Case) -> float:
     main = "fp64" if case.dtype == "fp64" else "fp32"
     if case.reduce_dtype in (None, main) or not case.replicated:
         return 0.0
-    once = case.zero in (1, 2) and case.shard_size is None and case.dp * case.cp > 1
+    whole = case.shard_size is None and case.replicas is None
+    once = case.zero in (1, 2) and whole and case.dp * case.cp > 1
     return (1 if once else 3) * ROUNDING[case.reduce_dtype] * (1 + ROUNDING["bf16"]) ** 2
 
 

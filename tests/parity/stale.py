@@ -210,7 +210,9 @@ def train(
             after, states = had[number][0], dict(had[number][1])
         for name, delta in velocity.items():
             gamma = pipeline.correction ** (1 / pipeline.staleness(stage_of[name]))
-            velocity[name] = gamma * delta + (1 - gamma) * (after[name] - history[-1][name])
+            moved = gamma * delta + (1 - gamma) * (after[name] - history[-1][name])
+            stepped[1][name]["stream.velocity"] = moved
+            velocity[name] = states[name].get("stream.velocity", moved)
         history.append(after)
         published.append(
             {
@@ -221,8 +223,6 @@ def train(
             else after
         )
         seen.append({name: dict(of) for name, of in states.items()})
-        for name, delta in velocity.items():
-            stepped[1][name]["stream.velocity"] = delta
         yield Window(loss, grads, _norm(grads.values()), *stepped, by_microbatch)
 
 

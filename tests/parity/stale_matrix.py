@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.parity import matrix
+from tests.parity import matrix, stale
 from tests.parity.cases import Case
 from tests.parity.pairs import Pairs
 
@@ -14,15 +14,16 @@ DIMENSIONS: dict[str, list[Any]] = {
     "weights": [
         *(("stash", "update"), ("vertical", "update"), ("double_buffer", "update")),
         *(("double_group", "update"), ("latest", "update")),
-        *(("predict", "update"), ("predict", "round_trip")),
+        *(("predict", "update"), ("predict", "round_trip"), ("correct", "update")),
     ],
     "size": [
         *((2, 2), (1, 1), (1, 2), (2, 1), (2, 4), (2, 6)),
         *((3, 1), (3, 2), (3, 4), (3, 6), (4, 1), (4, 2), (4, 4), (4, 6)),
     ],
     "order": [
-        *(("1f1b", None), ("1f1b", 1), ("1f1b", 3), ("eager_1f1b", None), ("eager_1f1b", 2)),
-        ("two_group", None),
+        *(("1f1b", None, None), ("1f1b", 1, None), ("1f1b", 3, None)),
+        *(("eager_1f1b", None, None), ("eager_1f1b", 2, None), ("two_group", None, None)),
+        *(("1f1b_rr", None, turns) for turns in ((2, 1), (1, 2), (2, 1, 1))),
     ],
     "dp": [1, 2],
     "tp": [1, 2],
@@ -33,8 +34,9 @@ DIMENSIONS: dict[str, list[Any]] = {
     "clip": [(0.05, "stage"), (0.05, "global"), (None, "global")],
     "look_ahead": [0, 1, 2],
     "lr_anneal_steps": [None, 8],
+    "synchronous_steps": [None, 2],
     "tied": [False, True],
-    "compile": [False],
+    "compile": [False, True],
     "uneven": [False, True],
     "dropout": [0.0, 0.2],
     "documents": [False, True],
@@ -57,7 +59,7 @@ DIMENSIONS: dict[str, list[Any]] = {
 JOINT = {
     "weights": ("weights", "horizon"),
     "size": ("pp", "m"),
-    "order": ("schedule", "advance"),
+    "order": ("schedule", "advance", "replicas"),
     "clip": ("clip", "clip_scope"),
     "state": ("state_dtype", "rounding"),
 }
@@ -72,13 +74,15 @@ PLAIN_SHARE = {
     "offload": 0.6,
     "look_ahead": 0.6,
     "lr_anneal_steps": 0.7,
+    "synchronous_steps": 0.7,
+    "compile": 0.9,
 }
 ELSEWHERE = {
     **dict.fromkeys(("cp", "context"), "refused"),
     **dict.fromkeys(("chunks", "group", "slices", "lengths", "pairs"), "refused"),
     **dict.fromkeys(("slice_overhead", "slice_attention", "swap"), "refused"),
     **dict.fromkeys(("master", "post_validation", "lora", "moe", "ep", "loss_scale"), "refused"),
-    **dict.fromkeys(("correction", "synchronous_steps", "replicas"), "test_streams"),
+    "correction": "test_streams",
     "prefetch": "of ZeRO-3, which is refused",
     "overlap": "changes no bit: test_overlap",
     "steps": "follows from the type and the size",
@@ -90,13 +94,15 @@ ELSEWHERE = {
 """Fields of a case that are no dimension, and why."""
 LARGEST = 8
 """Ranks of a world."""
+LARGEST_COMPILED = 2
+"""Of one whose blocks are traced."""
 KEEPS = ("stash", "vertical", "double_buffer", "double_group")
 """Policies whose backward reads what its forward has read."""
 
 
 def excluded(c: Mapping[str, Any]) -> bool:
     """Whether values exclude each other, or one does nothing beside another."""
-    (policy, _), (pp, m), (order, advance) = c["weights"], c["size"], c["order"]
+    (policy, _), (pp, m), (order, advance, turns) = c["weights"], c["size"], c["order"]
     stages, world = _stages(c), c["dp"] * c["tp"] * (1 if c["in_process"] else pp)
     clip, scope = c["clip"]
     alone = c["dp"] == 1
@@ -104,6 +110,7 @@ def excluded(c: Mapping[str, Any]) -> bool:
         world > LARGEST
         or (policy == "double_group") != (order == "two_group")
         or (order == "two_group" and m < pp - 1)
+        or (turns is not None and not _can_take_turns(c))
         or (policy == "double_buffer" and _ahead(c) > m)
         or (clip is not None and scope == "global" and policy != "double_buffer")
         or (c["tied"] and policy != "double_buffer")
@@ -118,26 +125,42 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (c["activations"] == KEPT and (bool(c["dropout"]) or c["model"] == "gemma"))
         or ((policy == "predict" or c["look_ahead"]) and not _has_direction(c))
         or (c["look_ahead"] and (policy not in KEEPS or c["lr_anneal_steps"] is not None))
-        or (policy not in KEEPS and c["activations"] != "keep")
+        or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
+        or (policy not in KEEPS and (c["activations"] != "keep" or c["compile"]))
         or (policy not in KEEPS and bool(advance) and c["loss_chunk"] != 0)
     )
 
 
 def _ahead(c: Mapping[str, Any]) -> int:
     """Micro-batches that the first rank is ahead."""
-    (pp, m), (order, advance) = c["size"], c["order"]
+    (pp, m), (order, advance, turns) = c["size"], c["order"]
+    if turns is not None:
+        first = stale.Pipeline("stash", pp, m, replicas=turns)
+        return first.ahead(0) * turns[0]
     lead = {"1f1b": 1, "eager_1f1b": 2}
     return 2 * m if order == "two_group" else lead[order] * (pp - 1) + (advance or 0)
 
 
 def _stages(c: Mapping[str, Any]) -> int:
-    return c["size"][0] * (2 if c["order"][0] == "two_group" else 1)
+    (pp, _), (order, _, turns) = c["size"], c["order"]
+    return len(turns) if turns is not None else pp * (2 if order == "two_group" else 1)
+
+
+def _can_take_turns(c: Mapping[str, Any]) -> bool:
+    """Whether stages of several ranks have the ranks, and a window is shared out evenly."""
+    (policy, _), (pp, m), (_, _, turns) = c["weights"], c["size"], c["order"]
+    even = all(m % of == 0 for of in turns)
+    return sum(turns) == pp and even and policy in ("stash", "double_buffer") and not c["tied"]
 
 
 def _are_messages_alike(c: Mapping[str, Any]) -> bool:
     """Whether tp ranks send the same."""
     several = c["tp"] > 1 and c["size"][0] > 1
     return several and not (c["sequence_parallel"] or c["in_process"])
+
+
+def _can_be_compiled(c: Mapping[str, Any]) -> bool:
+    return not c["dropout"] and c["activations"] in ("keep", "stage", KEPT)
 
 
 def _has_direction(c: Mapping[str, Any]) -> bool:
@@ -153,10 +176,11 @@ def to_case(choice: Mapping[str, Any]) -> Case:
     """The case of one value per dimension: 12 windows of fp64, or, where these take long and in
     narrower types, as many as fill the pipeline and three more."""
     values = MATRIX.fields(choice)
-    short = values["dtype"] != "fp64" or values["m"] * values["dp"] > 2
+    short = values["dtype"] != "fp64" or values["m"] * values["dp"] > 2 or values["compile"]
+    fill = -(-_ahead(choice) // values["m"])
     return Case(
         layers=max(2, _stages(choice) + values["uneven"]),
         batch=1,
-        steps=-(-_ahead(choice) // values["m"]) + 3 if short else 12,
+        steps=(values["synchronous_steps"] or 0) + fill + 3 if short else 12,
         **values,
     )

@@ -8,7 +8,7 @@ first weights are known and the first states zero, so the windows together are t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -23,8 +23,9 @@ from tests.parity.checking import (
     compare_gradients,
     copied,
 )
-from tests.parity.compare import assert_scalar_close
+from tests.parity.compare import assert_scalar_close, assert_within
 from tests.parity.expected import (
+    ROUNDING,
     Gradients,
     first_weights,
     mean_loss,
@@ -45,6 +46,8 @@ from tests.parity.stale_ranks import (
 )
 from tests.parity.updates import Update, Values, rounds, states_of
 
+VELOCITY = "stream.velocity"
+"""A state that no rule has."""
 HEAD, EMBEDDING = "head.weight", "embedding.word.weight"
 
 
@@ -54,8 +57,13 @@ def check_windows(case: Case, outcomes: Sequence[StaleOutcome]) -> None:
     stage_of = stages_of(outcomes)
     values = versions(case, outcomes)
     first = first_weights(case)
+    velocities = [velocities_of(each) for each in values]
+    had = [
+        (each["model"], {name: states_of(each, name) | moving.get(name, {}) for name in first})
+        for each, moving in zip(values[1:], velocities[1:], strict=True)
+    ]
     check_beginning(case, values[0])
-    had = [(each["model"], {name: states_of(each, name) for name in first}) for each in values[1:]]
+    assert not any(delta.any() for of in velocities[0].values() for delta in of.values())
     farther = 0
     for number, window in enumerate(expected_from(case, stage_of, first, had)):
         grads = assemble([each.grads[number] for each in outcomes], first)
@@ -75,6 +83,7 @@ def check_windows(case: Case, outcomes: Sequence[StaleOutcome]) -> None:
             assert case.clip is None or norm > case.clip, "the clip is not active"
             rate = rate_of(case, stage, number)
             farther += Update(case, before, own, norm, rate, number).check(after)
+        _check_velocities(case, window, values[number : number + 2], velocities[number + 1])
     if case.rounding == "stochastic" and rounds(case, values[0]):
         assert farther, "no value was rounded to the farther of its two neighbours"
     copies = [each.copies for each in outcomes]
@@ -87,9 +96,9 @@ def check_windows(case: Case, outcomes: Sequence[StaleOutcome]) -> None:
 
 def versions(case: Case, outcomes: Sequence[StaleOutcome]) -> list[Values]:
     """Masters and states after each number of updates. The updates of "double_buffer" come a step
-    late, but for the last ones."""
-    late = case.weights == "double_buffer"
-    places = range(late, case.steps + late)
+    late, but for synchronous ones and the last."""
+    late, first = case.weights == "double_buffer", case.synchronous_steps or 0
+    places = [number + (late and number >= first) for number in range(case.steps)]
     kept = [[each.first for each in outcomes]]
     kept += [[each.values[place] for each in outcomes] for place in places]
     like = first_weights(case)
@@ -100,6 +109,25 @@ def versions(case: Case, outcomes: Sequence[StaleOutcome]) -> list[Values]:
         }
         for ranks in kept
     ]
+
+
+def velocities_of(values: Values) -> dict[str, Params]:
+    """Those of weights that keep one, by name and state; `values` are without them then."""
+    deltas = values.pop(f"optimizer.{VELOCITY}", {})
+    return {name: {VELOCITY: d} for name, d in deltas.items() if not d.isnan().all()}
+
+
+def _check_velocities(
+    case: Case, window: Window, values: Sequence[Values], found: Mapping[str, Params]
+) -> None:
+    """They follow the masters before and after the window, but for their own roundings."""
+    wanted = {name: of[VELOCITY] for name, of in window.states.items() if VELOCITY in of}
+    unit, (before, after) = ROUNDING["fp64" if case.dtype == "fp64" else "fp32"], values
+    allowed = {
+        name: 4 * unit * (delta.abs() + before["model"][name].abs() + after["model"][name].abs())
+        for name, delta in wanted.items()
+    }
+    assert_within("velocity", {name: of[VELOCITY] for name, of in found.items()}, wanted, allowed)
 
 
 def rate_of(case: Case, stage: int, number: int) -> float:
