@@ -73,9 +73,11 @@ def test_parity_of_eight() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
 def test_pairs(world: int) -> None:
-    """Every legal pair of values, but for blocks that are compiled."""
+    """A third of the cases that hold every pair of values, all of which take hours here; none whose
+    blocks are compiled."""
     cases = [to_case(choice) for choice in MATRIX.covering(random.Random(0))]
     here = [case for case in cases if case.world == world and not case.compile]
     here = [case for case in here if case.tp < 4 or case.dtype != "bf16"]
+    here = here[::3]
     for i in range(0, len(here), 6):
         check(here[i : i + 6], world)
