@@ -208,7 +208,8 @@ def toy(world: int, *keys: str, cp: int = 1) -> tuple[Config, Layout]:
 def grid_of(layout: Layout) -> Grid:
     """The processes of a layout, fewer than its ranks where one runs the whole pipeline."""
     plane = layout.dp * layout.cp * layout.tp
-    return Grid(layout.world // plane, layout.dp, layout.cp, layout.tp, layout.ep)
+    pp, experts = layout.world // plane, layout.of_experts
+    return Grid(pp, layout.dp, layout.cp, layout.tp, *experts)
 
 
 def ranks_of(grid: Grid) -> list[int]:

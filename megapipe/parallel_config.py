@@ -22,6 +22,8 @@ class OtherLayout(Section):
     """As `parallel.cp`; 1 leaves nothing of the section `context`."""
     ep: int | None = Field(None, ge=1)
     """As `parallel.ep`."""
+    etp: int | None = Field(None, ge=1)
+    """As `parallel.etp`."""
     ulysses: int | None = Field(None, ge=1)
     """As `context.ulysses`."""
     chunks: int | None = Field(None, ge=1)
@@ -46,12 +48,15 @@ class ParallelConfig(Section):
     ep: int = Field(1, ge=1)
     """Expert-parallel ranks, over which the experts of a layer are split (model.moe): neighbours
     among the dp x cp x tp ranks of a pipeline index."""
+    etp: int = Field(1, ge=1)
+    """Ranks over which the inner width of an expert is split, neighbours among these: parallel.ep
+    then counts groups of so many."""
     layouts: Annotated[
         dict[str, OtherLayout],
         Expected("layouts by names of your own, as in parallel.layouts.half.pp=2"),
     ] = Field(default_factory=dict)
     """Layouts for other numbers of processes: parallel.layouts.NAME.pp, and of each `dp`, `tp`,
-    `cp`, `ep`, `ulysses`, `chunks`, `schedule`, `microbatch`. Where there are not as many
+    `cp`, `ep`, `etp`, `ulysses`, `chunks`, `schedule`, `microbatch`. Where there are not as many
     processes as the keys above want, as when nodes are lost, the first of these that fits is taken,
     with the same `train.global_batch`."""
     sequence_parallel: bool = False

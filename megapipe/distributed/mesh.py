@@ -5,8 +5,8 @@ talk most, sit next to each other, and pipeline neighbours, which talk least, si
 
     rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index
 
-Experts see the dp x cp x tp ranks of a pipeline index as edp x ep, so ep neighbours share them out,
-whichever of the three axes they are along.
+Experts see the dp x cp x tp ranks of a pipeline index as edp x ep x etp: ep x etp neighbours share
+them out, whichever of the three axes they are along.
 
 :class:`Grid` is that arithmetic alone and needs no processes. :class:`ParallelMesh` adds the
 process groups of the axes, in the order of the grid, and makes those that pipeline and optimizer
@@ -72,7 +72,9 @@ class Grid:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    """Ranks of one pipeline index over which experts are split; not a factor of the world."""
+    etp: int = 1
+    """Experts of a pipeline index are split over ep x etp ranks; these are no factors of the world.
+    """
 
     @property
     def world(self) -> int:
@@ -99,23 +101,28 @@ class Grid:
         they compute with the same weights. With `experts` the ranks of any tp index that have the
         same ones. Ascending."""
         block = self.dp * self.cp * self.tp
-        stride = self.ep if experts else self.tp
+        stride = self.expert_ranks if experts else self.tp
         return [pp * block + i for pp in pp_indices for i in range(rank % stride, block, stride)]
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that have all experts of a pipeline index together."""
+        return self.ep * self.etp
 
     def expert_peers(self, rank: int) -> list[int]:
         """Ranks over which the experts of this one's stages are split."""
-        first = rank - rank % self.ep
-        return list(range(first, first + self.ep))
+        first = rank - rank % self.expert_ranks
+        return list(range(first, first + self.expert_ranks))
 
     def copies(self, *, experts: bool = False) -> int:
         """Copies of a stage's weights, or of its `experts`, on a pipeline index."""
-        return self.dp * self.cp * self.tp // (self.ep if experts else self.tp)
+        return self.dp * self.cp * self.tp // (self.expert_ranks if experts else self.tp)
 
     def copy_of(self, rank: int, *, experts: bool = False) -> int:
         """Number of a rank's copy among them: those of one context-parallel group are
         neighbours."""
         block = self.dp * self.cp * self.tp
-        return rank % block // (self.ep if experts else self.tp)
+        return rank % block // (self.expert_ranks if experts else self.tp)
 
     def _along(self, at: Coordinates, axis: AxisName) -> range:
         """The line of ranks through `at` along `axis`: they are equally far apart."""

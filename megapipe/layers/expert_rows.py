@@ -3,6 +3,8 @@
 A token has a row for each of its choices. A rank's rows are in the order of all experts, so those
 for one rank of the expert-parallel group are neighbours: one all-to-all brings them there, where
 they are put into the order of experts, then sources, then positions; another brings results back.
+Where the width of an expert is split over etp ranks each of these gets its rows, and their results
+are added up, in the order of the ranks, where the tokens are.
 Rows are gathered and their outputs added up in the order of the choices, without atomics, so the
 sums are always the same.
 """
@@ -82,6 +84,8 @@ class Dispatch(NamedTuple):
     """
 
     ep: Axis
+    etp: int
+    """Neighbours in the group with parts of the same experts."""
     sends: Sequence[int]
     """Rows for each rank."""
     receives: Sequence[int]
@@ -93,9 +97,9 @@ class Dispatch(NamedTuple):
     this rank has all experts."""
 
     @classmethod
-    def of(cls, counts: Counts, ep: Axis, device: torch.device) -> Dispatch:
-        n = len(counts[0]) // ep.size
-        parts = [slice(n * index, n * (index + 1)) for index in range(ep.size)]
+    def of(cls, counts: Counts, ep: Axis, etp: int, device: torch.device) -> Dispatch:
+        n = len(counts[0]) * etp // ep.size
+        parts = [slice(n * i, n * (i + 1)) for i in range(ep.size // etp) for _ in range(etp)]
         arriving = [own[parts[ep.index]] for own in counts]  # [source][expert here]
         order = None
         if ep.size > 1:
@@ -104,6 +108,7 @@ class Dispatch(NamedTuple):
             order = experts.argsort(stable=True)
         return cls(
             ep,
+            etp,
             sends=[sum(counts[ep.index][part]) for part in parts],
             receives=[sum(own) for own in arriving],
             ends=list(accumulate(map(sum, zip(*arriving, strict=True)))),
@@ -114,15 +119,29 @@ class Dispatch(NamedTuple):
         """[rows of the tokens here, ...] -> [rows of the experts here, ...]."""
         if self.order is None:
             return rows
+        if self.etp > 1:
+            parts = rows.split(self.sends[:: self.etp])
+            rows = torch.cat([part for part in parts for _ in range(self.etp)])
         return self._exchange(rows, self.sends, self.receives)[self.order]
 
     def back(self, rows: Tensor) -> Tensor:
-        """[rows of the experts here, ...] -> [rows of the tokens here, ...]."""
+        """[rows of the experts here, ...] -> [rows of the tokens here, ...], sums over etp in
+        higher precision."""
         if self.order is None:
             return rows
         arrived = torch.empty_like(rows)
         arrived[self.order] = rows
-        return self._exchange(arrived, self.receives, self.sends)
+        results = self._exchange(arrived, self.receives, self.sends)
+        if self.etp == 1:
+            return results
+        high = torch.promote_types(rows.dtype, torch.float32)
+        parts = [part.to(high) for part in results.split(self.sends)]
+        return torch.cat([sum(parts[i + 1 : i + self.etp], parts[i]) for i in self._firsts])
+
+    @property
+    def _firsts(self) -> range:
+        """The first rank of each that have parts of the same experts."""
+        return range(0, self.ep.size, self.etp)
 
     def _exchange(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         width = prod(rows.shape[1:])

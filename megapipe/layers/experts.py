@@ -128,6 +128,9 @@ class Experts(nn.Module):
         self.activation = activation
         self.dtype = torch.promote_types(sharding.dtype, torch.float32)
         """Of logits, scores and weights, and of sums over choices."""
+        self.first = sharding.ep.index % sharding.etp == 0
+        """Of the ranks with parts of the same experts, whose results are added up, this one adds
+        the bias of the second product."""
         self.router = new_parameter(sharding, router)
         self.up, self.up_bias = self._linear(*up)
         self.down, self.down_bias = self._linear(*down)
@@ -178,7 +181,7 @@ class Experts(nn.Module):
         """The second product of weighted activations [rows, f]: [rows, h]."""
         y = inner.new_empty(len(inner), self.down.shape[1])
         grouped_product(inner, self.down.transpose(1, 2), ends, y)
-        if self.down_bias is not None:
+        if self.down_bias is not None and self.first:
             for expert, here in each_expert(ends):
                 y[here] += weight[here].unsqueeze(1).to(y.dtype) * self.down_bias[expert]
         return y
@@ -201,7 +204,7 @@ class _ExpertsFunction(Function):
         choice, counts, of_ranks = layer.choice(logits, p, mb, sequences, graph)
         ep = layer.sharding.ep
         rows = Rows.of(choice, sum(of_ranks[ep.index]))
-        dispatch = Dispatch.of(of_ranks, ep, x.device)
+        dispatch = Dispatch.of(of_ranks, ep, layer.sharding.etp, x.device)
         weights = route.weights(p, route.experts_of(choice), routing)
         here, weight = dispatch.there(rows.gather(tokens)), dispatch.there(rows.of_choices(weights))
         wide = layer.widen(here, dispatch.ends)
@@ -237,7 +240,7 @@ class _ExpertsFunction(Function):
         inner = (plain.detach() * weight.unsqueeze(1)).to(x.dtype)
         grad_inner = grouped_product(grad_y, layer.down, ends, torch.empty_like(inner))
         of_weight = (grad_inner * plain.detach()).sum(-1, dtype=layer.dtype)
-        if layer.down_bias is not None:
+        if layer.down_bias is not None and layer.first:
             for expert, own in each_expert(ends):
                 of_weight[own] += (grad_y[own] @ layer.down_bias[expert]).to(layer.dtype)
         queue.put(ExpertsTask(layer.down, layer.down_bias, inner, grad_y, ends, accumulate, weight))

@@ -51,24 +51,36 @@ def numbers_told(experts: Mapping[int, int]) -> int:
     return sum(NUMBERS + count for count in experts.values())
 
 
-def most_rows(routing: Routing, tokens: int, sequences: int, length: int, ep: int = 1) -> int:
+def most_rows(
+    routing: Routing, tokens: int, sequences: int, length: int, ep: int = 1, etp: int = 1
+) -> int:
     """Rows that the experts of a rank get of a layer, with a capacity at most, and otherwise where
-    `ep` ranks, of `tokens` each, choose evenly. They have `sequences` of that length together."""
+    ep x etp ranks, of `tokens` each, choose evenly. They have `sequences` of that length together.
+    """
     places = routing.places(length)
     if places is None:
-        return tokens * routing.top_k
-    return min(ep * tokens * routing.top_k, sequences * places * routing.experts // ep)
+        return etp * tokens * routing.top_k
+    most = sequences * places * routing.experts // ep
+    return min(ep * etp * tokens * routing.top_k, most)
 
 
 def expert_matrices(
-    name: str, shape: tuple[int, ...], *, bias: bool, std: float
+    name: str, shape: tuple[int, ...], *, bias: bool, std: float, inner_dim: int
 ) -> Iterator[ParameterSpec]:
-    """Weight [experts, (2,) out, in] and bias of one linear layer of each expert."""
+    """Weight [experts, (2,) out, in] and bias of one linear layer of each expert, whose inner width
+    is the dimension `inner_dim`."""
     yield ParameterSpec(
-        name=f"{name}.weight", shape=shape, role="matrix", decay=True, std=std, experts=True
+        name=f"{name}.weight",
+        shape=shape,
+        role="matrix",
+        inner_dim=inner_dim,
+        decay=True,
+        std=std,
+        experts=True,
     )
     if bias:
-        yield ParameterSpec(name=f"{name}.bias", shape=shape[:-1], experts=True)
+        inner = inner_dim if inner_dim < len(shape) - 1 else None
+        yield ParameterSpec(name=f"{name}.bias", shape=shape[:-1], inner_dim=inner, experts=True)
 
 
 def of_tokens(name: str, shape: tuple[int, ...], std: float) -> ParameterSpec:

@@ -39,7 +39,9 @@ class Sharding:
     sequence: Axis = field(default_factory=Axis.alone)
     """The ranks with parts of the same sequences, which are of tp and of cp."""
     ep: Axis = field(default_factory=Axis.alone)
-    """The ranks over which experts are split."""
+    """The ranks over which experts are split, ep x etp."""
+    etp: int = 1
+    """Neighbours among them that have parts of the same experts."""
     copy: int = 0
     """Which of the tensor-parallel ranks that compute the same this is, where `tp` is one alone."""
 
@@ -65,7 +67,7 @@ class LocalParameter(ParameterSpec):
     sizes: tuple[int, ...]
     counted: bool = True
     """This rank counts what it owns of it in norms and writes it to checkpoints: among the tp ranks
-    that hold the same values only the first does. Of experts each of them owns another slice."""
+    that hold the same values only the first does, and of experts among those of etp."""
 
     @property
     def partial(self) -> bool:
@@ -91,16 +93,21 @@ class LocalParameter(ParameterSpec):
 
 def local_parameter(sharding: Sharding, spec: ParameterSpec) -> LocalParameter:
     """A parameter with the region of it that this rank holds."""
-    tp, ep = sharding.tp, sharding.ep
-    sizes, offsets = spec.local_shape(tp.size, ep.size), [0] * len(spec.shape)
+    tp, ep, etp = sharding.tp, sharding.ep, sharding.etp
+    sizes = spec.local_shape(tp.size, ep.size // etp, etp)
+    offsets = [0] * len(spec.shape)
+    part, inner = divmod(ep.index, etp)
     if spec.experts:
-        offsets[0] = sizes[0] * ep.index
+        offsets[0] = sizes[0] * part
+    if spec.inner_dim is not None:
+        offsets[spec.inner_dim] = sizes[spec.inner_dim] * inner
     if spec.split_dim is not None:
         offsets[spec.split_dim] = sizes[spec.split_dim] * tp.index
     given = {field.name: getattr(spec, field.name) for field in fields(ParameterSpec)}
     given["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
     given["heads_partial"] = spec.heads_partial and tp.size > 1
-    counted = spec.split or spec.experts or tp.index == sharding.copy == 0
+    first = inner == 0 if spec.experts else tp.index == sharding.copy == 0
+    counted = spec.split or first
     return LocalParameter(**given, offsets=tuple(offsets), sizes=sizes, counted=counted)
 
 

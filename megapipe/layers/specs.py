@@ -54,6 +54,8 @@ class ParameterSpec:
     """A rank's gradient covers its heads only: it is summed over tp."""
     by_autograd: bool = False
     """Autograd itself computes the gradient, within ``I``; the others' are queued for ``W``."""
+    inner_dim: int | None = None
+    """Of experts, the dimension split over etp; None: every rank of etp holds all of it."""
     experts: bool = False
     """It is of all experts of a layer, its first dimension, which is split over ep. Its gradient is
     summed over all ranks with the same experts, whichever tokens they have, tp ranks among them."""
@@ -68,20 +70,23 @@ class ParameterSpec:
 
     @property
     def split(self) -> bool:
-        """Whether tp ranks hold different parts."""
-        return self.split_dim is not None
+        """Whether tp ranks, or those of etp, hold different parts."""
+        return self.split_dim is not None or self.inner_dim is not None
 
     @property
     def multiplied(self) -> bool:
         """Whether the gradient is a product of matrices; that of an embedding adds up rows."""
         return self.role in ("matrix", "head")
 
-    def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
+    def local_shape(self, tp: int, ep: int = 1, etp: int = 1) -> tuple[int, ...]:
         """The shape of one rank's region, padding included."""
         local = list(self.shape)
         if self.experts:
             assert local[0] % ep == 0, f"{self.name}: {local[0]} over ep {ep}"
             local[0] //= ep
+        if self.inner_dim is not None:
+            assert local[self.inner_dim] % etp == 0, f"{self.name}: {self.shape} over etp {etp}"
+            local[self.inner_dim] //= etp
         if self.split_dim is not None:
             length = self.shape[self.split_dim]
             assert self.multiple > 1 or length % tp == 0, f"{self.name}: {length} over tp {tp}"
@@ -89,9 +94,9 @@ class ParameterSpec:
             local[self.split_dim] = -(-share // self.multiple) * self.multiple
         return tuple(local)
 
-    def local_numel(self, tp: int, ep: int = 1) -> int:
+    def local_numel(self, tp: int, ep: int = 1, etp: int = 1) -> int:
         """Values of one rank's region, padding included."""
-        return prod(self.local_shape(tp, ep))
+        return prod(self.local_shape(tp, ep, etp))
 
 
 def column_linear(
@@ -182,6 +187,6 @@ def by_name(parameters: Iterable[ParameterSpec]) -> dict[str, ParameterSpec]:
     return named
 
 
-def held_numel(parameters: Iterable[ParameterSpec], tp: int, ep: int = 1) -> int:
+def held_numel(parameters: Iterable[ParameterSpec], tp: int, ep: int = 1, etp: int = 1) -> int:
     """Values that one rank keeps, padding included; a tied matrix once."""
-    return sum(spec.local_numel(tp, ep) for spec in by_name(parameters).values())
+    return sum(spec.local_numel(tp, ep, etp) for spec in by_name(parameters).values())

@@ -12,29 +12,38 @@ def check_experts(config: Config, dp: int) -> None:
     """Refuse sizes that do not divide, and what layers with experts do not have yet, beside what
     their family lacks."""
     experts, optimizer, parallel = config.model.moe.experts, config.optimizer, config.parallel
-    ep, tp = parallel.ep, parallel.tp
+    ep, etp, tp = parallel.ep, parallel.etp, parallel.tp
     if experts is None:
-        if ep > 1:
-            raise ConfigError(
-                f"parallel.ep={ep} has no effect without model.moe.experts: expected 1, or that"
-            )
+        for key, value in (("ep", ep), ("etp", etp)):
+            if value > 1:
+                raise ConfigError(
+                    f"parallel.{key}={value} has no effect without model.moe.experts: expected 1, "
+                    "or that"
+                )
         return
     block = dp * parallel.cp * tp
-    if block % ep:
+    if block % (ep * etp):
+        inner = f" x parallel.etp={etp}" if etp > 1 else ""
         raise ConfigError(
-            f"parallel.ep={ep} does not divide dp {dp} x cp {parallel.cp} x tp {tp} = {block}: "
-            f"{choices('ep', block, ep)}"
+            f"parallel.ep={ep}{inner} does not divide dp {dp} x cp {parallel.cp} x tp {tp} = "
+            f"{block}: {choices('ep x etp' if etp > 1 else 'ep', block, ep * etp)}"
+        )
+    ffn = config.model.moe.ffn
+    assert ffn is not None, "resolved"
+    if ffn % etp:
+        raise ConfigError(
+            f"model.moe.ffn={ffn} is not divisible by parallel.etp={etp}: {multiples(ffn, etp)}"
         )
     if experts % ep:
         raise ConfigError(
             f"model.moe.experts={experts} is not divisible by parallel.ep={ep}: "
             f"{multiples(experts, ep)}"
         )
-    copies, size = block // ep, optimizer.shard_size
+    copies, size = block // (ep * etp), optimizer.shard_size
     if size is not None and copies % min(size, copies):
         raise ConfigError(
             f"optimizer.shard_size={size} does not divide the {copies} copies of experts that "
-            f"parallel.ep={ep} leaves: {choices('shard_size', copies, size)}"
+            f"parallel.ep={ep} x etp {etp} leaves: {choices('shard_size', copies, size)}"
         )
     elementwise = either([name for name in RULES if RULES[name].elementwise])
     by_sequence = parallel.sequence_parallel

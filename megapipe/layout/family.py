@@ -74,6 +74,7 @@ def conditions_of(config: Config, device: DeviceKind | None = None) -> Condition
         sequence_length=train.sequence_length,
         cp=parallel.cp,
         ep=parallel.ep,
+        etp=parallel.etp,
         microbatch=train.microbatch,
         tp=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,

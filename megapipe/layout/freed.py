@@ -24,6 +24,7 @@ def sizes_of(config: Config, device: DeviceKind, split: Split, sequence: int, ro
         device == "cuda",
         cp=parallel.cp,
         ep=parallel.ep,
+        etp=parallel.etp,
         ulysses=split.ulysses,
     )
 

@@ -30,7 +30,8 @@ class Layout:
     pp: int
     cp: int
     ep: int
-    """Ranks over which experts are split, of the dp x cp x tp of a pipeline index."""
+    etp: int
+    """Experts are split over ep x etp ranks, of the dp x cp x tp of a pipeline index."""
     microbatches: int
     """Whole micro-batches per step and data-parallel replica."""
     world: int
@@ -104,7 +105,17 @@ class Layout:
     @property
     def copies_of_experts(self) -> int:
         """Processes that compute with the same experts, of any tokens."""
-        return self.dp_cp * self.tp // self.ep
+        return self.dp_cp * self.tp // self.expert_ranks
+
+    @property
+    def of_experts(self) -> tuple[int, int]:
+        """ep and etp."""
+        return self.ep, self.etp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Processes that have all experts of a pipeline index together."""
+        return self.ep * self.etp
 
     @property
     def most_copies(self) -> int:

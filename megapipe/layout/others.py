@@ -52,7 +52,7 @@ def _changed(config: Config, values: dict[str, Any]) -> Config:
 
     return config.model_copy(
         update={
-            "parallel": section("parallel", "dp", "cp", "tp", "pp", "ep"),
+            "parallel": section("parallel", "dp", "cp", "tp", "pp", "ep", "etp"),
             "context": section("context", "ulysses"),
             "pipeline": section("pipeline", "chunks", "schedule"),
             "train": section("train", "microbatch"),

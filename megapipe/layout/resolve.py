@@ -138,12 +138,14 @@ def _resolve(
         final = not by_cost or model.vocab_size is not None
         limit = config.pipeline.memory_limit if final else None
         proof = _prove(config, schedule, limit, freed)
+    copies_of_experts = dp * parallel.cp * parallel.tp // (parallel.ep * parallel.etp)
     layout = Layout(
         dp=dp,
         tp=parallel.tp,
         pp=parallel.pp,
         cp=parallel.cp,
         ep=parallel.ep,
+        etp=parallel.etp,
         microbatches=microbatches,
         world=processes,
         device=device,
@@ -158,7 +160,7 @@ def _resolve(
         context=context_plans(config, split),
         replicas=replica_policy(
             config.optimizer,
-            most_copies(family, dp * parallel.cp, dp * parallel.cp * parallel.tp // parallel.ep),
+            most_copies(family, dp * parallel.cp, copies_of_experts),
             loss_chunk=family.conditions.loss_chunk,
         ),
         schedule=schedule,

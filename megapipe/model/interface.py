@@ -50,6 +50,7 @@ class Conditions:
     loss_chunk: int = 0
     """Most tokens whose logits there are at a time; 0: all of them."""
     ep: int = 1
+    etp: int = 1
     compile: bool = False
     loss: str | None = None
     """``train.loss``, a loss of the user's."""
@@ -93,7 +94,8 @@ class Sizes(NamedTuple):
     cp: int = 1
     """Ranks over which the sequence is split; `sequence` are the positions of one."""
     ep: int = 1
-    """Ranks over which experts are split."""
+    etp: int = 1
+    """Experts are split over ep x etp ranks."""
     ulysses: int = 1
     """Those of them that split heads while they attend."""
     exchanging: tuple[int, int] = (0, 0)
@@ -152,7 +154,6 @@ class TokenTraffic(NamedTuple):
     among: Literal["sequence", "ep"]
     collective: Collective
     what: str
-    """F or I for rows of experts, and routing."""
     calls: int
     bytes: int
     """Of the whole tensors, all collectives together."""

@@ -28,7 +28,7 @@ class Departure:
     def add(self, shard: Shard) -> None:
         """Add the bucket that leaves after those added before."""
         for entry in shard.bucket.entries:
-            if entry.spec.decay and entry.spec.split:
+            if entry.spec.decay and entry.spec.split and not entry.spec.experts:
                 self._place[entry.spec.name] = len(self.shards)
         self.shards.append(shard)
 

@@ -103,6 +103,7 @@ class BucketPlan:
     """Each once, also a tied one that a process uses twice."""
     tp: int
     ep: int
+    etp: int
     shard: Group
     """Processes that own different slices of equal length."""
     replicate: Group
@@ -123,7 +124,7 @@ class BucketPlan:
     def numel(self) -> int:
         """Values in the buffer, padded by :func:`aligned` between its segments and slices."""
         sizes: dict[tuple[bool, bool], int] = defaultdict(int)
-        for each in _sized(self.parameters, self.tp, self.ep):
+        for each in _sized(self.parameters, self.tp, self.ep, self.etp):
             sizes[each.decays, each.split] += each.numel
         owners = self.shard.members * self.replicate.members
         return aligned(sum(map(aligned, sizes.values())), owners)
@@ -161,12 +162,12 @@ class BucketPlan:
 
     def _values(self, parameters: Iterable[ParameterSpec]) -> int:
         """Values of these parameters on one rank."""
-        return sum(spec.local_numel(self.tp, self.ep) for spec in parameters)
+        return sum(spec.local_numel(self.tp, self.ep, self.etp) for spec in parameters)
 
 
-def _sized(parameters: Iterable[ParameterSpec], tp: int, ep: int) -> Iterator[Sized]:
+def _sized(parameters: Iterable[ParameterSpec], tp: int, ep: int, etp: int) -> Iterator[Sized]:
     for spec in parameters:
-        yield Sized(spec.name, spec.local_numel(tp, ep), spec.decay, spec.split)
+        yield Sized(spec.name, spec.local_numel(tp, ep, etp), spec.decay, spec.split)
 
 
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
@@ -194,9 +195,9 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
         holders = (0,) if layout.in_process else tuple(sorted(set(ranks)))
         groups = _groups(config, layout, holders, experts=experts)
         whole = shared or frozen or experts or all(group.members == 1 for group in groups)
-        for own_cut in cut(_sized(parameters, layout.tp, layout.ep), None if whole else least):
+        sizes = layout.tp, *layout.of_experts
+        for own_cut in cut(_sized(parameters, *sizes), None if whole else least):
             own = tuple(spec for spec in parameters if spec.name in own_cut.names)
-            sizes = layout.tp, layout.ep
             yield BucketPlan(stage, own, *sizes, *groups, shared, frozen=frozen)
 
     tied: list[ParameterSpec] = []
@@ -222,7 +223,7 @@ def _groups(
     """Who shards and who replicates a bucket of these pipeline indices; see optim.policy."""
     copies, own = layout.copies_of_experts if experts else layout.dp_cp, holders[:1]
     name = "dp" if layout.cp == 1 else "dp*cp"
-    if experts and layout.ep != layout.tp:
+    if experts and layout.expert_ranks != layout.tp:
         name = "edp"
 
     def group(members: int, stride: int, pp_indices: tuple[int, ...]) -> Group:

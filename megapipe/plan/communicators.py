@@ -47,7 +47,8 @@ class Communicators(NamedTuple):
 def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
     """Those of a process at pipeline index `rank`."""
     split = layout.split
-    groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses, "ep": layout.ep}
+    groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses}
+    groups["ep"] = layout.expert_ranks
     if layout.model.experts() and layout.cp > 1:
         groups["cp*tp"] = layout.cp * layout.tp
     ends = 0

@@ -72,7 +72,7 @@ def held_by_process(config: Config, layout: Layout, schedule: Schedule) -> list[
 
     def held(stages: Sequence[int]) -> int:
         own = (layout.model.parameters(layout.stage_layers[stage]) for stage in stages)
-        return held_numel(chain.from_iterable(own), layout.tp, layout.ep)
+        return held_numel(chain.from_iterable(own), layout.tp, *layout.of_experts)
 
     return [held(stages) for stages in numbers]
 
@@ -131,7 +131,10 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
 
 def _expert_ranks(layout: Layout) -> str:
     """A remark on the ranks over which experts are split; empty where they are not."""
-    return "" if layout.ep == 1 else f", experts over {layout.ep} of a pipeline index"
+    if layout.expert_ranks == 1:
+        return ""
+    inner = f" x etp {layout.etp}" if layout.etp > 1 else ""
+    return f", experts over ep {layout.ep}{inner} of a pipeline index"
 
 
 def _sharded(config: Config, layout: Layout) -> str:

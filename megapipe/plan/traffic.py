@@ -202,7 +202,7 @@ def _about_tokens(config: Config, layout: Layout, rank: int) -> Iterator[Exchang
     those of experts that are chosen evenly."""
     length, axes = sum(layout.slice_lengths), {"cp": layout.cp, "tp": layout.tp}
     name = "*".join(name for name, size in axes.items() if size > 1)
-    groups = {"sequence": (name, layout.cp * layout.tp), "ep": ("ep", layout.ep)}
+    groups = {"sequence": (name, layout.cp * layout.tp), "ep": ("ep", layout.expert_ranks)}
     for stage in layout.process_stages(rank):
         for fused in (False, True):
             for tokens, _ in _pieces(config, layout, stage, rank, fused=fused):

@@ -74,7 +74,14 @@ def content(
 ) -> Content:
     """The state after `step` steps, which took `samples` samples in `order`, but for those that are
     `left_out`. `stream` names the stream that older versions of the weights belong to."""
-    axes = ("pp", "dp", "cp", "tp", *(["ep"] if layout.ep > 1 else []), "chunks")
+    axes = (
+        "pp",
+        "dp",
+        "cp",
+        "tp",
+        *(name for name in ("ep", "etp") if getattr(layout, name) > 1),
+        "chunks",
+    )
     meta = Meta(
         run_id=run_id,
         layout={name: getattr(layout, name) for name in axes},

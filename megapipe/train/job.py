@@ -89,7 +89,7 @@ def start(
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
     timeout = config.parallel.timeout_s
-    sizes = (layout.dp, layout.tp, layout.cp, layout.pipeline_processes, layout.ep)
+    sizes = (layout.dp, layout.tp, layout.cp, layout.pipeline_processes, layout.expert_ranks)
     allow_connections(sum(size - 1 for size in sizes) + info.world * info.hosts)
     with stop.steady if info.hosts else nullcontext():  # one thread alone can open the store
         store = rendezvous.open_store(info, timeout)
@@ -135,7 +135,7 @@ def start(
         meeting = journal.line("meeting", range(info.world))
         enter = partial(rendezvous.start_process_group, store, info, backend, timeout)
         meeting.wait(meeting.count(), enter)
-        grid = Grid(layout.pipeline_processes, layout.dp, layout.cp, layout.tp, layout.ep)
+        grid = Grid(layout.pipeline_processes, layout.dp, layout.cp, layout.tp, *layout.of_experts)
         mesh = ParallelMesh(grid, device=device, timeout_s=timeout, journal=journal)
         try:
             if command.time_slices:

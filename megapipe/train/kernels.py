@@ -127,7 +127,7 @@ def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Shard
     given = Sharding(mesh.tp, split, dtype, kernels=kernels)
     if config.model.moe.experts is None:
         return given
-    return replace(given, sequence=mesh.sequence, ep=mesh.ep)
+    return replace(given, sequence=mesh.sequence, ep=mesh.ep, etp=mesh.grid.etp)
 
 
 def _selected(config: Config, layout: Layout, mesh: ParallelMesh, *, cut: bool) -> Kernels:

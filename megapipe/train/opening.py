@@ -67,8 +67,8 @@ def banner(run: Run) -> str:
     rising = f", from a batch of {sizes[0]} on" if len(sizes) > 1 else ""
     exact = config.run.exact_on(mesh.device.type)
     grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
-    if layout.ep > 1:
-        grid += f" (experts over {layout.ep})"
+    if layout.expert_ranks > 1:
+        grid += f" (experts over ep {layout.ep} x etp {layout.etp})"
     model, rank = layout.model, config.lora.rank
     trained = "" if rank is None else f", {model.count(trained=True):,} of rank {rank} trained"
     order = (layout.stream or run.train_step.schedule).name

@@ -109,6 +109,7 @@ def sizes_of(case: Case, layout: Layout) -> Sizes:
         case.sequence_parallel,
         cp=case.cp,
         ep=case.ep,
+        etp=case.etp,
         ulysses=layout.split.ulysses,
         exchanging=attention_workspace(layout, case.batch, layout.local_length),
     )
@@ -168,6 +169,7 @@ def test_bytes_of_experts() -> None:
             (several, "keep", "llama", "top 2"),
             (several, "selective", "gpt2", "shared, gated"),
             (several, "full, two together", "llama", "top 2"),
+            (replace(split, etp=2), "keep", "llama", "residual"),
         )
     ]
     check_bytes(given, measure_evenly)

@@ -80,6 +80,10 @@ CASES = [
     replace(TENSOR, cp=2, ep=4, moe="capacity, position", model="gpt2", documents=True),
     replace(PIPELINE, dp=2, ep=2, moe="groups", schedule="zb_h1", layers=3, zero=2, model="llama"),
     replace(PIPELINE, dp=2, ep=2, moe="residual", schedule="chimera", m=4, tied=False, zero=0),
+    replace(ALONE, dp=2, etp=2, model="gpt2", masked=0.3, zero=3, activations="full"),
+    replace(TENSOR, etp=2, moe="shared, gated", model="neox", zero=0),
+    replace(TENSOR, dp=2, ep=2, etp=2, moe="capacity, position", model="gpt2", zero=2, m=3),
+    replace(CONTEXT, dp=2, etp=2, moe="groups", layers=3, dtype="fp32"),
     replace(PIPELINE, dp=4, ep=2, schedule="zb_v", m=4, in_process=True, zero=3, dropout=0.2),
 ]  # fmt: skip
 

@@ -81,6 +81,7 @@ class Case:
     moe: str | None = None
     """Of MOE: layers with experts."""
     ep: int = 1
+    etp: int = 1
     lora: str | None = None
     """Adapters are trained, beside the layers of that name in ADAPTED."""
     model: str = "gpt2"
@@ -118,9 +119,13 @@ class Case:
         return self.dp * self.cp * self.tp * (1 if self.in_process else self.pp)
 
     @property
+    def of_experts(self) -> tuple[int, int]:
+        return self.ep, self.etp
+
+    @property
     def grid(self) -> Grid:
         """Of its processes."""
-        return Grid(1 if self.in_process else self.pp, self.dp, self.cp, self.tp, self.ep)
+        return Grid(1 if self.in_process else self.pp, self.dp, self.cp, self.tp, *self.of_experts)
 
     @property
     def name(self) -> str:
@@ -327,6 +332,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "tp": case.tp,
                 "pp": case.pp,
                 "ep": case.ep,
+                "etp": case.etp,
                 "sequence_parallel": case.sequence_parallel,
             },
             "context": context_of(case),
@@ -484,6 +490,7 @@ def plain(case: Case) -> Case:
         tp=1,
         pp=1,
         ep=1,
+        etp=1,
         chunks=None,
         m=case.m * case.dp,
         schedule="1f1b",

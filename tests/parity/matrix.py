@@ -73,8 +73,8 @@ DIMENSIONS: dict[str, list[Any]] = {
     "loss_chunk": [None, 0, 5],
     "lora": [None, "all", "some", "heads together"],
     "moe": [
-        *((None, 1), ("top 2", 1), ("capacity, choice", 1), ("groups", 1)),
-        *(("top 2", 4), ("capacity, choice", 2), ("groups", 2)),
+        *((None, 1, 1), ("top 2", 1, 1), ("capacity, choice", 1, 1), ("groups", 1, 1)),
+        *(("top 2", 4, 1), ("capacity, choice", 2, 2), ("groups", 2, 1), ("top 2", 1, 2)),
     ],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [
@@ -91,7 +91,7 @@ JOINT = {
     "layout": ("dp", "cp", "tp", "pp"),
     "schedule": ("schedule", "chunks"),
     "state": ("state_dtype", "master", "rounding"),
-    "moe": ("moe", "ep"),
+    "moe": ("moe", "ep", "etp"),
 }
 """Dimensions that give several fields of a case their values."""
 ELSEWHERE = {
@@ -185,7 +185,8 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
 def _can_have_experts(c: Mapping[str, Any]) -> bool:
     """Whether layers may have experts, and the reference makes the same choices."""
     dp, cp, tp, _ = c["layout"]
-    copies, left_over = divmod(dp * cp * tp, c["moe"][1])
+    _, ep, etp = c["moe"]
+    copies, left_over = divmod(dp * cp * tp, ep * etp)
     if left_over or copies % min(c["shard_size"] or copies, copies):
         return False
     split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None

@@ -33,6 +33,7 @@ DATA = replace(EXPERTS, dp=2)
 TENSOR = replace(EXPERTS, tp=2, sequence_parallel=True)
 CONTEXT = replace(EXPERTS, cp=2)
 SEVERAL = replace(EXPERTS, dp=2, ep=2)
+INNER = replace(EXPERTS, dp=2, etp=2)
 
 
 def gradient_through_the_weights_dropped() -> Patch:
@@ -266,6 +267,36 @@ def gradient_of_the_weights_of_others_lost() -> Patch:
     )
 
 
+def bias_added_by_all_who_share_an_expert() -> Patch:
+    of = experts.Experts.__init__
+
+    def wrong(self: Experts, *args: Any) -> None:
+        of(self, *args)
+        self.first = True
+
+    return mock.patch.object(Experts, "__init__", wrong)
+
+
+def results_of_one_part_of_an_expert_only() -> Patch:
+    back = Dispatch.back
+
+    def wrong(self: Dispatch, rows: Tensor) -> Tensor:
+        return back(self, rows if self.ep.index % self.etp == 0 else rows * 0)
+
+    return mock.patch.object(Dispatch, "back", wrong)
+
+
+def biases_of_experts_counted_by_all_who_have_them() -> Patch:
+    square = Shard.own_square
+
+    def wrong(self: Shard) -> Tensor:
+        every = [segment._replace(counted=True) for segment in self.segments]
+        with mock.patch.object(self, "segments", every):
+            return square(self)
+
+    return mock.patch.object(Shard, "own_square", wrong)
+
+
 def router_gradient_of_one_shard_only() -> Patch:
     of = experts.Experts.__init__
 
@@ -323,6 +354,9 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     rows_come_back_in_the_order_of_experts: SEVERAL,
     rows_are_computed_in_the_order_of_ranks: SEVERAL,
     gradient_of_the_weights_of_others_lost: SEVERAL,
+    bias_added_by_all_who_share_an_expert: INNER,
+    results_of_one_part_of_an_expert_only: INNER,
+    biases_of_experts_counted_by_all_who_have_them: INNER,
     gradients_of_experts_averaged: TENSOR,
     experts_of_other_tp_ranks_left_out_of_the_norm: TENSOR,
     router_gradient_of_one_shard_only: TENSOR,

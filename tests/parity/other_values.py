@@ -53,7 +53,7 @@ BESIDE = {
     "model.moe.group_top_k": f"{EXPERTS} model.moe.groups=2",
     "model.moe.shared_gate": f"{EXPERTS} model.moe.shared=8",
     "model.moe.drop": f"{EXPERTS} model.moe.capacity=1",
-    "parallel.ep": EXPERTS,
+    **dict.fromkeys(("parallel.ep", "parallel.etp"), EXPERTS),
     "model.norm_offset": "model.norm=rmsnorm",
     "model.rotary_base": ROTARY,
     "model.rotary_share": ROTARY,

@@ -66,8 +66,9 @@ def own_grads(optimizer: Optimizer) -> Iterator[tuple[str, Region, np.ndarray[An
     for shard in optimizer.shards:
         for entry in shard.bucket.entries:
             a, b = max(entry.start, shard.own_start), min(entry.stop, shard.own_stop)
-            alike = entry.spec.split_dim is None and not entry.spec.experts
-            if a >= b or (alike and optimizer.mesh.tp.index > 0):
+            mesh, whole_here = optimizer.mesh, not entry.spec.split
+            index = mesh.rank % mesh.grid.etp if entry.spec.experts else mesh.tp.index
+            if a >= b or (whole_here and index > 0):
                 continue
             flat = shard.grad[shard.local(a, b)]
             for position, local in flat_regions(entry.spec.sizes, a - entry.start, b - entry.start):

@@ -56,6 +56,8 @@ LAYOUTS: dict[str, Case] = {
     "cp 2 dp 2, hybrid ZeRO 3": SMALL(cp=2, dp=2, zero=3, shard_size=2, context="ulysses"),
     "dp 2, ep 2, ZeRO 3": SMALL(dp=2, ep=2, zero=3),
     "dp 2 tp 2, ep 4, ZeRO 2": SMALL(dp=2, tp=2, ep=4, zero=2, sequence_parallel=True),
+    "dp 2, etp 2": SMALL(dp=2, etp=2),
+    "dp 2 tp 2, ep 2 etp 2": SMALL(dp=2, tp=2, ep=2, etp=2, sequence_parallel=True),
     "cp 2 tp 2, ep 2": SMALL(cp=2, tp=2, ep=2, zero=0, sequence_parallel=True),
     "dp 2 pp 2, ep 2, replicas": SMALL(dp=2, pp=2, ep=2, schedule="chimera"),
     "cp 4 tp 2": SMALL(cp=4, tp=2, context="usp", sequence_parallel=True),

@@ -46,8 +46,8 @@ def mixture_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec
     router_std = std * moe.router_init_scale
     yield of_tokens(f"{name}.router.weight", (moe.experts, h), router_std)
     up, down = (moe.experts, *inner, moe.ffn, h), (moe.experts, h, moe.ffn)
-    yield from expert_matrices(f"{name}.up", up, bias=bias, std=std)
-    yield from expert_matrices(f"{name}.down", down, bias=bias, std=residual_std)
+    yield from expert_matrices(f"{name}.up", up, bias=bias, std=std, inner_dim=len(up) - 2)
+    yield from expert_matrices(f"{name}.down", down, bias=bias, std=residual_std, inner_dim=2)
     if moe.shared is not None:
         wide, narrow = (*inner, moe.shared, h), (h, moe.shared)
         yield from column_linear(f"{name}.shared.up", wide, bias=bias, std=std)

@@ -32,9 +32,9 @@ def _tokens(sizes: Sizes) -> int:
 def _rows(routing: Routing, sizes: Sizes) -> int:
     """Rows of its experts, with a capacity at most."""
     parts = sizes.cp * (sizes.tp if sizes.sequence_parallel else 1)
-    sequences = sizes.rows * max(1, sizes.ep // parts)  # of the ranks that share experts out
-    length = sizes.sequence * sizes.cp
-    return most_rows(routing, _tokens(sizes), sequences, length, sizes.ep)
+    shared_by = sizes.ep * sizes.etp
+    sequences, length = sizes.rows * max(1, shared_by // parts), sizes.sequence * sizes.cp
+    return most_rows(routing, _tokens(sizes), sequences, length, sizes.ep, sizes.etp)
 
 
 def mixture_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]:
@@ -44,13 +44,13 @@ def mixture_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]
     choices, up = tokens * moe.top_k, 2 if model.gated else 1
     rows = _rows(routing, sizes)
     scopes = sizes.rows if routing.per_sequence else 1
-    yield "up of experts", rows * known(moe.ffn) * up * size
+    yield "up of experts", rows * known(moe.ffn) // sizes.etp * up * size
     yield "logits", tokens * known(moe.experts) * high_bytes(model)
     yield "choice", choices * CHOICE
     yield "counts", scopes * known(moe.experts) * COUNT
     yield "order", choices * PLACE
     yield "rows of choices", choices * PLACE
-    if sizes.ep > 1:
+    if sizes.ep * sizes.etp > 1:
         yield "arrived", rows * model.hidden * size
         yield "weights", rows * high_bytes(model)
         yield "order of arrival", rows * PLACE
@@ -70,7 +70,7 @@ def mixture_queued(model: ModelConfig, sizes: Sizes, *, shared: bool) -> int:
     where it is kept."""
     moe, size, high = model.moe, DTYPE_BYTES[model.dtype], high_bytes(model)
     tokens, h, up = _tokens(sizes), model.hidden, 2 if model.gated else 1
-    rows, ffn = _rows(routing_of(moe), sizes), known(moe.ffn)
+    rows, ffn = _rows(routing_of(moe), sizes), known(moe.ffn) // sizes.etp
     found = rows * (size * (2 * h + ffn + up * ffn) + high)
     found += tokens * (h * size + known(moe.experts) * high)
     if moe.shared is not None:

@@ -25,7 +25,7 @@ def routing_traffic(
     counts = layers * known(moe.experts) * COUNT
     scopes = rows if routing.per_sequence else 1
     yield TokenTraffic("sequence", "all_reduce", "routing", layers, scopes * counts)
-    yield TokenTraffic("ep", "all_gather", "routing", layers, given.ep * counts)
+    yield TokenTraffic("ep", "all_gather", "routing", layers, given.ep * given.etp * counts)
     if moe.capacity is None:
         return
     choices = layers * rows * length * moe.top_k
@@ -51,7 +51,7 @@ def rows_traffic(
     layers = list(filter(moe.has_experts, stage.layers))
     repeated, without_outputs = _run_again(model, stage, spans, again=again)
     runs = len(layers) + repeated
-    sent = rows * length // (given.cp * given.tp) * moe.top_k
+    sent = rows * length // (given.cp * given.tp) * moe.top_k * given.etp
     row, weight = model.hidden * DTYPE_BYTES[model.dtype], high_bytes(model)
     back = runs - without_outputs
     forward = runs * (row + weight) + back * row

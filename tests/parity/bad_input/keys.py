@@ -66,6 +66,8 @@ MOE = [
         ("parallel.ep=4 does not divide dp 2 x cp 1 x tp 1 = 2", "ep could be 1 or 2")),
     Bad("experts that ep does not divide", "model.moe.experts=3 parallel.ep=2", 2,
         ("model.moe.experts=3 is not divisible by parallel.ep=2",)),
+    Bad("a width that etp does not divide", "model.moe.experts=4 model.moe.ffn=9 parallel.etp=2", 2,
+        ("model.moe.ffn=9 is not divisible by parallel.etp=2",)),
     Bad("ep without experts", "parallel.ep=2", 2,
         ("parallel.ep=2 has no effect without model.moe.experts: expected 1, or that",)),
     Bad("experts and muon", "model.moe.experts=4 optimizer.rule=muon", 2,

@@ -100,7 +100,7 @@ def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
     choice = torch.tensor([[2, 0], [0, ~2], [2, 1], [~1, 0]], dtype=torch.int16)
     counts = count_rows(choice, 4, Axis.alone())
     assert counts == [[3, 1, 2, 0]]
-    rows, dispatch = Rows.of(choice, 6), Dispatch.of(counts, Axis.alone(), choice.device)
+    rows, dispatch = Rows.of(choice, 6), Dispatch.of(counts, Axis.alone(), 1, choice.device)
     assert dispatch.ends == [3, 4, 6, 6]
     assert rows.order[:6].tolist() == [1, 2, 7, 5, 0, 4]
     assert rows.slots.tolist() == [[4, 0], [1, 6], [5, 3], [6, 2]]
@@ -115,7 +115,8 @@ def test_rows_of_other_ranks_are_put_into_the_order_of_experts_and_then_of_ranks
     """Of two ranks with two of four experts each; counts are by rank and expert."""
     counts = [[2, 0, 1, 3], [0, 1, 2, 0]]
     first, second = (
-        Dispatch.of(counts, Axis(2, index, (0, 1), None), torch.device("cpu")) for index in (0, 1)
+        Dispatch.of(counts, Axis(2, index, (0, 1), None), 1, torch.device("cpu"))
+        for index in (0, 1)
     )
     assert (first.sends, first.receives, first.ends) == ([2, 4], [2, 1], [2, 3])
     assert (second.sends, second.receives, second.ends) == ([1, 2], [4, 2], [3, 6])
@@ -123,6 +124,18 @@ def test_rows_of_other_ranks_are_put_into_the_order_of_experts_and_then_of_ranks
     assert second.order is not None
     assert first.order.tolist() == [0, 1, 2]
     assert second.order.tolist() == [0, 4, 5, 1, 2, 3]
+
+
+def test_all_who_share_an_expert_get_its_rows() -> None:
+    """Of four ranks, two with each half of the experts."""
+    counts = [[1, 2], [0, 3], [0, 0], [2, 0]]
+    ranks = [
+        Dispatch.of(counts, Axis(4, index, (0, 1, 2, 3), None), 2, torch.device("cpu"))
+        for index in range(4)
+    ]
+    assert [each.sends for each in ranks] == [[1, 1, 2, 2], [0, 0, 3, 3], [0] * 4, [2, 2, 0, 0]]
+    assert [each.receives for each in ranks] == [*[[1, 0, 0, 2]] * 2, *[[2, 3, 0, 0]] * 2]
+    assert [each.ends for each in ranks] == [[3], [3], [5], [5]]
 
 
 @pytest.mark.parametrize("softmax", [True, False])

@@ -166,6 +166,15 @@ def test_no_class_of_hugging_face_expresses_them_yet() -> None:
             "model.moe.experts=5 parallel.ep=2",
             "model.moe.experts=5 is not divisible by parallel.ep=2: expected a multiple",
         ),
+        ("parallel.etp=2", "parallel.etp=2 has no effect without model.moe.experts"),
+        (
+            "model.moe.experts=4 parallel.ep=2 parallel.etp=2",
+            "parallel.ep=2 x parallel.etp=2 does not divide dp 2 x cp 1 x tp 1 = 2: ep x etp",
+        ),
+        (
+            "model.moe.experts=4 model.moe.ffn=9 parallel.etp=2",
+            "model.moe.ffn=9 is not divisible by parallel.etp=2: expected a multiple",
+        ),
         ("model.moe.experts=4 kernels.compile=true", "kernels.compile=true: GPT with model.moe"),
         ("model.moe.experts=4 lora.rank=2", "lora.rank=2: GPT with model.moe.experts has no"),
         (
