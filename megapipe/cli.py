@@ -162,14 +162,17 @@ def _to_write(value: Any) -> Any:
     return without_secrets(value) if isinstance(value, str) and is_remote(value) else value
 
 
+IN_JSON = ("model.options", "model.moe.dense_layers")
+"""Keys of the model section that :func:`flatten` has as JSON."""
+
+
 def stored_model(stored: Mapping[str, Any]) -> ModelConfig:
     """The model section among keys as :func:`flatten` has them, such as those of a checkpoint; one
     that is not there has its default. Raises :class:`ConfigError` for keys of another version."""
     fields: dict[str, Any] = {}
     for key, value in stored.items():
         if key.startswith("model."):
-            _put(fields, key.split(".")[1:], value)
-    fields["options"] = json.loads(fields.get("options", "{}"))
+            _put(fields, key.split(".")[1:], json.loads(value) if key in IN_JSON else value)
     try:
         return ModelConfig.model_validate(fields)
     except ValidationError as error:

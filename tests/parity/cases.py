@@ -240,6 +240,7 @@ MOE: dict[str, dict[str, Any]] = {
         "capacity": 1.0,
         "balance": 0.5,
         "every": 2,
+        "dense_layers": [1],
     },
     "capacity, choice": {
         "experts": 6,

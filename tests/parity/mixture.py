@@ -39,7 +39,7 @@ class Told:
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
     moe = model.moe
-    if moe.experts is None or layer < moe.dense_first:
+    if moe.experts is None or layer < moe.dense_first or layer in moe.dense_layers:
         return False
     return (layer - moe.dense_first) % moe.every == moe.every - 1
 

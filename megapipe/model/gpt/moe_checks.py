@@ -13,7 +13,8 @@ def check_experts(model: ModelConfig) -> None:
     """Raise :class:`ConfigError` for the first thing that is wrong in a resolved model."""
     moe = model.moe
     for key, holds, needed in _needs(moe):
-        value, default = getattr(moe, key), MoEConfig.model_fields[key].default
+        value = getattr(moe, key)
+        default = MoEConfig.model_fields[key].get_default(call_default_factory=True)
         if value != default and not holds:
             raise ConfigError(
                 f"model.moe.{key}={text_of(value)} has no effect without {needed}: expected "
@@ -21,6 +22,7 @@ def check_experts(model: ModelConfig) -> None:
             )
     if moe.experts is None:
         return
+    _check_dense_layers(model)
     if not any(map(moe.has_experts, range(model.layers))):
         raise ConfigError(
             f"model.moe.dense_first={moe.dense_first} and model.moe.every={moe.every} leave none "
@@ -49,6 +51,26 @@ def check_experts(model: ModelConfig) -> None:
         raise ConfigError(
             "model.moe.top_k=1 with model.moe.normalise=true has the weight 1 for every token, "
             "which teaches the router nothing: expected model.moe.normalise=false"
+        )
+
+
+def _check_dense_layers(model: ModelConfig) -> None:
+    """Refuse layers that there are not, or that would be dense anyway; and those that are all."""
+    given = model.moe.dense_layers
+    where = f"model.moe.dense_layers={text_of(given)}"
+    others = model.moe.model_copy(update={"dense_layers": []})
+    for layer in given:
+        if not 0 <= layer < model.layers:
+            raise ConfigError(
+                f"{where}: there is no layer {layer}: expected 0 to {model.layers - 1}"
+            )
+        if given.count(layer) > 1 or not others.has_experts(layer):
+            raise ConfigError(f"{where}: layer {layer} is dense without it: expected it left out")
+    with_experts = list(filter(others.has_experts, range(model.layers)))
+    if given and len(with_experts) == len(given):
+        raise ConfigError(
+            f"{where} leaves no layer with experts: expected some of "
+            f"{', '.join(map(str, with_experts))} left out"
         )
 
 

@@ -22,6 +22,8 @@ class MoEConfig(Section):
     every: int = Field(1, ge=1)
     """Of the layers after these the last of every so many has experts: 2 for every other one
     (GShard)."""
+    dense_layers: list[int] = Field(default_factory=list)
+    """Layers, counted from 0, that stay dense beside those."""
     shared: int | None = Field(None, ge=1)
     """Inner width of an MLP beside the experts that takes every token; default: there is none."""
     shared_gate: Literal["none", "sigmoid", "softmax"] = "none"
@@ -61,6 +63,6 @@ class MoEConfig(Section):
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
-        if self.experts is None or layer < self.dense_first:
+        if self.experts is None or layer < self.dense_first or layer in self.dense_layers:
             return False
         return (layer - self.dense_first + 1) % self.every == 0

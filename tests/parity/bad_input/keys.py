@@ -54,6 +54,8 @@ MOE = [
         ("model.moe.experts=many: expected a whole number >= 2",)),
     Bad("a key of experts without any", "model.moe.top_k=1", 2,
         ("model.moe.top_k=1 has no effect without model.moe.experts",)),
+    Bad("a dense layer that there is not", "model.moe.experts=4 model.moe.dense_layers=[7]", 2,
+        ("model.moe.dense_layers=[7]: there is no layer 7",)),
     Bad("more choices than experts", "model.moe.experts=2 model.moe.top_k=3", 2,
         ("model.moe.top_k=3 is more than model.moe.experts=2",)),
     Bad("groups that do not divide", "model.moe.experts=4 model.moe.groups=3", 2,

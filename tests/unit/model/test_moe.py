@@ -70,6 +70,17 @@ SMALL = {
 }
 
 
+def test_which_layers_have_experts() -> None:
+    def found(**keys: object) -> list[int]:
+        moe = MoEConfig.model_validate({"experts": 4, **keys})
+        return list(filter(moe.has_experts, range(6)))
+
+    assert found() == [0, 1, 2, 3, 4, 5]
+    assert found(dense_first=1, every=2) == [2, 4]
+    assert found(dense_layers=[0, 3]) == [1, 2, 4, 5]
+    assert found(every=2, dense_layers=[3]) == [1, 5]
+
+
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_a_token_meets_its_share_of_the_experts(activation: str) -> None:
     model = family({**SMALL, "activation": activation})
@@ -113,7 +124,7 @@ def test_layers_are_cut_into_stages_by_their_cost() -> None:
 
 
 def test_they_are_stored_and_read_back() -> None:
-    config = parse(["model.moe.experts=4", "model.moe.capacity=1.25"]).config
+    config = parse(["model.moe.experts=4", "model.moe.dense_layers=[1,3]"]).config
     assert stored_model(flatten(config)) == config.model
     older = {key: value for key, value in flatten(config).items() if ".moe." not in key}
     assert stored_model(older).moe == MoEConfig()
@@ -140,6 +151,18 @@ def test_no_class_of_hugging_face_expresses_them_yet() -> None:
         ),
         ("model.moe.experts=4 model.moe.top_k=1", "expected model.moe.normalise=false"),
         ("model.moe.experts=4 model.moe.dense_first=4", "leave none of model.layers=4"),
+        (
+            "model.moe.experts=4 model.moe.dense_layers=[0,4]",
+            "model.moe.dense_layers=[0, 4]: there is no layer 4: expected 0 to 3",
+        ),
+        (
+            "model.moe.experts=4 model.moe.dense_layers=[0] model.moe.dense_first=1",
+            "model.moe.dense_layers=[0]: layer 0 is dense without it: expected it left out",
+        ),
+        (
+            "model.moe.experts=4 model.moe.dense_layers=[1,3] model.moe.every=2",
+            "model.moe.dense_layers=[1, 3] leaves no layer with experts: expected some of 1, 3",
+        ),
         ("model.moe.experts=4 model.moe.every=5", "leave none of model.layers=4"),
         (
             "model.moe.experts=4 model.moe.shared_gate=sigmoid",
