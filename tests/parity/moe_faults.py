@@ -25,7 +25,11 @@ from megapipe.testing import World
 from megapipe.train import own_totals
 from megapipe.train.feed import Feed
 from tests.parity.cases import Case
-from tests.parity.faults import Patch, run_with
+from tests.parity.faults import (
+    Patch,
+    replicated_parameters_counted_on_every_tp_rank,
+    run_with,
+)
 
 EXPERTS = Case(moe="top 2", masked=0.3)
 DROPPING = Case(moe="capacity, choice", model="llama")
@@ -286,17 +290,6 @@ def results_of_one_part_of_an_expert_only() -> Patch:
     return mock.patch.object(Dispatch, "back", wrong)
 
 
-def biases_of_experts_counted_by_all_who_have_them() -> Patch:
-    square = Shard.own_square
-
-    def wrong(self: Shard) -> Tensor:
-        every = [segment._replace(counted=True) for segment in self.segments]
-        with mock.patch.object(self, "segments", every):
-            return square(self)
-
-    return mock.patch.object(Shard, "own_square", wrong)
-
-
 def router_gradient_of_one_shard_only() -> Patch:
     of = experts.Experts.__init__
 
@@ -356,7 +349,7 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     gradient_of_the_weights_of_others_lost: SEVERAL,
     bias_added_by_all_who_share_an_expert: INNER,
     results_of_one_part_of_an_expert_only: INNER,
-    biases_of_experts_counted_by_all_who_have_them: INNER,
+    replicated_parameters_counted_on_every_tp_rank: INNER,  # and biases of experts on those of etp
     gradients_of_experts_averaged: TENSOR,
     experts_of_other_tp_ranks_left_out_of_the_norm: TENSOR,
     router_gradient_of_one_shard_only: TENSOR,
