@@ -345,7 +345,7 @@ class Returned(NamedTuple):
     seconds: dict[int, float]
 
 
-PAUSE_S = 0.3
+PAUSE_S = 1.0
 
 
 def returned(world: World, case: Case, slow: int) -> Returned:

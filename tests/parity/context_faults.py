@@ -189,7 +189,9 @@ def tokens_counted_over_dp_only() -> Patch:
 
 
 def gradients_summed_over_dp_only() -> Patch:
-    def wrong(self: Grid, rank: int, pp_indices: Sequence[int]) -> list[int]:
+    def wrong(
+        self: Grid, rank: int, pp_indices: Sequence[int], *, experts: bool = False
+    ) -> list[int]:
         at = self.coordinates_of(rank)
         return [
             self.rank_of(at._replace(pp=pp, dp=dp)) for pp in pp_indices for dp in range(self.dp)
