@@ -142,7 +142,7 @@ def test_what_input_gradients_free_is_room_within_the_limit(tmp_path: Path) -> N
             "its recompute is not that of this run",
             marks=pytest.mark.slow,
         ),
-        (GPIPE, "it holds 6 micro-batches, the limit is 2"),
+        pytest.param(GPIPE, "it holds 6 micro-batches, the limit is 2", marks=pytest.mark.slow),
         (GPIPE.replace("0B5", "0F5"), "duplicate of op 5"),
     ],
 )

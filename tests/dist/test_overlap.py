@@ -121,7 +121,7 @@ def cases(tp: int, sequence_parallel: bool) -> list[Case]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_hiding_collectives_changes_no_bit(tp: int) -> None:
     """Without sequence parallelism it is all-reduces beside GEMMs, of which tp 2 shows enough."""
     hidden = cases(tp, sequence_parallel=True)
