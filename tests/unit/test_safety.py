@@ -251,7 +251,7 @@ def lines(folder: Path, *, own: bool = True, device: str = "cpu", **given: Any) 
         mesh=SimpleNamespace(rank=0, world=1, device=torch.device(device), backend="gloo"),
         train_step=SimpleNamespace(
             schedule=layout.schedule,
-            optimizer=SimpleNamespace(policy=policy),
+            policy=policy,
             kernels=SimpleNamespace(banner=lambda: "", warnings=list),
             position=SimpleNamespace(samples=0),
             left_out=LeftOut(),

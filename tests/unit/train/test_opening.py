@@ -22,9 +22,7 @@ def line(*overrides: str, world: int = 1, device: str = "cpu") -> str:
         config=config,
         layout=layout,
         mesh=SimpleNamespace(world=world, device=torch.device(device), backend="gloo"),
-        train_step=SimpleNamespace(
-            schedule=layout.schedule, optimizer=SimpleNamespace(policy=policy)
-        ),
+        train_step=SimpleNamespace(schedule=layout.schedule, policy=policy),
     )
     return banner(run)
 
