@@ -15,7 +15,7 @@ from megapipe.layers.parameter import LocalParameter
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
-from tests.parity import cases, reference
+from tests.parity import named_settings, reference
 from tests.parity.outcome import Parts, own_grads
 from tests.parity.ranks import Case, Rows, assemble, batch_of, configure, take_region
 from tests.unit.model.transformers_models import CASES, FAMILIES, hf_logits_and_grads, model_of
@@ -43,7 +43,7 @@ def case_of(layout: Case, family: str) -> Case:
 def as_cases() -> Any:
     """Cases may have the families' models: every field of them, in the place of a case's own."""
     models = {family: model_of(family).model_dump() for family in CASES | FAMILIES}
-    return mock.patch.dict(cases.MODELS, models)
+    return mock.patch.dict(named_settings.MODELS, models)
 
 
 def fill(params: reference.Params, spec: LocalParameter, out: Any) -> None:

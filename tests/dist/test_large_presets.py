@@ -10,7 +10,7 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.testing import World, run_world
-from tests.parity import cases
+from tests.parity import named_settings
 from tests.parity.ranks import Case, Outcome, check_case, run_case
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -38,7 +38,7 @@ def models() -> Any:
     for name in ("mt_nlg_530b", "bloom_176b"):
         fields = parse([str(CONFIGS / f"{name}.yaml")]).config.model.model_dump()
         found[name] = {key: v for key, v in fields.items() if key not in (*SIZES, *OWN)}
-    return mock.patch.dict(cases.MODELS, found)
+    return mock.patch.dict(named_settings.MODELS, found)
 
 
 def run(world: World, chosen: list[Case]) -> list[Outcome]:

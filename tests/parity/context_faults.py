@@ -27,7 +27,7 @@ from megapipe.ops.scores import Scores
 from megapipe.optim.optimizer import Optimizer
 from megapipe.testing import World
 from megapipe.train.feed import Feed
-from tests.parity.faults import Patch, run_with
+from tests.parity.faults import Patch, run_of_size
 from tests.parity.ranks import Case
 
 RING = Case(cp=2, m=2, model="llama", masked=0.3)
@@ -266,5 +266,4 @@ FAULTS: dict[Callable[[], Patch], Case] = {
 
 def run_faults(world: World) -> list[tuple[str, Any]]:
     """Every fault whose case has this world's size."""
-    mine = {fault: case for fault, case in FAULTS.items() if case.world == world.size}
-    return [(fault.__name__, run_with(world, fault, case)) for fault, case in mine.items()]
+    return run_of_size(world, FAULTS)

@@ -5,7 +5,7 @@ Every fault is a patch of one place in the package, applied inside the ranks of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -475,7 +475,14 @@ def run_with_dropout(world: World) -> list[list[Outcome]]:
 
 def run_faults(world: World) -> list[tuple[str, Outcome | str]]:
     """Every fault whose case has this world's size."""
-    mine = {fault: case for fault, case in FAULTS.items() if case.world == world.size}
+    return run_of_size(world, FAULTS)
+
+
+def run_of_size(
+    world: World, faults: Mapping[Callable[[], Patch], Case]
+) -> list[tuple[str, Outcome | str]]:
+    """Those of some faults whose case has this world's size."""
+    mine = {fault: case for fault, case in faults.items() if case.world == world.size}
     return [(fault.__name__, run_with(world, fault, case)) for fault, case in mine.items()]
 
 

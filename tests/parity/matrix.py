@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.parity.cases import CONTEXTS, Case
+from tests.parity.cases import Case
+from tests.parity.named_settings import CONTEXTS
 from tests.parity.pairs import Choice, Pairs
 
 SCHEDULES = (

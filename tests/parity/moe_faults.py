@@ -28,7 +28,7 @@ from tests.parity.cases import Case
 from tests.parity.faults import (
     Patch,
     replicated_parameters_counted_on_every_tp_rank,
-    run_with,
+    run_of_size,
 )
 
 EXPERTS = Case(moe="top 2", masked=0.3)
@@ -363,5 +363,4 @@ FAULTS: dict[Callable[[], Patch], Case] = {
 
 def run_faults(world: World) -> list[tuple[str, Any]]:
     """Every fault whose case has this world's size."""
-    mine = {fault: case for fault, case in FAULTS.items() if case.world == world.size}
-    return [(fault.__name__, run_with(world, fault, case)) for fault, case in mine.items()]
+    return run_of_size(world, FAULTS)

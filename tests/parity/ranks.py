@@ -11,7 +11,6 @@ from megapipe.schedule.ir import Schedule
 from megapipe.testing import World
 from megapipe.train.step import TrainStep
 from tests.parity import reference
-from tests.parity.cases import ACTIVATIONS as ACTIVATIONS
 from tests.parity.cases import END, Case, Rows, configure, validation_rows, validation_samples
 from tests.parity.cases import LR as LR
 from tests.parity.cases import STEPS as STEPS
@@ -19,6 +18,7 @@ from tests.parity.cases import batch_of as batch_of
 from tests.parity.cases import plain as plain
 from tests.parity.checking import check_case as check_case
 from tests.parity.expected import expected as expected
+from tests.parity.named_settings import ACTIVATIONS as ACTIVATIONS
 from tests.parity.outcome import Outcome, local_copies, own_grads, own_values, take_region
 from tests.parity.outcome import _global as _global
 from tests.parity.outcome import assemble as assemble

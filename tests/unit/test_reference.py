@@ -8,9 +8,10 @@ from torch import Tensor
 
 from megapipe.model.gpt.config import ModelConfig
 from tests.parity.by_position import grads_by_position
-from tests.parity.cases import END, MODELS, Case, batch_of, configure
+from tests.parity.cases import END, Case, batch_of, configure
 from tests.parity.compare import assert_within
 from tests.parity.dropout_noise import noise_of
+from tests.parity.named_settings import MODELS
 from tests.parity.reference import (
     Optimizer,
     assert_error_like,
