@@ -21,9 +21,10 @@ from megapipe.engine import channels
 from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Key, Stage
 from megapipe.layers import kv_cache, linear, lora
+from megapipe.layers.linear import ColumnParallelLinear, on_every_rank
 from megapipe.layers.lora_specs import Rows
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.parameter import Sharding, new_parameter, spec_of
+from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.gpt.block import Blocks
 from megapipe.model.gpt.stage import GPTStage
@@ -359,19 +360,19 @@ def last_layer_lost() -> Patch:
 def replicated_adapter_gradients_summed_over_tp() -> Patch:
     """A matrix that every tp rank holds whole, with its whole gradient, counts tp times."""
 
-    def wrong(sharding: Sharding, spec: ParameterSpec) -> Parameter:
-        return new_parameter(sharding, replace(spec, heads_partial=True))
+    def wrong(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
+        return on_every_rank(sharding, replace(spec, heads_partial=True))
 
-    return mock.patch.object(lora, "new_parameter", wrong)
+    return mock.patch.object(lora, "on_every_rank", wrong)
 
 
 def replicated_adapter_gradients_of_one_sequence_shard() -> Patch:
     """What covers the positions of one tp rank is taken for all of it."""
 
-    def wrong(sharding: Sharding, spec: ParameterSpec) -> Parameter:
-        return new_parameter(sharding, replace(spec, sequence_partial=False))
+    def wrong(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
+        return on_every_rank(sharding, replace(spec, sequence_partial=False))
 
-    return mock.patch.object(lora, "new_parameter", wrong)
+    return mock.patch.object(lora, "on_every_rank", wrong)
 
 
 def adapters_of_one_tp_rank_left_out_of_the_norm() -> Patch:
