@@ -11,8 +11,10 @@ from typing import Any
 from torch.distributed import DistError, DistStoreError, PrefixStore, Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api
 
 from megapipe.answers import Mute, within
+from megapipe.launch.forks import Forks
 from megapipe.launch.ranks import exit_code
 from megapipe.launch.rendezvous import of_ranks
 from megapipe.launch.shutdown import FAILED, claim
@@ -22,6 +24,8 @@ ANSWER_S = 0.5
 """
 LOOK_S = 0.25
 """How long the thread that waits for a failure may take to notice that the ranks have ended."""
+HANDLER = "get_subprocess_handler"
+"""The function of torch's module that starts a process for an agent, which has no other way in."""
 
 
 class Agent(LocalElasticAgent):
@@ -32,8 +36,11 @@ class Agent(LocalElasticAgent):
     to stop, then know why.
     """
 
-    def __init__(self, *given: Any, handed_on: Container[int], **more: Any) -> None:
+    def __init__(
+        self, *given: Any, handed_on: Container[int], forks: Forks | None, **more: Any
+    ) -> None:
         super().__init__(*given, **more)
+        self._forks = forks
         self.before: int | None = None
         """The exit code of a failure that another process has claimed before a rank failed here."""
         self.has_noticed = False
@@ -66,7 +73,16 @@ class Agent(LocalElasticAgent):
                 own = within(ANSWER_S, store.clone)  # type: ignore[attr-defined]
                 self._ear = threading.Thread(target=self._hear, args=(own,), daemon=True)
                 self._ear.start()
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        started: dict[int, Any]
+        if self._forks is None:
+            started = super()._start_workers(worker_group)
+            return started
+        before = getattr(api, HANDLER)
+        setattr(api, HANDLER, self._forks.handler)
+        try:
+            started = super()._start_workers(worker_group)
+        finally:
+            setattr(api, HANDLER, before)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

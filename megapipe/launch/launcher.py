@@ -1,7 +1,8 @@
 """Starts the processes of a job on this node: ``python -m megapipe.launch --nproc 8 train.py ...``.
 
 torchrun's agent does the work: it meets the agents of other nodes, hosts the store, starts a
-process per rank and ends all when one fails. The end of a job is different. The ranks themselves
+process per rank and ends all when one fails. Ranks of ``train.py`` begin with torch loaded
+(:mod:`megapipe.launch.forks`). The end of a job is different. The ranks themselves
 report what went wrong, so nothing is added to that, and the exit code is that of the first rank to
 fail. With ``--restarts`` a run that a fault has ended is started again
 (:mod:`megapipe.launch.supervisor`). A signal is handed on to the ranks, which may take as long as
@@ -28,12 +29,14 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from megapipe.command_line import begin_program, say
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch import progress
 from megapipe.launch.endpoints import Endpoint, Nodes
+from megapipe.launch.forks import Forks, can_fork
 from megapipe.launch.memory_folder import MemoryFolder
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.ranks import Ends
@@ -85,14 +88,16 @@ def launch(
         _Relay() as relay,
         _progress_file(restarts) as file,
         MemoryFolder(restarts > 0) as memory,
+        contextlib.ExitStack() as within,
     ):
         relay.leave = memory.leave
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
+        forks = within.enter_context(_load_torch(command, nproc, relay))
         nproc = nproc or _gpus()
         meeting = _meeting(nproc, nodes, endpoints, rdzv_id, rdzv_timeout_s, last_call_s)
         while True:
             with _newcomers(meeting, file):
-                code = _run(_agent(command, nproc, meeting, relay.handed_on), relay, meeting)
+                agent = _agent(command, nproc, meeting, relay.handed_on, forks)
+                code = _run(agent, relay, meeting)
             done = progress.read(file) if file is not None else progress.Progress()
             again = supervisor.again(code, done) if not relay.handed_on else None
             if again is None or file is None:
@@ -102,6 +107,25 @@ def launch(
             progress.write_request(file, progress.Request(again.before))
             with relay.waiting():
                 time.sleep(again.wait_s)
+
+
+def _load_torch(
+    command: Sequence[str], nproc: int | None, relay: _Relay
+) -> contextlib.AbstractContextManager[Forks | None]:
+    """Load torch; then hear signals, and where the ranks may be forks have who forks them."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
+    _spare_threads(nproc or 1)
+    import torch  # noqa: F401
+
+    forks = Forks(relay.restore) if can_fork(command) else contextlib.nullcontext()
+    relay.listen()
+    return forks
+
+
+def _spare_threads(nproc: int) -> None:
+    """Have each of several processes compute in one thread, as torchrun does."""
+    if nproc > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @contextlib.contextmanager
@@ -129,10 +153,9 @@ def _meeting(
     rdzv_timeout_s: float,
     last_call_s: float,
 ) -> Meeting:
-    """This launcher's part in the meetings of all nodes; loads torch."""
+    """This launcher's part in the meetings of all nodes."""
     allow_connections(2 * nodes.most * nproc)  # of the store, and ranks inherit the limit
-    if nproc > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    _spare_threads(nproc)
     from megapipe.launch.meeting import Meeting
 
     logging.disable(logging.CRITICAL)  # the agent's account of each signal and failure
@@ -160,7 +183,11 @@ def _newcomers(meeting: Meeting, file: Path | None) -> Iterator[None]:
 
 
 def _agent(
-    command: Sequence[str], nproc: int, meeting: Meeting, handed_on: Container[int]
+    command: Sequence[str],
+    nproc: int,
+    meeting: Meeting,
+    handed_on: Container[int],
+    forks: Forks | None,
 ) -> Agent:
     """torchrun's agent, for one start of the job."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -179,7 +206,7 @@ def _agent(
     )
     # the agent's own handler would end the ranks: it gets a signal that nobody sends
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
-    return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), handed_on=handed_on)
+    return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), handed_on=handed_on, forks=forks)
 
 
 def _run(agent: Agent, relay: _Relay, meeting: Meeting) -> int:
@@ -246,7 +273,16 @@ class _Relay(Listener):
         """When it is that there are no ranks."""
         self._last: float | None = None
         """When SIGINT or SIGTERM last came, monotonic seconds."""
+        self._listens = False
         super().__init__(STOP_SIGNALS)
+
+    def listen(self) -> None:
+        self._listens = True
+        super().listen()
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._listens:
+            self.arrived(signal.Signals(number))
 
     def arrived(self, number: signal.Signals) -> None:
         self.handed_on.add(number)

@@ -46,23 +46,30 @@ class Listener:
     may wait for a peer in a collective. So a thread reads the signals (`signal.set_wakeup_fd`).
 
     A context manager: signals mean what they meant before when it ends. To be made in the main
-    thread.
+    thread. The thread begins with :meth:`listen`; before that :meth:`handle` alone is called.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals]) -> None:
         self._numbers = [number for number in numbers if not _is_kept_from(number)]
-        reader, self._writer = os.pipe()
+        self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before: dict[int, Any] = {
             number: signal.signal(number, self.handle) for number in self._numbers
         }
-        threading.Thread(target=self._read, args=(reader,), daemon=True).start()
+
+    def listen(self) -> None:
+        """Begin to hear signals."""
+        threading.Thread(target=self._read, args=(self._reader,), daemon=True).start()
 
     def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Let signals mean what they meant before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
@@ -112,6 +119,7 @@ class StopRequest(Listener):
         self._leave: Callable[[Preempted], int] | None = None
         self._leaves = threading.Lock()
         super().__init__(STOP_SIGNALS)
+        self.listen()
 
     @property
     def leave(self) -> Callable[[Preempted], int] | None:

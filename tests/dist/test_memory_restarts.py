@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
 from megapipe.checkpoint.folders import committed
-from megapipe.launch.memory_folder import ENVIRONMENT
+from megapipe.launch.memory_folder import ENVIRONMENT, OWNER, PREFIX
+from megapipe.launch.memory_folder import ROOT as MEMORY_ROOT
 from tests.parity.jobs import ENDLESS, ROOT, Job, Outcome, arguments, free_port, tiny
 from tests.parity.launches import run_forked
 from tests.parity.stopped_runs import assert_same_files
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.full
 SCRIPT = """
 import functools, os, shutil, signal, sys
 from pathlib import Path
+from subprocess import Popen
 sys.path.insert(0, {root!r})
 here = Path({folder!r})
 lost = here / ("lost-" + os.environ.get("TEST_NODE", ""))
@@ -124,14 +126,12 @@ def test_a_node_loses_its_memory_between_starts(tmp_path: Path) -> None:
     assert_as_whole(tmp_path, 2, settings)
 
 
-def memory_of(job: Job) -> Path:
-    """The folder of a job's launcher, once there are ranks."""
-    for pid in job.pids().values():
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        for pair in pairs:
-            if pair.startswith(ENVIRONMENT.encode() + b"="):
-                return Path(os.fsdecode(pair.partition(b"=")[2]))
-    raise AssertionError(job.text)
+def memory_of(launcher: Popen[bytes]) -> Path:
+    """The folder of a launcher, once there are ranks."""
+    for owner in MEMORY_ROOT.glob(f"{PREFIX}*/{OWNER}"):
+        if json.loads(owner.read_text())["process"] == launcher.pid:
+            return owner.parent
+    raise AssertionError("the launcher has made no folder")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_the_folder_goes_with_the_launcher(number: signal.Signals, tmp_path: Pat
         launch = ["-m", "megapipe.launch", "--restarts", "2", "train.py"]
         launcher = job.start([*launch, *arguments(settings)])
         job.await_text("to memory in")
-        memory = memory_of(job)
+        memory = memory_of(launcher)
         assert any(memory.glob("step-*"))
         assert memory.stat().st_mode & 0o777 == 0o700
         launcher.send_signal(number)
@@ -159,7 +159,7 @@ def test_the_folder_goes_between_two_starts_and_is_cleared_by_the_next(tmp_path:
     with Job(tmp_path) as job:
         launcher = job.start([*launch, "train.py", *arguments(settings)])
         job.await_text("to memory in")
-        memory = memory_of(job)
+        memory = memory_of(launcher)
         job.kill_ranks("to memory in")
         job.await_text("starting again")
         launcher.send_signal(signal.SIGTERM)
@@ -170,7 +170,7 @@ def test_the_folder_goes_between_two_starts_and_is_cleared_by_the_next(tmp_path:
     with Job(tmp_path) as job:
         launcher = job.start([*launch, "train.py", *arguments({**settings, "run.name": "b"})])
         job.await_text("to memory in")
-        memory = memory_of(job)
+        memory = memory_of(launcher)
         launcher.kill()
         assert job.end().codes[0] == -signal.SIGKILL
         assert memory.exists()

@@ -214,13 +214,17 @@ class Job:
         return Outcome(self.text, [int(first[1])] if first else codes, seconds)
 
     def pids(self) -> dict[int, int]:
-        """The process of each rank that a launcher of this job has started."""
-        found = {}
+        """The process of each rank that a launcher of this job has started: one that it has forked
+        has a name, of one that it has spawned the environment tells."""
+        forked, spawned = dict[int, int](), dict[int, int]()
         for pid in self.alive():
             with contextlib.suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith("rank "):
+                    forked[int(name.removeprefix("rank "))] = pid
                 pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found.update({int(p[5:]): pid for p in pairs if p.startswith(b"RANK=")})
-        return found
+                spawned.update({int(p[5:]): pid for p in pairs if p.startswith(b"RANK=")})
+        return forked or spawned
 
     def alive(self) -> Iterator[int]:
         """Processes of this job, by its mark in their environment."""
