@@ -14,7 +14,7 @@ from megapipe.user_code import UserCode
 _STATE = re.compile(r"(?!model$)[A-Za-z]\w*", re.ASCII)
 """Names of states; the master weights are called model."""
 
-ARGUMENTS = ("config", "tp", "kernel")
+ARGUMENTS = ("config", "kernel")
 """Arguments that the constructor of a rule may take."""
 
 

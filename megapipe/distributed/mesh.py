@@ -331,6 +331,18 @@ class ParallelMesh:
             return Axis.alone(self.rank)
         return self.connected(self.group_of(ranks))
 
+    @functools.cached_property
+    def etp(self) -> Axis:
+        """Ranks over which the inner width of the same experts is split. All of them ask for it at
+        once."""
+        size = self.grid.etp
+        if size == 1:
+            return Axis.alone(self.rank)
+        if self.grid.ep == 1:
+            return self.ep
+        first = self.rank - self.rank % size
+        return self.connected(self.group_of(range(first, first + size)))
+
     def ordered_sum(
         self, vector: torch.Tensor, *axes: AxisName | Axis, largest: int = 0
     ) -> torch.Tensor:

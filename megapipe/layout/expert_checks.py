@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.update_rules import RULES, declaration
-from megapipe.words import choices, either, multiples
+from megapipe.words import choices, multiples
 
 
 def check_experts(config: Config, dp: int) -> None:
@@ -45,14 +44,9 @@ def check_experts(config: Config, dp: int) -> None:
             f"optimizer.shard_size={size} does not divide the {copies} copies of experts that "
             f"parallel.ep={ep} x etp {etp} leaves: {choices('shard_size', copies, size)}"
         )
-    elementwise = either([name for name in RULES if RULES[name].elementwise])
     by_sequence = parallel.sequence_parallel
     for wrong, expected in (
         (tp > 1 and not by_sequence, f"parallel.sequence_parallel=true with parallel.tp={tp}"),
-        (
-            not declaration(optimizer.rule).elementwise,
-            f"optimizer.rule={elementwise}, not {optimizer.rule}",
-        ),
         (optimizer.post_validation, "optimizer.post_validation=false"),
     ):
         if wrong:

@@ -135,6 +135,8 @@ class Bucket:
         self.late = late
         self.frozen = frozen
         self.link = link
+        self.experts = spec_of(parameters[0].parameter).experts
+        """Whether its parameters are of experts; then all are."""
         uses = sorted({spec_of(owned.parameter).use for owned in parameters})
         ordered = sorted(parameters, key=lambda owned: _segment_key(spec_of(owned.parameter)))
         places: dict[str, Entry] = {}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megapipe.config import OptimizerConfig
-from megapipe.distributed.mesh import ParallelMesh
+from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.finite import all_finite
 from megapipe.layers.parameter import LocalParameter
 from megapipe.ops.adam import AdamKernel, torch_adam
@@ -69,7 +69,7 @@ class Optimizer:
         self._velocity = velocity or {}
         self.mesh = mesh
         self.stages = stages
-        self.rule = build_rule(config, mesh.tp, kernel)
+        self.rule = build_rule(config, kernel)
         self.count = 0
         """Steps that the states have seen."""
         self.lr = 0.0
@@ -79,7 +79,7 @@ class Optimizer:
         self.shards = [
             Shard(
                 bucket,
-                mesh.tp,
+                self._parts_of(bucket),
                 self.rule.states,
                 states,
                 reduce_dtype=narrow,
@@ -109,6 +109,12 @@ class Optimizer:
                 self._of_stage[stage].append(shard)
             if not shard.bucket.frozen:
                 self._own[index].add(shard)
+
+    def _parts_of(self, bucket: Bucket) -> Axis:
+        """The ranks with other parts of a bucket's tensors, for rules that take these as wholes."""
+        if not bucket.experts:
+            return self.mesh.tp
+        return Axis.alone(self.mesh.rank) if self.rule.declaration.elementwise else self.mesh.etp
 
     def zero_grad(self) -> None:
         """Begin a step with zero gradients; reductions that an aborted step left are dropped."""

@@ -24,8 +24,9 @@ class Shard:
     """The part [start, stop) of a bucket that this rank updates.
 
     [own_start, own_stop) is the part of the shard that this rank counts in the norm and writes to
-    checkpoints: an equal share where several ranks update the same shard, else all of it. `states`
-    are those of the rule, kept as `policy` says, with a `velocity` of the weights or without. Of a
+    checkpoints: an equal share where several ranks update the same shard, else all of it. `tp` are
+    the ranks that hold other parts of the same tensors; for experts those of etp. `states` are
+    those of the rule, kept as `policy` says, with a `velocity` of the weights or without. Of a
     bucket whose `link` leads to those who update it the rank has no part, but a copy of the
     weights.
     """

@@ -12,6 +12,7 @@ from megapipe.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.plan.buckets import process_buckets
 from megapipe.schedule.lower import pairs
+from megapipe.update_rules import declaration
 
 MIB = 2**20
 CONTEXT = 512 * MIB
@@ -49,6 +50,8 @@ def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
     split = layout.split
     groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses}
     groups["ep"] = layout.expert_ranks
+    if layout.ep > 1 and not declaration(config.optimizer.rule).elementwise:
+        groups["etp"] = layout.etp
     if layout.model.experts() and layout.cp > 1:
         groups["cp*tp"] = layout.cp * layout.tp
     ends = 0

@@ -156,7 +156,7 @@ def test_the_rule_of_the_example_is_adagrad(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = OptimizerConfig(rule=write_rule(tmp_path), eps=1e-6, weight_decay=0.0)
-    rule = build_rule(config, Axis.alone())
+    rule = build_rule(config)
     sys.modules.pop("my_rules")
     shard = make_shard(rule, Axis.alone(), Axis.alone())
     grads = [draw(model(), "grad", count, torch.float64) for count in range(len(RATES))]

@@ -32,6 +32,7 @@ PIPELINE = Case(pp=2, m=3, moe="top 2", masked=0.3)
 ALONE = Case(moe="top 2", model="llama")
 TENSOR = replace(ALONE, tp=2, sequence_parallel=True)
 CONTEXT = replace(ALONE, cp=2)
+DATA = replace(ALONE, dp=2)
 CASES = [
     *(
         Case(moe=moe, masked=0.3, model="llama" if i % 2 else "gpt2")
@@ -71,8 +72,8 @@ CASES = [
     replace(CONTEXT, cp=4, moe="capacity, choice", context="usp", sequence=16, zero=2),
     replace(CONTEXT, tp=2, sequence_parallel=True, moe="capacity, position", masked=0.4),
     replace(CONTEXT, pp=2, moe="groups", context="ulysses", schedule="zb_h1", m=3),
-    replace(ALONE, dp=2, ep=2, masked=0.3, zero=3, activations="full"),
-    replace(ALONE, dp=2, ep=2, moe="shared, gated", model="gpt2", zero=0, activations="stage"),
+    replace(DATA, ep=2, masked=0.3, zero=3, activations="full"),
+    replace(DATA, ep=2, moe="shared, gated", model="gpt2", zero=0, activations="stage"),
     replace(TENSOR, ep=2, moe="groups", layers=3, zero=2, masked=1.0, clip=None),
     replace(CONTEXT, ep=2, moe="capacity, position", activations="selective", look_ahead=2),
     replace(TENSOR, dp=2, ep=2, moe="residual", model="gemma", zero=3, shard_size=2, m=3),
@@ -80,10 +81,17 @@ CASES = [
     replace(TENSOR, cp=2, ep=4, moe="capacity, position", model="gpt2", documents=True),
     replace(PIPELINE, dp=2, ep=2, moe="groups", schedule="zb_h1", layers=3, zero=2, model="llama"),
     replace(PIPELINE, dp=2, ep=2, moe="residual", schedule="chimera", m=4, tied=False, zero=0),
-    replace(ALONE, dp=2, etp=2, model="gpt2", masked=0.3, zero=3, activations="full"),
+    replace(DATA, etp=2, model="gpt2", masked=0.3, zero=3, activations="full"),
     replace(TENSOR, etp=2, moe="shared, gated", model="neox", zero=0),
     replace(TENSOR, dp=2, ep=2, etp=2, moe="capacity, position", model="gpt2", zero=2, m=3),
     replace(CONTEXT, dp=2, etp=2, moe="groups", layers=3, dtype="fp32"),
+    replace(ALONE, rule="lars"),
+    replace(ALONE, rule="lamb", moe="residual", model="gpt2"),
+    replace(DATA, ep=2, rule="lamb", zero=3, moe="shared, gated"),
+    replace(DATA, etp=2, rule="muon", zero=2, model="gpt2"),
+    replace(TENSOR, ep=2, rule="muon", zero=0, pp=2, schedule="zb_h1", m=3),
+    replace(TENSOR, dp=2, ep=2, etp=2, rule="muon", layers=3, moe="capacity, position"),
+    replace(TENSOR, dp=2, etp=2, rule="lars", zero=3, model="gpt2", shard_size=2),
     replace(PIPELINE, dp=4, ep=2, schedule="zb_v", m=4, in_process=True, zero=3, dropout=0.2),
 ]  # fmt: skip
 

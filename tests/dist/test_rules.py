@@ -111,8 +111,8 @@ def local_norms(rule: Rule) -> Any:
     return mock.patch.object(layerwise, "all_reduce", lambda tensor, axis: tensor)
 
 
-def norms_not_over_tp(rule: Any) -> Any:
-    return mock.patch.object(rule, "tp", Axis.alone())
+def norms_not_over_tp(rule: Rule) -> Any:
+    return mock.patch.object(layerwise, "all_gather", lambda tensor, axis: tensor)
 
 
 def half_matrices(rule: Rule) -> Any:

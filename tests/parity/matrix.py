@@ -193,8 +193,7 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
     split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
     other = c["compile"] or c["lora"] or c["post_validation"] or c["scatter"] == "on"
     other = other or c["activations"] == KEPT
-    elementwise = c["rule"] not in ("muon", "lars", "lamb")
-    return elementwise and not split and not other and c["dtype"] in ("fp64", "fp32")
+    return not split and not other and c["dtype"] in ("fp64", "fp32")
 
 
 def _can_be_undone(c: Mapping[str, Any]) -> bool:

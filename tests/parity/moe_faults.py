@@ -20,6 +20,7 @@ from megapipe.layers.routing import Chosen
 from megapipe.layers.token_shards import TokenShards
 from megapipe.model.gpt.mixture import Mixture
 from megapipe.optim.policy import BucketGroups
+from megapipe.optim.rules import layerwise, muon
 from megapipe.optim.shard import Shard
 from megapipe.testing import World
 from megapipe.train import own_totals
@@ -227,7 +228,7 @@ def experts_of_other_tp_ranks_left_out_of_the_norm() -> Patch:
 
     def wrong(self: Shard) -> Tensor:
         total = square(self)
-        left_out = self.bucket.entries[0].spec.experts and self.tp.index > 0
+        left_out = self.bucket.entries[0].spec.experts and self.axis.index > 0
         return total * 0 if left_out else total
 
     return mock.patch.object(Shard, "own_square", wrong)
@@ -324,6 +325,21 @@ def positions_in_the_order_of_ranks() -> Patch:
     return mock.patch.object(TokenShards, "of", lambda axis, *_: TokenShards(axis))
 
 
+def one_trust_ratio_for_all_experts() -> Patch:
+    return mock.patch.object(layerwise, "_count", return_value=1)
+
+
+def trust_ratios_of_one_part_of_an_expert() -> Patch:
+    return mock.patch.object(layerwise, "all_gather", lambda tensor, axis: tensor)
+
+
+def a_part_of_an_expert_made_orthogonal() -> Patch:
+    def on_parts(regions: Any, specs: Any, tp: Any, function: Any) -> Any:
+        return [function(region) for region in regions]
+
+    return mock.patch.object(muon, "on_whole", on_parts)
+
+
 FAULTS: dict[Callable[[], Patch], Case] = {
     gradient_through_the_weights_dropped: EXPERTS,
     weights_renormalised_after_dropping: DROPPING,
@@ -358,6 +374,9 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     places_of_another_rank: replace(TENSOR, moe="capacity, choice"),
     balance_counts_not_summed_over_cp: CONTEXT,
     positions_in_the_order_of_ranks: replace(CONTEXT, moe="capacity, position"),
+    one_trust_ratio_for_all_experts: replace(EXPERTS, model="llama", rule="lamb"),
+    trust_ratios_of_one_part_of_an_expert: replace(INNER, model="llama", rule="lars"),
+    a_part_of_an_expert_made_orthogonal: replace(INNER, rule="muon"),
 }
 
 

@@ -217,7 +217,7 @@ def run_rule(
     spoil: Callable[[Rule], None] = lambda rule: None,
 ) -> Part:
     """Take the steps on this rank's shard."""
-    rule = build_rule(PLAIN[name].config, tp)
+    rule = build_rule(PLAIN[name].config)
     shard = make_shard(rule, axis, tp, dtype, policy, device)
     spoil(rule)
     main = torch.float64 if dtype == "fp64" else torch.float32

@@ -193,14 +193,23 @@ def adam3(
     return weight, {"exp_avg": first, "exp_avg_sq": second}
 
 
+def norm(name: str, values: Tensor) -> Tensor:
+    """That of a parameter, which is each matrix of an expert by itself: [] or [experts, 1, ...]."""
+    if ".moe.up." in name or ".moe.down." in name:
+        return torch.stack([expert.norm() for expert in values]).view(-1, *[1] * (values.dim() - 1))
+    return values.norm()
+
+
 def lars(
     config: Any, name: str, weight: Tensor, grad: Tensor, states: States, lr: float
 ) -> Stepped:
+    step: Tensor | float = lr
     if is_matrix(name):
-        decayed = grad.norm() + config.weight_decay * weight.norm()
-        lr = lr * config.trust_coefficient * weight.norm() / decayed
+        size = norm(name, weight)
+        decayed = norm(name, grad) + config.weight_decay * size
+        step = lr * config.trust_coefficient * size / decayed
         grad = grad + config.weight_decay * weight
-    momentum = config.momentum * states.get("momentum_buffer", 0) + lr * grad
+    momentum = config.momentum * states.get("momentum_buffer", 0) + step * grad
     return weight - momentum, {"momentum_buffer": momentum}
 
 
@@ -211,7 +220,7 @@ def lamb(
     direction = adams_direction(config, first, second, count)
     if is_matrix(name):
         direction = direction + config.weight_decay * weight
-        direction = direction * weight.norm() / direction.norm()
+        direction = direction * norm(name, weight) / norm(name, direction)
     return weight - lr * direction, {"exp_avg": first, "exp_avg_sq": second}
 
 

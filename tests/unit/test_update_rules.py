@@ -85,7 +85,7 @@ def test_a_class_of_the_user_s_declares_what_a_registered_rule_does() -> None:
         ("rules:Nearly", "it has no method 'step'"),
         ("rules:NoRule", "it is no class that is derived from megapipe.optim.rules.Rule"),
         ("rules:function", "it is no class that is derived from megapipe.optim.rules.Rule"),
-        ("rules:Asks", "its parameter mesh needs a default; it can be given config, tp, kernel"),
+        ("rules:Asks", "its parameter mesh needs a default; it can be given config, kernel"),
         ("rules:Missing", "module 'rules' has no class 'Missing'"),
         ("nowhere:Rule", "there is no module 'nowhere' in"),
         ("twice:Good", r"states=\('a', 'a'\): expected different names"),

@@ -7,7 +7,6 @@ and Muon needs whole matrices: they communicate, and give what a single process 
 from __future__ import annotations
 
 from megapipe.config import OptimizerConfig
-from megapipe.distributed.mesh import Axis
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.rules.adaptive import AdaBelief, Adam3, NAdamW, RMSprop
 from megapipe.optim.rules.elementwise import SGD, Adam, AdamW, Elementwise, Lion
@@ -24,14 +23,14 @@ _REGISTERED: dict[str, type[Rule]] = {
 }
 
 
-def build_rule(config: OptimizerConfig, tp: Axis, kernel: AdamKernel = torch_adam) -> Rule:
-    """The rule that `optimizer.rule` names; `tp` are the ranks that hold parts of one tensor.
+def build_rule(config: OptimizerConfig, kernel: AdamKernel = torch_adam) -> Rule:
+    """The rule that `optimizer.rule` names.
 
     `kernel` does the steps of Adam. Raises :class:`ConfigError` for a class of the user's that
     cannot be had.
     """
     if config.rule in _REGISTERED:
-        return _REGISTERED[config.rule](config, tp, kernel)
-    given = {"config": config, "tp": tp, "kernel": kernel}
+        return _REGISTERED[config.rule](config, kernel)
+    given = {"config": config, "kernel": kernel}
     rule: Rule = own_rule(config.rule).call(given, ARGUMENTS)
     return rule

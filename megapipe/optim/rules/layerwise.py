@@ -1,15 +1,17 @@
 """LARS and LAMB: the step of a parameter is scaled by a ratio of norms, its trust ratio.
 
-The norms are those of whole parameters, so they are summed over the slices of a bucket and over
-the tensor-parallel parts: one vector of squares, fp64, per bucket, and one for all buckets over
-tp. As in the usual implementations, parameters without weight decay (norms, biases) have ratio 1,
-and so has a parameter one of whose norms is 0. Vocabulary padding is zero and adds nothing.
+The norms are those of whole parameters, and of each expert by itself, so they are summed over the
+slices of a bucket and over the tensor-parallel parts: one vector of squares, fp64, per bucket, and
+one for all buckets over tp, of experts over etp. As in the usual implementations, parameters
+without weight decay (norms, biases) have ratio 1, and so has a parameter one of whose norms is 0.
+Vocabulary padding is zero and adds nothing.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from megapipe import update_rules
 from megapipe.distributed.collectives import all_gather, all_reduce
+from megapipe.distributed.mesh import Axis
 from megapipe.optim.buffers import Entry
 from megapipe.optim.norm import squared_norm
 from megapipe.optim.rules.rule import Part, Rule, overlap, ranges
@@ -31,8 +34,15 @@ class TrustRatio(Rule):
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
         if not shards:  # all is frozen in a stage, on all its tp ranks
             return
+        for experts in (False, True):
+            alike = [shard for shard in shards if shard.bucket.experts == experts]
+            if alike:
+                self._step(alike, lr, count)
+
+    def _step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
+        """A step of shards whose tensors the same ranks have parts of."""
         squares = [self._squares(shard, count) for shard in shards]
-        norms = self._sum_over_tp(torch.cat(squares)).sqrt()  # [entries of all shards, 2]
+        norms = _summed(torch.cat(squares), shards[0].tp).sqrt()  # [parameters of all shards, 2]
         weight, direction = norms.unbind(1)
         ratio = self.ratio(weight, direction)
         ratio = ratio.where((weight > 0) & (direction > 0), 1.0)
@@ -41,23 +51,11 @@ class TrustRatio(Rule):
                 scale = lr * ratios[index] if entry.spec.decay else lr
                 self.apply(part, scale)
 
-    def _sum_over_tp(self, squares: Tensor) -> Tensor:
-        """The sum over tp [n, 2], in the order of the ranks.
-
-        That of an all-reduce depends on where a value is in its vector, and the stages that share a
-        tied embedding have it at other places: their copies would differ.
-        """
-        first, *others = all_gather(squares.unsqueeze(0), self.tp)  # [tp, n, 2]
-        total = first.clone()
-        for other in others:
-            total += other
-        return total
-
     def _squares(self, shard: Shard, count: int) -> Tensor:
         """Squared norms of the values that this rank counts of each parameter and its direction:
-        [entries, 2]."""
-        entries = shard.bucket.entries
-        squares = torch.zeros(len(entries), 2, dtype=torch.float64, device=shard.grad.device)
+        [parameters, 2]."""
+        parameters = sum(_count(entry) for entry in shard.bucket.entries)
+        squares = torch.zeros(parameters, 2, dtype=torch.float64, device=shard.grad.device)
         for index, entry, part in self._parameters(shard):
             self.prepare(part, count)
             if entry.spec.decay and entry.spec.counted:
@@ -75,7 +73,7 @@ class TrustRatio(Rule):
             start = range_.start
             for part in self.parts(shard, [range_]):
                 stop = start + len(part.master)
-                for index, entry in enumerate(shard.bucket.entries):
+                for index, entry in enumerate(chain(*map(_each, shard.bucket.entries))):
                     here = overlap(shard, entry)
                     a, b = max(here.start, start), min(here.stop, stop)
                     if a < b:
@@ -89,11 +87,36 @@ class TrustRatio(Rule):
 
     @abstractmethod
     def ratio(self, weight: Tensor, direction: Tensor) -> Tensor:
-        """Trust ratios from the norms of weights and directions, fp64: [entries]."""
+        """Trust ratios from the norms of weights and directions, fp64: [parameters]."""
 
     @abstractmethod
     def apply(self, part: Part, scale: Tensor | float) -> None:
         """Update a part of a prepared parameter; `scale` is learning rate x trust ratio."""
+
+
+def _summed(squares: Tensor, tp: Axis) -> Tensor:
+    """The sum over tp [n, 2], in the order of the ranks.
+
+    That of an all-reduce depends on where a value is in its vector, and the stages that share a
+    tied embedding have it at other places: their copies would differ.
+    """
+    first, *others = all_gather(squares.unsqueeze(0), tp)  # [tp, n, 2]
+    total = first.clone()
+    for other in others:
+        total += other
+    return total
+
+
+def _count(entry: Entry) -> int:
+    """How many matrices of an entry have a ratio each: one, or as many as there are experts."""
+    return entry.spec.sizes[0] if entry.spec.experts else 1
+
+
+def _each(entry: Entry) -> Iterator[Entry]:
+    """The places of these."""
+    length = entry.spec.numel // _count(entry)
+    for start in range(entry.start, entry.stop, length):
+        yield Entry(entry.spec, start, start + length)
 
 
 class LARS(TrustRatio):

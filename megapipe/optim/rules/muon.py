@@ -5,7 +5,8 @@ positions, norms and biases take AdamW. Momentum is elementwise; the orthogonal 
 function of the whole one, which is brought together from slices and tensor-parallel parts
 (:mod:`megapipe.optim.rules.whole`) in the type in which Newton-Schulz runs.
 
-The matrix of queries, keys and values is one; a gated MLP's [2, f, h] is two.
+The matrix of queries, keys and values is one; a gated MLP's [2, f, h] is two. Experts are matrices
+each.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Muon(Rule):
         self._add_momentum(shard)
         narrow = shard.grad.dtype if shard.grad.dtype == torch.float64 else torch.bfloat16
         own, regions = gather_local(shard.grad.to(narrow), matrices, shard.axis)
-        regions = on_whole(regions, [entry.spec for entry in own], self.tp, orthogonalise)
+        regions = on_whole(regions, [entry.spec for entry in own], shard.tp, orthogonalise)
         for entry, region in zip(own, regions, strict=True):
             here = overlap(shard, entry)
             offset = shard.start + here.start - entry.start

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megapipe.config import OptimizerConfig
-from megapipe.distributed.mesh import Axis
 from megapipe.layers.parameter import LocalParameter
 from megapipe.ops.adam import AdamKernel
 from megapipe.optim.buffers import Entry
@@ -63,12 +62,11 @@ def blocks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
 class Rule(DeclaredRule, ABC):
     """Updates the master weights of shards from their gradients, in place.
 
-    `tp` are the ranks that hold parts of one tensor; `kernel` does the steps of Adam.
+    `kernel` does the steps of Adam.
     """
 
-    def __init__(self, config: OptimizerConfig, tp: Axis, kernel: AdamKernel) -> None:
+    def __init__(self, config: OptimizerConfig, kernel: AdamKernel) -> None:
         self.config = config
-        self.tp = tp
         self.kernel = kernel
 
     @property
@@ -80,8 +78,9 @@ class Rule(DeclaredRule, ABC):
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
         """Take one step, after `count` earlier ones.
 
-        Every member of a shard's axis and of the tp axis calls it with its shards of the same
-        buckets, in the same order. Gradients may be overwritten.
+        Every member of a shard's axis, and of the axis `tp` of those that hold other parts of its
+        tensors, calls it with its shards of the same buckets, in the same order. Gradients may be
+        overwritten.
         """
 
     def direction(

@@ -1,10 +1,11 @@
-"""Whole matrices out of flat slices and tensor-parallel parts, where they are needed.
+"""Whole matrices out of flat slices and parts that are split over tp, where they are needed.
 
 Over a shard's axis each rank gets its tp part of every matrix that reaches into its slice, and no
 other: a few pieces per boundary cross the wire, not the bucket. Over tp the matrices are then
 dealt out, each is made whole on one rank, and its parts of the result go back; so memory stays
 that of the parts, and tp ranks share the work. Who gets what follows from sizes that all members
-know. All ranks of one tp axis have the same slice of the bucket, and so the same matrices.
+know. All ranks of one tp axis have the same slice of the bucket, and so the same matrices. Experts
+are split over etp instead, and each rank has some of them: what is said of tp holds of etp.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def on_whole(
     The function keeps the shape [..., m, n] and the type. Matrices that every tp rank has whole, as
     of adapters, need nobody else.
     """
-    split = [i for i, spec in enumerate(specs) if tp.size > 1 and spec.split_dim is not None]
+    split = [i for i, spec in enumerate(specs) if tp.size > 1 and spec.split]
     parts = [regions[i] for i in split]
     done = dict(zip(split, _on_split(parts, [specs[i] for i in split], tp, function), strict=True))
     return [done[i] if i in done else function(region) for i, region in enumerate(regions)]
@@ -79,7 +80,7 @@ def _on_split(
     """The same for matrices that are split over tp."""
     if not regions:
         return []
-    hands = deal([_work(spec.shape) for spec in specs], tp.size)
+    hands = deal([_work(spec) for spec in specs], tp.size)
     order = [i for hand in hands for i in hand]
     lengths = [sum(specs[i].numel for i in hand) for hand in hands]
     mine, alike = hands[tp.index], [lengths[tp.index]] * tp.size
@@ -97,9 +98,10 @@ def _on_split(
 
 def _on_parts(parts: Tensor, spec: LocalParameter, function: Callable[[Tensor], Tensor]) -> Tensor:
     """`function` of a matrix from the flat regions of all tp ranks, cut as these: [tp, numel]."""
-    assert spec.split_dim is not None, f"{spec.name} is not split over tp"
-    whole = torch.cat([part.view(spec.sizes) for part in parts], dim=spec.split_dim)
-    return torch.stack(function(whole).chunk(len(parts), dim=spec.split_dim)).flatten(1)
+    dim = spec.inner_dim if spec.experts else spec.split_dim
+    assert dim is not None, f"{spec.name} is not split"
+    whole = torch.cat([part.view(spec.sizes) for part in parts], dim=dim)
+    return torch.stack(function(whole).chunk(len(parts), dim=dim)).flatten(1)
 
 
 def deal(work: Sequence[float], hands: int) -> list[list[int]]:
@@ -113,7 +115,10 @@ def deal(work: Sequence[float], hands: int) -> list[list[int]]:
     return dealt
 
 
-def _work(shape: Sequence[int]) -> float:
-    """Multiplications of a Newton-Schulz iteration, up to a factor, of [..., m, n]."""
-    m, n = sorted(shape[-2:])
-    return float(math.prod(shape[:-2]) * m * m * (m + 2 * n))
+def _work(spec: LocalParameter) -> float:
+    """Multiplications of a Newton-Schulz iteration, up to a factor, of this rank's [..., m, n]."""
+    m, n = sorted(spec.shape[-2:])
+    count = math.prod(spec.shape[:-2])
+    if spec.experts:
+        count = count // spec.shape[0] * spec.sizes[0]
+    return float(count * m * m * (m + 2 * n))

@@ -30,7 +30,7 @@ def step_twice(
     config: OptimizerConfig, change: Callable[[Tensor], None] = lambda grad: None
 ) -> tuple[Rule, Shard]:
     """Two steps of a whole model; `change` is done to the gradients [n] of both."""
-    rule = build_rule(config, ALONE)
+    rule = build_rule(config)
     shard = make_shard(rule, ALONE, ALONE)
     for count in range(2):
         set_grad(shard, draw(model(), "grad", count, torch.float64), torch.float64)
@@ -77,7 +77,7 @@ def test_rules_that_take_the_kernel_call_it_and_no_others_do(name: str) -> None:
         calls.append(tensors[-1])
         torch_adam(*tensors)
 
-    rule = build_rule(CONFIGS[name], ALONE, kernel)
+    rule = build_rule(CONFIGS[name], kernel)
     shard = make_shard(rule, ALONE, ALONE)
     set_grad(shard, draw(model(), "grad", 0, torch.float64), torch.float64)
     rule.step([shard], 1e-2, 0)
@@ -87,4 +87,4 @@ def test_rules_that_take_the_kernel_call_it_and_no_others_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_registered_rule_is_the_one_declared(name: str) -> None:
-    assert build_rule(OptimizerConfig(rule=name), ALONE).declaration is RULES[name]
+    assert build_rule(OptimizerConfig(rule=name)).declaration is RULES[name]

@@ -23,7 +23,7 @@ LR, STEPS = 1e-2, 3
 
 
 def shard_of(config: OptimizerConfig) -> tuple[Rule, Shard]:
-    rule = build_rule(config, ALONE)
+    rule = build_rule(config)
     return rule, make_shard(rule, ALONE, ALONE, policy=StatePolicy(apart=True))
 
 

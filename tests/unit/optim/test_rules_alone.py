@@ -79,7 +79,7 @@ def test_norms_of_all_parameters_travel_together(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(layerwise, "all_reduce", spy)
     monkeypatch.setattr(layerwise, "all_gather", spy)
-    rule = build_rule(PLAIN["lamb"].config, ALONE)
+    rule = build_rule(PLAIN["lamb"].config)
     shards = [make_shard(rule, ALONE, ALONE) for _ in range(2)]
     for shard in shards:
         set_grad(shard, draw(model(), "grad", 0, torch.float64), torch.float64)
@@ -127,7 +127,7 @@ def test_orthogonalised_matrices_are_nearly_orthogonal() -> None:
 
 def step_once(settings: dict[str, Any], weight: float, grad: float) -> tuple[Tensor, Tensor]:
     """The head's weights before and after one step, all weights and gradients alike."""
-    rule = build_rule(OptimizerConfig.model_validate(settings), ALONE)
+    rule = build_rule(OptimizerConfig.model_validate(settings))
     shard = make_shard(rule, ALONE, ALONE)
     (head,) = [e for e in shard.bucket.entries if e.spec.name == "head.weight"]
     used = slice(head.start, head.start + 11 * 12)
@@ -163,10 +163,10 @@ def test_muon_scales_the_learning_rate_of_what_takes_adamw() -> None:
 
 
 def test_momentum_is_kept_only_where_there_is_some() -> None:
-    assert build_rule(PLAIN["sgd"].config, ALONE).states == ("momentum_buffer",)
-    assert build_rule(PLAIN["sgd plain"].config, ALONE).states == ()
-    assert build_rule(PLAIN["rmsprop"].config, ALONE).states == ("square_avg", "momentum_buffer")
-    assert build_rule(PLAIN["rmsprop plain"].config, ALONE).states == ("square_avg",)
+    assert build_rule(PLAIN["sgd"].config).states == ("momentum_buffer",)
+    assert build_rule(PLAIN["sgd plain"].config).states == ()
+    assert build_rule(PLAIN["rmsprop"].config).states == ("square_avg", "momentum_buffer")
+    assert build_rule(PLAIN["rmsprop plain"].config).states == ("square_avg",)
 
 
 def test_work_is_dealt_evenly_and_all_of_it() -> None:

@@ -30,7 +30,7 @@ def read(shard: Shard, name: str) -> Tensor:
 
 def follow(rule_name: str, dtype: str, tolerance: float, **policy: Any) -> Shard:
     """Some steps, compared with the plain formula."""
-    rule = build_rule(OptimizerConfig(rule=rule_name), ALONE)
+    rule = build_rule(OptimizerConfig(rule=rule_name))
     kept = StatePolicy(apart=True, window_bytes=1 << 14, **policy)
     shard = make_shard(rule, ALONE, ALONE, dtype, kept, velocity=True)
     assert shard.store.states == (*rule.states, VELOCITY)
@@ -74,7 +74,7 @@ def test_weights_are_moved_back_by_it(updates: float) -> None:
 
 
 def test_a_shard_that_keeps_none_is_left_alone() -> None:
-    rule = build_rule(OptimizerConfig(rule="sgd"), ALONE)
+    rule = build_rule(OptimizerConfig(rule="sgd"))
     shard = make_shard(rule, ALONE, ALONE, policy=StatePolicy(apart=True))
     shard.grad = torch.ones(shard.stop, dtype=torch.float64)
     with followed([shard], {1: GAMMA}):

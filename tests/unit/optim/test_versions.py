@@ -25,7 +25,7 @@ ALONE = Axis.alone()
 
 def versions_of(kept: int, *, turns: bool = False) -> tuple[Versions, Parameter]:
     """Those of a shard, from version 0 on, and the weight of a norm in it."""
-    rule = build_rule(OptimizerConfig(), ALONE)
+    rule = build_rule(OptimizerConfig())
     shard = make_shard(rule, ALONE, ALONE, policy=StatePolicy(apart=True))
     versions = Versions(shard, kept, turns=turns, predicted=0, predict=lambda *given: None)
     versions.begin(0)
