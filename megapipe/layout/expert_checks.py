@@ -44,13 +44,11 @@ def check_experts(config: Config, dp: int) -> None:
             f"optimizer.shard_size={size} does not divide the {copies} copies of experts that "
             f"parallel.ep={ep} x etp {etp} leaves: {choices('shard_size', copies, size)}"
         )
-    by_sequence = parallel.sequence_parallel
-    for wrong, expected in (
-        (tp > 1 and not by_sequence, f"parallel.sequence_parallel=true with parallel.tp={tp}"),
-        (optimizer.post_validation, "optimizer.post_validation=false"),
-    ):
-        if wrong:
-            raise ConfigError(f"model.moe.experts={experts} needs {expected}")
+    if tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"model.moe.experts={experts} needs parallel.sequence_parallel=true with "
+            f"parallel.tp={tp}"
+        )
 
 
 def check_halves(config: Config, halves: bool) -> None:

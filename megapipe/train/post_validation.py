@@ -55,14 +55,14 @@ class PostValidation:
         fetch: Fetch,
         upload_ahead: Callable[[int, Rows], None],
         own_totals: OwnTotals,
-        sources: int,
+        unpack: Callable[[Tensor], Totals],
     ) -> None:
         self._update = update
         self._mesh = mesh
         self._fetch = fetch
         self._upload_ahead = upload_ahead
         self._own_totals = own_totals
-        self._sources = sources
+        self._unpack = unpack
         self._taken: _Taken | None = None
         self.undone = 0
         """Updates so far that were undone, or not made before validation."""
@@ -84,7 +84,7 @@ class PostValidation:
         totals = self._mesh.start_ordered_sum(vector, "pp", largest=LARGEST)
         update = self._update
         self._taken = _Taken(step, totals, update.scaler.state(), update.made, executor, rows)
-        self._take(step, Totals.unpack(vector, self._sources))
+        self._take(step, self._unpack(vector))
         return result
 
     def _begin(self, executor: Executor, step: int, rows: Rows) -> Counted:
@@ -109,7 +109,7 @@ class PostValidation:
         self._complete(taken.executor)
         vector = self._vector(tokens, Wishes)
         whole = self._mesh.ordered_sum(vector, "pp", largest=LARGEST)
-        return Totals.unpack(whole, self._sources)
+        return self._unpack(whole)
 
     def settle(self) -> StepResult | None:
         """Validate the last step; returns its result, None if that was done before."""
@@ -139,7 +139,7 @@ class PostValidation:
             return None, True
         update = self._update
         taken, self._taken = self._taken, None
-        step, totals = taken.step, Totals.unpack(taken.totals(), self._sources)
+        step, totals = taken.step, self._unpack(taken.totals())
         after = update.scaler.state()
         update.scaler.load(taken.scaler)
         doubted = update.fault(totals) is not None or update.rerun.due(step)

@@ -167,7 +167,7 @@ class TrainStep:
         self.post_validation: PostValidation | None = None
         if config.optimizer.post_validation:
             self.post_validation = PostValidation(
-                self.update, mesh, self.fetch, self._upload_ahead, self.own_totals, sources
+                self.update, mesh, self.fetch, self._upload_ahead, self.own_totals, self._unpack
             )
 
     def _check_schedule(self) -> None:
@@ -287,7 +287,11 @@ class TrainStep:
         self._upload_ahead(step + 1, rows)
         own = self.own_totals(counted, wishes).pack()
         whole = self.mesh.ordered_sum(own, "tp", "cp", "dp", "pp", largest=LARGEST)
-        return Totals.unpack(whole, self._sources, numbers_told(self.layout.model.experts()))
+        return self._unpack(whole)
+
+    def _unpack(self, vector: Tensor) -> Totals:
+        """The totals that a vector of this run packs."""
+        return Totals.unpack(vector, self._sources, numbers_told(self.layout.model.experts()))
 
     def _warm_up(self, step: int, rows: Rows) -> None:
         """Before the first step of a schedule: on GPUs that exchange messages, run its operations

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from megapipe.config import Config
-from megapipe.distributed.mesh import Grid
 from megapipe.errors import NumericError
 from megapipe.layout.resolve import resolve
 from megapipe.optim.optimizer import Optimizer
@@ -87,7 +86,7 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
     settings["numbers"] |= {"rerun": False}  # what is poisoned is the turn and not the step
     settings["optimizer"] |= {"clip": this.clip, "post_validation": trust, **this.optimizer}
     config, layout = resolve(Config.model_validate(settings), case.world, case.vocab)
-    step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
+    step = TrainStep(config, layout, world.mesh(case.grid))
     params = reference.init_random(config.model, seed=3)
     step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
     outcome, rows, now = Outcome(), Rows(case), [0]
@@ -169,16 +168,24 @@ FURTHER = [
 ]
 
 
+EXPERTS = [
+    replace(BASE, moe="top 2", ep=2, schedule="zb_h1", zero=2, dtype="fp32"),
+    replace(BASE, moe="capacity, choice", etp=2, schedule="chimera", dtype="fp16", tied=False),
+    replace(BASE, moe="groups", dp=1, m=8, tp=2, sequence_parallel=True, ep=2, dtype="fp16"),
+]
+
+
+def norm_to_clip(**like: Any) -> float:
+    """That half of the steps of such a model exceed; layouts and types hardly change it."""
+    one = Case(pp=1, dp=1, m=8, batch=1, dtype="fp32", **like)
+    (outcome,) = run_world(1, alone, Run(one))
+    return statistics.median(result.grad_norm for result in outcome.results)
+
+
 @pytest.fixture(scope="module")
 def norms() -> dict[bool, float]:
-    """That half of the steps exceed, by whether embeddings are tied; layouts and types hardly
-    change it."""
-    one = replace(BASE, pp=1, dp=1, m=8, dtype="fp32")
-    return {
-        tied: statistics.median(result.grad_norm for result in outcome.results)
-        for tied in (True, False)
-        for outcome in run_world(1, alone, Run(replace(one, tied=tied)))
-    }
+    """Those to clip by, by whether embeddings are tied."""
+    return {tied: norm_to_clip(tied=tied) for tied in (True, False)}
 
 
 def with_mishaps(case: Case, norms: Mapping[bool, float], seed: int, **settings: Any) -> Run:
@@ -219,6 +226,17 @@ def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
         [
             with_mishaps(case, norms, 100 + seed, **settings)
             for seed, (case, settings) in enumerate(FURTHER)
+        ]
+    )
+
+
+@pytest.mark.full
+def test_layers_with_experts() -> None:
+    """A choice of what is undone is made again."""
+    check(
+        [
+            with_mishaps(case, {case.tied: norm_to_clip(moe=case.moe, tied=case.tied)}, 300 + i)
+            for i, case in enumerate(EXPERTS)
         ]
     )
 
