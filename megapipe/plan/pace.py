@@ -3,8 +3,9 @@
 An operation takes the time of its stage's FLOPs at a share of the device's peak
 (``log.efficiency``), and that of its tensor-parallel collectives at the speed of a node's links or
 of the network; with ``kernels.overlap`` collectives of B and W count only as far as they outlast
-the weight gradients beside which they run. The simulator lets messages and the collectives of
-replicas run beside operations. Latencies, the update and waits for memory are not modelled; the
+the weight gradients beside which they run. Rows travel to experts, which are chosen evenly, and
+back, and are waited for. The simulator lets messages and the collectives of replicas run beside
+operations. Latencies, the update and waits for memory are not modelled; the
 share of the peak has to cover them.
 """
 
@@ -27,6 +28,7 @@ from megapipe.plan.traffic import (
     message_bytes,
     operation_traffic,
     reduction,
+    token_exchanges,
 )
 from megapipe.schedule.cost import WHOLE, Buckets, Cost, Leaving
 from megapipe.schedule.ir import Kind
@@ -77,6 +79,9 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
         hidden = config.kernels.overlap
         F += attentions(layout, stage, "F", "cp") * waits["F"]
         I += attentions(layout, stage, "I", "cp") * waits["I"]  # noqa: E741
+        for exchange in token_exchanges(layout, stage, config.train.microbatch):
+            waited = float(exchange.wire) / (1e9 * speed(config, exchange.members))
+            F, I = (F, I + waited) if exchange.what == "I" else (F + waited, I)  # noqa: E741
         F += _message(config, layout, stage, stage - 1) / link
         I += _message(config, layout, stage, stage + 1) / link  # noqa: E741
         times["F"].append(F + sent["F"])

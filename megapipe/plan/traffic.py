@@ -198,26 +198,28 @@ def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exc
 
 
 def _about_tokens(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    """Exchanges about tokens, of ranks with parts of the same sequences or of experts; rows are
-    those of experts that are chosen evenly."""
-    length, axes = sum(layout.slice_lengths), {"cp": layout.cp, "tp": layout.tp}
-    name = "*".join(name for name, size in axes.items() if size > 1)
-    groups = {"sequence": (name, layout.cp * layout.tp), "ep": ("ep", layout.expert_ranks)}
+    """Exchanges about tokens, of all pieces."""
     for stage in layout.process_stages(rank):
         for fused in (False, True):
             for tokens, _ in _pieces(config, layout, stage, rank, fused=fused):
-                rows = tokens // layout.local_length
-                for each in layout.model.token_traffic(
-                    layout.stage_layers[stage],
-                    layout.spans[stage],
-                    rows,
-                    length,
-                    again=stage in layout.schedule.recompute,
-                ):
-                    axis, members = groups[each.among]
-                    yield Exchange(
-                        axis, each.collective, each.what, each.calls, each.bytes, members
-                    )
+                yield from token_exchanges(layout, stage, tokens // layout.local_length)
+
+
+def token_exchanges(layout: Layout, stage: int, rows: int) -> Iterator[Exchange]:
+    """Exchanges about the tokens of `rows` sequences, of ranks with parts of the same sequences or
+    of experts; their rows are those of experts that are chosen evenly."""
+    axes = {"cp": layout.cp, "tp": layout.tp}
+    name = "*".join(name for name, size in axes.items() if size > 1)
+    groups = {"sequence": (name, layout.cp * layout.tp), "ep": ("ep", layout.expert_ranks)}
+    for each in layout.model.token_traffic(
+        layout.stage_layers[stage],
+        layout.spans[stage],
+        rows,
+        sum(layout.slice_lengths),
+        again=stage in layout.schedule.recompute,
+    ):
+        axis, members = groups[each.among]
+        yield Exchange(axis, each.collective, each.what, each.calls, each.bytes, members)
 
 
 def _most_sent(layout: Layout, tokens: int, earlier: int) -> dict[Pass, list[Sent]]:

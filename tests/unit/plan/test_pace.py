@@ -62,6 +62,22 @@ def test_tensor_parallel_collectives_are_waited_for(extra: tuple[str, ...]) -> N
     assert between == pytest.approx(computed(config, layout) + wire / 0.5e9)
 
 
+@pytest.mark.parametrize(
+    "extra", [("parallel.dp=2",), ("parallel.tp=2", "parallel.sequence_parallel=true")]
+)
+def test_rows_of_experts_are_waited_for(extra: tuple[str, ...]) -> None:
+    """With the counts of choices, and what one stage exchanges of its weights."""
+    experts = ("model.moe.experts=4", "model.moe.capacity=1.5", "parallel.ep=2")
+    overrides = (*extra, *experts, "model.tied_embeddings=false", "kernels.overlap=false", *MESH)
+    config, layout = plan(*overrides)
+    told = [e for e in step_traffic(config, layout, 0) if e.what not in ("totals", "tokens")]
+    assert {(e.axis, e.what) for e in told} >= {("ep", "F"), ("ep", "I"), ("ep", "routing")}
+    wire = float(sum(e.wire for e in told if e.what not in ("loss", "sequence shards")))
+    waited = wire / 0.5e9 - wire / 2e9
+    between = seconds(*overrides, "parallel.per_node=1")
+    assert between - seconds(*overrides) == pytest.approx(waited)
+
+
 def test_stages_of_two_holders_wait_once() -> None:
     """Both ways take as long as one."""
     shape = ("parallel.pp=2", "parallel.tp=2", "train.global_batch=16", *MESH)
