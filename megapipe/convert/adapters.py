@@ -130,7 +130,7 @@ def _layers(
 ) -> Iterator[tuple[str, Tensor]]:
     """The class' layers that an adapter is beside, with the B of each [out, rank]."""
     place = places(model)[target]
-    names, arrangement = row.counterpart(f"layers.{layer}.{place.layer}")
+    names, arrangement, _ = row.counterpart(f"layers.{layer}.{place.layer}")
     if place.rows == ALL_ROWS:
         parts = Entry(target, tuple(b.shape), names, arrangement).way.split(b, model)
         if arrangement in ("transposed", "blocks"):  # which the class' weight is, but not its B

@@ -17,6 +17,7 @@ from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import TABLE
+from megapipe.section import Section
 from megapipe.words import counted
 
 
@@ -25,17 +26,24 @@ def as_configuration(
 ) -> str:
     """A resolved model, with its tokenizer and what its weights are loaded from, as YAML that
     train.py takes. Keys of the model with their defaults are left out."""
-    fields: dict[str, Any] = {
-        name: getattr(model, name)
-        for name, info in ModelConfig.model_fields.items()
-        if getattr(model, name) != info.get_default(call_default_factory=True)
-    }
+    fields = _changed(model)
+    if "moe" in fields:
+        fields["moe"] = _changed(model.moe)
     tree: dict[str, Any] = {"model": fields}
     if tokenizer is not None:
         tree["data"] = {"tokenizer": tokenizer}
     if load is not None:
         tree["checkpoint"] = {"load": str(load)}
     return strict_yaml.dump(tree)
+
+
+def _changed(section: Section) -> dict[str, Any]:
+    """The fields that have not their defaults."""
+    return {
+        name: getattr(section, name)
+        for name, info in type(section).model_fields.items()
+        if getattr(section, name) != info.get_default(call_default_factory=True)
+    }
 
 
 def lines_of_files(files: StoredTensors) -> Iterator[str]:

@@ -44,11 +44,14 @@ class Weights:
     adapters: Adapters
 
     @classmethod
-    def of_class(cls, checkpoint: Checkpoint, row: Row, dtype: Dtype | None) -> Weights:
-        """Those of a class of Hugging Face's that expresses the model. Raises CheckpointError if
-        the checkpoint's tensors are not those of its model."""
+    def of_class(
+        cls, checkpoint: Checkpoint, row: Row, dtype: Dtype | None, *, in_files: bool = True
+    ) -> Weights:
+        """Those of a class of Hugging Face's that expresses the model, named as in files or as in
+        its state dict. Raises CheckpointError if the checkpoint's tensors are not those of its
+        model."""
         model = stored_model(checkpoint.config)
-        found = list(entries(row, model))
+        found = list(entries(row, model, in_files=in_files))
         adapters = Adapters.of(checkpoint, model)
         own = {f"{KIND}{entry.name}": entry.shape for entry in found}
         checkpoint.match(own | adapters.shapes())

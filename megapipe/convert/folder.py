@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megapipe.checkpoint.regions import Region, whole
+from megapipe.cli import flatten
+from megapipe.config import Config
 from megapipe.convert.source import KIND
 from megapipe.convert.tensor_files import StoredTensors, TensorFiles, read_json, widest
 from megapipe.errors import CheckpointError, ConfigError
+from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import config_from_hf
 from megapipe.model.gpt.hf.table import TABLE, Row
-from megapipe.model.gpt.hf.weights import Entry, entries, full_names
+from megapipe.model.gpt.hf.weights import Entry, entries_in, full_names
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known
 from megapipe.words import one_line
 
@@ -34,8 +38,8 @@ class HuggingFaceFolder:
         self.path = path
         self.row = row
         self.files = files
-        self._entries = {entry.name: entry for entry in entries(row, model)}
         self._given = full_names(row, files.tensors)
+        self._entries = {e.name: e for e in entries_in(row, model, self._given.keys())}
         self._check(model)
         used = (name for entry in self._entries.values() for name in entry.hf_names)
         dtype = widest({files.dtype(self._given[name]) for name in used})
@@ -61,8 +65,8 @@ class HuggingFaceFolder:
     @property
     def config(self) -> Mapping[str, JsonValue]:
         """The keys of the model section, as checkpoints have them."""
-        fields = self.model.model_dump(exclude={"source", "options", "moe"})
-        return {f"model.{name}": value for name, value in fields.items()}
+        keys = flatten(Config(model=self.model))
+        return {key: value for key, value in keys.items() if key.startswith("model.")}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global tensors by the names of checkpoints, ``model/...``."""
@@ -92,8 +96,12 @@ class HuggingFaceFolder:
             return self.files.read(names[0], index)
         if entry.arrangement == "transposed":
             return self.files.read(names[0], index[::-1]).t().contiguous()
-        if entry.arrangement == "stacked":
-            return torch.stack([self.files.read(each, index[1:]) for each in names[index[0]]])
+        if reads := list(_of_stacked(entry, names, index)):
+            dtype = widest({self.files.dtype(each) for each, _ in reads})
+            out = torch.empty(region.sizes, dtype=TORCH_DTYPES[dtype])
+            for part, read in zip(out.view(len(reads), -1), reads, strict=True):
+                part.copy_(self.files.read(*read).flatten())
+            return out
         if entry.arrangement == "apart":
             return self._groups(entry, names, index)
         parts = tuple(self.files.read(each) for each in names)
@@ -151,6 +159,24 @@ class HuggingFaceFolder:
                 f"{self.path}: {head} differs from {embedding}, but {CONFIG} ties them; expected "
                 "tie_word_embeddings false"
             )
+
+
+def _of_stacked(
+    entry: Entry, names: list[str], index: tuple[slice, ...]
+) -> Iterator[tuple[str, tuple[slice, ...]]]:
+    """Names and slices to be read, in order, of a tensor that is a stack of others."""
+    outer = range(entry.shape[0])[index[0]]
+    if entry.arrangement == "stacked":
+        yield from ((names[i], index[1:]) for i in outer)
+    if entry.arrangement not in ("pairs", "joined"):
+        return
+    inner = entry.shape[2]
+    for i, half in product(outer, range(2)[index[1]]):
+        if entry.arrangement == "pairs":
+            yield names[2 * i + half], index[2:]
+        else:
+            rows = slice(half * inner + index[2].start, half * inner + index[2].stop)
+            yield names[0], (slice(i, i + 1), rows, index[3])
 
 
 def read_model(path: Path) -> tuple[str, ModelConfig]:

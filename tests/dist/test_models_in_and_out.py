@@ -98,10 +98,12 @@ def test_checkpoints_of_any_layout_export_to_the_same_bytes(tmp_path: Path) -> N
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
 
 
-@pytest.mark.parametrize("case", ["gpt2", "qwen2"])
-def test_each_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "layout"), [("gpt2", {}), ("qwen2", {}), ("qwen3_moe", {"parallel.ep": "2"})]
+)
+def test_each_rank_reads_what_it_holds(case: str, layout: dict[str, str], tmp_path: Path) -> None:
     """Afterwards the run goes on from a checkpoint of its own."""
-    model = write_folder(tmp_path, case)
+    model = write_folder(tmp_path, case) | layout
     begun, went_on = run(
         tmp_path,
         Play("run", {**model, **TP, "train.stop_after": "1"}),

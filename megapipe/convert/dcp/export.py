@@ -51,7 +51,7 @@ def export_dcp(
     """
     if names == "hf":
         row = class_of_run(checkpoint, model_type)
-        weights = Weights.of_class(checkpoint, row, dtype)
+        weights = Weights.of_class(checkpoint, row, dtype, in_files=False)
         head = f"{row.modules['head']}.weight"
         tied = weights.model.tied_embeddings
     else:

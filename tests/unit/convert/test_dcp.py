@@ -60,7 +60,7 @@ def assert_run_has(run: Path, model: ModelConfig, params: dict[str, Tensor]) -> 
     assert_same({n.removeprefix("model/"): checkpoint.read(n) for n in checkpoint.names()}, params)
 
 
-FULL = [pytest.param(case, marks=pytest.mark.full) for case in ("gemma2", "pythia")]
+FULL = [pytest.param(case, marks=pytest.mark.full) for case in ("gemma2", "pythia", "mixtral")]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -32,21 +32,17 @@ def high_water(reset: bool = False) -> int:
     return next(1024 * int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
 
 
-def peaks(world: World, folder: Path) -> dict[int, tuple[int, ...]]:
+def peaks(world: World, folder: Path, case: str) -> dict[int, tuple[int, ...]]:
     """Of models of some layers: bytes of weights, and what converting them out and in takes above
     what there was, in a process that does nothing else; then the same with torch's DCP. The first
     one loads what is loaded later.
     """
     assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)
-    base = model_of("llama").model_copy(
-        update={
-            "hidden": 512,
-            "ffn_hidden": 1408,
-            "head_dim": 128,
-            "vocab_size": 300,
-            "dtype": "fp32",
-        }
-    )
+    base = model_of(case)
+    sizes = {"hidden": 512, "ffn_hidden": 1408, "head_dim": 128, "vocab_size": 300, "dtype": "fp32"}
+    if case == "mixtral":
+        sizes["moe"] = base.moe.model_copy(update={"experts": 4, "ffn": 352})
+    base = base.model_copy(update=sizes)
     found = {}
     for layers in (1, 2, 5):
         model = base.model_copy(update={"layers": layers})
@@ -73,8 +69,9 @@ def peaks(world: World, folder: Path) -> dict[int, tuple[int, ...]]:
 
 
 @pytest.mark.full
-def test_memory_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
-    (found,) = run_world(1, peaks, tmp_path, timeout_s=300)
+@pytest.mark.parametrize("case", ["llama", "mixtral"])
+def test_memory_does_not_grow_with_the_number_of_tensors(case: str, tmp_path: Path) -> None:
+    (found,) = run_world(1, peaks, tmp_path, case, timeout_s=300)
     _, (_, *few), (size, *many) = found.values()
     assert size > 60e6
     assert max(many) < 16e6, found

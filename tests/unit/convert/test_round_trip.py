@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from megapipe.checkpoint import Region, find_newest
+from megapipe.checkpoint import Region, find_newest, whole
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import parse, stored_model
@@ -25,14 +26,15 @@ from megapipe.layers.specs import by_name
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import class_of, config_to_hf, row_of
 from megapipe.model.gpt.hf.table import TABLE
+from megapipe.model.gpt.hf.weights import to_hf
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
 from tests.parity.converted import assert_same, state_of, write_checkpoint
 from tests.parity.reference import init_random, random_batch
 from tests.parity.stage_cases import new_stage
-from tests.unit.model.transformers_models import CASES, FAMILIES, model_of
+from tests.unit.model.transformers_models import CASES, FAMILIES, MIXTURES, model_of
 
-ALL = [*CASES, *FAMILIES]
+ALL = [*CASES, *FAMILIES, *MIXTURES]
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -58,6 +60,20 @@ def newest(run: Path) -> Checkpoint:
     path = find_newest(run / "checkpoints").path
     assert path is not None
     return Checkpoint.open(path)
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Values of each read of files from now on."""
+    counts: list[int] = []
+    read = TensorFiles.read
+
+    def counted(self: TensorFiles, *given: Any) -> torch.Tensor:
+        found = read(self, *given)
+        counts.append(found.numel())
+        return found
+
+    monkeypatch.setattr(TensorFiles, "read", counted)
+    return counts
 
 
 def test_every_row_of_the_table_has_a_case() -> None:
@@ -91,7 +107,9 @@ def test_from_megapipe_to_transformers_and_back(case: str, tmp_path: Path) -> No
     assert stored_model(newest(tmp_path / "back").config) == model
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama_gqa", "llama_mqa_wide_heads", "qwen2"])
+@pytest.mark.parametrize(
+    "case", ["gpt2", "llama_gqa", "llama_mqa_wide_heads", "qwen2", "mixtral", "qwen3_moe"]
+)
 def test_any_region_is_what_it_is_in_the_whole(case: str, tmp_path: Path) -> None:
     model = fp32(case)
     params = init_random(model, seed=5, dtype=torch.float32)
@@ -120,15 +138,7 @@ def test_a_tensor_parallel_rank_reads_its_share(
     checkpoint = write_checkpoint(tmp_path / "run", model, params)
     export(checkpoint, tmp_path / "hf", tokenizer="none")
     folder = HuggingFaceFolder.open(tmp_path / "hf")
-    counts: list[int] = []
-    read = TensorFiles.read
-
-    def counted(self: TensorFiles, *given: Any) -> torch.Tensor:
-        found = read(self, *given)
-        counts.append(found.numel())
-        return found
-
-    monkeypatch.setattr(TensorFiles, "read", counted)
+    counts = counted_reads(monkeypatch)
     stage = StageSpec(embedding=True, layers=range(model.layers), head=True)
     for name, spec in by_name(stage_parameters(model, stage)).items():
         sizes, offsets = list(spec.shape), [0] * len(spec.shape)
@@ -140,9 +150,39 @@ def test_a_tensor_parallel_rank_reads_its_share(
         assert sum(counts) == math.prod(sizes), name
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_ranks_read_their_experts_in_either_spelling(
+    joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts as files have them, and as state dicts of transformers 5: of two experts half of the
+    inner width, and nothing else."""
+    model = fp32("mixtral")
+    params = init_random(model, seed=5, dtype=torch.float32)
+    export(write_checkpoint(tmp_path / "run", model, params), tmp_path / "hf", tokenizer="none")
+    names = set(state_of(tmp_path / "hf"))
+    assert "model.layers.2.block_sparse_moe.experts.5.w3.weight" in names
+    if joined:
+        save_file(to_hf(params, model), tmp_path / "hf/model.safetensors")
+        names = set(state_of(tmp_path / "hf"))
+        assert "model.layers.2.mlp.experts.gate_up_proj" in names
+    folder = HuggingFaceFolder.open(tmp_path / "hf")
+    assert_same({name: folder.read(f"model/{name}") for name in params}, params)
+    counts = counted_reads(monkeypatch)
+    up, down = Region((2, 0, 20, 0), (2, 2, 20, 24)), Region((2, 0, 20), (2, 24, 20))
+    for kind, region in (("up", up), ("down", down)):
+        counts.clear()
+        name = f"layers.1.moe.{kind}.weight"
+        found = folder.read(f"model/{name}", region)
+        assert torch.equal(found, params[name][region.inside(whole(params[name].shape))])
+        assert sum(counts) == region.numel
+
+
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [("gpt2", "fp32"), ("gpt2_untied_gelu", "bf16"), ("llama_gqa", "fp64"), ("qwen2", "fp16")],
+    [
+        *(("gpt2", "fp32"), ("gpt2_untied_gelu", "bf16"), ("llama_gqa", "fp64"), ("qwen2", "fp16")),
+        *(("mixtral", "bf16"), ("qwen3_moe", "fp32")),
+    ],
 )
 def test_from_transformers_to_megapipe_and_back(case: str, dtype: str, tmp_path: Path) -> None:
     """With a vocabulary that a run pads, and a tokenizer of its own."""
@@ -191,8 +231,6 @@ def test_masters_are_rounded_as_a_run_does_unless_they_are_asked_for(tmp_path: P
 
 def test_files_of_a_model_without_a_head_and_of_old_versions(tmp_path: Path) -> None:
     """Names without a prefix, and buffers that are no weights."""
-    from safetensors.torch import save_file
-
     model = fp32("gpt2")
     params = init_random(model, seed=5, dtype=torch.float32)
     checkpoint = write_checkpoint(tmp_path / "run", model, params)

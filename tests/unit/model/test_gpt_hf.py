@@ -12,12 +12,19 @@ from megapipe.model.gpt.config import ModelConfig
 from tests.parity.held_models import held_model
 from tests.parity.reference import assert_grads_close, init_random, random_batch
 from tests.parity.stage_cases import main_grads, new_stage
-from tests.unit.model.transformers_models import CASES, FAMILIES, hf_logits_and_grads, model_of
+from tests.unit.model.transformers_models import (
+    CASES,
+    FAMILIES,
+    MIXTURES,
+    for_the_loss_alone,
+    hf_logits_and_grads,
+    model_of,
+)
 
 
-@pytest.mark.parametrize("case", [*CASES, *FAMILIES])
+@pytest.mark.parametrize("case", [*CASES, *FAMILIES, *MIXTURES])
 def test_logits_and_gradients_equal_transformers(case: str) -> None:
-    config = model_of(case)
+    config = for_the_loss_alone(model_of(case))
     params = init_random(config, seed=7)
     tokens, labels, mask = random_batch(config, b=3, s=17, seed=8, masked=0.2)
     expected_logits, expected = hf_logits_and_grads(params, config, (tokens, labels, mask))

@@ -14,17 +14,20 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     LlamaConfig,
+    MixtralConfig,
     OPTConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import class_of, config_from_hf, config_to_hf, row_of
-from megapipe.model.gpt.hf.weights import from_hf, to_hf
+from megapipe.model.gpt.hf.weights import entries, from_hf, to_hf
+from megapipe.model.gpt.moe_config import MoEConfig
 from tests.parity.reference import init_random, logits, random_batch
-from tests.unit.model.transformers_models import FAMILIES, in_double, model_of
+from tests.unit.model.transformers_models import FAMILIES, MIXTURES, in_double, model_of
 
 GPT2 = ModelConfig(layers=2, hidden=12, heads=3, vocab_size=31, max_positions=10).resolved(
     vocab_size=0, sequence_length=0
@@ -53,8 +56,14 @@ MODELS = {
     "llama_biases": LLAMA.model_copy(update={"bias": True}),
     "llama_tied": LLAMA.model_copy(update={"tied_embeddings": True}),
     "llama_mqa_wide_heads": LLAMA.model_copy(update={"kv_heads": 1, "head_dim": 8}),
-    **{name: model_of(name).model_copy(update={"dtype": "fp32"}) for name in FAMILIES},
+    **{name: model_of(name).model_copy(update={"dtype": "fp32"}) for name in FAMILIES | MIXTURES},
 }
+
+MIXTRAL = MODELS["mixtral"]
+
+
+def with_experts(**changes: Any) -> ModelConfig:
+    return MIXTRAL.model_copy(update={"moe": MIXTRAL.moe.model_copy(update=changes)})
 
 
 def hf_model(model: ModelConfig) -> Any:
@@ -136,6 +145,49 @@ def test_gate_is_the_first_half_of_up() -> None:
     assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], up[1])
 
 
+@pytest.mark.parametrize(
+    ("name", "gate", "up"),
+    [
+        ("mixtral", "2.block_sparse_moe.experts.1.w1", "2.block_sparse_moe.experts.1.w3"),
+        ("qwen3_moe", "2.mlp.experts.1.gate_proj", "2.mlp.experts.1.up_proj"),
+    ],
+)
+def test_files_have_tensors_for_each_expert(name: str, gate: str, up: str) -> None:
+    """State dicts have them joined. Either spelling is read, layer by layer."""
+    model = MODELS[name]
+    params = init_random(model, seed=3, dtype=torch.float32)
+    state, spelled = to_hf(params, model), {}
+    for entry in entries(row_of(model), model):
+        parts = entry.way.split(params[entry.name], model)
+        spelled |= dict(zip(entry.hf_names, parts, strict=True))
+    found = torch.cat([spelled[f"model.layers.{part}.weight"] for part in (gate, up)])
+    assert torch.equal(state["model.layers.2.mlp.experts.gate_up_proj"][1], found)
+    assert_same(from_hf(spelled, model), params)
+    of_layer = ".layers.2."
+    mixed = {n: t for n, t in spelled.items() if of_layer not in n}
+    mixed |= {n: t for n, t in state.items() if of_layer in n}
+    assert len(mixed) not in (len(spelled), len(state))
+    assert_same(from_hf(mixed, model), params)
+
+
+def test_layers_without_experts_are_listed_as_a_class_does() -> None:
+    def keys(**changes: Any) -> tuple[int, list[int]]:
+        base = MODELS["qwen3_moe_every"]
+        config = config_to_hf(
+            base.model_copy(update={"moe": MoEConfig(experts=4, ffn=20, group_top_k=1, **changes)})
+        )
+        again = config_from_hf(config).moe
+        moe = MoEConfig(experts=4, **changes)
+        assert all(again.has_experts(i) == moe.has_experts(i) for i in range(6))
+        return config.decoder_sparse_step, config.mlp_only_layers
+
+    assert keys() == (1, [])
+    assert keys(dense_first=2) == (1, [0, 1])
+    assert keys(dense_first=2, every=2) == (2, [1])
+    assert keys(dense_first=1, every=2) == (1, [0, 1, 3, 5])
+    assert keys(dense_layers=[0, 4]) == (1, [0, 4])
+
+
 def test_old_files_load() -> None:
     params = init_random(GPT2, seed=3, dtype=torch.float32)
     state = {n.removeprefix("transformer."): t for n, t in to_hf(params, GPT2).items()}
@@ -168,6 +220,11 @@ def test_old_files_load() -> None:
         ),
         (LLAMA, {"model.layers.2.mlp.up_proj.weight": torch.ones(1)}, "layers.2.* model.layers"),
         (LLAMA, {"model.layers.0.mlp.up_proj.bias": torch.ones(20)}, "bias is not part"),
+        (
+            MIXTRAL,
+            {"model.layers.1.mlp.experts.down_proj": None},
+            "1.block_sparse_moe.experts.0.w2.weight is missing",
+        ),
         (GPT2, {"lm_head.weight": torch.ones(31, 12)}, "model.tied_embeddings=false"),
     ],
 )
@@ -240,6 +297,21 @@ def test_params_of_another_model_are_refused() -> None:
             ),
             "rope_parameters of sliding_attention with rope_type 'linear'",
         ),
+        (MixtralConfig(router_jitter_noise=0.1), "router_jitter_noise = 0.1.* for mixtral"),
+        (
+            MixtralConfig(num_experts_per_tok=9),
+            "num_local_experts = 8, num_experts_per_tok = 9, .*: model.moe.top_k=9 is more than",
+        ),
+        (MixtralConfig(num_local_experts=1), "num_local_experts = 1, .*model.moe.experts = 1: "),
+        (
+            Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True),
+            "num_experts_per_tok = 1, .*norm_topk_prob = True .*expected model.moe.normalise=false",
+        ),
+        (Qwen3MoeConfig(decoder_sparse_step=0), "decoder_sparse_step = 0: expected 1 or more"),
+        (
+            Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=[0, 1]),
+            "num_experts = 128, .* leave none of model.layers=2",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -270,6 +342,13 @@ def test_unsupported_configs_are_refused(hf_config: Any, message: str) -> None:
         ),
         (model_of("gemma2"), {"attention_scale": 0.3}, "attention_scale = 0.3.*needs 1 / sqrt"),
         (model_of("gemma3"), {"rotary_local_base": None}, "qk_norm = True.*gemma2.*nearest"),
+        (MIXTRAL, {"bias": True}, "model.bias = True .*mixtral class, the nearest; it needs False"),
+        (MIXTRAL, {"moe": MoEConfig(experts=4, ffn=9)}, "moe.group_top_k = None.*mixtral"),
+        (with_experts(capacity=1.0), {}, "model.moe.capacity = 1.0 .*mixtral.*it needs None"),
+        (with_experts(shared=8), {}, "model.moe.shared = 8 .*mixtral.*it needs None"),
+        (with_experts(dense_first=1), {}, "model.moe.dense_first = 1 .*mixtral.*it needs 0"),
+        (with_experts(normalise=False), {}, "model.moe.normalise = False .*mixtral.*needs True"),
+        (with_experts(scores="sigmoid"), {}, "model.moe.scores = sigmoid .*it needs softmax"),
     ],
 )
 def test_models_without_a_class_are_refused(

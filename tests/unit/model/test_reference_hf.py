@@ -18,14 +18,16 @@ from tests.unit.model.transformers_models import (
     FAMILIES,
     GPT2,
     LLAMA,
+    MIXTURES,
+    for_the_loss_alone,
     hf_logits_and_grads,
     model_of,
 )
 
 
-@pytest.mark.parametrize("case", [*CASES, *FAMILIES])
+@pytest.mark.parametrize("case", [*CASES, *FAMILIES, *MIXTURES])
 def test_logits_and_gradients_equal_transformers(case: str) -> None:
-    model = model_of(case)
+    model = for_the_loss_alone(model_of(case))
     params = init_random(model, seed=7)
     batch = random_batch(model, b=3, s=17, seed=8, masked=0.2)
 

@@ -17,6 +17,7 @@ from transformers.models.bloom.modeling_bloom import BloomMLP
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import class_of, config_to_hf
 from megapipe.model.gpt.hf.weights import from_hf, to_hf
+from megapipe.model.gpt.moe_config import MoEConfig
 
 GPT2 = ModelConfig(
     layers=3, hidden=24, heads=4, vocab_size=37, max_positions=19, norm_eps=1e-4, dtype="fp64"
@@ -109,11 +110,39 @@ FAMILIES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "bloom_12_heads": (GPT2, {**BLOOM, "heads": 12}),
 }
 """Their key/value heads can be split over tp 4."""
+MIXTURES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
+    "mixtral": (LLAMA, {"kv_heads": 4, "window": 7, "moe": MoEConfig(experts=6)}),
+    "qwen3_moe": (
+        LLAMA,
+        {
+            "kv_heads": 2,
+            "qk_norm": True,
+            "head_dim": 8,
+            "moe": MoEConfig(experts=8, top_k=3, ffn=12, dense_first=1, normalise=False),
+        },
+    ),
+    "qwen3_moe_every": (
+        LLAMA,
+        {
+            "layers": 6,
+            "qk_norm": True,
+            "moe": MoEConfig(experts=4, ffn=20, every=2, dense_layers=[3]),
+        },
+    ),
+}
+"""With experts."""
 
 
 def model_of(case: str) -> ModelConfig:
-    base, changes = (CASES | FAMILIES)[case]
+    base, changes = (CASES | FAMILIES | MIXTURES)[case]
     return base.model_copy(update=changes).resolved(vocab_size=0, sequence_length=0)
+
+
+def for_the_loss_alone(model: ModelConfig) -> ModelConfig:
+    """The model without terms that experts add to it, which classes do not add by default."""
+    if model.moe.experts is None:
+        return model
+    return model.model_copy(update={"moe": model.moe.model_copy(update={"balance": 0.0})})
 
 
 class Fp64Torch(ModuleType):
@@ -143,7 +172,8 @@ def hf_logits_and_grads(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits [b, s, V] and gradients of the mean loss of the class that expresses the model."""
     with in_double(model):
-        hf = class_of(model)(config_to_hf(model, attn_implementation="eager")).double().train()
+        ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        hf = class_of(model)(config_to_hf(model, **ways)).double().train()
         hf.load_state_dict(to_hf(params, model))
         for module in hf.modules():
             if isinstance(module, BloomMLP):  # whose own has sqrt(2 / pi) to eight digits

@@ -98,7 +98,8 @@ def row_of(model: ModelConfig, model_type: str | None = None) -> Row:
             raise ConfigError(f"model.{field} is not set; pass a resolved model")
     rows = list(TABLE.values()) if model_type is None else [TABLE[model_type]]
     found = [(row, list(row.misfits(model))) for row in rows]
-    row, misfits = min(found, key=lambda each: len(each[1]))
+    mixture = model.moe.experts is not None
+    row, misfits = min(found, key=lambda each: (each[0].has_experts != mixture, len(each[1])))
     if misfits:
         what, value, wanted = misfits[0]
         raise ConfigError(

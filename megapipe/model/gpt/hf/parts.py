@@ -127,6 +127,16 @@ APART_HEADS = pairs(kv_heads="num_key_value_heads", head_dim="head_dim")._replac
 GROUPED_HEADS = APART_HEADS._replace(misfits=_uneven)
 """The same, of a class that wants `hidden` to be a multiple of `heads` even so."""
 
+APART_HEADS_OR_SHARED_OUT = APART_HEADS._replace(
+    read=lambda config: {
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+    }
+)
+"""The same, of a class whose configs may lack the key for the width of a head: then it is that of
+the model by the heads."""
+
 GROUPED_WHOLE_HEADS = Part(
     ("kv_heads", "head_dim"),
     lambda config: {

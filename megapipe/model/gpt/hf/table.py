@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf.experts import MIXTRAL_EXPERTS, QWEN3_EXPERTS
 from megapipe.model.gpt.hf.parts import (
     APART_HEADS,
+    APART_HEADS_OR_SHARED_OUT,
     GROUPED_HEADS,
     GROUPED_WHOLE_HEADS,
     QUERY_SCALE,
@@ -28,16 +30,26 @@ from megapipe.model.gpt.hf.parts import (
 )
 from megapipe.model.gpt.hf.rope import PARTIAL_ROPE, ROPE, ROPE_BY_WINDOW
 
-Arrangement = Literal["same", "transposed", "apart", "blocks", "stacked"]
+Arrangement = Literal["same", "transposed", "apart", "blocks", "stacked", "pairs", "joined"]
 """Of the values of one of our tensors: the same rows; [in, out]; q, k and v as tensors of their
-own; in one as blocks q | k | v and transposed; gate and up as tensors of their own."""
+own; in one as blocks q | k | v and transposed; gate and up, or experts, as tensors of their own;
+gate and up of each expert as tensors of their own; in one tensor that has them as its rows."""
 
 
 class Tensors(NamedTuple):
     """A class' counterparts of the weight and the bias of one of our modules."""
 
     names: tuple[str, ...]
+    """With {} for the number of an expert, of which each has these."""
     arrangement: Arrangement = "same"
+    whole: bool = False
+    """The names are those of tensors: nothing is added for weight and bias."""
+
+    def of_kind(self, kind: str, experts: int | None) -> tuple[str, ...]:
+        """The names of the weights or biases, as `kind` says, with those of every expert."""
+        end = "" if self.whole else f".{kind}"
+        numbers = range(experts or 1) if "{}" in self.names[0] else range(1)
+        return tuple(f"{name.format(number)}{end}" for number in numbers for name in self.names)
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class Row:
     layers: str
     """Name of the list of layers."""
     layer: Mapping[str, Tensors]
-    """Names in a layer, by ours."""
+    """Names in a layer of a state dict, by ours."""
     parts: tuple[Part, ...]
     fixed: Mapping[str, Any]
     """Fields that are no default, and that the class always has so."""
@@ -63,13 +75,22 @@ class Row:
     """Values that the class' other keys must have."""
     old_names: Mapping[str, str] = field(default_factory=dict)
     """Names of modules in older files, with those that they have here."""
+    files: Mapping[str, Tensors] = field(default_factory=dict)
+    """Names in a layer of files, where they are others than in a state dict."""
 
-    def counterpart(self, name: str) -> Tensors:
-        """The class' full names of a module of ours."""
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a class of models with experts."""
+        return any("moe" in part.fields for part in self.parts)
+
+    def counterpart(self, name: str, *, in_files: bool = False) -> Tensors:
+        """The class' full names of a module of ours, in a state dict or in files."""
         if not name.startswith("layers."):
             return Tensors((self.modules[name],))
         _, number, module = name.split(".", 2)
         inner = self.layer[module]
+        if in_files:
+            inner = self.files.get(module, inner)
         return inner._replace(names=tuple(f"{self.layers}.{number}.{n}" for n in inner.names))
 
     def misfits(self, model: ModelConfig) -> Iterator[Misfit]:
@@ -77,9 +98,11 @@ class Row:
         free = {name for part in (*self.parts, _EVERYWHERE) for name in part.fields}
         for name, info in ModelConfig.model_fields.items():
             wanted = self.fixed.get(name, info.get_default(call_default_factory=True))
-            if name == "moe" and model.moe.experts is not None:
+            if name in free or getattr(model, name) == wanted:
+                continue
+            if name == "moe":
                 yield Misfit("moe.experts", model.moe.experts, "null")
-            elif name not in free and getattr(model, name) != wanted:
+            else:
                 yield Misfit(name, getattr(model, name), str(wanted))
         for part in self.parts:
             yield from part.misfits(model)
@@ -91,19 +114,21 @@ _EVERYWHERE = pairs(dtype="dtype")
 _COMMON = pairs(
     vocab_size="vocab_size", init_std="initializer_range", tied_embeddings="tie_word_embeddings"
 )
-_USUAL = pairs(
+_SIZES = pairs(
     layers="num_hidden_layers",
     hidden="hidden_size",
     heads="num_attention_heads",
-    ffn_hidden="intermediate_size",
     max_positions="max_position_embeddings",
 )
+_WIDTH = pairs(ffn_hidden="intermediate_size")
 _SILU = activation("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
-_LLAMA_PARTS = (_COMMON, _USUAL, _SILU, ROPE, pairs(norm_eps="rms_norm_eps"))
+_MIXTRAL_PARTS = (_COMMON, _SIZES, _SILU, ROPE, pairs(norm_eps="rms_norm_eps"))
+_LLAMA_PARTS = (*_MIXTRAL_PARTS, _WIDTH)
 _LLAMA_FIXED = {"norm": "rmsnorm", "positions": "rotary"}
 _GEMMA_PARTS = (
     _COMMON,
-    _USUAL,
+    _SIZES,
+    _WIDTH,
     GROUPED_HEADS,
     activation("hidden_activation", {"gelu_pytorch_tanh": "geglu_tanh"}),
     WINDOWS,
@@ -131,6 +156,15 @@ _LLAMA_LAYER = {
     "mlp_norm": Tensors(("post_attention_layernorm",)),
     "mlp.up": Tensors(("mlp.gate_proj", "mlp.up_proj"), "stacked"),
     "mlp.down": Tensors(("mlp.down_proj",)),
+}
+_EXPERTS = {
+    "moe.router": Tensors(("mlp.gate",)),
+    "moe.up": Tensors(("mlp.experts.gate_up_proj",), "joined", whole=True),
+    "moe.down": Tensors(("mlp.experts.down_proj",), whole=True),
+}
+_EXPERTS_IN_FILES = {
+    "moe.up": Tensors(("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), "pairs"),
+    "moe.down": Tensors(("mlp.experts.{}.down_proj",), "stacked"),
 }
 
 _GPT2 = Row(
@@ -220,6 +254,38 @@ _MISTRAL = replace(
     fixed={**_LLAMA_FIXED, "bias": False},
 )
 
+_MIXTRAL = replace(
+    _MISTRAL,
+    model_type="mixtral",
+    config_class="MixtralConfig",
+    model_class="MixtralForCausalLM",
+    layer={**_LLAMA_LAYER, **_EXPERTS},
+    parts=(
+        *_MIXTRAL_PARTS,
+        APART_HEADS_OR_SHARED_OUT,
+        pairs(window="sliding_window"),
+        MIXTRAL_EXPERTS,
+    ),
+    required={"attention_dropout": 0, "router_jitter_noise": 0.0},
+    files={
+        "moe.router": Tensors(("block_sparse_moe.gate",)),
+        "moe.up": Tensors(
+            ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"), "pairs"
+        ),
+        "moe.down": Tensors(("block_sparse_moe.experts.{}.w2",), "stacked"),
+    },
+)
+
+_QWEN3_MOE = replace(
+    _QWEN3,
+    model_type="qwen3_moe",
+    config_class="Qwen3MoeConfig",
+    model_class="Qwen3MoeForCausalLM",
+    layer={**_LLAMA_LAYER, **_EXPERTS},
+    parts=(*_LLAMA_PARTS, APART_HEADS_OR_SHARED_OUT, QWEN3_EXPERTS),
+    files=_EXPERTS_IN_FILES,
+)
+
 _GEMMA2 = replace(
     _LLAMA,
     model_type="gemma2",
@@ -276,7 +342,8 @@ _NEOX = Row(
     },
     parts=(
         _COMMON,
-        _USUAL,
+        _SIZES,
+        _WIDTH,
         WHOLE_HEADS,
         activation(
             "hidden_act",
@@ -334,7 +401,10 @@ _BLOOM = Row(
     },
 )
 
-_ROWS = (_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA2, _GEMMA3, _NEOX, _BLOOM)
+_ROWS = (
+    *(_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA2, _GEMMA3, _NEOX, _BLOOM),
+    *(_MIXTRAL, _QWEN3_MOE),
+)
 
 TABLE = {row.model_type: row for row in _ROWS}
 """Of rows that express a model alike the first is taken."""

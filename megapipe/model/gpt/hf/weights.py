@@ -7,7 +7,7 @@ writing and reading cannot drift apart. Only the arrangement differs, never a va
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ def to_hf(
     row = row_of(model, model_type)
     left = dict(params)
     state: dict[str, Tensor] = {}
-    for entry in entries(row, model):
+    for entry in entries(row, model, in_files=False):
         tensor = _take(left, entry.name, entry.shape)
         parts = (part.contiguous() for part in entry.way.split(tensor, model))
         state.update(zip(entry.hf_names, parts, strict=True))
@@ -62,8 +62,8 @@ def from_hf(
     """The global tensors of a class' state dict; the inverse of :func:`to_hf`.
 
     The prefix, such as `model.`, may be missing, as in files of the model without a head. With
-    tied embeddings so may the head. Buffers of old files (causal masks, rotary frequencies) are
-    passed over.
+    tied embeddings so may the head. Experts may each have tensors of their own, as in files.
+    Buffers of old files (causal masks, rotary frequencies) are passed over.
 
     Returns:
         Contiguous tensors that may share memory with `state`.
@@ -77,7 +77,7 @@ def from_hf(
     head = row.modules["head"]
     left = {full: state[name] for full, name in full_names(row, state).items()}
     params: dict[str, Tensor] = {}
-    for entry in entries(row, model):
+    for entry in entries_in(row, model, left.keys()):
         shapes = zip(entry.hf_names, entry.hf_shapes(model), strict=True)
         parts = tuple(_take(left, name, shape) for name, shape in shapes)
         params[entry.name] = entry.way.join(parts, model).contiguous()
@@ -155,6 +155,14 @@ _WAYS = {
         lambda parts, model: _join_qkv(parts[0].t().chunk(3), model),
     ),
     "stacked": Way(lambda tensor, _: tensor.unbind(), lambda parts, _: torch.stack(parts)),
+    "pairs": Way(
+        lambda tensor, _: tensor.flatten(0, 1).unbind(),
+        lambda parts, _: torch.stack(parts).unflatten(0, (-1, 2)),
+    ),
+    "joined": Way(
+        lambda tensor, _: (tensor.flatten(1, 2),),
+        lambda parts, _: parts[0].unflatten(1, (2, -1)),
+    ),
 }
 """By arrangement; a vector is its own transpose."""
 
@@ -178,10 +186,29 @@ class Entry(NamedTuple):
         return [tuple(part.shape) for part in parts]
 
 
-def entries(row: Row, model: ModelConfig) -> Iterator[Entry]:
-    """Every global tensor of a resolved model."""
+def entries(row: Row, model: ModelConfig, *, in_files: bool = True) -> Iterator[Entry]:
+    """Every global tensor of a resolved model, with those of files or of a state dict."""
+    for name, shape in _shapes(model):
+        yield _entry(row, model, name, shape, in_files=in_files)
+
+
+def entries_in(row: Row, model: ModelConfig, given: Collection[str]) -> Iterator[Entry]:
+    """The same, with counterparts as those tensors are called that somebody has."""
+    for name, shape in _shapes(model):
+        found = _entry(row, model, name, shape, in_files=True)
+        other = _entry(row, model, name, shape, in_files=False)
+        yield other if any(each in given for each in other.hf_names) else found
+
+
+def _shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     whole = StageSpec(embedding=True, layers=range(model.layers), head=True)
     for name, spec in by_name(stage_parameters(model, whole)).items():
-        module, _, kind = name.rpartition(".")
-        names, arrangement = row.counterpart(module)
-        yield Entry(name, spec.shape, tuple(f"{n}.{kind}" for n in names), arrangement)
+        yield name, spec.shape
+
+
+def _entry(
+    row: Row, model: ModelConfig, name: str, shape: tuple[int, ...], *, in_files: bool
+) -> Entry:
+    module, _, kind = name.rpartition(".")
+    tensors = row.counterpart(module, in_files=in_files)
+    return Entry(name, shape, tensors.of_kind(kind, model.moe.experts), tensors.arrangement)
