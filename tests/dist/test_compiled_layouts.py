@@ -25,7 +25,16 @@ CASES = [
     ),
     Case(dp=2, pp=2, chunks=2, in_process=True, schedule="interleaved_1f1b", zero=3, compile=True),
     Case(pp=2, m=3, schedule="zb_h1", model="mixed", activations="stage", compile=True),
+    Case(cp=2, model="llama", moe="capacity, position", compile=True),
 ]
+EXPERTS = [
+    Case(moe="shared, gated", model="gemma", activations="stage", compile=True),
+    Case(
+        tp=2, ep=2, sequence_parallel=True, moe="groups", model="neox", layers=3, compile=True,
+        masked=0.3,
+    ),
+]  # fmt: skip
+"""Some of the layers have experts; graphs end before these."""
 
 
 def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[Outcome], list[int]]:
@@ -45,6 +54,15 @@ def test_traced_blocks_in_every_kind_of_layout() -> None:
         check_case(case, [outcomes[i] for outcomes, _ in results])
         for _, numbers in results:
             assert 2 <= numbers[i] <= 5, "one to train, one to validate, others if run again"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.name)
+def test_traced_blocks_with_experts(case: Case) -> None:
+    results = run_world(case.world, run_traced, [case], timeout_s=120)
+    check_case(case, [outcomes[0] for outcomes, _ in results])
+    for _, numbers in results:
+        assert numbers == [4], "to train and to validate, or one run again; of two kinds of layers"
 
 
 @pytest.mark.slow

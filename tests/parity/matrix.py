@@ -191,7 +191,7 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
     if left_over or copies % min(c["shard_size"] or copies, copies):
         return False
     split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
-    other = c["compile"] or c["lora"] or c["scatter"] == "on"
+    other = c["lora"] or c["scatter"] == "on"
     other = other or c["activations"] == KEPT
     return not split and not other and c["dtype"] in ("fp64", "fp32")
 

@@ -103,18 +103,17 @@ class Block(nn.Module):
         y = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         given = x if self.parallel else y
         if self.mixture is not None:
-            return y + self._mixed(self.mixture, given, mb, graph_only)
+            return y + self.mixed(self.mixture, self.mlp_norm(given), mb, graph_only)
         wide = self.of_norms(self._widen, given)
         if self.mlp_post_norm is not None:
             return y + self.mlp_post_norm(self.of_activation(self._narrow, wide, mb))
         return y + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
 
-    def _mixed(self, mixture: Mixture, x: Tensor, mb: MicroBatch, graph_only: bool) -> Tensor:
-        """The branch of a mixture of experts, of its input."""
+    def mixed(self, mixture: Mixture, x: Tensor, mb: MicroBatch, graph_only: bool) -> Tensor:
+        """What a mixture of experts adds, of its input."""
         if self.mlp_post_norm is not None:
-            z = mixture(self.mlp_norm(x), mb, False)
-            return self.mlp_post_norm(self._drop(z, mb, "mlp_out"))
-        return self._drop(mixture(self.mlp_norm(x), mb, graph_only), mb, "mlp_out")
+            return self.mlp_post_norm(self._drop(mixture(x, mb, False), mb, "mlp_out"))
+        return self._drop(mixture(x, mb, graph_only), mb, "mlp_out")
 
     def tables(self, rotary: Rotaries) -> Rotary:
         """Those of its layer."""

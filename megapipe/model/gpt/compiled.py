@@ -7,6 +7,9 @@ gradient is that of the layer's output. Outside the graph an autograd function g
 is given their gradients when the compiled backward is done, and queues the pairs for the kernels
 that run without compilation too (:mod:`megapipe.layers.weight_grad`). The gradients of norms are
 computed by the graph, within ``I``.
+
+A mixture of experts runs as it does uncompiled, behind a graph that ends with its input: how many
+rows an expert gets is known to nobody before.
 """
 
 from __future__ import annotations
@@ -45,15 +48,19 @@ class CompiledBlock:
 
     def __init__(self, compiler: Compiler) -> None:
         self._run = compiler(run_block)
+        self._until_mlp = compiler(run_until_mlp)
         self._before = compiler(before_attention)
         self._after = compiler(after_attention)
+        self._between = compiler(from_attention_to_mlp)
 
     def __call__(
         self, block: Block, x: Tensor, mb: MicroBatch, rotary: Rotary, graph_only: bool
     ) -> Tensor:
         """[s(/tp), b, h] -> [s(/tp), b, h]; with `graph_only` the output has no value."""
         assert not (block.training and block.dropout), "a compiled block has no dropout"
-        layers = (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down)
+        layers = [block.attention.qkv, block.attention.out]
+        if block.mixture is None:
+            layers += [block.mlp.up, block.mlp.down]
         sinks: Sequence[Tensor | None] = [None] * len(layers)
         harvest = _Harvest(layers)
         if torch.is_grad_enabled():
@@ -65,8 +72,11 @@ class CompiledBlock:
             return self._around_attention(block, x, mb, rotary, linears, harvest, graph_only)
         length = layers[0].output_shape(x)[0]
         mask = None if mb.documents is None else mb.documents.mask(length)
-        y, harvest.inputs = self._run(block, x, rotary, mask, linears, graph_only)
-        return y
+        if block.mixture is None:
+            y, harvest.inputs = self._run(block, x, rotary, mask, linears, graph_only)
+            return y
+        y, given, harvest.inputs = self._until_mlp(block, x, rotary, mask, linears)
+        return y + block.mixed(block.mixture, given, mb, graph_only)
 
     def _around_attention(
         self,
@@ -83,9 +93,13 @@ class CompiledBlock:
         assert context is not None
         normed, q, k, v = self._before(block, x, rotary, linears[0])
         mixed = context.attend(q, k, v, mb, attention.scores, attention.layer).flatten(2)
-        y, inputs = self._after(block, x, mixed, linears[1:], graph_only)
-        harvest.inputs = normed, *inputs
-        return y
+        if block.mixture is None:
+            y, inputs = self._after(block, x, mixed, linears[1:], graph_only)
+            harvest.inputs = normed, *inputs
+            return y
+        y, given, of_out = self._between(block, x, mixed, linears[1])
+        harvest.inputs = normed, of_out
+        return y + block.mixed(block.mixture, given, mb, graph_only)
 
 
 class _Harvest:
@@ -185,14 +199,30 @@ def run_block(
     graph_only: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The function that is compiled: the output [s(/tp), b, h], and the linear layers' inputs."""
-    attention = block.attention
-    documents = None if mask is None else cast(Documents, _Masked(mask))
-    normed, q, k, v = before_attention(block, x, rotary, linears[0])
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    attend = block.sharding.kernels.attention
-    mixed = joined(attend(q, k, v, 0.0, documents, attention.scores))
+    normed, mixed = attended(block, x, rotary, mask, linears[0])
     y, inputs = after_attention(block, x, mixed, linears[1:], graph_only)
     return y, (normed, *inputs)
+
+
+def run_until_mlp(
+    block: Block, x: Tensor, rotary: Rotary, mask: Tensor | None, linears: Sequence[_Linear]
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """For a block with experts: what they add to, their input, and the linear layers' inputs."""
+    normed, mixed = attended(block, x, rotary, mask, linears[0])
+    y, given, of_out = from_attention_to_mlp(block, x, mixed, linears[1])
+    return y, given, (normed, of_out)
+
+
+def attended(
+    block: Block, x: Tensor, rotary: Rotary, mask: Tensor | None, qkv: _Linear
+) -> tuple[Tensor, Tensor]:
+    """The linear layer's input, and attention's output [s, b, h / tp]."""
+    attention = block.attention
+    documents = None if mask is None else cast(Documents, _Masked(mask))
+    normed, q, k, v = before_attention(block, x, rotary, qkv)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    attend = block.sharding.kernels.attention
+    return normed, joined(attend(q, k, v, 0.0, documents, attention.scores))
 
 
 def before_attention(
@@ -216,14 +246,22 @@ def after_attention(
     """From attention's output [s, b, h / tp] to the block's, and the inputs of linear layers."""
     sharding, mlp = block.sharding, block.mlp
     out, up, down = linears
-    attended = _Product.apply(mixed, *out, sharding, False)
-    if block.attention_post_norm is not None:
-        attended = block.attention_post_norm(attended)
-    y = x + attended
-    widened = block.mlp_norm(x if block.parallel else y)
+    y, widened, of_out = from_attention_to_mlp(block, x, mixed, out)
     active = mlp.activate(_Product.apply(widened, *up, sharding, True))
     if block.mlp_post_norm is not None:
         y = y + block.mlp_post_norm(_Product.apply(active, *down, sharding, False))
     else:
         y = y + _Product.apply(active, *down, sharding, False, graph_only)
-    return y, tuple(t.detach() for t in (mixed, widened, active))
+    return y, (of_out, widened.detach(), active.detach())
+
+
+def from_attention_to_mlp(
+    block: Block, x: Tensor, mixed: Tensor, out: _Linear
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From attention's output [s, b, h / tp] to what the MLP adds to, and its input; and the linear
+    layer's input."""
+    z = _Product.apply(mixed, *out, block.sharding, False)
+    if block.attention_post_norm is not None:
+        z = block.attention_post_norm(z)
+    y = x + z
+    return y, block.mlp_norm(x if block.parallel else y), mixed.detach()
