@@ -22,17 +22,27 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, all_to_all
 
-Counts = Sequence[Sequence[int]]
-"""Rows that each rank of the group has for each of all experts."""
+
+class Counts(NamedTuple):
+    """Rows that each rank of the group has for each of all experts."""
+
+    of_ranks: Sequence[Sequence[int]]
+    there: Tensor
+    """The same on the device, int64 [ranks, experts]."""
 
 
 def count_rows(choice: Tensor, experts: int, ep: Axis) -> Counts:
     """Of what :func:`~megapipe.layers.routing.choose` found here and on the other ranks. Counts go
-    to the host."""
-    keys = torch.where(choice < 0, experts, choice).flatten()
-    counts = torch.bincount(keys, minlength=experts + 1)[:experts]
-    found: list[list[int]] = all_gather(counts, ep).view(ep.size, experts).tolist()
-    return found
+    to the host, which waits for them: sizes of tensors follow from them."""
+    keys = torch.where(choice < 0, experts, choice).flatten().long()
+    counts = numbers_of(keys, experts + 1)[:experts]
+    found = all_gather(counts, ep).view(ep.size, experts)
+    return Counts(found.tolist(), found)
+
+
+def numbers_of(values: Tensor, size: int) -> Tensor:
+    """How often each of 0 .. size - 1 is among int64 values; torch.bincount has the host wait."""
+    return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))
 
 
 class Rows(NamedTuple):
@@ -97,15 +107,16 @@ class Dispatch(NamedTuple):
     this rank has all experts."""
 
     @classmethod
-    def of(cls, counts: Counts, ep: Axis, etp: int, device: torch.device) -> Dispatch:
+    def of(cls, told: Counts, ep: Axis, etp: int) -> Dispatch:
+        counts = told.of_ranks
         n = len(counts[0]) * etp // ep.size
         parts = [slice(n * i, n * (i + 1)) for i in range(ep.size // etp) for _ in range(etp)]
         arriving = [own[parts[ep.index]] for own in counts]  # [source][expert here]
         order = None
         if ep.size > 1:
-            each = torch.tensor(arriving, device=device).flatten()
-            experts = torch.arange(n, device=device).repeat(ep.size).repeat_interleave(each)
-            order = experts.argsort(stable=True)
+            stops = told.there[:, parts[ep.index]].flatten().cumsum(0)  # by source, then expert
+            rows = torch.arange(sum(map(sum, arriving)), device=stops.device)
+            order = torch.searchsorted(stops, rows, right=True).remainder_(n).argsort(stable=True)
         return cls(
             ep,
             etp,

@@ -201,10 +201,10 @@ class _ExpertsFunction(Function):
         routing, tokens, sequences = layer.routing, x.flatten(0, 1), x.shape[1]
         logits = tokens.to(layer.dtype) @ router.to(layer.dtype).t()
         p = route.scores(logits, routing)
-        choice, counts, of_ranks = layer.choice(logits, p, mb, sequences, graph)
+        choice, counts, told = layer.choice(logits, p, mb, sequences, graph)
         ep = layer.sharding.ep
-        rows = Rows.of(choice, sum(of_ranks[ep.index]))
-        dispatch = Dispatch.of(of_ranks, ep, layer.sharding.etp, x.device)
+        rows = Rows.of(choice, sum(told.of_ranks[ep.index]))
+        dispatch = Dispatch.of(told, ep, layer.sharding.etp)
         weights = route.weights(p, route.experts_of(choice), routing)
         here, weight = dispatch.there(rows.gather(tokens)), dispatch.there(rows.of_choices(weights))
         wide = layer.widen(here, dispatch.ends)

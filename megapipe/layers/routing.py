@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.layers.expert_rows import Counts
+from megapipe.layers.expert_rows import Counts, numbers_of
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.token_shards import TokenShards
 
@@ -66,15 +66,13 @@ def choose(p: Tensor, routing: Routing, sequences: int, shards: TokenShards = WH
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Columns of the k largest values of each row, the lower one first where they are equal:
-    torch.topk alone gives any of those."""
-    most = min(k + 1, values.shape[-1])
-    found, columns = values.topk(most, dim=-1)
-    tied = (found[:, 1:] == found[:, :-1]).any(-1).nonzero().squeeze(-1)
-    if len(tied):
-        order = values[tied].sort(dim=-1, descending=True, stable=True).indices
-        columns[tied] = order[:, :most]
-    return columns[:, :k].contiguous()
+    """Columns of the k largest values of each row, the lower one first where they are equal: of
+    these torch.topk gives any, and argmax the first."""
+    rest, found = values.clone(), []
+    for _ in range(k):
+        found.append(rest.argmax(-1, keepdim=True))
+        rest.scatter_(-1, found[-1], -torch.inf)
+    return torch.cat(found, -1)
 
 
 def _in_best_groups(p: Tensor, routing: Routing) -> Tensor:
@@ -101,7 +99,7 @@ def _has_place(ids: Tensor, weight: Tensor, routing: Routing, places: int) -> Te
     lines = torch.arange(sequences, device=ids.device).unsqueeze(1) * routing.experts
     line = (listed + lines).flatten()  # of an expert and a sequence
     sorted_, index = line.sort(stable=True)
-    counts = torch.bincount(line, minlength=sequences * routing.experts)
+    counts = numbers_of(line, sequences * routing.experts)
     first = counts.cumsum(0) - counts
     number = torch.empty_like(line)
     number[index] = torch.arange(len(line), device=ids.device) - first[sorted_]
@@ -142,7 +140,7 @@ def count(choice: Tensor, routing: Routing, sequences: int, shards: TokenShards 
     scopes = sequences if routing.per_sequence else 1
     scope = torch.arange(len(ids), device=ids.device).remainder_(scopes).unsqueeze(1)
     size = scopes * routing.experts
-    counts = torch.bincount((counted + scope * routing.experts).flatten(), minlength=size)
+    counts = numbers_of((counted + scope * routing.experts).flatten(), size)
     return shards.add_up(counts.view(scopes, -1))
 
 
@@ -166,7 +164,7 @@ def load(logits: Tensor, p: Tensor, chosen: Chosen, routing: Routing) -> Tensor:
     q = _normalised(p, routing).view(-1, len(share), routing.experts)
     told = [(q * share).sum(), logits.logsumexp(-1).square().sum(), (choice < 0).sum()]
     tokens = torch.full_like(told[0], len(p))
-    counts = torch.bincount(ids.flatten(), minlength=routing.experts)
+    counts = numbers_of(ids.flatten(), routing.experts)
     return torch.cat([torch.stack([n.double() for n in (tokens, *told)]), counts.double()])
 
 

@@ -118,3 +118,26 @@ def test_states_on_a_disk_have_the_host_wait_between_programs_alone() -> None:
     assert not found.faults
     assert not found.inside
     assert found.outside["copy to the host"] > 1
+
+
+EXPERTS = [
+    Case(model="llama", moe="top 2", m=3, layers=2),
+    Case(moe="shared, gated", activations="full", m=2, layers=2),
+    Case(dp=2, ep=2, moe="capacity, position", layers=2),
+    Case(tp=2, sequence_parallel=True, etp=2, moe="groups", layers=4, m=2),
+    replace(PIPELINE, moe="residual", layers=4),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_with_experts_tell_the_host_their_rows_once(world: int) -> None:
+    """For each micro-batch, also where a layer is run again: sizes of tensors follow from that."""
+    cases = [case for case in EXPERTS if case.world == world]
+    for rank, of_rank in enumerate(run_world(world, waits_in_steps, cases)):
+        for case, found in zip(cases, of_rank, strict=True):
+            assert not found.faults
+            config, layout = configure(case)
+            (stage,) = layout.process_stages(rank * case.pp // world)
+            layers = sum(map(config.model.moe.has_experts, layout.stage_layers[stage].layers))
+            assert found.inside == {"copy to the host": layers * case.m}, case.name
+            assert found.outside == {"copy to the host": 1}, case.name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.layers import routing
-from megapipe.layers.expert_rows import Dispatch, Rows, count_rows
+from megapipe.layers.expert_rows import Counts, Dispatch, Rows, count_rows
 from megapipe.layers.moe_specs import Drop, Routing, most_rows
 from megapipe.layers.routing import Chosen
 
@@ -84,7 +84,7 @@ def test_a_full_expert_refuses_those_who_come_later(
             else:
                 taken[ids[t, j]] += 1
     assert dropped == wanted
-    ((*counts,),) = count_rows(choice, 5, Axis.alone())
+    ((*counts,),) = count_rows(choice, 5, Axis.alone()).of_ranks
     assert sum(counts) == len(p) * 2 - len(dropped) <= most_rows(how, len(p), SEQUENCES, LENGTH)
     rows = Rows.of(choice, sum(counts))
     assert (rows.slots == rows.total).sum() == len(dropped)
@@ -99,8 +99,8 @@ def test_places_are_those_of_the_number_as_it_is_written() -> None:
 def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
     choice = torch.tensor([[2, 0], [0, ~2], [2, 1], [~1, 0]], dtype=torch.int16)
     counts = count_rows(choice, 4, Axis.alone())
-    assert counts == [[3, 1, 2, 0]]
-    rows, dispatch = Rows.of(choice, 6), Dispatch.of(counts, Axis.alone(), 1, choice.device)
+    assert counts.of_ranks == counts.there.tolist() == [[3, 1, 2, 0]]
+    rows, dispatch = Rows.of(choice, 6), Dispatch.of(counts, Axis.alone(), 1)
     assert dispatch.ends == [3, 4, 6, 6]
     assert rows.order[:6].tolist() == [1, 2, 7, 5, 0, 4]
     assert rows.slots.tolist() == [[4, 0], [1, 6], [5, 3], [6, 2]]
@@ -111,13 +111,14 @@ def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
     assert added.tolist() == [(n * x[t]).tolist() for t, n in enumerate((2, 1, 2, 1))]
 
 
+def told(of_ranks: list[list[int]]) -> Counts:
+    return Counts(of_ranks, torch.tensor(of_ranks))
+
+
 def test_rows_of_other_ranks_are_put_into_the_order_of_experts_and_then_of_ranks() -> None:
     """Of two ranks with two of four experts each; counts are by rank and expert."""
-    counts = [[2, 0, 1, 3], [0, 1, 2, 0]]
-    first, second = (
-        Dispatch.of(counts, Axis(2, index, (0, 1), None), 1, torch.device("cpu"))
-        for index in (0, 1)
-    )
+    counts = told([[2, 0, 1, 3], [0, 1, 2, 0]])
+    first, second = (Dispatch.of(counts, Axis(2, index, (0, 1), None), 1) for index in (0, 1))
     assert (first.sends, first.receives, first.ends) == ([2, 4], [2, 1], [2, 3])
     assert (second.sends, second.receives, second.ends) == ([1, 2], [4, 2], [3, 6])
     assert first.order is not None
@@ -128,11 +129,8 @@ def test_rows_of_other_ranks_are_put_into_the_order_of_experts_and_then_of_ranks
 
 def test_all_who_share_an_expert_get_its_rows() -> None:
     """Of four ranks, two with each half of the experts."""
-    counts = [[1, 2], [0, 3], [0, 0], [2, 0]]
-    ranks = [
-        Dispatch.of(counts, Axis(4, index, (0, 1, 2, 3), None), 2, torch.device("cpu"))
-        for index in range(4)
-    ]
+    counts = told([[1, 2], [0, 3], [0, 0], [2, 0]])
+    ranks = [Dispatch.of(counts, Axis(4, index, (0, 1, 2, 3), None), 2) for index in range(4)]
     assert [each.sends for each in ranks] == [[1, 1, 2, 2], [0, 0, 3, 3], [0] * 4, [2, 2, 0, 0]]
     assert [each.receives for each in ranks] == [*[[1, 0, 0, 2]] * 2, *[[2, 3, 0, 0]] * 2]
     assert [each.ends for each in ranks] == [[3], [3], [5], [5]]
