@@ -171,11 +171,14 @@ class Checkpoint:
             )
         return entry
 
-    def files_with(self, name: str, region: Region) -> set[str]:
-        """The files that a read of a region touches; none if there is no such entry."""
+    def files_with(self, name: str, region: Region | None = None) -> set[str]:
+        """The files that a read of a region (default: all) touches; none if there is no such
+        entry."""
         entry = self.manifest.entries.get(name)
-        pieces = () if entry is None else entry.pieces
-        return {piece.file for piece in pieces if intersect(piece.region, region) is not None}
+        if entry is None:
+            return set()
+        read = whole(entry.shape) if region is None else region
+        return {piece.file for piece in entry.pieces if intersect(piece.region, read) is not None}
 
     def verify(self, files: Iterable[str] | None = None, *, finite: bool = False) -> None:
         """Compare the length and the header of these files (default: all) and the checksums of all

@@ -43,7 +43,7 @@ class Model:
         self.device = device
         tp, pp = (Axis.alone(), Axis.alone()) if mesh is None else (mesh.tp, mesh.pp)
         family = family_for(source.model, source.lora, context=source.context, tp=tp.size)
-        weights.match({f"model/{name}": shape for name, shape in family.shapes().items()})
+        weights.match(family.weights())
         stages = stages_of(family, pp.size)
         self.stage = stages[pp.index]
         self.module = family.build(

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megapipe.checkpoint.regions import whole
 from megapipe.errors import ConfigError
+from megapipe.layers.experts import Experts
 from megapipe.layers.lora_specs import Lora
+from megapipe.layers.moe_specs import bias_name
 from megapipe.layers.parameter import spec_of
 from megapipe.layout.family import make_family
 from megapipe.model.gpt.config import ModelConfig
@@ -63,7 +66,8 @@ def _in_options(error: ConfigError) -> ConfigError:
 
 
 def fill(module: StageModule, weights: Weights, device: torch.device) -> None:
-    """Give every parameter its region of the weights; two uses of a tied embedding share one.
+    """Give every parameter its region of the weights; two uses of a tied embedding share one. And
+    routers, which are on the host yet, the biases of their experts.
 
     Raises :class:`~megapipe.errors.CheckpointError` for what is missing or damaged.
     """
@@ -75,3 +79,6 @@ def fill(module: StageModule, weights: Weights, device: torch.device) -> None:
             read_region(weights, "model", spec, values)
             tensors[spec.name] = values
         owned.replace(Parameter(tensors[spec.name], requires_grad=False))
+    for layer in module.modules():
+        if isinstance(layer, Experts) and layer.bias is not None:
+            weights.read_into(layer.bias, bias_name(layer.layer), whole(tuple(layer.bias.shape)))

@@ -132,6 +132,10 @@ class Experts(nn.Module):
         """Of the ranks with parts of the same experts, whose results are added up, this one adds
         the bias of the second product."""
         self.router = new_parameter(sharding, router)
+        self.bias: Tensor | None
+        """[experts], of all of them, the same on every rank; what trains the model moves it."""
+        bias = torch.zeros(routing.experts, dtype=self.dtype) if routing.biased else None
+        self.register_buffer("bias", bias)
         self.up, self.up_bias = self._linear(*up)
         self.down, self.down_bias = self._linear(*down)
 
@@ -153,7 +157,7 @@ class Experts(nn.Module):
         found = mb.choices.get(self.layer)
         if found is None:
             given = self.routing, sequences, self._shards(mb, p.device)
-            experts = route.choose(p, *given)
+            experts = route.choose(p, *given, self.bias)
             rows = count_rows(experts, self.routing.experts, self.sharding.ep)
             if not self.training:
                 return Chosen(experts, experts.new_empty(0), rows)

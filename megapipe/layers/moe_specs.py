@@ -33,6 +33,8 @@ class Routing:
     first_only: bool = False
     """It counts first choices alone."""
     z: float = 0.0
+    biased: bool = False
+    """Each expert has a bias that is added to its score where experts are chosen."""
 
     def places(self, length: int) -> int | None:
         """Tokens of a sequence that an expert takes at most; None: all."""
@@ -49,6 +51,11 @@ their balance and z terms, and choices dropped."""
 def numbers_told(experts: Mapping[int, int]) -> int:
     """Numbers that all layers tell, which have so many experts each."""
     return sum(NUMBERS + count for count in experts.values())
+
+
+def bias_name(layer: int) -> str:
+    """Name of the biases of a layer's experts, as checkpoints have it; [experts]."""
+    return f"model/layers.{layer}.moe.router.bias"
 
 
 def most_rows(

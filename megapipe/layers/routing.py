@@ -1,9 +1,9 @@
 """Routing: from a router's logits to experts, weights, places, and the terms of the loss.
 
 With p the scores of a token (softmax of its logits, or the sigmoid of each), it goes to the `top_k`
-experts with the largest p, with weights p, divided by their sum if they are normalised, times a
-scale. All of it is computed in the type of the logits, fp32 or fp64. Tokens are rows of [s * b],
-position by position, as the flattened hidden states have them.
+experts with the largest p, or p + bias where experts have biases, with weights p, divided by their
+sum if they are normalised, times a scale. All of it is computed in the type of the logits, fp32 or
+fp64. Tokens are rows of [s * b], position by position, as the flattened hidden states have them.
 
 The balance term (Switch, Fedus et al., 2101.03961) over a scope of T_g tokens is
 L_g = sum over e of f_e P_e, where f_e = E count_e / (k T_g) and P_e is the mean of p_e, normalised
@@ -45,14 +45,21 @@ def scores(logits: Tensor, routing: Routing) -> Tensor:
     return logits.softmax(-1) if routing.softmax else logits.sigmoid()
 
 
-def choose(p: Tensor, routing: Routing, sequences: int, shards: TokenShards = WHOLE) -> Tensor:
+def choose(
+    p: Tensor,
+    routing: Routing,
+    sequences: int,
+    shards: TokenShards = WHOLE,
+    bias: Tensor | None = None,
+) -> Tensor:
     """The experts of each token, best first: [tokens, top_k], int16; ~expert where it is dropped.
 
-    Of equal scores the lower expert's goes first.
+    `bias` [experts] is added to the scores `p`. Of equal ones the lower expert's goes first.
     """
+    biased = p if bias is None else p + bias
     if routing.group_top_k < routing.groups:
-        p = p.masked_fill(~_in_best_groups(p, routing), -torch.inf)
-    ids = _largest(p, routing.top_k)
+        biased = biased.masked_fill(~_in_best_groups(biased, routing), -torch.inf)
+    ids = _largest(biased, routing.top_k)
     found = ids.to(torch.int16)
     places = routing.places(shards.axis.size * len(p) // sequences)
     if places is None:

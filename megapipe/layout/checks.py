@@ -16,7 +16,8 @@ from megapipe.layout.devices import device
 from megapipe.layout.expert_checks import check_experts
 from megapipe.layout.lr_plan import LearningRatePlan, warms_up
 from megapipe.model.gpt.hf.config import row_of
-from megapipe.model.interface import Family, Feature, load_loss
+from megapipe.model.interface import Family, Feature
+from megapipe.model.own_loss import load_loss
 from megapipe.update_rules import RULES, declaration
 from megapipe.urls import check_folder, check_url, is_remote
 from megapipe.words import choices, counted, either, multiples, plural

@@ -44,6 +44,11 @@ def check_experts(config: Config, dp: int) -> None:
             f"optimizer.shard_size={size} does not divide the {copies} copies of experts that "
             f"parallel.ep={ep} x etp {etp} leaves: {choices('shard_size', copies, size)}"
         )
+    if config.model.moe.bias_rate is not None and optimizer.post_validation:
+        raise ConfigError(
+            f"model.moe.bias_rate={config.model.moe.bias_rate:g} needs "
+            "optimizer.post_validation=false, or null: it moves biases by the choices of all ranks"
+        )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"model.moe.experts={experts} needs parallel.sequence_parallel=true with "

@@ -17,14 +17,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from megapipe.dtypes import DTYPE_BYTES, Dtype
-from megapipe.errors import ConfigError, MegapipeError
 from megapipe.layers.lora_specs import Lora
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.partition import StageSpec
 from megapipe.ops.scores import PLAIN, Scores
 from megapipe.schedule.cost import Time
-from megapipe.user_code import FAILURES, UserCode
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -315,6 +313,15 @@ class Family(ABC):
         """Number of parameters of a stage, by default of the model."""
         return sum(map(prod, self.shapes(stage, trained=trained).values()))
 
+    def buffers(self) -> Mapping[str, tuple[int, ...]]:
+        """Global shapes of what belongs to the weights and is no parameter, by the names that
+        checkpoints have for them; of the type of main gradients."""
+        return {}
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of all that belongs to the weights, by the names in checkpoints."""
+        return {f"model/{n}": shape for n, shape in self.shapes().items()} | {**self.buffers()}
+
     def experts(self) -> Mapping[int, int]:
         """How many experts there are in each layer that has some."""
         return {}
@@ -457,29 +464,6 @@ class StageModule(Protocol):
     def parameters(self, recurse: bool = True) -> Iterator[Any]: ...
 
     def modules(self) -> Iterator[Any]: ...
-
-
-def load_loss(given: Conditions) -> Loss | None:
-    """The loss that ``train.loss`` names, if any. Raises :class:`ConfigError`, as the loss may."""
-    if given.loss is None:
-        return None
-    code = UserCode(given.loss, what="train.loss=", error=ConfigError)
-    code.check_positional(("logits", "labels", "mask"))
-
-    def loss(output: Any, labels: Tensor, mask: Tensor) -> Tensor:
-        try:
-            found: Tensor = code.function(output, labels, mask)
-        except (RuntimeError, MegapipeError):  # torch's own, such as memory that is used up
-            raise
-        except FAILURES as error:  # whatever the user's code raises
-            raise code.failed(error) from error
-        shape = getattr(found, "shape", None)
-        if shape != ():
-            returned = type(found).__name__ if shape is None else f"shape {list(shape)}"
-            raise code.problem(f"it returns {returned}: expected a sum, a tensor of shape []")
-        return found
-
-    return loss
 
 
 def bytes_of(tensors: Sequence[TensorShape]) -> int:

@@ -36,6 +36,8 @@ class RoutingRecord:
     largest; dropped ones are counted."""
     idle_experts: int
     """Experts of all layers that no token has chosen."""
+    largest_bias: float | None = None
+    """The largest size of a bias after the step; None where there are none."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
         optimizer=0 if away else optimizer,
         passing=copies + _most_passing(config, layout, rank, buckets),
         elsewhere=optimizer if away else 0,
-        saved=saved,
+        saved=saved + (0 if rank else _buffer_bytes(config, layout)),
     )
 
 
@@ -175,7 +175,13 @@ def checkpoint_bytes(config: Config, layout: Layout) -> int:
                 older[spec.name] = max(older.get(spec.name, 0), nbytes)  # a tied one on both ends
     moving = (layout.model.count(layout.stage_layers[stage]) for stage in _with_velocity(layout))
     beside = sum(older.values()) + sum(moving) * main
-    return trained * each + frozen * _frozen_bytes(config.model.dtype) + beside
+    buffers = _buffer_bytes(config, layout)
+    return trained * each + frozen * _frozen_bytes(config.model.dtype) + beside + buffers
+
+
+def _buffer_bytes(config: Config, layout: Layout) -> int:
+    """Bytes in a checkpoint, of rank 0, of what belongs to the weights beside parameters."""
+    return sum(map(prod, layout.model.buffers().values())) * main_bytes(config.model.dtype)
 
 
 def _with_velocity(layout: Layout) -> Collection[int]:

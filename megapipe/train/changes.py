@@ -72,8 +72,11 @@ LISTED_OF_PIPELINE = (
 LISTED_OF_MODEL = (
     *("model.dtype", "model.dropout", "model.moe.balance", "model.moe.balance_scope"),
     *("model.moe.balance_choices", "model.moe.z", "model.moe.capacity", "model.moe.drop"),
+    "model.moe.bias_rate",
 )
 """All other keys of the model, and those of its adapters, are refused."""
+BIASES = "model.moe.bias_rate"
+"""Refused where there are biases in one of both alone."""
 ADAPTERS = "lora.rank"
 
 
@@ -104,6 +107,8 @@ class Change:
 
     @property
     def of_model(self) -> bool:
+        if self.key == BIASES:
+            return None in (self.stored, self.now)
         return (
             self.key.startswith(("model.", "lora."))
             and self.key not in LISTED_OF_MODEL

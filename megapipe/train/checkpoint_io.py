@@ -7,7 +7,8 @@ rectangles, without the padding of the vocabulary. A rank reads the regions that
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -70,10 +71,12 @@ def content(
     loss_scale: Mapping[str, float],
     judged: Mapping[str, JsonValue],
     digests: Mapping[str, str],
+    beside: Iterable[Piece] = (),
     stream: str | None = None,
 ) -> Content:
     """The state after `step` steps, which took `samples` samples in `order`, but for those that are
-    `left_out`. `stream` names the stream that older versions of the weights belong to."""
+    `left_out`. `beside` is this rank's part of what the optimizer does not have, and `stream` names
+    the stream that older versions of the weights belong to."""
     axes = (
         "pp",
         "dp",
@@ -100,7 +103,8 @@ def content(
         config=flatten(config),
         digests=dict(digests),
     )
-    return Content(step, meta, pieces(optimizer), checkpoint_bytes(config, layout))
+    own = chain(pieces(optimizer), beside)
+    return Content(step, meta, own, checkpoint_bytes(config, layout))
 
 
 class Coordinates(NamedTuple):
@@ -183,9 +187,14 @@ def read_region(checkpoint: Weights, kind: str, spec: LocalParameter, out: Tenso
         checkpoint.read_into(out[region.inside(placed)], f"{kind}/{spec.name}", region)
 
 
-def files_needed(optimizer: Optimizer, checkpoint: Checkpoint) -> set[str]:
-    """The files of a checkpoint that :func:`load` reads on this rank."""
+def files_needed(
+    optimizer: Optimizer, checkpoint: Checkpoint, beside: Iterable[str] = ()
+) -> set[str]:
+    """The files of a checkpoint that :func:`load` reads on this rank, and those with all of the
+    entries `beside`."""
     files: set[str] = set()
+    for name in beside:
+        files |= checkpoint.files_with(name)
     older = sorted({name.partition("/")[0] for name in checkpoint.names() if name[:6] == "stash."})
     weights = [spec for kind, spec in optimizer.loaded() if kind == "model"]
     of_older = ((kind, spec) for kind in older for spec in weights)

@@ -267,10 +267,12 @@ def load(
     rank if it does not fit."""
     error = None
     if memory is not None:
-        memory.bring(checkpoint, checkpoint_io.files_needed(step.optimizer, checkpoint))
+        memory.bring(
+            checkpoint, checkpoint_io.files_needed(step.optimizer, checkpoint, step.routing.names())
+        )
     try:
         model, states = step.layout.model, step.optimizer.rule.states
-        shapes = {f"model/{name}": shape for name, shape in model.shapes().items()}
+        shapes = model.weights()
         for name, shape in model.shapes(trained=True).items():
             shapes |= {f"optimizer.{state}/{name}": shape for state in states}
         checkpoint.match(shapes)
@@ -290,9 +292,10 @@ def load_weights(weights: Weights, step: TrainStep, mesh: ParallelMesh) -> None:
     if run.lora.rank is not None and weights.config.get("lora.rank") is None:
         fresh = model.shapes(trained=True).keys()
     try:
-        shapes = {f"model/{n}": s for n, s in model.shapes().items() if n not in fresh}
-        weights.match(shapes)
+        begun = {f"model/{name}" for name in fresh}
+        weights.match({n: shape for n, shape in model.weights().items() if n not in begun})
         checkpoint_io.load_weights(step.optimizer, weights, fresh=fresh, seed=run.run.seed)
+        step.routing.load(weights)
     except MegapipeError as problem:
         error = problem
     all_or_none(mesh, error)

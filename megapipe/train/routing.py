@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,15 +26,27 @@ def summed_loads(
     return found
 
 
-def record(experts: Mapping[int, int], values: Sequence[float]) -> RoutingRecord | None:
+def by_layer(
+    experts: Mapping[int, int], values: Sequence[float]
+) -> Iterator[tuple[int, Sequence[float], Sequence[float]]]:
+    """Each layer, its first numbers and the choices of each of its experts, of
+    :func:`summed_loads` one after the other."""
+    start = 0
+    for layer, count in experts.items():
+        counts = start + NUMBERS
+        yield layer, values[start:counts], values[counts : counts + count]
+        start = counts + count
+
+
+def record(
+    experts: Mapping[int, int], values: Sequence[float], largest_bias: float | None = None
+) -> RoutingRecord | None:
     """The record of a step, of :func:`summed_loads` of all ranks together; None without experts."""
     if not experts:
         return None
-    layers, start = [], 0
-    for count in experts.values():
-        tokens, balance, z, dropped, *counts = values[start : start + NUMBERS + count]
+    layers = []
+    for _, (tokens, balance, z, dropped), counts in by_layer(experts, values):
         layers.append((balance / tokens, z / tokens, dropped / sum(counts), counts))
-        start += NUMBERS + count
     balances, zs, shares, loads = zip(*layers, strict=True)
     return RoutingRecord(
         balance=sum(balances) / len(layers),
@@ -42,4 +54,5 @@ def record(experts: Mapping[int, int], values: Sequence[float]) -> RoutingRecord
         dropped=sum(shares) / len(layers),
         largest_load=max(max(counts) * len(counts) / sum(counts) for counts in loads),
         idle_experts=sum(counts.count(0) for counts in loads),
+        largest_bias=largest_bias,
     )

@@ -41,6 +41,7 @@ from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter, release_init
 from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
 from megapipe.ops.kernels import Kernels
+from megapipe.optim.buffers import main_dtype
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.scaler import LossScaler
 from megapipe.schedule.generators import forward_only
@@ -53,6 +54,7 @@ from megapipe.train.make_optimizer import make_optimizer
 from megapipe.train.messages import Messages, receive_ahead
 from megapipe.train.own_totals import own_loss, own_totals
 from megapipe.train.post_validation import PostValidation
+from megapipe.train.routing_state import RoutingState
 from megapipe.train.streaming import Streaming, holders_of
 from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.update import StepResult, Update
@@ -134,10 +136,17 @@ class TrainStep:
         holders = holders_of(self) if layout.stream is not None else None
         self._feed = Feed(config, layout, mesh, self.pipeline.ranks, document_end, sources, holders)
         self.scaler = LossScaler(config.optimizer, config.model.dtype)
+        self.routing = RoutingState(
+            layout.model.experts(),
+            self.modules.values(),
+            bias_rate=config.model.moe.bias_rate,
+            dtype=main_dtype(TORCH_DTYPES[config.model.dtype]),
+        )
         self.update = Update(
             config.optimizer,
             self.optimizer,
             self.scaler,
+            self.routing,
             config.train.steps,
             config.numbers,
             exact=config.run.exact_on(mesh.device.type),
@@ -409,6 +418,7 @@ class TrainStep:
             loss_scale=self.scaler.state(),
             judged=self.update.judge.state(),
             digests=digests or {},
+            beside=self.routing.pieces() if self.mesh.rank == 0 else (),
             stream=stream,
         )
         if self.streaming is not None:
@@ -436,6 +446,7 @@ class TrainStep:
         self.position = Position(checkpoint.step, found.samples)
         self.left_out = found.left_out_with(self.left_out)
         checkpoint_io.load(self.optimizer, checkpoint, found.updates, found.lr)
+        self.routing.load(checkpoint)
         if self.streaming is not None:
             self.streaming.load_older(checkpoint, found.stream)
         self.scaler.load(found.loss_scale or self.scaler.state())

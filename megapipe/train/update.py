@@ -12,6 +12,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
 from megapipe.train.judge import Fault, Judge, Unsound
 from megapipe.train.rerun import Again, Rerun
+from megapipe.train.routing_state import RoutingState
 from megapipe.train.totals import SourceTotal, Totals, Wishes
 
 
@@ -40,6 +41,8 @@ class StepResult:
     """Of a mixture: losses and tokens of each source."""
     routing: tuple[float, ...] = ()
     """Of layers with experts: what :func:`megapipe.train.routing.record` reads."""
+    largest_bias: float | None = None
+    """The largest size of a bias of experts, after the step; None: there are none."""
     memory_gib: float | None = field(default=None, compare=False)
     """Memory of the fullest rank; see :mod:`megapipe.observe.memory`."""
     seconds: float = field(default=math.nan, compare=False)
@@ -47,7 +50,8 @@ class StepResult:
 
 
 class Update:
-    """Makes the updates of a run of `steps`, whose gradients `optimizer` has reduced.
+    """Makes the updates of a run of `steps`, whose gradients `optimizer` has reduced, those of the
+    biases of `routing` among them.
 
     `numbers` says what becomes of numbers that cannot be right. `exact`: equal computations give
     equal bits here.
@@ -58,6 +62,7 @@ class Update:
         config: OptimizerConfig,
         optimizer: Optimizer,
         scaler: LossScaler,
+        routing: RoutingState,
         steps: int,
         numbers: NumbersConfig,
         *,
@@ -66,6 +71,7 @@ class Update:
         self.config = config
         self.optimizer = optimizer
         self.scaler = scaler
+        self.routing = routing
         self.steps = steps
         self.judge = Judge(numbers)
         self.rerun = Rerun(numbers, exact=exact, fault=self._located_fault)
@@ -93,8 +99,9 @@ class Update:
             return replace(result, skipped=why)
         self.scaler.update(finite=True)
         self._update(step, self.clipping(totals.norm))
+        self.routing.move(totals.routing)
         self.judge.passed(totals)
-        return result
+        return replace(result, largest_bias=self.routing.largest_bias)
 
     def _update(self, step: int, factor: float = 1.0) -> None:
         self.made = step
@@ -158,5 +165,6 @@ class Update:
             wishes=totals.wishes,
             by_source=totals.by_source,
             routing=totals.routing,
+            largest_bias=self.routing.largest_bias,
             memory_gib=totals.memory_gib or None,
         )

@@ -72,6 +72,7 @@ SIZES = {
     "bf16": {"model.dtype": "bf16"},
     "no masters": {"model.dtype": "bf16", "optimizer.master": "none", "optimizer.zero": "0"},
     "sgd": {"optimizer.rule": "sgd", "optimizer.momentum": "0", "optimizer.nesterov": "false"},
+    "biases of experts": {"model.moe.experts": "4", "model.moe.bias_rate": "0.1"},
     "adapters, fp16": {"model.dtype": "fp16", "lora.rank": "2", "checkpoint.load": "a/base",
                        "checkpoint.load_only": "weights", "optimizer.zero": "3"},
 }  # fmt: skip

@@ -185,6 +185,7 @@ def test_resumed_bitwise_and_loaded_in_another_layout(tmp_path: Path) -> None:
         "model.moe.dense_first": "1",
         "model.moe.shared": "8",
         "model.moe.capacity": "1.0",
+        "model.moe.bias_rate": "0.01",
         "parallel.dp": "2",
         "parallel.pp": "2",
         "optimizer.zero": "2",

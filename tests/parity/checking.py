@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.regions import whole
 from tests.parity import plain_rules, reference
-from tests.parity.cases import LR, Case, batch_of, configure, plain
+from tests.parity.cases import LR, Case, batch_of, configure, plain, settings
 from tests.parity.compare import assert_scalar_close, assert_within
 from tests.parity.dropout_noise import noise_of
 from tests.parity.expected import (
@@ -33,11 +33,12 @@ from tests.parity.expected import (
     plain_error,
     validation,
 )
-from tests.parity.mixture import Told
+from tests.parity.mixture import Told, moved_biases
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.reference import Params
 from tests.parity.updates import STEP_ERROR, Update, Values, rounds, spacing, states_of
 
+ROUTER_BIAS = ".router.bias"
 DRAWS = 32
 """Errors of the plain computation in the case's type of which the largest counts. They may be small
 all together: often it is a single place where roundings grow that decides how large they are."""
@@ -69,7 +70,8 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
             assert norm > case.clip, "the clip is not active"
         before, after = (of_trained(each) for each in values[i : i + 2])
         farther += Update(case, before, grads[i], norm, outcomes[0].rates[i], i).check(after)
-        check_frozen(values[0]["model"], values[i + 1]["model"])
+        check_frozen(values[i]["model"], values[i + 1]["model"])
+        check_biases(case, values[i]["model"], values[i + 1]["model"], outcomes[0].routing[i])
         check_copies(case, weights[i + 1], copies[i])
         if case.look_ahead:
             check_ahead(case, values[i + 1], weights[i + 1], outcomes[0].rates[i], i + 1)
@@ -130,10 +132,28 @@ def of_trained(values: Values) -> Values:
     return {kind: {name: of[name] for name in names} for kind, of in values.items()}
 
 
-def check_frozen(first: Params, now: Params) -> None:
-    """What is not trained has not changed by a bit."""
-    for name in first.keys() - set(reference.trained(first)):
-        assert now[name].equal(first[name]), f"{name}: a frozen weight has changed"
+def check_frozen(before: Params, now: Params) -> None:
+    """What is not trained has not changed by a bit, but for biases of routers."""
+    for name in before.keys() - set(reference.trained(before)):
+        if not name.endswith(ROUTER_BIAS):
+            assert now[name].equal(before[name]), f"{name}: a frozen weight has changed"
+
+
+def check_biases(case: Case, before: Params, after: Params, told: Sequence[float]) -> None:
+    """Biases of routers have moved as the choices of the step say, to the bit."""
+    model, counts, start = settings(case).model, [], 0
+    while start < len(told):
+        counts.append([int(count) for count in told[start + 4 :][: model.moe.experts]])
+        start += 4 + len(counts[-1])
+    kept = reference.MASTER_DTYPES[case.dtype]
+    biases = {name: b.to(kept) for name, b in before.items() if name.endswith(ROUTER_BIAS)}
+    for name, bias in moved_biases(biases, model, counts).items():
+        assert_same_bias(name, after[name], bias)
+
+
+def assert_same_bias(name: str, found: Tensor, wanted: Tensor) -> None:
+    wrong = (found - wanted).abs().max().item()
+    assert not wrong, f"bias {name}: the largest difference is {wrong:.3g}"
 
 
 def check_beginning(case: Case, values: Values) -> None:
@@ -275,6 +295,8 @@ def check_weights(
         full = expected[name]
         here = box.inside(whole(tuple(full.shape)))
         found = {name: torch.from_numpy(values)}
+        if name.endswith(ROUTER_BIAS):
+            assert_same_bias(name, found[name], full)
         reference.assert_weights_close(found, {name: full[here]}, LR)
 
 

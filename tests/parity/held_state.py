@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megapipe.layers.experts import Experts
+from megapipe.layers.moe_specs import bias_name
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.train.step import TrainStep
 from tests.parity.naive_reader import BITS, Array, Global, in_type
@@ -35,7 +38,7 @@ class Held(NamedTuple):
 
 def held(step: TrainStep) -> list[Held]:
     """All that this rank holds: what it owns, all masters and states, the weights of its stages."""
-    return [*_own(step), *_states(step), *_weights(step)]
+    return [*_own(step), *_states(step), *_weights(step), *_biases(step)]
 
 
 def _own(step: TrainStep) -> Iterator[Held]:
@@ -63,6 +66,22 @@ def _weights(step: TrainStep) -> Iterator[Held]:
         for parameter in module.parameters():
             yield _held("model", spec_of(parameter), 0, parameter.detach(), "weight")
         step.optimizer.reshard(stage)
+
+
+def _biases(step: TrainStep) -> Iterator[Held]:
+    """Those of routers, which the first rank writes."""
+    for piece in step.routing.pieces() if step.mesh.rank == 0 else ():
+        yield _whole(piece.name, piece.tensor, "own")
+    layers = [layer for module in step.modules.values() for layer in module.modules()]
+    for layer in layers:
+        if isinstance(layer, Experts) and layer.bias is not None:
+            yield _whole(bias_name(layer.layer), layer.bias, "weight")
+
+
+def _whole(name: str, values: Tensor, what: str) -> Held:
+    """A tensor that is nowhere split."""
+    spec = SimpleNamespace(name=name.partition("/")[2], offsets=(0,), sizes=tuple(values.shape))
+    return _held(name.partition("/")[0], cast(Any, spec), 0, values, what)
 
 
 def _held(kind: str, spec: LocalParameter, start: int, values: Tensor, what: str) -> Held:

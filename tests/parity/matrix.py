@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tests.parity.cases import Case
-from tests.parity.named_settings import CONTEXTS
+from tests.parity.named_settings import CONTEXTS, MOE
 from tests.parity.pairs import Choice, Pairs
 
 SCHEDULES = (
@@ -192,8 +192,12 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
         return False
     split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
     other = c["lora"] or c["scatter"] == "on"
-    other = other or c["activations"] == KEPT
+    other = other or c["activations"] == KEPT or (c["post_validation"] and _has_biases(c))
     return not split and not other and c["dtype"] in ("fp64", "fp32")
+
+
+def _has_biases(c: Mapping[str, Any]) -> bool:
+    return MOE[c["moe"][0]].get("bias_rate") is not None
 
 
 def _can_be_undone(c: Mapping[str, Any]) -> bool:

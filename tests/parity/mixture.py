@@ -7,7 +7,7 @@ scores the lower expert's goes first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -56,6 +56,8 @@ def shapes(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         linear |= {"shared.up": (*two, moe.shared, h), "shared.down": (h, moe.shared)}
     name = f"layers.{layer}.moe"
     out = {f"{name}.router.weight": (moe.experts, h)}
+    if moe.bias_rate is not None:
+        out[f"{name}.router.bias"] = (moe.experts,)
     for each, shape in linear.items():
         out[f"{name}.{each}.weight"] = shape
         if model.bias:
@@ -78,7 +80,8 @@ def mixture(
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(wide) @ params[f"{name}.router.weight"].to(wide).T  # [b, s, E]
     p = logits.softmax(-1) if moe.scores == "softmax" else logits.sigmoid()
-    chosen = [[_choose(p[row, t].tolist(), model) for t in range(s)] for row in range(b)]
+    ranked = p + params[f"{name}.router.bias"].to(wide) if moe.bias_rate is not None else p
+    chosen = [[_choose(ranked[row, t].tolist(), model) for t in range(s)] for row in range(b)]
     weights = [[_weights(p[row, t], chosen[row][t], model) for t in range(s)] for row in range(b)]
     dropped = set()
     for row in range(b):
@@ -112,6 +115,21 @@ def _choose(p: list[float], model: ModelConfig) -> list[int]:
     best = sorted(range(moe.groups), key=lambda g: (-two[g], g))[: moe.group_top_k]
     allowed = [e for g in best for e in groups[g]]
     return sorted(allowed, key=lambda e: (-p[e], e))[: moe.top_k]
+
+
+def moved_biases(
+    params: Mapping[str, Tensor], model: ModelConfig, counts: Sequence[Sequence[int]]
+) -> dict[str, Tensor]:
+    """Biases of the routers after a step with so many choices of each expert of each layer."""
+    out: dict[str, Tensor] = {}
+    if model.moe.bias_rate is None:
+        return out
+    layers = [layer for layer in range(model.layers) if has_experts(model, layer)]
+    for layer, of_layer in zip(layers, counts, strict=True):
+        name, mean = f"layers.{layer}.moe.router.bias", Fraction(sum(of_layer), len(of_layer))
+        signs = [(count < mean) - (count > mean) for count in of_layer]
+        out[name] = params[name] + model.moe.bias_rate * torch.tensor(signs).to(params[name].dtype)
+    return out
 
 
 def _weights(p: Tensor, chosen: list[int], model: ModelConfig) -> Tensor:

@@ -71,7 +71,7 @@ def dropped_choices_take_the_last_row() -> Patch:
 
 def places_counted_over_all_sequences() -> Patch:
     choose = routing.choose
-    return mock.patch.object(routing, "choose", lambda p, how, _, shards: choose(p, how, 1, shards))
+    return mock.patch.object(routing, "choose", lambda p, how, _, *given: choose(p, how, 1, *given))
 
 
 def second_choices_go_before_first_ones() -> Patch:
@@ -312,7 +312,9 @@ def balance_counts_not_summed_over_cp() -> Patch:
 
 def places_counted_per_rank() -> Patch:
     choose = routing.choose
-    return mock.patch.object(routing, "choose", lambda *args: choose(*args[:3]))
+    return mock.patch.object(
+        routing, "choose", lambda p, how, n, _, bias: choose(p, how, n, routing.WHOLE, bias)
+    )
 
 
 def places_of_another_rank() -> Patch:

@@ -136,8 +136,9 @@ MOE: dict[str, dict[str, Any]] = {
         "dense_first": 1,
         "shared": 12,
         "balance": 0.4,
+        "bias_rate": 0.03,
     },
-    "every second": {"experts": 4, "every": 2, "ffn": 8, "shared": 8},
+    "every second": {"experts": 4, "every": 2, "ffn": 8, "shared": 8, "bias_rate": 0.02},
     "shared, gated": {"experts": 4, "shared": 20, "shared_gate": "sigmoid", "z": 0.03},
     "residual": {"experts": 4, "shared": 16, "shared_gate": "softmax", "scores": "sigmoid"},
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
+from megapipe.layers.experts import Experts
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.optim.optimizer import Optimizer
 from megapipe.train.step import TrainStep
@@ -89,14 +90,27 @@ def own_values(optimizer: Optimizer) -> dict[str, Parts]:
     return parts
 
 
+def own_biases(step: TrainStep) -> Parts:
+    """Those of routers, which the first rank answers for."""
+    pieces = step.routing.pieces() if step.mesh.rank == 0 else ()
+    return [
+        (piece.name.removeprefix("model/"), piece.region, piece.tensor.double().numpy().copy())
+        for piece in pieces
+    ]
+
+
 def local_copies(step: TrainStep) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
-    """Every weight that this rank computes with."""
+    """Every weight that this rank computes with, and biases of routers."""
     for stage, module in step.modules.items():
         step.optimizer.unshard(stage)
         step.optimizer.await_weights(stage)
         for parameter in module.parameters():
             spec = spec_of(parameter)
             yield from _global(spec, whole(spec.sizes), parameter.detach())
+        for layer in module.modules():
+            if isinstance(layer, Experts) and layer.bias is not None:
+                values = layer.bias.double().cpu().clone().numpy()
+                yield f"layers.{layer.layer}.moe.router.bias", whole(values.shape), values
         step.optimizer.reshard(stage)
 
 

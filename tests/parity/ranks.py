@@ -18,8 +18,17 @@ from tests.parity.cases import batch_of as batch_of
 from tests.parity.cases import plain as plain
 from tests.parity.checking import check_case as check_case
 from tests.parity.expected import expected as expected
+from tests.parity.held_models import HeldWeights
 from tests.parity.named_settings import ACTIVATIONS as ACTIVATIONS
-from tests.parity.outcome import Outcome, local_copies, own_grads, own_values, take_region
+from tests.parity.outcome import (
+    Outcome,
+    Parts,
+    local_copies,
+    own_biases,
+    own_grads,
+    own_values,
+    take_region,
+)
 from tests.parity.outcome import _global as _global
 from tests.parity.outcome import assemble as assemble
 
@@ -32,6 +41,7 @@ def run_case(world: World, case: Case, *, validate: bool = True, device: str = "
     step = TrainStep(config, layout, mesh, schedule=swapped, document_end=END)
     params = reference.init_random(config.model, seed=3, lora=config.lora)
     step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
+    step.routing.load(HeldWeights(params))
     return train(step, case, validate=validate)
 
 
@@ -44,6 +54,13 @@ def as_gpipe(like: Schedule) -> Schedule:
         slices=like.slices,
         sizes=like.sizes,
     )
+
+
+def values_of(step: TrainStep) -> dict[str, Parts]:
+    """What this rank alone answers for, biases of routers among the weights."""
+    values = own_values(step.optimizer)
+    values["model"] += own_biases(step)
+    return values
 
 
 def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
@@ -60,7 +77,7 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
         return squares
 
     step.optimizer.finish_reduce = spy  # type: ignore[method-assign]
-    outcome.values.append(own_values(step.optimizer))
+    outcome.values.append(values_of(step))
     for i in range(case.steps):
         (result,) = step.train(i, rows) or step.settle()
         outcome.grads[i:] = outcome.grads[-1:]  # on GPUs the warm-up before the first reduces too
@@ -68,7 +85,7 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
         outcome.norms.append(result.grad_norm)
         outcome.rates.append(result.lr)
         outcome.routing.append(result.routing)
-        outcome.values.append(own_values(step.optimizer))
+        outcome.values.append(values_of(step))
         outcome.copies.append(list(local_copies(step)))
     for shard in step.optimizer.shards:
         assert not any(grad.requires_grad for grad in shard.bucket.grads), "W built a graph"

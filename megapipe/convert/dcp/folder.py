@@ -17,6 +17,7 @@ from megapipe.layers.specs import by_name
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import TABLE
+from megapipe.model.gpt.moe import buffers
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
 from megapipe.model.partition import StageSpec
 
@@ -71,13 +72,15 @@ class OwnNames:
         self.path = path
         whole = StageSpec(embedding=True, layers=range(model.layers), head=True)
         specs = by_name(stage_parameters(model, whole))
-        for name in sorted(specs.keys() | files.tensors.keys()):
-            wanted = list(specs[name].shape) if name in specs else "none of that name"
+        self._shapes = {f"{KIND}{name}": spec.shape for name, spec in specs.items()}
+        self._shapes |= buffers(model)
+        shapes = {name.removeprefix(KIND): shape for name, shape in self._shapes.items()}
+        for name in sorted(shapes.keys() | files.tensors.keys()):
+            wanted = list(shapes[name]) if name in shapes else "none of that name"
             there = list(files.tensors[name].shape) if name in files.tensors else "none"
             if wanted != there:
                 raise CheckpointError(f"{path}: tensor {name} is {there}; the model has {wanted}")
         self._files = files
-        self._shapes = {f"{KIND}{name}": spec.shape for name, spec in specs.items()}
         self.model = model.model_copy(update={"dtype": widest({files.dtype(n) for n in specs})})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from megapipe.model.gpt import checks, traffic
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
 from megapipe.model.gpt.lora import adapter_flops, with_adapters
-from megapipe.model.gpt.moe import unused_parameters
+from megapipe.model.gpt.moe import buffers, unused_parameters
 from megapipe.model.gpt.moe_traffic import routing_traffic, rows_traffic
 from megapipe.model.gpt.parameters import known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
@@ -39,9 +39,9 @@ from megapipe.model.interface import (
     TensorTraffic,
     TokenTraffic,
     Work,
-    load_loss,
     main_tensor,
 )
+from megapipe.model.own_loss import load_loss
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
 from megapipe.words import counted
@@ -108,6 +108,9 @@ class GPT(Family):
             f"{model.head_dim} ({model.kv_heads} for keys and values), MLP {model.ffn_hidden} "
             f"{model.activation}{experts}, {model.dtype}"
         )
+
+    def buffers(self) -> Mapping[str, tuple[int, ...]]:
+        return buffers(self.model)
 
     def experts(self) -> Mapping[int, int]:
         layers = filter(self.model.moe.has_experts, range(self.layers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megapipe.layers.moe_specs import Routing, expert_matrices, of_tokens
+from megapipe.layers.moe_specs import Routing, bias_name, expert_matrices, of_tokens
 from megapipe.layers.specs import ParameterSpec, column_linear, row_linear
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe_config import MoEConfig
@@ -32,6 +32,7 @@ def routing_of(moe: MoEConfig) -> Routing:
         per_sequence=moe.balance_scope == "sequence",
         first_only=moe.balance_choices == "first",
         z=moe.z,
+        biased=moe.bias_rate is not None,
     )
 
 
@@ -54,6 +55,15 @@ def mixture_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec
         yield from row_linear(f"{name}.shared.down", narrow, bias=bias, std=residual_std)
     if gates := GATES[moe.shared_gate]:
         yield of_tokens(f"{name}.shared_gate.weight", (gates, h), std)
+
+
+def buffers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of what the routers have beside their parameters, by their names in checkpoints."""
+    moe = model.moe
+    if moe.experts is None or moe.bias_rate is None:
+        return {}
+    layers = filter(moe.has_experts, range(model.layers))
+    return {bias_name(layer): (moe.experts,) for layer in layers}
 
 
 def unused_parameters(model: ModelConfig) -> int:

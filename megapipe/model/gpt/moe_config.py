@@ -52,6 +52,11 @@ class MoEConfig(Section):
     makes training depend on train.microbatch."""
     balance_choices: Literal["all", "first"] = "all"
     """Which choices of a token the term counts (GShard: the first)."""
+    bias_rate: float | None = Field(None, ge=0)
+    """Balance by a bias of each expert (DeepSeek-V3, 2412.19437), which is added to its score where
+    experts are chosen and not in the weights. Each update moves it by this: up where the expert had
+    fewer of the step's choices than the mean, down where it had more. 0: biases stay as they are.
+    Default: there are none."""
     z: float = Field(0.0, ge=0)
     """Coefficient of the mean squared logsumexp of the router's logits (ST-MoE, 2202.08906)."""
     capacity: float | None = Field(None, gt=0)

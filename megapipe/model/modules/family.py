@@ -23,8 +23,8 @@ from megapipe.model.interface import (
     TensorShape,
     TensorTraffic,
     Work,
-    load_loss,
 )
+from megapipe.model.own_loss import load_loss
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
 

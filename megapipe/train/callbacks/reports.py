@@ -107,7 +107,7 @@ class Reports(Callback):
             loss_scale=result.loss_scale if run.train_step.scaler.scales else None,
             skipped=self._skipped if skips else None,
             sources=self._sources(run, result, samples(step)),
-            routing=routing.record(run.layout.model.experts(), result.routing),
+            routing=routing.record(run.layout.model.experts(), result.routing, result.largest_bias),
         )
 
     def _sources(

@@ -19,10 +19,12 @@ from megapipe.cli import parse, stored_model
 from megapipe.convert import export
 from megapipe.convert.commands import main
 from megapipe.convert.dcp.files import DcpFiles
-from megapipe.convert.dcp.folder import open_dcp
+from megapipe.convert.dcp.folder import OwnNames, open_dcp
+from megapipe.errors import CheckpointError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.weights import to_hf
 from megapipe.testing import run_world
+from tests.parity.cases import Case, configure
 from tests.parity.converted import assert_same, state_of, write_checkpoint
 from tests.parity.dcp_files import save_dcp, save_shards
 from tests.parity.reference import init_random
@@ -93,6 +95,25 @@ def test_both_ways(
     narrow = ["megapipe-to-dcp", "run", "narrow", "--dtype", "bf16"]
     assert main(narrow) == 0
     assert all(stored.dtype == "BF16" for stored in DcpFiles.open(Path("narrow")).tensors.values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_experts_and_their_biases_by_our_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = Case(moe="groups", layers=2, dtype="fp32", tied=False, vocab=259)
+    model = configure(case)[0].model
+    params = init_random(model, seed=5, dtype=torch.float32)
+    write_checkpoint(tmp_path / "run", model, params)
+    assert main(["megapipe-to-dcp", "run", "dcp", "--names", "megapipe"]) == 0
+    assert main(["dcp-to-megapipe", "dcp", "again", "--tokenizer", "byte"]) == 0
+    assert_run_has(tmp_path / "again", model, params)
+    index = DcpFiles.open(Path("dcp"))
+    name = next(name for name in index.tensors if name.endswith("router.bias"))
+    del index.tensors[name]
+    with pytest.raises(CheckpointError, match=f"tensor {name} is none; the model has"):
+        OwnNames(Path("dcp"), model, index)
 
 
 def in_pairs(weight: Tensor, head_dim: int) -> Tensor:

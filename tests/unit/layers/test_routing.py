@@ -55,6 +55,30 @@ def test_experts_are_from_the_best_groups(ties: bool) -> None:
         assert found == sorted(allowed, key=lambda e: (-row[e], e))[:3]
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_bias_decides_who_is_chosen_and_not_the_weights(groups: int, ties: bool) -> None:
+    how = Routing(12, 3, softmax=False, groups=groups, group_top_k=min(groups, 2))
+    p = routing.scores(logits_of(12, ties=ties), how)
+    bias = (torch.arange(12) % 5 - 2) * 0.125  # whose sums with equal scores are equal
+    ids = routing.experts_of(routing.choose(p, how, SEQUENCES, routing.WHOLE, bias.double()))
+    ranked = (p + bias.double()).tolist()
+    for row, found in zip(ranked, ids.tolist(), strict=True):
+        parts = [range(g * 12 // groups, (g + 1) * 12 // groups) for g in range(groups)]
+        two = [sum(sorted((row[e] for e in part), reverse=True)[:2]) for part in parts]
+        best = sorted(range(groups), key=lambda g: (-two[g], g))[:2]
+        allowed = [e for g in best for e in parts[g]]
+        assert found == sorted(allowed, key=lambda e: (-row[e], e))[:3]
+    assert not ids.equal(routing.experts_of(routing.choose(p, how, SEQUENCES)))
+    chosen = p.gather(1, ids)
+    assert routing.weights(p, ids, how).equal(chosen / chosen.sum(1, keepdim=True))
+    assert how.places(LENGTH) is None
+    scored = replace(how, capacity=0.7, drop="score")
+    choice = routing.choose(p, scored, SEQUENCES, routing.WHOLE, bias.double())
+    assert routing.experts_of(choice).equal(ids)
+    assert (choice < 0).any()
+
+
 @pytest.mark.parametrize("drop", ["choice", "position", "score"])
 @pytest.mark.parametrize("capacity", [0.1, 0.6, 1.0, 1.25, 9.0])
 @pytest.mark.parametrize("ties", [False, True])

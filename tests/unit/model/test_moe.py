@@ -198,6 +198,11 @@ def test_they_are_stored_and_read_back() -> None:
             "pipeline.schedule=seq1f1b cuts sequences into slices",
         ),
         (
+            ("model.moe.experts=4 model.moe.bias_rate=0.001 optimizer.post_validation=true "
+            "parallel.pp=2"),
+            "model.moe.bias_rate=0.001 needs optimizer.post_validation=false",
+        ),
+        (
             ("model.moe.experts=4 parallel.pp=2 pipeline.weights=stash optimizer.clip=null "
             "model.tied_embeddings=false"),
             "model.moe.experts=null, not 4",

@@ -57,6 +57,17 @@ def test_how_and_where_is_harmless() -> None:
     assert told(*harmless, "train.microbatch=1", "optimizer.zero=3", "train.stop_after=5") == []
 
 
+def test_biases_may_move_at_another_rate_and_stay() -> None:
+    """But neither come nor go."""
+    stored = checkpoint(model__moe__experts=4, model__moe__bias_rate=0.001)
+    for rate in (0.0, 0.01):
+        given = ["model.moe.experts=4", f"model.moe.bias_rate={rate}"]
+        (line,) = check(stored, parse(given).config, own=True, corpus=None).told
+        assert str(line) == f"model.moe.bias_rate was 0.001 and is {rate}"
+    with pytest.raises(CheckpointError, match=r"model\.moe\.bias_rate was 0.001 and is null"):
+        check(stored, parse(["model.moe.experts=4"]).config, own=True, corpus=None)
+
+
 def test_how_training_goes_on_is_listed() -> None:
     assert told(
         "optimizer.lr=0.001", "optimizer.clip=null", "model.dropout=0.25", "model.dtype=bf16"

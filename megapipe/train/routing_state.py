@@ -1,0 +1,85 @@
+"""Biases of the choice, which layers with experts keep from one step to the next.
+
+An expert's bias is added to its score where experts are chosen. Each update moves it by a fixed
+rate, towards as many choices as the mean of its layer (DeepSeek-V3, 2412.19437). That follows from
+the choices of the whole step, which are in its totals; so every rank moves the biases of all layers
+alike and nothing is exchanged for it. Where there is no update, biases stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.regions import whole
+from megapipe.checkpoint.writer import Piece
+from megapipe.layers.experts import Experts
+from megapipe.layers.moe_specs import bias_name
+from megapipe.model.interface import StageModule
+from megapipe.train.checkpoint_io import Weights
+from megapipe.train.routing import by_layer
+
+
+class RoutingState:
+    """Of all layers with experts, of which each has so many `experts`; the `stages` of this process
+    are given theirs. Without a `bias_rate` there are no biases, which are of the type `dtype`."""
+
+    def __init__(
+        self,
+        experts: Mapping[int, int],
+        stages: Iterable[StageModule] = (),
+        *,
+        bias_rate: float | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._experts = experts
+        self._rate = bias_rate
+        self._layers = [
+            module for stage in stages for module in stage.modules() if isinstance(module, Experts)
+        ]
+        biased = {} if bias_rate is None else experts
+        self.biases = {layer: torch.zeros(n, dtype=dtype) for layer, n in biased.items()}
+        """By layer, [experts], on the host."""
+
+    def move(self, told: Sequence[float]) -> None:
+        """After the update of a step of which all ranks together have `told`."""
+        if self._rate is None:
+            return
+        for layer, _, numbers in by_layer(self._experts, told):
+            counts = torch.tensor(numbers, dtype=torch.int64)
+            missing = counts.sum() - counts * len(counts)  # by the mean, times experts
+            bias = self.biases[layer]
+            bias += self._rate * missing.sign().to(bias.dtype)
+        self._hand_out()
+
+    @property
+    def largest_bias(self) -> float | None:
+        """The largest size of a bias; None: there are none."""
+        return max((bias.abs().max().item() for bias in self.biases.values()), default=None)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Its part of a checkpoint, for one rank to write."""
+        for name, values in self._named():
+            yield Piece(name, tuple(values.shape), whole(tuple(values.shape)), values)
+
+    def names(self) -> list[str]:
+        """The entries of a checkpoint that :meth:`load` reads."""
+        return [name for name, _ in self._named()]
+
+    def load(self, weights: Weights) -> None:
+        """Take over what a checkpoint has. Raises CheckpointError."""
+        for name, values in self._named():
+            weights.read_into(values, name, whole(tuple(values.shape)))
+        self._hand_out()
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for layer, bias in self.biases.items():
+            yield bias_name(layer), bias
+
+    def _hand_out(self) -> None:
+        """Give the layers here their biases."""
+        for module in self._layers:
+            if module.bias is not None:
+                module.bias.copy_(self.biases[module.layer])

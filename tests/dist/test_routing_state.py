@@ -1,0 +1,155 @@
+"""Biases of the choice: faults that parity notices, steps without an update or computed twice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.layout.resolve import resolve
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+from megapipe.train.update import Update
+from tests.parity.bias_faults import FAULTS, run_faults
+from tests.parity.faults import outcomes_of_faults
+from tests.parity.held_models import held_model
+from tests.parity.ranks import Case, Rows, check_case, configure
+from tests.parity.reference import init_random, logits, random_batch
+
+STEPS, POISONED = 4, 1
+CASE = Case(moe="groups", layers=2, m=2, dtype="fp32", steps=STEPS)
+LARGE = 2.0**20
+"""A loss scale at which fp16 overflows; at half of it it does not."""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
+    with pytest.raises(AssertionError, match=r"difference is|not what it was set to"):
+        check_case(FAULTS[fault], outcomes[fault.__name__])
+
+
+class Seen(NamedTuple):
+    """Of a step."""
+
+    skipped: bool
+    biases: list[Tensor]
+    """After it, as the layers here have them."""
+    largest: float | None
+
+
+def trained(world: World, case: Case, numbers: dict[str, Any], poisoned: bool) -> list[Seen]:
+    """All steps; if `poisoned` the gradients of one are not finite on the last rank. fp16 begins
+    at a loss scale that overflows."""
+    settings = configure(case)[0].model_dump()
+    settings["numbers"] |= numbers
+    config, layout = resolve(Config.model_validate(settings), case.world, case.vocab)
+    step = TrainStep(config, layout, world.mesh(case.grid))
+    if case.dtype == "fp16":
+        step.scaler.scale = LARGE
+    finish, seen = step.optimizer.finish_reduce, []
+
+    def poison(loss_scale: float = 1.0) -> Tensor:
+        squares = finish(loss_scale)
+        wrong = poisoned and len(seen) == POISONED and world.rank == world.size - 1
+        return squares * math.nan if wrong else squares
+
+    with mock.patch.object(step.optimizer, "finish_reduce", poison):
+        for i in range(STEPS):
+            (result,) = step.train(i, Rows(case))
+            biases = [
+                buffer.clone()
+                for module in step.modules.values()
+                for name, buffer in module.named_buffers()
+                if name.endswith("experts.bias")
+            ]
+            seen.append(Seen(result.skipped is not None, biases, result.largest_bias))
+    return seen
+
+
+def check(seen: list[Seen]) -> None:
+    """Biases move in the steps that have an update, and in no others."""
+    before = [torch.zeros_like(bias) for bias in seen[0].biases]
+    for step in seen:
+        moved = any(not a.equal(b) for a, b in zip(step.biases, before, strict=True))
+        assert moved is not step.skipped, "a bias has moved without an update, or not with one"
+        assert step.largest == max(bias.abs().max().item() for bias in step.biases)
+        before = step.biases
+
+
+SKIPS = {
+    "not finite": (CASE, {"non_finite": "skip", "rerun": False}, True),
+    "fp16": (replace(CASE, dtype="fp16"), {}, False),
+}
+
+
+@pytest.mark.parametrize("kind", SKIPS)
+def test_a_step_without_an_update_leaves_biases_alone(kind: str) -> None:
+    (seen,) = run_world(1, trained, *SKIPS[kind])
+    assert 1 <= sum(step.skipped for step in seen) < STEPS
+    check(seen)
+
+
+def moved_where_it_is_skipped(world: World, *given: Any) -> list[Seen]:
+    apply = Update.apply
+
+    def wrong(self: Update, step: int, totals: Any, again: Any) -> Any:
+        result = apply(self, step, totals, again)
+        if result.skipped is not None:
+            self.routing.move(totals.routing)
+        return result
+
+    with mock.patch.object(Update, "apply", wrong):
+        return trained(world, *given)
+
+
+@pytest.mark.parametrize("kind", SKIPS)
+def test_the_test_notices_a_bias_that_moves_all_the_same(kind: str) -> None:
+    (seen,) = run_world(1, moved_where_it_is_skipped, *SKIPS[kind])
+    with pytest.raises(AssertionError, match="without an update"):
+        check(seen)
+
+
+def test_a_step_that_is_computed_again_moves_them_once() -> None:
+    """Because it is due, or because its first result is not finite."""
+    (once,) = run_world(1, trained, CASE, {}, False)
+    (twice,) = run_world(1, trained, CASE, {"rerun_every": 1}, False)
+    check(once)
+    for a, b in zip(once, twice, strict=True):
+        assert all(map(torch.equal, a.biases, b.biases))
+
+
+@pytest.mark.slow
+def test_a_skipped_step_in_a_layout() -> None:
+    """On ranks with experts of their own; all have the same biases."""
+    case = replace(CASE, tp=2, ep=2, sequence_parallel=True)
+    first, second = run_world(2, trained, case, {"non_finite": "skip", "rerun": False}, True)
+    check(first)
+    assert [step.skipped for step in first] == [i == POISONED for i in range(STEPS)]
+    for a, b in zip(first, second, strict=True):
+        assert all(map(torch.equal, a.biases, b.biases))
+
+
+def test_a_model_that_is_used_has_its_biases() -> None:
+    config = configure(Case(moe="groups", layers=2))[0].model
+    config = config.model_copy(update={"vocab_size": 257})
+    params = init_random(config, seed=3)
+    tokens, *_ = random_batch(config, 2, 8, seed=1)
+    model = held_model(config, params, context=8)
+    found = model.logits(model.microbatch(tokens))
+    assert found is not None
+    wanted = logits(params, config, tokens)
+    torch.testing.assert_close(found.transpose(0, 1), wanted, rtol=1e-10, atol=1e-12)
+    biases = {name for name in params if name.endswith("router.bias")}
+    unbiased = {n: p * 0 if n in biases else p for n, p in params.items()}
+    assert not torch.allclose(logits(unbiased, config, tokens), wanted)

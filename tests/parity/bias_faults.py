@@ -1,0 +1,139 @@
+"""Faults of biases by which experts are chosen, seeded one at a time: parity has to notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megapipe.layers import routing
+from megapipe.layers.moe_specs import Routing, numbers_told
+from megapipe.layers.token_shards import TokenShards
+from megapipe.testing import World
+from megapipe.train import own_totals
+from megapipe.train.routing_state import RoutingState
+from megapipe.train.step import TrainStep
+from megapipe.train.totals import Totals
+from tests.parity.cases import Case
+from tests.parity.faults import Patch, run_of_size
+
+BIASED = Case(moe="groups", masked=0.3, layers=2)
+
+
+def biases_in_the_weights() -> Patch:
+    choose = routing.choose
+
+    def wrong(p: Tensor, how: Routing, n: int, shards: TokenShards, bias: Tensor) -> Tensor:
+        p += bias
+        return choose(p, how, n, shards)
+
+    return mock.patch.object(routing, "choose", wrong)
+
+
+def biases_that_do_not_choose() -> Patch:
+    choose = routing.choose
+    return mock.patch.object(routing, "choose", lambda *args: choose(*args[:4]))
+
+
+def biases_moved_towards_more_choices() -> Patch:
+    move = RoutingState.move
+
+    def wrong(self: RoutingState, told: Sequence[float]) -> None:
+        with mock.patch.object(self, "_rate", -cast(float, self._rate)):
+            move(self, told)
+
+    return mock.patch.object(RoutingState, "move", wrong)
+
+
+def biases_moved_by_each_micro_batch() -> Patch:
+    """Once for each, by its own choices."""
+
+    @contextmanager
+    def patches() -> Iterator[None]:
+        summed, move = own_totals.summed_loads, RoutingState.move
+        told: list[list[float]] = []
+
+        def spy(layers: Any, loads: Sequence[Any], device: Any) -> list[Tensor]:
+            told[:] = [torch.cat(summed(layers, [load], device)).tolist() for load in loads]
+            return summed(layers, loads, device)
+
+        def wrong(self: RoutingState, _: Sequence[float]) -> None:
+            for each in told:
+                move(self, each)
+
+        with (
+            mock.patch.object(own_totals, "summed_loads", spy),
+            mock.patch.object(RoutingState, "move", wrong),
+        ):
+            yield
+
+    return patches()
+
+
+def biases_moved_in_validation() -> Patch:
+    evaluate = TrainStep.evaluate
+
+    def wrong(self: TrainStep, *args: Any) -> Any:
+        found = evaluate(self, *args)
+        numbers = numbers_told(self.layout.model.experts())
+        self.routing.move([float(number % 5) for number in range(numbers)])
+        return found
+
+    return mock.patch.object(TrainStep, "evaluate", wrong)
+
+
+def biases_that_layers_are_not_given() -> Patch:
+    return mock.patch.object(RoutingState, "_hand_out")
+
+
+def biases_by_the_choices_of_one_replica() -> Patch:
+    """Each rank moves them by what it has routed itself."""
+
+    @contextmanager
+    def patches() -> Iterator[None]:
+        own, move = TrainStep.own_totals, RoutingState.move
+        told: list[float] = []
+
+        def spy(self: TrainStep, *args: Any) -> Totals:
+            totals = own(self, *args)
+            told[:] = totals.routing
+            return totals
+
+        with (
+            mock.patch.object(TrainStep, "own_totals", spy),
+            mock.patch.object(RoutingState, "move", lambda self, _: move(self, told)),
+        ):
+            yield
+
+    return patches()
+
+
+def biases_by_the_choices_of_one_tp_rank() -> Patch:
+    return biases_by_the_choices_of_one_replica()
+
+
+def biases_by_the_choices_of_one_cp_rank() -> Patch:
+    return biases_by_the_choices_of_one_replica()
+
+
+FAULTS: dict[Callable[[], Patch], Case] = {
+    biases_in_the_weights: BIASED,
+    biases_that_do_not_choose: BIASED,
+    biases_moved_towards_more_choices: BIASED,
+    biases_moved_by_each_micro_batch: BIASED,
+    biases_moved_in_validation: BIASED,
+    biases_that_layers_are_not_given: BIASED,
+    biases_by_the_choices_of_one_replica: replace(BIASED, dp=2),
+    biases_by_the_choices_of_one_tp_rank: replace(BIASED, tp=2, sequence_parallel=True),
+    biases_by_the_choices_of_one_cp_rank: replace(BIASED, cp=2),
+}
+
+
+def run_faults(world: World) -> list[tuple[str, Any]]:
+    """Every fault whose case has this world's size."""
+    return run_of_size(world, FAULTS)

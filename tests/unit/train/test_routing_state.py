@@ -1,0 +1,50 @@
+"""What routing keeps from step to step, by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapipe.train.routing_state import RoutingState
+from tests.parity.held_models import HeldWeights
+
+EXPERTS = {1: 4, 3: 3}
+TOLD = [8.0, 8.0, 1.0, 0.0, *(3, 1, 2, 2), 8.0, 9.0, 1.0, 2.0, *(0, 7, 9)]
+"""Four numbers of each layer, and the choices of each of its experts."""
+
+
+def test_biases_move_towards_the_mean_of_their_layer() -> None:
+    state = RoutingState(EXPERTS, bias_rate=0.5)
+    assert state.largest_bias == 0
+    state.move(TOLD)
+    assert state.biases[1].tolist() == [-0.5, 0.5, 0, 0]
+    assert state.biases[3].tolist() == [0.5, -0.5, -0.5]
+    state.move(TOLD)
+    assert state.biases[1].tolist() == [-1, 1, 0, 0]
+    assert state.largest_bias == 1
+
+
+@pytest.mark.parametrize("rate", [None, 0.0])
+def test_without_a_rate_nothing_moves(rate: float | None) -> None:
+    state = RoutingState(EXPERTS, bias_rate=rate)
+    state.move(TOLD)
+    assert state.largest_bias == rate
+    assert len(state.names()) == (0 if rate is None else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_is_saved_and_loaded(dtype: torch.dtype) -> None:
+    state = RoutingState(EXPERTS, bias_rate=0.1, dtype=dtype)
+    state.move(TOLD)
+    pieces = list(state.pieces())
+    assert [piece.name for piece in pieces] == state.names()
+    assert [piece.name for piece in pieces] == [
+        "model/layers.1.moe.router.bias",
+        "model/layers.3.moe.router.bias",
+    ]
+    held = HeldWeights({p.name.removeprefix("model/"): p.tensor.clone() for p in pieces})
+    again = RoutingState(EXPERTS, bias_rate=0.1, dtype=dtype)
+    again.load(held)
+    for layer, bias in state.biases.items():
+        assert bias.dtype == dtype
+        assert again.biases[layer].equal(bias)
