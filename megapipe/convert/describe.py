@@ -78,7 +78,7 @@ def lines_of_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
     manifest = checkpoint.manifest
     layout = " x ".join(f"{name} {size}" for name, size in manifest.layout.items())
     yield f"{checkpoint.path}: checkpoint of step {manifest.step} by {layout}"
-    kinds = sorted({name.split("/")[0] for name in manifest.entries} - {"model"})
+    kinds = sorted({name.split("/")[0] for name in manifest.entries} - {"model", "routing"})
     weights = {n: e for n, e in manifest.entries.items() if n.startswith("model/")}
     dtypes = sorted({entry.dtype for entry in weights.values()})
     nbytes = sum(record.bytes for record in manifest.files.values())

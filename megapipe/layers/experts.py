@@ -136,6 +136,10 @@ class Experts(nn.Module):
         """[experts], of all of them, the same on every rank; what trains the model moves it."""
         bias = torch.zeros(routing.experts, dtype=self.dtype) if routing.biased else None
         self.register_buffer("bias", bias)
+        self.last: Tensor | None
+        """[1, experts], int64: the choices of each in the last step; spread evenly at first."""
+        even = torch.ones(1, routing.experts, dtype=torch.int64)
+        self.register_buffer("last", even if routing.scope == "step" else None)
         self.up, self.up_bias = self._linear(*up)
         self.down, self.down_bias = self._linear(*down)
 
@@ -161,7 +165,8 @@ class Experts(nn.Module):
             rows = count_rows(experts, self.routing.experts, self.sharding.ep)
             if not self.training:
                 return Chosen(experts, experts.new_empty(0), rows)
-            found = Chosen(experts, route.count(experts, *given), rows)
+            counts = route.count(experts, *given) if self.last is None else self.last
+            found = Chosen(experts, counts, rows)
             mb.loads[self.layer] = route.load(logits, p, found, self.routing)
             if not graph:
                 mb.choices[self.layer] = found

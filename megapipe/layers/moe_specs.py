@@ -11,6 +11,7 @@ from typing import Literal
 from megapipe.layers.specs import ParameterSpec
 
 Drop = Literal["choice", "position", "score"]
+Scope = Literal["sequence", "microbatch", "step"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class Routing:
     capacity: float | None = None
     drop: Drop = "choice"
     balance: float = 0.0
-    per_sequence: bool = True
-    """The balance term is taken over each sequence; otherwise over each micro-batch."""
+    scope: Scope = "sequence"
+    """The balance term is taken over each sequence, each micro-batch, or all of the global batch
+    with the choices of the last step that had an update."""
     first_only: bool = False
     """It counts first choices alone."""
     z: float = 0.0
@@ -56,6 +58,11 @@ def numbers_told(experts: Mapping[int, int]) -> int:
 def bias_name(layer: int) -> str:
     """Name of the biases of a layer's experts, as checkpoints have it; [experts]."""
     return f"model/layers.{layer}.moe.router.bias"
+
+
+def counts_name(layer: int) -> str:
+    """Name of the choices of the last step of a layer's experts, likewise."""
+    return f"routing/layers.{layer}.moe.router.counts"
 
 
 def most_rows(

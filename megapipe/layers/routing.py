@@ -8,7 +8,8 @@ fp64. Tokens are rows of [s * b], position by position, as the flattened hidden 
 The balance term (Switch, Fedus et al., 2101.03961) over a scope of T_g tokens is
 L_g = sum over e of f_e P_e, where f_e = E count_e / (k T_g) and P_e is the mean of p_e, normalised
 to sum 1. The loss gets balance x T_g / T_all x L_g, T_all being all positions of the global batch,
-so the gradient of p_te is balance x f_e / T_all: no size of a layout is in it.
+so the gradient of p_te is balance x f_e / T_all: no size of a layout is in it. Over a whole step
+the counts are those of the last one, which are known before anything is chosen.
 
 Where ranks have parts of a sequence, what is counted are the choices of all of them: places of a
 sequence, and counts of a scope. All else is of each token alone.
@@ -34,8 +35,8 @@ class Chosen(NamedTuple):
     experts: Tensor
     """[tokens, top_k], int16: those of each token, best first; ~expert where it is dropped."""
     counts: Tensor
-    """[scopes, experts], int64: choices that the balance term counts, of a sequence or of all of
-    them, those of other ranks too; nobody asks for them but in training."""
+    """[scopes, experts], int64: choices that the balance term counts, of a sequence, of all of them
+    or of the last step, those of other ranks too; nobody asks for them but in training."""
     rows: Counts
     """Rows that each rank with some of the experts has for each of all."""
 
@@ -144,7 +145,7 @@ def count(choice: Tensor, routing: Routing, sequences: int, shards: TokenShards 
     """Choices of each expert in each scope, [scopes, experts], of what :func:`choose` found."""
     ids = experts_of(choice)
     counted = ids[:, :1] if routing.first_only else ids
-    scopes = sequences if routing.per_sequence else 1
+    scopes = sequences if routing.scope == "sequence" else 1
     scope = torch.arange(len(ids), device=ids.device).remainder_(scopes).unsqueeze(1)
     size = scopes * routing.experts
     counts = numbers_of((counted + scope * routing.experts).flatten(), size)

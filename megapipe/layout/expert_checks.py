@@ -44,10 +44,13 @@ def check_experts(config: Config, dp: int) -> None:
             f"optimizer.shard_size={size} does not divide the {copies} copies of experts that "
             f"parallel.ep={ep} x etp {etp} leaves: {choices('shard_size', copies, size)}"
         )
-    if config.model.moe.bias_rate is not None and optimizer.post_validation:
+    moe = config.model.moe
+    if optimizer.post_validation and (moe.bias_rate is not None or moe.balance_scope == "step"):
+        rate = moe.bias_rate
+        key = "balance_scope=step" if rate is None else f"bias_rate={rate:g}"
         raise ConfigError(
-            f"model.moe.bias_rate={config.model.moe.bias_rate:g} needs "
-            "optimizer.post_validation=false, or null: it moves biases by the choices of all ranks"
+            f"model.moe.{key} goes by the choices of all ranks in the step before, and needs "
+            "optimizer.post_validation=false"
         )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
@@ -62,5 +65,5 @@ def check_halves(config: Config, halves: bool) -> None:
     if halves and moe.experts is not None and moe.balance and moe.balance_scope == "microbatch":
         raise ConfigError(
             f"pipeline.schedule={config.pipeline.schedule} cuts micro-batches into parts: "
-            "model.moe.balance_scope=microbatch has no support for it; expected sequence"
+            "model.moe.balance_scope=microbatch has no support for it; expected sequence or step"
         )

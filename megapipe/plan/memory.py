@@ -180,8 +180,10 @@ def checkpoint_bytes(config: Config, layout: Layout) -> int:
 
 
 def _buffer_bytes(config: Config, layout: Layout) -> int:
-    """Bytes in a checkpoint, of rank 0, of what belongs to the weights beside parameters."""
-    return sum(map(prod, layout.model.buffers().values())) * main_bytes(config.model.dtype)
+    """Bytes in a checkpoint, of rank 0, of biases of experts and of the choices of a step."""
+    biases = sum(map(prod, layout.model.buffers().values())) * main_bytes(config.model.dtype)
+    counted = config.model.moe.balance_scope == "step"
+    return biases + 8 * counted * sum(layout.model.experts().values())
 
 
 def _with_velocity(layout: Layout) -> Collection[int]:

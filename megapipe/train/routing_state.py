@@ -1,14 +1,15 @@
-"""Biases of the choice, which layers with experts keep from one step to the next.
+"""Biases and counts of choices, which layers with experts keep from one step to the next.
 
 An expert's bias is added to its score where experts are chosen. Each update moves it by a fixed
-rate, towards as many choices as the mean of its layer (DeepSeek-V3, 2412.19437). That follows from
-the choices of the whole step, which are in its totals; so every rank moves the biases of all layers
-alike and nothing is exchanged for it. Where there is no update, biases stay as they are.
+rate, towards as many choices as the mean of its layer (DeepSeek-V3, 2412.19437). A balance term
+over whole steps goes by the choices of the last one, as those of its own are not known yet. Both
+follow from the choices of the whole step, which are in its totals; so every rank has those of all
+layers alike and nothing is exchanged for it. A step without an update leaves both as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from megapipe.checkpoint.regions import whole
 from megapipe.checkpoint.writer import Piece
 from megapipe.layers.experts import Experts
-from megapipe.layers.moe_specs import bias_name
+from megapipe.layers.moe_specs import bias_name, counts_name
 from megapipe.model.interface import StageModule
 from megapipe.train.checkpoint_io import Weights
 from megapipe.train.routing import by_layer
@@ -24,7 +25,11 @@ from megapipe.train.routing import by_layer
 
 class RoutingState:
     """Of all layers with experts, of which each has so many `experts`; the `stages` of this process
-    are given theirs. Without a `bias_rate` there are no biases, which are of the type `dtype`."""
+    are given theirs.
+
+    Without a `bias_rate` there are no biases, which are of the type `dtype`. `counts`: the choices
+    of the last step are kept.
+    """
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class RoutingState:
         stages: Iterable[StageModule] = (),
         *,
         bias_rate: float | None = None,
+        counts: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._experts = experts
@@ -42,16 +48,21 @@ class RoutingState:
         biased = {} if bias_rate is None else experts
         self.biases = {layer: torch.zeros(n, dtype=dtype) for layer, n in biased.items()}
         """By layer, [experts], on the host."""
+        counted = experts if counts else {}
+        self.counts = {n: torch.ones(e, dtype=torch.int64) for n, e in counted.items()}
+        """By layer, [experts], on the host: choices of the last step; spread evenly at first."""
 
     def move(self, told: Sequence[float]) -> None:
         """After the update of a step of which all ranks together have `told`."""
-        if self._rate is None:
+        if not (self.biases or self.counts):
             return
         for layer, _, numbers in by_layer(self._experts, told):
             counts = torch.tensor(numbers, dtype=torch.int64)
-            missing = counts.sum() - counts * len(counts)  # by the mean, times experts
-            bias = self.biases[layer]
-            bias += self._rate * missing.sign().to(bias.dtype)
+            if self._rate is not None:
+                bias, missing = self.biases[layer], counts.sum() - counts * len(counts)
+                bias += self._rate * missing.sign().to(bias.dtype)
+            if self.counts:
+                self.counts[layer] = counts
         self._hand_out()
 
     @property
@@ -68,18 +79,27 @@ class RoutingState:
         """The entries of a checkpoint that :meth:`load` reads."""
         return [name for name, _ in self._named()]
 
-    def load(self, weights: Weights) -> None:
-        """Take over what a checkpoint has. Raises CheckpointError."""
-        for name, values in self._named():
-            weights.read_into(values, name, whole(tuple(values.shape)))
+    def load(self, weights: Weights, names: Collection[str] = ()) -> None:
+        """Take over biases, which belong to the weights, and counts if they are among the `names`
+        of what is there; else choices are taken as spread evenly. Raises CheckpointError."""
+        for layer, bias in self.biases.items():
+            weights.read_into(bias, bias_name(layer), whole(tuple(bias.shape)))
+        for layer, counts in self.counts.items():
+            counts.fill_(1)
+            if counts_name(layer) in names:
+                weights.read_into(counts, counts_name(layer), whole(tuple(counts.shape)))
         self._hand_out()
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for layer, bias in self.biases.items():
             yield bias_name(layer), bias
+        for layer, counts in self.counts.items():
+            yield counts_name(layer), counts
 
     def _hand_out(self) -> None:
-        """Give the layers here their biases."""
+        """Give the layers here theirs."""
         for module in self._layers:
             if module.bias is not None:
                 module.bias.copy_(self.biases[module.layer])
+            if module.last is not None:
+                module.last.copy_(self.counts[module.layer].unsqueeze(0))

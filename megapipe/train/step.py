@@ -140,6 +140,7 @@ class TrainStep:
             layout.model.experts(),
             self.modules.values(),
             bias_rate=config.model.moe.bias_rate,
+            counts=config.model.moe.balance_scope == "step",
             dtype=main_dtype(TORCH_DTYPES[config.model.dtype]),
         )
         self.update = Update(
@@ -446,7 +447,7 @@ class TrainStep:
         self.position = Position(checkpoint.step, found.samples)
         self.left_out = found.left_out_with(self.left_out)
         checkpoint_io.load(self.optimizer, checkpoint, found.updates, found.lr)
-        self.routing.load(checkpoint)
+        self.routing.load(checkpoint, checkpoint.names())
         if self.streaming is not None:
             self.streaming.load_older(checkpoint, found.stream)
         self.scaler.load(found.loss_scale or self.scaler.state())

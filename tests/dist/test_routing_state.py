@@ -1,4 +1,4 @@
-"""Biases of the choice: faults that parity notices, steps without an update or computed twice."""
+"""What routers keep: faults that parity notices, steps without an update or computed twice."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from megapipe.train.update import Update
-from tests.parity.bias_faults import FAULTS, run_faults
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.held_models import held_model
 from tests.parity.ranks import Case, Rows, check_case, configure
 from tests.parity.reference import init_random, logits, random_batch
+from tests.parity.routing_state_faults import FAULTS, run_faults
 
 STEPS, POISONED = 4, 1
-CASE = Case(moe="groups", layers=2, m=2, dtype="fp32", steps=STEPS)
+CASE = Case(moe="step", layers=2, m=2, dtype="fp32", steps=STEPS)
 LARGE = 2.0**20
 """A loss scale at which fp16 overflows; at half of it it does not."""
 
@@ -43,8 +43,8 @@ class Seen(NamedTuple):
     """Of a step."""
 
     skipped: bool
-    biases: list[Tensor]
-    """After it, as the layers here have them."""
+    kept: list[Tensor]
+    """Biases and counts after it, as the layers here have them."""
     largest: float | None
 
 
@@ -67,24 +67,25 @@ def trained(world: World, case: Case, numbers: dict[str, Any], poisoned: bool) -
     with mock.patch.object(step.optimizer, "finish_reduce", poison):
         for i in range(STEPS):
             (result,) = step.train(i, Rows(case))
-            biases = [
+            kept = [
                 buffer.clone()
                 for module in step.modules.values()
                 for name, buffer in module.named_buffers()
-                if name.endswith("experts.bias")
+                if name.endswith(("experts.bias", "experts.last"))
             ]
-            seen.append(Seen(result.skipped is not None, biases, result.largest_bias))
+            seen.append(Seen(result.skipped is not None, kept, result.largest_bias))
     return seen
 
 
 def check(seen: list[Seen]) -> None:
-    """Biases move in the steps that have an update, and in no others."""
-    before = [torch.zeros_like(bias) for bias in seen[0].biases]
+    """Biases and counts move in the steps that have an update, and in no others."""
+    before = [torch.full_like(each, not each.is_floating_point()) for each in seen[0].kept]
     for step in seen:
-        moved = any(not a.equal(b) for a, b in zip(step.biases, before, strict=True))
-        assert moved is not step.skipped, "a bias has moved without an update, or not with one"
-        assert step.largest == max(bias.abs().max().item() for bias in step.biases)
-        before = step.biases
+        moved = {not a.equal(b) for a, b in zip(step.kept, before, strict=True)}
+        assert moved == {not step.skipped}, "something has moved without an update, or not with one"
+        biases = [each for each in step.kept if each.is_floating_point()]
+        assert step.largest == max(bias.abs().max().item() for bias in biases)
+        before = step.kept
 
 
 SKIPS = {
@@ -94,7 +95,7 @@ SKIPS = {
 
 
 @pytest.mark.parametrize("kind", SKIPS)
-def test_a_step_without_an_update_leaves_biases_alone(kind: str) -> None:
+def test_a_step_without_an_update_moves_nothing(kind: str) -> None:
     (seen,) = run_world(1, trained, *SKIPS[kind])
     assert 1 <= sum(step.skipped for step in seen) < STEPS
     check(seen)
@@ -114,7 +115,7 @@ def moved_where_it_is_skipped(world: World, *given: Any) -> list[Seen]:
 
 
 @pytest.mark.parametrize("kind", SKIPS)
-def test_the_test_notices_a_bias_that_moves_all_the_same(kind: str) -> None:
+def test_the_test_notices_what_moves_all_the_same(kind: str) -> None:
     (seen,) = run_world(1, moved_where_it_is_skipped, *SKIPS[kind])
     with pytest.raises(AssertionError, match="without an update"):
         check(seen)
@@ -126,7 +127,7 @@ def test_a_step_that_is_computed_again_moves_them_once() -> None:
     (twice,) = run_world(1, trained, CASE, {"rerun_every": 1}, False)
     check(once)
     for a, b in zip(once, twice, strict=True):
-        assert all(map(torch.equal, a.biases, b.biases))
+        assert all(map(torch.equal, a.kept, b.kept))
 
 
 @pytest.mark.slow
@@ -137,7 +138,7 @@ def test_a_skipped_step_in_a_layout() -> None:
     check(first)
     assert [step.skipped for step in first] == [i == POISONED for i in range(STEPS)]
     for a, b in zip(first, second, strict=True):
-        assert all(map(torch.equal, a.biases, b.biases))
+        assert all(map(torch.equal, a.kept, b.kept))
 
 
 def test_a_model_that_is_used_has_its_biases() -> None:

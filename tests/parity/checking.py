@@ -33,12 +33,11 @@ from tests.parity.expected import (
     plain_error,
     validation,
 )
-from tests.parity.mixture import Told, moved_biases
+from tests.parity.mixture import Told, kept, moved
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.reference import Params
 from tests.parity.updates import STEP_ERROR, Update, Values, rounds, spacing, states_of
 
-ROUTER_BIAS = ".router.bias"
 DRAWS = 32
 """Errors of the plain computation in the case's type of which the largest counts. They may be small
 all together: often it is a single place where roundings grow that decides how large they are."""
@@ -71,7 +70,7 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
         before, after = (of_trained(each) for each in values[i : i + 2])
         farther += Update(case, before, grads[i], norm, outcomes[0].rates[i], i).check(after)
         check_frozen(values[i]["model"], values[i + 1]["model"])
-        check_biases(case, values[i]["model"], values[i + 1]["model"], outcomes[0].routing[i])
+        check_kept(case, values[i]["model"], values[i + 1]["model"], outcomes[0].routing[i])
         check_copies(case, weights[i + 1], copies[i])
         if case.look_ahead:
             check_ahead(case, values[i + 1], weights[i + 1], outcomes[0].rates[i], i + 1)
@@ -133,27 +132,27 @@ def of_trained(values: Values) -> Values:
 
 
 def check_frozen(before: Params, now: Params) -> None:
-    """What is not trained has not changed by a bit, but for biases of routers."""
+    """What is not trained has not changed by a bit, but for what routers keep."""
     for name in before.keys() - set(reference.trained(before)):
-        if not name.endswith(ROUTER_BIAS):
+        if not kept(name):
             assert now[name].equal(before[name]), f"{name}: a frozen weight has changed"
 
 
-def check_biases(case: Case, before: Params, after: Params, told: Sequence[float]) -> None:
-    """Biases of routers have moved as the choices of the step say, to the bit."""
+def check_kept(case: Case, before: Params, after: Params, told: Sequence[float]) -> None:
+    """What routers keep has moved as the choices of the step say, to the bit."""
     model, counts, start = settings(case).model, [], 0
     while start < len(told):
         counts.append([int(count) for count in told[start + 4 :][: model.moe.experts]])
         start += 4 + len(counts[-1])
-    kept = reference.MASTER_DTYPES[case.dtype]
-    biases = {name: b.to(kept) for name, b in before.items() if name.endswith(ROUTER_BIAS)}
-    for name, bias in moved_biases(biases, model, counts).items():
-        assert_same_bias(name, after[name], bias)
+    main = reference.MASTER_DTYPES[case.dtype]
+    held = {name: values.to(main) for name, values in before.items() if kept(name)}
+    for name, values in moved(held, model, counts).items():
+        assert_kept(name, after[name], values)
 
 
-def assert_same_bias(name: str, found: Tensor, wanted: Tensor) -> None:
+def assert_kept(name: str, found: Tensor, wanted: Tensor) -> None:
     wrong = (found - wanted).abs().max().item()
-    assert not wrong, f"bias {name}: the largest difference is {wrong:.3g}"
+    assert not wrong, f"{name}: the largest difference is {wrong:.3g}"
 
 
 def check_beginning(case: Case, values: Values) -> None:
@@ -295,8 +294,8 @@ def check_weights(
         full = expected[name]
         here = box.inside(whole(tuple(full.shape)))
         found = {name: torch.from_numpy(values)}
-        if name.endswith(ROUTER_BIAS):
-            assert_same_bias(name, found[name], full)
+        if kept(name):
+            assert_kept(name, found[name], full)
         reference.assert_weights_close(found, {name: full[here]}, LR)
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megapipe.layers.experts import Experts
-from megapipe.layers.moe_specs import bias_name
+from megapipe.layers.moe_specs import bias_name, counts_name
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.train.step import TrainStep
 from tests.parity.naive_reader import BITS, Array, Global, in_type
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-SIGNED = {2: torch.int16, 4: torch.int32}
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "int64"}
+SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types of so many bytes through which bits leave torch."""
 
 
@@ -38,7 +38,7 @@ class Held(NamedTuple):
 
 def held(step: TrainStep) -> list[Held]:
     """All that this rank holds: what it owns, all masters and states, the weights of its stages."""
-    return [*_own(step), *_states(step), *_weights(step), *_biases(step)]
+    return [*_own(step), *_states(step), *_weights(step), *_of_routers(step)]
 
 
 def _own(step: TrainStep) -> Iterator[Held]:
@@ -68,14 +68,16 @@ def _weights(step: TrainStep) -> Iterator[Held]:
         step.optimizer.reshard(stage)
 
 
-def _biases(step: TrainStep) -> Iterator[Held]:
-    """Those of routers, which the first rank writes."""
+def _of_routers(step: TrainStep) -> Iterator[Held]:
+    """What routers keep, which the first rank writes."""
     for piece in step.routing.pieces() if step.mesh.rank == 0 else ():
         yield _whole(piece.name, piece.tensor, "own")
     layers = [layer for module in step.modules.values() for layer in module.modules()]
     for layer in layers:
         if isinstance(layer, Experts) and layer.bias is not None:
             yield _whole(bias_name(layer.layer), layer.bias, "weight")
+        if isinstance(layer, Experts) and layer.last is not None:
+            yield _whole(counts_name(layer.layer), layer.last[0], "state")
 
 
 def _whole(name: str, values: Tensor, what: str) -> Held:

@@ -76,6 +76,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "moe": [
         *((None, 1, 1), ("top 2", 1, 1), ("capacity, choice", 1, 1), ("groups", 1, 1)),
         *(("top 2", 4, 1), ("capacity, choice", 2, 2), ("groups", 2, 1), ("top 2", 1, 2)),
+        ("step", 2, 1),
     ],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [
@@ -192,12 +193,13 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
         return False
     split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
     other = c["lora"] or c["scatter"] == "on"
-    other = other or c["activations"] == KEPT or (c["post_validation"] and _has_biases(c))
+    other = other or c["activations"] == KEPT or (c["post_validation"] and _remembers(c))
     return not split and not other and c["dtype"] in ("fp64", "fp32")
 
 
-def _has_biases(c: Mapping[str, Any]) -> bool:
-    return MOE[c["moe"][0]].get("bias_rate") is not None
+def _remembers(c: Mapping[str, Any]) -> bool:
+    """Whether routing goes by the choices of the step before."""
+    return not {"bias_rate", "balance_scope"}.isdisjoint(MOE[c["moe"][0]])
 
 
 def _can_be_undone(c: Mapping[str, Any]) -> bool:

@@ -58,6 +58,8 @@ def shapes(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     out = {f"{name}.router.weight": (moe.experts, h)}
     if moe.bias_rate is not None:
         out[f"{name}.router.bias"] = (moe.experts,)
+    if moe.balance_scope == "step":
+        out[f"{name}.router.counts"] = (moe.experts,)
     for each, shape in linear.items():
         out[f"{name}.{each}.weight"] = shape
         if model.bias:
@@ -103,7 +105,8 @@ def mixture(
                     y = y + weights[row][t][j] * mlp(x[row, t], own, "expert").to(wide)
             tokens.append(y)
         samples.append(torch.stack(tokens))
-    _tell(told, logits, p, chosen, model)
+    last = params.get(f"{name}.router.counts")
+    _tell(told, logits, p, chosen, model, None if last is None else last.tolist())
     told.dropped.append(dropped)
     return _beside(torch.stack(samples).to(x.dtype), x, params, name, model, mlp)
 
@@ -117,18 +120,25 @@ def _choose(p: list[float], model: ModelConfig) -> list[int]:
     return sorted(allowed, key=lambda e: (-p[e], e))[: moe.top_k]
 
 
-def moved_biases(
+def kept(name: str) -> bool:
+    """Whether it is of a router, and moved by choices and by no gradient."""
+    return name.endswith((".router.bias", ".router.counts"))
+
+
+def moved(
     params: Mapping[str, Tensor], model: ModelConfig, counts: Sequence[Sequence[int]]
 ) -> dict[str, Tensor]:
-    """Biases of the routers after a step with so many choices of each expert of each layer."""
+    """What routers keep after a step with so many choices of each expert of each layer."""
     out: dict[str, Tensor] = {}
-    if model.moe.bias_rate is None:
-        return out
     layers = [layer for layer in range(model.layers) if has_experts(model, layer)]
     for layer, of_layer in zip(layers, counts, strict=True):
-        name, mean = f"layers.{layer}.moe.router.bias", Fraction(sum(of_layer), len(of_layer))
-        signs = [(count < mean) - (count > mean) for count in of_layer]
-        out[name] = params[name] + model.moe.bias_rate * torch.tensor(signs).to(params[name].dtype)
+        name, mean = f"layers.{layer}.moe.router", Fraction(sum(of_layer), len(of_layer))
+        if model.moe.bias_rate is not None:
+            bias = params[f"{name}.bias"]
+            signs = torch.tensor([(count < mean) - (count > mean) for count in of_layer])
+            out[f"{name}.bias"] = bias + model.moe.bias_rate * signs.to(bias.dtype)
+        if model.moe.balance_scope == "step":
+            out[f"{name}.counts"] = torch.tensor(of_layer, dtype=params[f"{name}.counts"].dtype)
     return out
 
 
@@ -165,11 +175,17 @@ def _dropped(
 
 
 def _tell(
-    told: Told, logits: Tensor, p: Tensor, chosen: list[list[list[int]]], model: ModelConfig
+    told: Told,
+    logits: Tensor,
+    p: Tensor,
+    chosen: list[list[list[int]]],
+    model: ModelConfig,
+    last: list[float] | None,
 ) -> None:
-    """The terms of a layer, of all positions of the global batch."""
+    """The terms of a layer, of all positions of the global batch; `last` are the choices of the
+    step before, if they count."""
     moe, (b, s, experts) = model.moe, p.shape
-    scope = 1 if moe.balance_scope == "sequence" else told.rows
+    scope = {"sequence": 1, "microbatch": told.rows, "step": b}[moe.balance_scope]
     k = 1 if moe.balance_choices == "first" else moe.top_k
     q = p / p.sum(-1, keepdim=True)
     balance = torch.zeros((), dtype=p.dtype)
@@ -183,6 +199,8 @@ def _tell(
         tokens = len(rows) * s
         for e in range(experts):
             share = experts * counts[e] / (k * tokens)
+            if last is not None:
+                share = experts * last[e] / sum(last)
             balance = balance + share * q[rows.start : rows.stop, :, e].mean() * tokens / (b * s)
     z = logits.logsumexp(-1).square().mean()
     told.terms.append(moe.balance * balance + moe.z * z)

@@ -124,7 +124,7 @@ def balance_of_each_micro_batch_instead_of_each_sequence() -> Patch:
 
     def wrong(self: Experts, *args: Any) -> None:
         of(self, *args)
-        self.routing = replace(self.routing, per_sequence=not self.routing.per_sequence)
+        self.routing = replace(self.routing, scope="microbatch")
 
     return mock.patch.object(Experts, "__init__", wrong)
 

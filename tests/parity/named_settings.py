@@ -138,7 +138,22 @@ MOE: dict[str, dict[str, Any]] = {
         "balance": 0.4,
         "bias_rate": 0.03,
     },
-    "every second": {"experts": 4, "every": 2, "ffn": 8, "shared": 8, "bias_rate": 0.02},
+    "step": {
+        "experts": 4,
+        "capacity": 0.9,
+        "drop": "position",
+        "balance": 0.4,
+        "balance_scope": "step",
+        "bias_rate": 0.02,
+    },
+    "every second": {
+        "experts": 4,
+        "every": 2,
+        "ffn": 8,
+        "shared": 8,
+        "bias_rate": 0.02,
+        "balance_scope": "step",
+    },
     "shared, gated": {"experts": 4, "shared": 20, "shared_gate": "sigmoid", "z": 0.03},
     "residual": {"experts": 4, "shared": 16, "shared_gate": "softmax", "scores": "sigmoid"},
 }

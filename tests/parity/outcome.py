@@ -90,17 +90,17 @@ def own_values(optimizer: Optimizer) -> dict[str, Parts]:
     return parts
 
 
-def own_biases(step: TrainStep) -> Parts:
-    """Those of routers, which the first rank answers for."""
+def kept_by_routers(step: TrainStep) -> Parts:
+    """What the first rank answers for."""
     pieces = step.routing.pieces() if step.mesh.rank == 0 else ()
     return [
-        (piece.name.removeprefix("model/"), piece.region, piece.tensor.double().numpy().copy())
+        (piece.name.partition("/")[2], piece.region, piece.tensor.double().numpy().copy())
         for piece in pieces
     ]
 
 
 def local_copies(step: TrainStep) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
-    """Every weight that this rank computes with, and biases of routers."""
+    """Every weight that this rank computes with, and what routers keep."""
     for stage, module in step.modules.items():
         step.optimizer.unshard(stage)
         step.optimizer.await_weights(stage)
@@ -108,9 +108,12 @@ def local_copies(step: TrainStep) -> Iterator[tuple[str, Region, np.ndarray[Any,
             spec = spec_of(parameter)
             yield from _global(spec, whole(spec.sizes), parameter.detach())
         for layer in module.modules():
-            if isinstance(layer, Experts) and layer.bias is not None:
-                values = layer.bias.double().cpu().clone().numpy()
-                yield f"layers.{layer.layer}.moe.router.bias", whole(values.shape), values
+            if isinstance(layer, Experts):
+                for name, buffer in (("bias", layer.bias), ("counts", layer.last)):
+                    if buffer is not None:
+                        values = buffer.flatten().double().cpu().clone().numpy()
+                        full = f"layers.{layer.layer}.moe.router.{name}"
+                        yield full, whole(values.shape), values
         step.optimizer.reshard(stage)
 
 

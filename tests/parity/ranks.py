@@ -23,8 +23,8 @@ from tests.parity.named_settings import ACTIVATIONS as ACTIVATIONS
 from tests.parity.outcome import (
     Outcome,
     Parts,
+    kept_by_routers,
     local_copies,
-    own_biases,
     own_grads,
     own_values,
     take_region,
@@ -57,9 +57,9 @@ def as_gpipe(like: Schedule) -> Schedule:
 
 
 def values_of(step: TrainStep) -> dict[str, Parts]:
-    """What this rank alone answers for, biases of routers among the weights."""
+    """What this rank alone answers for, what routers keep among the weights."""
     values = own_values(step.optimizer)
-    values["model"] += own_biases(step)
+    values["model"] += kept_by_routers(step)
     return values
 
 

@@ -20,7 +20,7 @@ from tests.parity.compare import assert_error_like as assert_error_like
 from tests.parity.compare import assert_grads_close as assert_grads_close
 from tests.parity.compare import assert_weights_close as assert_weights_close
 from tests.parity.compare import gradient_scales as gradient_scales
-from tests.parity.mixture import Told, has_experts, mixture, moved_biases
+from tests.parity.mixture import Told, has_experts, kept, mixture, moved
 from tests.parity.mixture import shapes as mixture_shapes
 from tests.parity.reference_positions import rotate, slope
 
@@ -137,9 +137,8 @@ def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tupl
 
 
 def trained(names: Iterable[str]) -> list[str]:
-    """Those of the adapters if there are any, else all but biases of routers, which no gradient
-    moves."""
-    names = [name for name in names if not name.endswith(".router.bias")]
+    """Those of the adapters if there are any, else all but what routers keep."""
+    names = [name for name in names if not kept(name)]
     return [name for name in names if ".lora_" in name] or names
 
 
@@ -155,7 +154,9 @@ def init_random(
     params = {}
     for name, shape in shapes(model, lora).items():
         draw = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if name.endswith(".bias"):
+        if name.endswith(".router.counts"):
+            tensor = torch.ones_like(draw)  # choices are spread evenly at first
+        elif name.endswith(".bias"):
             tensor = 0.1 * draw
         elif len(shape) == 1:
             tensor = (0 if model.norm_offset else 1) + 0.1 * draw
@@ -321,8 +322,8 @@ def train(
         for group in adamw.param_groups:
             group["lr"] = lr
         adamw.step()
-        for name, bias in moved_biases(masters, model, told.counts).items():
-            masters[name].data = bias.detach()
+        for name, values in moved(masters, model, told.counts).items():
+            masters[name].data = values.detach()
         after = {name: p.detach().clone() for name, p in masters.items()}
         steps.append(Step(value, grads, norm.item(), after, told))
     return steps

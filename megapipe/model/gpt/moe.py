@@ -29,7 +29,7 @@ def routing_of(moe: MoEConfig) -> Routing:
         capacity=moe.capacity,
         drop=moe.drop,
         balance=moe.balance,
-        per_sequence=moe.balance_scope == "sequence",
+        scope=moe.balance_scope,
         first_only=moe.balance_choices == "first",
         z=moe.z,
         biased=moe.bias_rate is not None,

@@ -47,6 +47,11 @@ def check_experts(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.moe.top_k={moe.top_k} is more than {what}: expected at most {most}"
         )
+    if moe.balance_scope == "step" and moe.balance_choices == "first":
+        raise ConfigError(
+            "model.moe.balance_choices=first has no support for model.moe.balance_scope=step, "
+            "which goes by all choices of the step before: expected all"
+        )
     if moe.top_k == 1 and moe.normalise and moe.scores == "softmax":
         raise ConfigError(
             "model.moe.top_k=1 with model.moe.normalise=true has the weight 1 for every token, "

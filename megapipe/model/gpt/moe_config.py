@@ -47,9 +47,10 @@ class MoEConfig(Section):
     balance: float = Field(0.01, ge=0)
     """Coefficient of the term that has tokens spread evenly over experts; it is 1 x the coefficient
     in each layer that they are spread so in."""
-    balance_scope: Literal["sequence", "microbatch"] = "sequence"
+    balance_scope: Literal["sequence", "microbatch", "step"] = "sequence"
     """Tokens over which the term is taken, one for each sequence or each micro-batch: the latter
-    makes training depend on train.microbatch."""
+    makes training depend on train.microbatch. step: all of the global batch, with the choices of
+    the step before."""
     balance_choices: Literal["all", "first"] = "all"
     """Which choices of a token the term counts (GShard: the first)."""
     bias_rate: float | None = Field(None, ge=0)

@@ -43,11 +43,12 @@ def mixture_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]
     tokens = _tokens(sizes)
     choices, up = tokens * moe.top_k, 2 if model.gated else 1
     rows = _rows(routing, sizes)
-    scopes = sizes.rows if routing.per_sequence else 1
     yield "up of experts", rows * known(moe.ffn) // sizes.etp * up * size
     yield "logits", tokens * known(moe.experts) * high_bytes(model)
     yield "choice", choices * CHOICE
-    yield "counts", scopes * known(moe.experts) * COUNT
+    if routing.scope != "step":
+        scopes = sizes.rows if routing.scope == "sequence" else 1
+        yield "counts", scopes * known(moe.experts) * COUNT
     yield "order", choices * PLACE
     yield "rows of choices", choices * PLACE
     if sizes.ep * sizes.etp > 1:

@@ -17,14 +17,16 @@ from megapipe.model.partition import StageSpec
 def routing_traffic(
     model: ModelConfig, stage: StageSpec, given: Conditions, rows: int, length: int
 ) -> Iterator[TokenTraffic]:
-    """About choices, of a piece of `rows` sequences: counts for the balance term; with a capacity
+    """About choices, of a piece of `rows` sequences: counts for the balance term, but for one that
+    counts those of the last step; with a capacity
     the choices themselves, and the weights if these decide who is dropped; and where experts are
     split, rows for each of them. In the first run of a layer alone."""
     moe, routing = model.moe, routing_of(model.moe)
     layers = sum(map(moe.has_experts, stage.layers))
     counts = layers * known(moe.experts) * COUNT
-    scopes = rows if routing.per_sequence else 1
-    yield TokenTraffic("sequence", "all_reduce", "routing", layers, scopes * counts)
+    if routing.scope != "step":
+        scopes = rows if routing.scope == "sequence" else 1
+        yield TokenTraffic("sequence", "all_reduce", "routing", layers, scopes * counts)
     yield TokenTraffic("ep", "all_gather", "routing", layers, given.ep * given.etp * counts)
     if moe.capacity is None:
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.layers import routing
 from megapipe.layers.expert_rows import Counts, Dispatch, Rows, count_rows
-from megapipe.layers.moe_specs import Drop, Routing, most_rows
+from megapipe.layers.moe_specs import Drop, Routing, Scope, most_rows
 from megapipe.layers.routing import Chosen
 
 LENGTH, SEQUENCES = 12, 3
@@ -162,10 +162,10 @@ def test_all_who_share_an_expert_get_its_rows() -> None:
 
 @pytest.mark.parametrize("softmax", [True, False])
 @pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize("per_sequence", [True, False])
+@pytest.mark.parametrize("scope", ["sequence", "microbatch"])
 @pytest.mark.parametrize("first_only", [True, False])
 def test_gradient_of_the_logits_is_that_of_the_formulas(
-    softmax: bool, normalise: bool, per_sequence: bool, first_only: bool
+    softmax: bool, normalise: bool, scope: Scope, first_only: bool
 ) -> None:
     """Of sum over choices of grad x weight, and of the terms as the module says them."""
     how = Routing(
@@ -175,7 +175,7 @@ def test_gradient_of_the_logits_is_that_of_the_formulas(
         normalise=normalise,
         scale=1.7,
         balance=0.3,
-        per_sequence=per_sequence,
+        scope=scope,
         first_only=first_only,
         z=0.2,
     )
@@ -189,7 +189,7 @@ def test_gradient_of_the_logits_is_that_of_the_formulas(
     q = (p / p.sum(1, keepdim=True)).view(LENGTH, SEQUENCES, 6)
     counted = (ids[:, :1] if first_only else ids).view(LENGTH, SEQUENCES, -1)
     balance = logits.new_zeros(())
-    for rows in range(SEQUENCES) if per_sequence else [slice(None)]:
+    for rows in range(SEQUENCES) if scope == "sequence" else [slice(None)]:
         here = counted[:, rows]
         share = torch.bincount(here.flatten(), minlength=6).double() * 6 / here.numel()
         tokens = here.numel() / here.shape[-1]
@@ -213,6 +213,6 @@ def test_gradient_of_the_logits_is_that_of_the_formulas(
 def test_the_balance_term_is_one_where_tokens_are_spread_evenly() -> None:
     p = torch.full((4, 4), 0.25, dtype=torch.float64)
     choice = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int16)
-    how = Routing(4, 2, per_sequence=False)
+    how = Routing(4, 2, scope="microbatch")
     told = routing.load(p.log(), p, Chosen(choice, routing.count(choice, how, 1), ()), how)
     assert told[:4].tolist() == [4, 4, 0, 0]

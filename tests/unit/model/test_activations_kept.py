@@ -212,6 +212,7 @@ WITH_EXPERTS = [
     ("llama", {"moe": "shared, gated", "dropout": 0.1}),
     ("mixed", {"moe": "residual", "dtype": "bf16"}),
     ("neox", {"moe": "groups"}),
+    ("neox", {"moe": "every second"}),
 ]
 
 

@@ -200,7 +200,16 @@ def test_they_are_stored_and_read_back() -> None:
         (
             ("model.moe.experts=4 model.moe.bias_rate=0.001 optimizer.post_validation=true "
             "parallel.pp=2"),
-            "model.moe.bias_rate=0.001 needs optimizer.post_validation=false",
+            "model.moe.bias_rate=0.001 goes by the choices of all ranks in the step before, and",
+        ),
+        (
+            ("model.moe.experts=4 model.moe.balance_scope=step optimizer.post_validation=true "
+            "parallel.pp=2"),
+            "model.moe.balance_scope=step goes by the choices of all ranks in the step before, and",
+        ),
+        (
+            "model.moe.experts=4 model.moe.balance_scope=step model.moe.balance_choices=first",
+            "model.moe.balance_choices=first has no support for model.moe.balance_scope=step",
         ),
         (
             ("model.moe.experts=4 parallel.pp=2 pipeline.weights=stash optimizer.clip=null "
@@ -210,7 +219,7 @@ def test_they_are_stored_and_read_back() -> None:
         (
             ("model.moe.experts=4 model.moe.balance_scope=microbatch parallel.pp=2 "
             "pipeline.schedule=chimera_backward_halving"),
-            "expected sequence",
+            "expected sequence or step",
         ),
         (
             "model.moe.experts=4 checkpoint.export_every=2 model.vocab_size=257",

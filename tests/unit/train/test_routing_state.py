@@ -32,6 +32,25 @@ def test_without_a_rate_nothing_moves(rate: float | None) -> None:
     assert len(state.names()) == (0 if rate is None else 2)
 
 
+def test_choices_of_a_step_are_kept_and_spread_evenly_at_first() -> None:
+    state = RoutingState(EXPERTS, counts=True)
+    assert {layer: counts.tolist() for layer, counts in state.counts.items()} == {
+        1: [1] * 4,
+        3: [1] * 3,
+    }
+    state.move(TOLD)
+    assert state.counts[1].tolist() == [3, 1, 2, 2]
+    assert state.counts[3].tolist() == [0, 7, 9]
+    assert state.largest_bias is None
+    names = ["routing/layers.1.moe.router.counts", "routing/layers.3.moe.router.counts"]
+    assert state.names() == names
+    held = HeldWeights({piece.name: piece.tensor.clone() for piece in state.pieces()})
+    state.load(held)
+    assert state.counts[3].tolist() == [1, 1, 1], "weights alone have no counts"
+    state.load(held, names)
+    assert state.counts[3].tolist() == [0, 7, 9]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_is_saved_and_loaded(dtype: torch.dtype) -> None:
     state = RoutingState(EXPERTS, bias_rate=0.1, dtype=dtype)

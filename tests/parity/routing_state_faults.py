@@ -1,4 +1,5 @@
-"""Faults of biases by which experts are chosen, seeded one at a time: parity has to notice each."""
+"""Faults of what routers keep from step to step, biases and counts of choices, seeded one at a
+time: parity has to notice each."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 
 from megapipe.layers import routing
+from megapipe.layers.experts import Experts
+from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing, numbers_told
+from megapipe.layers.routing import Chosen
 from megapipe.layers.token_shards import TokenShards
 from megapipe.testing import World
 from megapipe.train import own_totals
@@ -23,6 +27,7 @@ from tests.parity.cases import Case
 from tests.parity.faults import Patch, run_of_size
 
 BIASED = Case(moe="groups", masked=0.3, layers=2)
+COUNTED = replace(BIASED, moe="step")
 
 
 def biases_in_the_weights() -> Patch:
@@ -121,6 +126,26 @@ def biases_by_the_choices_of_one_cp_rank() -> Patch:
     return biases_by_the_choices_of_one_replica()
 
 
+def counts_by_the_choices_of_one_replica() -> Patch:
+    return biases_by_the_choices_of_one_replica()
+
+
+def balance_by_the_choices_of_the_step_itself() -> Patch:
+    choice = Experts.choice
+
+    def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Chosen:
+        found = choice(self, logits, p, mb, *rest)
+        counts = torch.bincount(routing.experts_of(found.experts).flatten(), minlength=p.shape[-1])
+        return found._replace(counts=counts.unsqueeze(0))
+
+    return mock.patch.object(Experts, "choice", wrong)
+
+
+def balance_as_if_choices_were_spread_evenly() -> Patch:
+    share = routing.shares
+    return mock.patch.object(routing, "shares", lambda n, dtype: share(n.clamp(1, 1), dtype))
+
+
 FAULTS: dict[Callable[[], Patch], Case] = {
     biases_in_the_weights: BIASED,
     biases_that_do_not_choose: BIASED,
@@ -131,6 +156,9 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     biases_by_the_choices_of_one_replica: replace(BIASED, dp=2),
     biases_by_the_choices_of_one_tp_rank: replace(BIASED, tp=2, sequence_parallel=True),
     biases_by_the_choices_of_one_cp_rank: replace(BIASED, cp=2),
+    counts_by_the_choices_of_one_replica: replace(COUNTED, dp=2),
+    balance_by_the_choices_of_the_step_itself: COUNTED,
+    balance_as_if_choices_were_spread_evenly: COUNTED,
 }
 
 
