@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ CHECKED_STEPS = 3
 TOLERANCE = 1e-5
 LR, CLIP, DECAY, BETAS = 1e-3, 1.0, 0.1, (0.9, 0.95)
 
-Family = Literal["gpt2", "llama"]
+Family = Literal["gpt2", "llama", "mixtral"]
 Step = Callable[[int], float]
 """Runs optimizer step i (from 0) and returns its loss."""
 
@@ -57,6 +58,11 @@ class Size:
             "activation": "swiglu",
             "bias": False,
         }
+        parts: dict[Family, dict[str, Any]] = {
+            "gpt2": {},
+            "llama": llama,
+            "mixtral": {**llama, "moe": {"experts": 8, "top_k": 2, "balance": 0.0}},
+        }
         config = Config.model_validate(
             {
                 "model": {
@@ -64,7 +70,7 @@ class Size:
                     "hidden": self.hidden,
                     "heads": self.heads,
                     "vocab_size": self.vocab,
-                    **(llama if self.family == "llama" else {}),
+                    **parts[self.family],
                 },
                 "optimizer": {
                     "lr": LR,
@@ -142,14 +148,14 @@ def initial_weights(size: Size, *, tied: bool = True) -> Any:
     return to_hf(full, model)
 
 
-def hugging_face_side(size: Size) -> Step:
-    from transformers import GPT2LMHeadModel, LlamaForCausalLM
+def hugging_face_side(size: Size, **kernels: str) -> Step:
+    from transformers import AutoModelForCausalLM
 
     from megapipe.model.gpt.hf.config import config_to_hf
 
     config, _ = size.config()
-    hf_class = GPT2LMHeadModel if size.family == "gpt2" else LlamaForCausalLM
-    model = hf_class(config_to_hf(config.model, attn_implementation="sdpa")).train()
+    given = config_to_hf(config.model, attn_implementation="sdpa", **kernels)
+    model = AutoModelForCausalLM.from_config(given).train()
     model.load_state_dict(initial_weights(size))
 
     def loss(tokens: Any, labels: Any) -> Any:
@@ -196,10 +202,13 @@ def training(model: Any, loss_of: Callable[[Any, Any], Any], size: Size) -> Step
     return step
 
 
+OF_EXPERTS = ("eager", "batched_mm", "grouped_mm")
+"""Hugging Face's ways to compute experts."""
 SIDES: dict[str, Callable[[Size], Step]] = {
     "megapipe": megapipe_side,
     "Hugging Face": hugging_face_side,
     "plain": plain_side,
+    **{name: partial(hugging_face_side, experts_implementation=name) for name in OF_EXPERTS},
 }
 
 

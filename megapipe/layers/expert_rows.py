@@ -27,8 +27,8 @@ class Counts(NamedTuple):
     """Rows that each rank of the group has for each of all experts."""
 
     of_ranks: Sequence[Sequence[int]]
-    there: Tensor
-    """The same on the device, int64 [ranks, experts]."""
+    there: Tensor | None
+    """The same on the device, int64 [ranks, experts], where there are several."""
 
 
 def count_rows(choice: Tensor, experts: int, ep: Axis) -> Counts:
@@ -37,7 +37,7 @@ def count_rows(choice: Tensor, experts: int, ep: Axis) -> Counts:
     keys = torch.where(choice < 0, experts, choice).flatten().long()
     counts = numbers_of(keys, experts + 1)[:experts]
     found = all_gather(counts, ep).view(ep.size, experts)
-    return Counts(found.tolist(), found)
+    return Counts(found.tolist(), found if ep.size > 1 else None)
 
 
 def numbers_of(values: Tensor, size: int) -> Tensor:
@@ -113,7 +113,7 @@ class Dispatch(NamedTuple):
         parts = [slice(n * i, n * (i + 1)) for i in range(ep.size // etp) for _ in range(etp)]
         arriving = [own[parts[ep.index]] for own in counts]  # [source][expert here]
         order = None
-        if ep.size > 1:
+        if told.there is not None:
             stops = told.there[:, parts[ep.index]].flatten().cumsum(0)  # by source, then expert
             rows = torch.arange(sum(map(sum, arriving)), device=stops.device)
             order = torch.searchsorted(stops, rows, right=True).remainder_(n).argsort(stable=True)

@@ -21,7 +21,7 @@ from megapipe.layers.lora_specs import Lora, Rows
 from megapipe.layers.policy import BlockPolicy, Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.lora import places
-from megapipe.model.gpt.moe_memory import mixture_queued, mixture_saved
+from megapipe.model.gpt.moe_memory import COUNT, mixture_queued, mixture_saved
 from megapipe.model.gpt.parameters import known
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.interface import Held, Sizes
@@ -134,10 +134,16 @@ def results(saved: Sequence[Saved], policy: BlockPolicy) -> tuple[Saved, ...]:
 
 
 def choices(model: ModelConfig, sizes: Sizes, layers: Sequence[int]) -> Iterator[Saved]:
-    """Choices of layers with experts, which those that are run again keep."""
+    """Choices of layers with experts, which those that are run again keep, and how many rows each
+    of several ranks has for each expert."""
+    ranks = sizes.ep * sizes.etp
     for layer in filter(model.moe.has_experts, layers):
-        saved = saved_tensors(model, sizes, layer=layer)
-        yield from (tensor for tensor in saved if tensor.name in ("choice", "counts"))
+        for tensor in saved_tensors(model, sizes, layer=layer):
+            if tensor.name in ("choice", "counts"):
+                yield tensor
+            if tensor.name == "choice" and ranks > 1:
+                told = ranks * known(model.moe.experts) * COUNT
+                yield tensor._replace(name="rows of ranks", bytes=told)
 
 
 def held(

@@ -123,7 +123,7 @@ def test_places_are_those_of_the_number_as_it_is_written() -> None:
 def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
     choice = torch.tensor([[2, 0], [0, ~2], [2, 1], [~1, 0]], dtype=torch.int16)
     counts = count_rows(choice, 4, Axis.alone())
-    assert counts.of_ranks == counts.there.tolist() == [[3, 1, 2, 0]]
+    assert counts.of_ranks == [[3, 1, 2, 0]]
     rows, dispatch = Rows.of(choice, 6), Dispatch.of(counts, Axis.alone(), 1)
     assert dispatch.ends == [3, 4, 6, 6]
     assert rows.order[:6].tolist() == [1, 2, 7, 5, 0, 4]

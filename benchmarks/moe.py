@@ -1,0 +1,226 @@
+"""Layers with experts on CPU cores: ``python benchmarks/moe.py``.
+
+- A whole step of a small Mixtral (:mod:`step`), against transformers' by each of its ways to
+  compute experts: the same weights, batches and losses, one thread.
+- The products of experts in F, I and W, against dense products of as many FLOPs, where all experts
+  get as many rows and where they get them by Zipf's law; those of W against a bare loop of addmm.
+- Two processes that train one model on other samples, with experts split over them, against both
+  having all experts.
+
+What is compared runs by turns. A ratio is that of the fastest, of two processes the median's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from common import Result, parser, report
+from step import OF_EXPERTS, Size, peak, times
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.layers.expert_rows import grouped_product
+from megapipe.layers.experts import ExpertsTask
+from megapipe.layers.weight_grad import main_grad
+from megapipe.layout.resolve import resolve
+from megapipe.ops.weight_grad import torch_accumulate
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+
+EXPERTS, TOP_K = 8, 2
+WARM_UP, SAME = 3, 2e-6
+"""Steps that are compared and not timed, and how far their losses may be apart, relatively."""
+
+
+def whole_step(size: Size, rounds: int) -> list[Result]:
+    """Time and memory of a step, against the fastest of transformers'."""
+    fastest = times(size, ["megapipe", *OF_EXPERTS], rounds)
+    peer = min(OF_EXPERTS, key=lambda name: fastest[name])
+    memory = peak("megapipe", size) / peak(peer, size)
+    for name, seconds in fastest.items():
+        print(f"{name:12}{1e3 * seconds:8.1f} ms")
+    of, name = "of one step, mixtral", f"Hugging Face Mixtral, {peer}"
+    ratio = fastest["megapipe"] / fastest[peer]
+    return [
+        Result(f"time {of}", ratio, 0.95, "x", name),
+        Result(f"peak memory {of}", memory, 0.9, "x", name),
+    ]
+
+
+class Shape(NamedTuple):
+    """Of the two products of experts."""
+
+    rows: int
+    hidden: int
+    ffn: int
+
+
+def numbers(rows: int, *, zipf: bool) -> list[int]:
+    """Rows of each expert."""
+    shares = [1 / (i + 1) if zipf else 1.0 for i in range(EXPERTS)]
+    found = [int(rows * share / sum(shares)) for share in shares]
+    found[0] += rows - sum(found)
+    return found
+
+
+def best(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Processor time of the fastest call of each."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for i in range(rounds + 1):
+        for name, function in functions.items():
+            start = time.process_time()
+            function()
+            if i:
+                seconds[name].append(time.process_time() - start)
+    return {name: min(values) for name, values in seconds.items()}
+
+
+def products(shape: Shape, rounds: int, *, zipf: bool) -> list[Result]:
+    """F, I and W of both products, of rows in the order of their experts."""
+    ends = list(accumulate(numbers(shape.rows, zipf=zipf)))
+    ways = {"up": (shape.hidden, 2 * shape.ffn), "down": (shape.ffn, shape.hidden)}
+    ours: list[Callable[[], object]] = []
+    dense: list[Callable[[], object]] = []
+    of_weights: list[Callable[[], object]] = []
+    bare: list[Callable[[], object]] = []
+    for width, length in ways.values():
+        x, grad = torch.randn(shape.rows, width), torch.randn(shape.rows, length)
+        weight = torch.nn.Parameter(torch.randn(EXPERTS, length, width))
+        weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+        whole, total = torch.randn(length, width), torch.zeros(length, width)
+        y, grad_x = torch.empty_like(grad), torch.empty_like(x)
+        forward = weight.detach().transpose(1, 2)
+        task = ExpertsTask(weight, None, x, grad, ends, torch_accumulate)
+
+        def loop(weight: Tensor = weight, x: Tensor = x, grad: Tensor = grad) -> None:
+            for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                main_grad(weight)[expert].addmm_(grad[start:end].t(), x[start:end])
+
+        ours += [
+            lambda x=x, w=forward, y=y: grouped_product(x, w, ends, y),
+            lambda g=grad, w=weight, out=grad_x: grouped_product(g, w.detach(), ends, out),
+            task.run,
+        ]
+        dense += [
+            lambda x=x, w=whole, y=y: torch.mm(x, w.t(), out=y),
+            lambda g=grad, w=whole, out=grad_x: torch.mm(g, w, out=out),
+            lambda g=grad, x=x, out=total: out.addmm_(g.t(), x),
+        ]
+        of_weights.append(task.run)
+        bare.append(loop)
+    found = best({"ours": all_of(ours), "dense": all_of(dense)}, rounds)
+    name = "by Zipf's law" if zipf else "balanced"
+    claim, ratio = f"F, I and W of experts, {name}", found["ours"] / found["dense"]
+    results = [Result(claim, ratio, 1.3 if zipf else 1.15, "x", "dense products")]
+    if not zipf:
+        found = best({"ours": all_of(of_weights), "bare": all_of(bare)}, rounds)
+        ratio = found["ours"] / found["bare"]
+        results.append(Result("W of experts", ratio, 1.05, "x", "a loop of addmm"))
+    return results
+
+
+def all_of(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """Calls them one after the other."""
+
+    def call() -> None:
+        for function in functions:
+            function()
+
+    return call
+
+
+def new_step(size: Size, mesh: ParallelMesh) -> TrainStep:
+    config = Config.model_validate(
+        {
+            "model": {
+                "layers": size.layers,
+                "hidden": size.hidden,
+                "heads": size.heads,
+                "vocab_size": size.vocab,
+                "moe": {"experts": EXPERTS, "top_k": TOP_K},
+            },
+            "parallel": {"dp": 2, "ep": mesh.grid.ep},
+            "train": {
+                "sequence_length": size.sequence,
+                "microbatch": size.batch,
+                "global_batch": 2 * size.batch,
+            },
+        }
+    )
+    return TrainStep(*resolve(config, 2, size.vocab), mesh)
+
+
+def seconds_of_two(world: World, size: Size, rounds: int) -> list[list[float]]:
+    """Seconds of each round, with all experts on both processes and with half of them on each."""
+    mesh = world.mesh(Grid(dp=2))
+    split = ParallelMesh(Grid(dp=2, ep=2), device=mesh.device, timeout_s=60.0)
+    steps = [new_step(size, each) for each in (mesh, split)]
+    generator = torch.Generator().manual_seed(0)
+    shape = (WARM_UP, 2 * size.batch, size.sequence + 1)
+    tokens = torch.randint(size.vocab, shape, generator=generator)
+    mask = torch.ones(size.batch, size.sequence, dtype=torch.bool)
+
+    def train(step: TrainStep, i: int) -> float:
+        def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+            batch = tokens[i % WARM_UP, [index % (2 * size.batch) for index in indices]]
+            return batch[:, :-1], batch[:, 1:], mask
+
+        (result,) = step.train(i, rows)
+        return result.loss
+
+    for i in range(WARM_UP):
+        losses = [train(step, i) for step in steps]
+        assert max(losses) - min(losses) <= SAME * losses[0], f"step {i}: losses {losses}"
+    seconds: list[list[float]] = [[], []]
+    for i in range(rounds):
+        for side in (0, 1) if i % 2 else (1, 0):
+            dist.barrier()
+            start = time.perf_counter()
+            train(steps[side], WARM_UP + i)
+            seconds[side].append(time.perf_counter() - start)
+    return seconds
+
+
+def two_processes(size: Size, rounds: int) -> Result:
+    by_side = zip(*run_world(2, seconds_of_two, size, rounds), strict=True)
+    whole, split = (list(map(max, zip(*ranks, strict=True))) for ranks in by_side)
+    ratio = statistics.median(a / b for a, b in zip(whole, split, strict=True))
+    claim = "two processes: tokens per second, ep 2"
+    return Result(claim, ratio, 0.9, "x", "ep 1", at_least=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--rounds", type=int, default=20, help="timed steps per side (20)")
+    given = options.parse_args(argv)
+    if given.rounds < 1:
+        options.error("--rounds must be at least 1")
+    torch.set_num_threads(1)
+    size, rounds = Size("mixtral"), given.rounds
+    if given.quick:
+        size = Size("mixtral", layers=1, hidden=16, heads=2, vocab=32, sequence=8)
+        rounds = 2
+    config, _ = size.config()
+    ffn = config.model.moe.ffn
+    shape = Shape(size.batch * size.sequence * TOP_K, size.hidden, ffn)
+    results = [
+        *whole_step(size, rounds),
+        *products(shape, rounds, zipf=False),
+        *products(shape, rounds, zipf=True),
+        two_processes(size, rounds),
+    ]
+    report("Layers with experts", results, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
