@@ -55,3 +55,8 @@ class CheckpointConfig(Section):
     """Take this from `load`. all: weights, optimizer, step and samples; weights: the run begins
     at step 0 and sample 0 with a new optimizer, as it always does from a folder of Hugging Face's
     or another checkpoint that has nothing but weights."""
+    upcycle: bool = False
+    """With `load`, which names a dense model: each expert of the run begins as a copy of the MLP of
+    its layer, and routers afresh. Weights alone are taken. `model.moe.ffn` is the width of the MLP;
+    where the weights of a token's choices sum to 1 the run begins with the loss of the dense model
+    (Komatsuzaki et al., 2212.05055)."""

@@ -10,6 +10,7 @@ from megapipe.words import choices, multiples
 def check_experts(config: Config, dp: int) -> None:
     """Refuse sizes that do not divide, and what layers with experts do not have yet, beside what
     their family lacks."""
+    _check_upcycle(config)
     experts, optimizer, parallel = config.model.moe.experts, config.optimizer, config.parallel
     ep, etp, tp = parallel.ep, parallel.etp, parallel.tp
     if experts is None:
@@ -56,6 +57,25 @@ def check_experts(config: Config, dp: int) -> None:
         raise ConfigError(
             f"model.moe.experts={experts} needs parallel.sequence_parallel=true with "
             f"parallel.tp={tp}"
+        )
+
+
+def _check_upcycle(config: Config) -> None:
+    """Refuse to begin with a dense model where there is none, or what it has nothing for."""
+    if not config.checkpoint.upcycle:
+        return
+    for key, value in (
+        ("model.moe.experts", config.model.moe.experts),
+        ("checkpoint.load", config.checkpoint.load),
+    ):
+        if value is None:
+            raise ConfigError(
+                f"checkpoint.upcycle=true has no effect without {key}: expected false, or that"
+            )
+    if config.model.moe.shared is not None:
+        raise ConfigError(
+            f"checkpoint.upcycle=true: a dense model has no weights for model.moe.shared="
+            f"{config.model.moe.shared}: expected null"
         )
 
 

@@ -25,6 +25,7 @@ from megapipe.train.checkpoint_io import Weights
 from megapipe.train.located import located
 from megapipe.train.memory_copies import MemoryCopies, run_of
 from megapipe.train.run_folder import patience_s, runs_elsewhere
+from megapipe.train.upcycle import Upcycled, without_source
 from megapipe.urls import is_remote
 
 if TYPE_CHECKING:
@@ -163,8 +164,16 @@ def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
     kind, _, name = mesh.share(text).partition(" ")
     if kind == "hugging_face":
         source.weights = _opened(Path(name), mesh)
-        return
-    path = placed(name, config, mesh)
+    else:
+        _take(kind, placed(name, config, mesh), config, source, mesh)
+    if config.checkpoint.upcycle:
+        weights = source.weights or source.checkpoint
+        assert weights is not None
+        source.weights, source.checkpoint = Upcycled.of(weights, config), None
+
+
+def _take(kind: str, path: Place, config: Config, source: Source, mesh: ParallelMesh) -> None:
+    """Set the checkpoint at `path`, or of the run there, as the start of a run."""
     if kind == "checkpoint":
         checkpoint, problem = verified(path, mesh)
         if checkpoint is None:
@@ -285,12 +294,14 @@ def load(
 
 
 def load_weights(weights: Weights, step: TrainStep, mesh: ParallelMesh) -> None:
-    """Set the weights alone; adapters, where `weights` have none, begin afresh. Raises on every
-    rank if they do not fit."""
+    """Set the weights alone; adapters, where `weights` have none, begin afresh, and so do routers
+    of experts that are copies. Raises on every rank if they do not fit."""
     error, model, run = None, step.layout.model, step.config
     fresh: Collection[str] = ()
     if run.lora.rank is not None and weights.config.get("lora.rank") is None:
         fresh = model.shapes(trained=True).keys()
+    if run.checkpoint.upcycle:
+        fresh = without_source(model.shapes())
     try:
         begun = {f"model/{name}" for name in fresh}
         weights.match({n: shape for n, shape in model.weights().items() if n not in begun})

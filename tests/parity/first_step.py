@@ -17,11 +17,16 @@ from megapipe.train.trainer import Trainer
 BATCH = 8
 
 
+def first_losses(world: World, each: list[list[str]]) -> list[float]:
+    """The losses of several runs' first steps."""
+    return [first_loss(world, argv)[0] for argv in each]
+
+
 def first_loss(world: World, argv: list[str]) -> tuple[float, list[np.ndarray[Any, Any]]]:
     """The loss of a run's first step, and tokens, labels and mask of its batch."""
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(parse(argv).config, world.size, tokenizer.vocab_size)
-    mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp))
+    mesh = world.mesh(Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.of_experts))
     with StopRequest() as stop:
         trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
     batch = trainer.training.rows(range(BATCH))

@@ -74,6 +74,7 @@ BESIDE = {
     **dict.fromkeys(
         ("context.plan", "context.order", "context.ulysses", "context.travels"), "parallel.cp=2"
     ),
+    "checkpoint.upcycle": f"{EXPERTS} checkpoint.load=x",
     "context.inner": "parallel.cp=2 context.plan=double_ring context.inner=2",
     "context.ranks": f"{FOUR} context.ulysses=2",
     "context.team": f"{FOUR} context.plan=teams context.team=2",
