@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,13 @@ from tests.parity import named_settings
 from tests.parity.ranks import Case, Outcome, check_case, run_case
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+DENSE = ("mt_nlg_530b", "bloom_176b")
+MIXTURES = {
+    "gpt2_switch": {"experts": 8},
+    "mixtral_8x7b": {"experts": 4},
+    "qwen3_30b_a3b": {"experts": 8, "top_k": 3, "ffn": 12},
+}
+"""With sizes for a case."""
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden")
 OWN = ("vocab_size", "max_positions", "dtype", "tied_embeddings", "dropout", "source", "options")
 """Fields that a case has of its own."""
@@ -30,15 +38,36 @@ BLOOM = Case(
     heads=6,
     steps=4,
 )
+SWITCH = Case(dp=8, ep=8, m=2, model="gpt2_switch", moe="gpt2_switch")
+MIXTRAL = Case(
+    tp=2,
+    pp=2,
+    dp=2,
+    ep=4,
+    m=4,
+    layers=4,
+    schedule="interleaved_1f1b",
+    chunks=2,
+    model="mixtral_8x7b",
+    moe="mixtral_8x7b",
+    sequence_parallel=True,
+)
+QWEN3 = Case(
+    tp=2, dp=4, ep=8, m=2, model="qwen3_30b_a3b", moe="qwen3_30b_a3b", sequence_parallel=True
+)
 
 
 def models() -> Any:
     """What the presets' models are besides their sizes."""
-    found = {}
-    for name in ("mt_nlg_530b", "bloom_176b"):
+    found, experts = {}, {}
+    for name in (*DENSE, *MIXTURES):
         fields = parse([str(CONFIGS / f"{name}.yaml")]).config.model.model_dump()
+        experts[name] = fields.pop("moe") | MIXTURES.get(name, {})
         found[name] = {key: v for key, v in fields.items() if key not in (*SIZES, *OWN)}
-    return mock.patch.dict(named_settings.MODELS, found)
+    patches = ExitStack()
+    patches.enter_context(mock.patch.dict(named_settings.MODELS, found))
+    patches.enter_context(mock.patch.dict(named_settings.MOE, experts))
+    return patches
 
 
 def run(world: World, chosen: list[Case]) -> list[Outcome]:
@@ -58,3 +87,13 @@ def test_scaled_down() -> None:
     _, exact, rounded = results[0]
     assert len(exact.losses) == BLOOM.steps
     assert rounded.losses == pytest.approx(exact.losses, rel=0.01)
+
+
+@pytest.mark.full
+def test_experts_scaled_down() -> None:
+    """Experts over dp, and over dp x tp, as in the presets."""
+    cases = [SWITCH, MIXTRAL, QWEN3]
+    results = run_world(8, run, cases, timeout_s=200)
+    with models():
+        for i, case in enumerate(cases):
+            check_case(case, [outcomes[i] for outcomes in results])

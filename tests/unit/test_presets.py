@@ -41,9 +41,18 @@ PARAMETERS = {
     "pythia_6.9b": 6_857_302_016,
     "bloom_176b": 176_247_271_424,
     "mt_nlg_530b": 529_581_506_560,
+    "gpt2_switch": 1_909_814_016,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
 }
 """As published, but for GPT-3 and MT-NLG: 12 L h^2 + 13 L h + (V + s + 2) h, the published sizes
-rounded."""
+rounded; and for gpt2_switch: GPT-2 with 63 more MLPs and a router in each of six layers."""
+ACTIVE = {
+    "gpt2_switch": 124_439_808 + 6 * 64 * 768,
+    "mixtral_8x7b": 12_879_925_248,
+    "qwen3_30b_a3b": 3_353_032_704,
+}
+"""Parameters that a token meets, of models with experts; 12.9B and 3.3B are published."""
 
 
 def test_all_presets_are_here() -> None:
@@ -72,6 +81,7 @@ def test_preset(path: Path, replicas: int) -> None:
     assert config.run.name == path.stem
     if path.stem in PARAMETERS:
         assert count(config.model) == PARAMETERS[path.stem]
+        assert layout.model.active() == ACTIVE.get(path.stem, PARAMETERS[path.stem])
 
 
 @pytest.mark.parametrize("name", [n for n in PARAMETERS if n.startswith(("gpt3", "mt_nlg"))])
