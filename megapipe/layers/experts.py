@@ -15,6 +15,7 @@ by expert, and leave an expert without rows alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.parameter import Sharding, new_parameter
 from megapipe.layers.routing import Chosen
+from megapipe.layers.routing_noise import TokenNoise
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.token_shards import TokenShards
 from megapipe.layers.weight_grad import add_product, main_grad
@@ -86,18 +88,21 @@ class ExpertsTask:
 
 
 class RouterTask:
-    """Weight gradient of a router, in the type of its logits."""
+    """Weight gradient of a router, in the type of its logits; `seen` is what it makes of x."""
 
-    __slots__ = ("grad", "weight", "x")
+    __slots__ = ("_seen", "grad", "weight", "x")
 
-    def __init__(self, weight: Parameter, x: Tensor, grad: Tensor) -> None:
+    def __init__(
+        self, weight: Parameter, x: Tensor, grad: Tensor, seen: Callable[[Tensor], Tensor]
+    ) -> None:
         self.weight, self.x, self.grad = weight, x, grad
+        self._seen = seen
 
     def begin(self) -> None:
         """Nothing is gathered."""
 
     def run(self) -> None:
-        add_product(self.weight, self.grad, self.x.to(self.grad.dtype), torch_accumulate)
+        add_product(self.weight, self.grad, self._seen(self.x), torch_accumulate)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.grad
@@ -153,15 +158,36 @@ class Experts(nn.Module):
         """With `graph_only` the output has a graph but no values."""
         return _ExpertsFunction.apply(x, self.router, self, mb, torch.is_grad_enabled(), graph_only)
 
+    def noise(self, mb: MicroBatch, x: Tensor) -> TokenNoise | None:
+        """The random numbers of the tokens x [s, b, h], where there are some."""
+        if not (self.training and (self.routing.jitter or self.routing.random_second)):
+            return None
+        return TokenNoise(mb, self.layer, (x.shape[0], x.shape[1]), self._shards(mb, x.device))
+
+    def seen(self, noise: TokenNoise | None, tokens: Tensor) -> Tensor:
+        """Tokens as the router sees them, or from the gradient of that their own: in the type of
+        its logits, times the jitter."""
+        values = tokens.to(self.dtype)
+        if noise is None or not self.routing.jitter:
+            return values
+        return values * noise.jitter(values, self.routing.jitter)
+
     def choice(
-        self, logits: Tensor, p: Tensor, mb: MicroBatch, sequences: int, graph: bool
+        self,
+        logits: Tensor,
+        p: Tensor,
+        mb: MicroBatch,
+        sequences: int,
+        graph: bool,
+        noise: TokenNoise | None = None,
     ) -> Chosen:
         """The choice for a micro-batch: that of its first run, if there was one; `graph`: this run
         builds the graph, and is the last. All ranks that share sequences or experts call it."""
         found = mb.choices.get(self.layer)
         if found is None:
             given = self.routing, sequences, self._shards(mb, p.device)
-            experts = route.choose(p, *given, self.bias)
+            second = noise.second(p.device) if noise and self.routing.random_second else None
+            experts = route.choose(p, *given, self.bias, second)
             rows = count_rows(experts, self.routing.experts, self.sharding.ep)
             if not self.training:
                 return Chosen(experts, experts.new_empty(0), rows)
@@ -208,9 +234,10 @@ class _ExpertsFunction(Function):
         graph_only: bool,
     ) -> Tensor:
         routing, tokens, sequences = layer.routing, x.flatten(0, 1), x.shape[1]
-        logits = tokens.to(layer.dtype) @ router.to(layer.dtype).t()
+        noise = layer.noise(mb, x)
+        logits = layer.seen(noise, tokens) @ router.to(layer.dtype).t()
         p = route.scores(logits, routing)
-        choice, counts, told = layer.choice(logits, p, mb, sequences, graph)
+        choice, counts, told = layer.choice(logits, p, mb, sequences, graph, noise)
         ep = layer.sharding.ep
         rows = Rows.of(choice, sum(told.of_ranks[ep.index]))
         dispatch = Dispatch.of(told, ep, layer.sharding.etp)
@@ -222,7 +249,7 @@ class _ExpertsFunction(Function):
             x, wide, logits, choice, counts, rows.order, rows.slots, dispatch.order, *kept
         )
         ctx.total, ctx.dispatch = rows.total, dispatch._replace(order=None)
-        ctx.layer, ctx.unit = layer, mb.position_scale
+        ctx.layer, ctx.unit, ctx.seen = layer, mb.position_scale, partial(layer.seen, noise)
         if graph_only:
             return x.new_empty(()).expand(x.shape)
         inner = (layer.activation(wide) * weight.unsqueeze(1)).to(x.dtype)
@@ -264,7 +291,7 @@ class _ExpertsFunction(Function):
         of_logits = route.logits_grad(
             rows.to_choices(dispatch.back(of_weight)), logits, p, ids, counts, routing, ctx.unit
         )
-        queue.put(RouterTask(layer.router, tokens, of_logits))
+        queue.put(RouterTask(layer.router, tokens, of_logits, ctx.seen))
         total = rows.add_up(grad_x, layer.dtype)
-        total.addmm_(of_logits, layer.router.to(layer.dtype))
+        total += ctx.seen(of_logits @ layer.router.to(layer.dtype))
         return total.to(x.dtype).view_as(x), None, None, None, None, None

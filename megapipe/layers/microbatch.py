@@ -38,6 +38,8 @@ class MicroBatch:
     times a loss scale."""
     first_row: int = 0
     """Number of the first row, where these are some of the micro-batch's rows."""
+    sample: int = 0
+    """Number of the first row in the global batch."""
     start: int = 0
     """Number of the first position among those here, where these are a slice of the sequence."""
     held: HeldPositions | None = None

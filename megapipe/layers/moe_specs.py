@@ -35,6 +35,10 @@ class Routing:
     first_only: bool = False
     """It counts first choices alone."""
     z: float = 0.0
+    jitter: float = 0.0
+    """In training the router's input is multiplied by factors between 1 - this and 1 + this."""
+    random_second: bool = False
+    """In training the second of two choices is kept with the probability of twice its share."""
     biased: bool = False
     """Each expert has a bias that is added to its score where experts are chosen."""
 

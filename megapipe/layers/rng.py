@@ -39,6 +39,28 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         generator.set_state(state)
 
 
+def uniform(seed: int, numbers: Tensor) -> Tensor:
+    """A value in [0, 1) for each of `numbers`, int64: a function of it and of the seed alone, fp32.
+
+    The value is made of the first 24 bits of splitmix64 (Steele et al., 2014), which is a few
+    operations on whole numbers of 64 bits that wrap, on any device.
+    """
+    mixed = numbers * _signed(0x9E3779B97F4A7C15) + seed
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
+    return _shifted(mixed ^ _shifted(mixed, 31), 40).float() * 2.0**-24
+
+
+def _signed(number: int) -> int:
+    """The number of 64 bits as torch has it."""
+    return number - (number >> 63 << 64)
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros coming in."""
+    return (numbers >> bits) & ((1 << 64 - bits) - 1)
+
+
 def draw_normal(
     out: Tensor,
     seed: int,

@@ -52,16 +52,21 @@ def choose(
     sequences: int,
     shards: TokenShards = WHOLE,
     bias: Tensor | None = None,
+    second: Tensor | None = None,
 ) -> Tensor:
     """The experts of each token, best first: [tokens, top_k], int16; ~expert where it is dropped.
 
-    `bias` [experts] is added to the scores `p`. Of equal ones the lower expert's goes first.
+    `bias` [experts] is added to the scores `p`. Of equal ones the lower expert's goes first. A
+    second choice is dropped where twice its share is not above `second` [tokens].
     """
     biased = p if bias is None else p + bias
     if routing.group_top_k < routing.groups:
         biased = biased.masked_fill(~_in_best_groups(biased, routing), -torch.inf)
     ids = _largest(biased, routing.top_k)
     found = ids.to(torch.int16)
+    if second is not None:
+        kept = 2 * _parts(p, ids, routing)[:, 1] > second
+        found[:, 1] = torch.where(kept, found[:, 1], ~found[:, 1])
     places = routing.places(shards.axis.size * len(p) // sequences)
     if places is None:
         return found
@@ -70,7 +75,7 @@ def choose(
     weight = weights(p, ids, routing).view(here)
     weight = shards.gather(weight) if routing.drop == "score" else weight
     has = _has_place(everyone, weight, routing, places)
-    return torch.where(shards.own(has).flatten(0, 1), found, ~found)
+    return torch.where(shards.own(has).flatten(0, 1) | (found < 0), found, ~found)
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
@@ -95,7 +100,8 @@ def _in_best_groups(p: Tensor, routing: Routing) -> Tensor:
 
 def _has_place(ids: Tensor, weight: Tensor, routing: Routing, places: int) -> Tensor:
     """Whether each choice is among the first `places` of its expert and sequence, of whole
-    sequences [s, b, k]; `weight` matters to ``drop=score`` alone."""
+    sequences [s, b, k]; those that are dropped already take none. `weight` matters to
+    ``drop=score`` alone."""
     sequences = ids.shape[1]
     order = (1, 2, 0) if routing.drop == "choice" else (1, 0, 2)
     listed = ids.permute(order).flatten(1)  # [b, s * k], who comes first first
@@ -104,10 +110,12 @@ def _has_place(ids: Tensor, weight: Tensor, routing: Routing, places: int) -> Te
         by_position = weight.permute(order).flatten(1)
         ahead = by_position.sort(dim=1, descending=True, stable=True).indices
         listed = listed.gather(1, ahead)
-    lines = torch.arange(sequences, device=ids.device).unsqueeze(1) * routing.experts
+    of_each = routing.experts + 1  # the last line of a sequence is of those that are dropped
+    lines = torch.arange(sequences, device=ids.device).unsqueeze(1) * of_each
+    listed = torch.where(listed < 0, routing.experts, listed)
     line = (listed + lines).flatten()  # of an expert and a sequence
     sorted_, index = line.sort(stable=True)
-    counts = numbers_of(line, sequences * routing.experts)
+    counts = numbers_of(line, sequences * of_each)
     first = counts.cumsum(0) - counts
     number = torch.empty_like(line)
     number[index] = torch.arange(len(line), device=ids.device) - first[sorted_]
@@ -125,10 +133,13 @@ def experts_of(choice: Tensor) -> Tensor:
 
 def weights(p: Tensor, ids: Tensor, routing: Routing) -> Tensor:
     """Weight of each choice, [tokens, k]; that of a dropped one is not given to the others."""
-    weight = p.gather(-1, ids)
-    if routing.normalise:
-        weight = weight / weight.sum(-1, keepdim=True)
-    return weight * routing.scale
+    return _parts(p, ids, routing) * routing.scale
+
+
+def _parts(p: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+    """Scores of each choice, [tokens, k], divided by their sum if weights are normalised."""
+    chosen = p.gather(-1, ids)
+    return chosen / chosen.sum(-1, keepdim=True) if routing.normalise else chosen
 
 
 def weights_grad(grad: Tensor, p: Tensor, ids: Tensor, routing: Routing) -> Tensor:

@@ -35,6 +35,12 @@ class TokenShards:
         whole = all_gather(own.contiguous().view(torch.uint8), self.axis).view(own.dtype)
         return whole if self.positions is None else whole[self.positions.argsort()]
 
+    def own_positions(self, here: int, device: torch.device) -> Tensor:
+        """[here]: the positions of this rank's tokens, of which each sequence has so many."""
+        if self.positions is None:
+            return torch.arange(here, device=device) + here * self.axis.index
+        return self.positions.chunk(self.axis.size)[self.axis.index]
+
     def own(self, whole: Tensor) -> Tensor:
         """[s, b, k] -> [s/n, b, k]: the part of this rank's tokens."""
         if self.positions is None:

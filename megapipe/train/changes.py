@@ -72,7 +72,7 @@ LISTED_OF_PIPELINE = (
 LISTED_OF_MODEL = (
     *("model.dtype", "model.dropout", "model.moe.balance", "model.moe.balance_scope"),
     *("model.moe.balance_choices", "model.moe.z", "model.moe.capacity", "model.moe.drop"),
-    "model.moe.bias_rate",
+    *("model.moe.bias_rate", "model.moe.jitter", "model.moe.second"),
 )
 """All other keys of the model, and those of its adapters, are refused."""
 BIASES = "model.moe.bias_rate"

@@ -201,8 +201,9 @@ class Feed:
             mixed = scored and mask is not None and mask.dtype != torch.bool
             if mixed:
                 losses.append(self._losses(math.nan))
+            index = piece.whole * self.layout.dp + self.mesh.dp.index
             result[piece.key] = MicroBatch(
-                index=piece.whole * self.layout.dp + self.mesh.dp.index,
+                index=index,
                 step=step,
                 seed=self.config.run.seed,
                 scale=factor / total if total else 0.0,
@@ -213,6 +214,7 @@ class Feed:
                 documents=documents,
                 by_source=losses[-1] if mixed else None,
                 first_row=piece.rows.start,
+                sample=index * self.config.train.microbatch + piece.rows.start,
                 start=piece.positions.start // self.layout.cp,
                 held=read.held,
                 positions=positions,

@@ -14,16 +14,20 @@ from torch.nn import functional as F
 from megapipe.layers.rng import seed_of
 from tests.parity.cases import Case, settings
 from tests.parity.reference import COMPUTE_DTYPES, Noise
+from tests.parity.routing_noise import routing_noise_of
 
 
 def noise_of(case: Case, step: int) -> Noise | None:
-    """What the reference multiplies by in a step of whole micro-batches; None: no dropout."""
+    """What the reference multiplies by in a step of whole micro-batches, and the random numbers of
+    routing; None: nothing is random."""
+    of_routing = routing_noise_of(case, step)
     if not case.dropout:
-        return None
+        return of_routing or None
     layers = range(case.layers)
     places = [("embedding", 0), *((p, i) for p in ("attention_out", "mlp_out") for i in layers)]
     noise = {place: _batch(case, step, *place) for place in places}
-    return noise | {("attention", i): _batch(case, step, "attention", i) for i in layers}
+    noise |= {("attention", i): _batch(case, step, "attention", i) for i in layers}
+    return {**noise, **of_routing}
 
 
 def _batch(case: Case, step: int, place: str, layer: int) -> Tensor:

@@ -76,7 +76,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "moe": [
         *((None, 1, 1), ("top 2", 1, 1), ("capacity, choice", 1, 1), ("groups", 1, 1)),
         *(("top 2", 4, 1), ("capacity, choice", 2, 2), ("groups", 2, 1), ("top 2", 1, 2)),
-        ("step", 2, 1),
+        *(("step", 2, 1), ("random", 1, 1)),
     ],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [

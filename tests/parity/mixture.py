@@ -76,18 +76,24 @@ def mixture(
     model: ModelConfig,
     mlp: Callable[[Tensor, Mapping[str, Tensor], str], Tensor],
     told: Told,
+    noise: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """[b, s, h] -> [b, s, h]; `mlp` is that of (x, parameters, their name)."""
+    """[b, s, h] -> [b, s, h]; `mlp` is that of (x, parameters, their name). `noise` are the factors
+    of the router's input [b, s, h], and the numbers [b, s] by which second choices are kept."""
     moe, (b, s, _) = model.moe, x.shape
     wide = torch.promote_types(x.dtype, torch.float32)
-    logits = x.to(wide) @ params[f"{name}.router.weight"].to(wide).T  # [b, s, E]
+    seen = x.to(wide) if noise is None else x.to(wide) * noise[0].to(wide)
+    logits = seen @ params[f"{name}.router.weight"].to(wide).T  # [b, s, E]
     p = logits.softmax(-1) if moe.scores == "softmax" else logits.sigmoid()
     ranked = p + params[f"{name}.router.bias"].to(wide) if moe.bias_rate is not None else p
     chosen = [[_choose(ranked[row, t].tolist(), model) for t in range(s)] for row in range(b)]
     weights = [[_weights(p[row, t], chosen[row][t], model) for t in range(s)] for row in range(b)]
     dropped = set()
     for row in range(b):
-        dropped |= {(row, *each) for each in _dropped(chosen[row], weights[row], model)}
+        drawn = None if noise is None else noise[1][row].tolist()
+        left_out = _left_out(weights[row], drawn, model)
+        full = _dropped(chosen[row], weights[row], left_out, model)
+        dropped |= {(row, *each) for each in left_out | full}
     samples = []
     for row in range(b):
         tokens = []
@@ -149,10 +155,24 @@ def _weights(p: Tensor, chosen: list[int], model: ModelConfig) -> Tensor:
     return weight * model.moe.scale
 
 
-def _dropped(
-    chosen: list[list[int]], weights: list[Tensor], model: ModelConfig
+def _left_out(
+    weights: list[Tensor], drawn: list[float] | None, model: ModelConfig
 ) -> set[tuple[int, int]]:
-    """(position, number of the choice) of a sequence's choices whose expert is full."""
+    """(position, 1) of a sequence's second choices that are not made, by numbers of 0 to 1."""
+    if model.moe.second == "always" or drawn is None:
+        return set()
+    shares = [weight[1].item() / model.moe.scale for weight in weights]
+    return {(t, 1) for t, share in enumerate(shares) if 2 * share <= drawn[t]}
+
+
+def _dropped(
+    chosen: list[list[int]],
+    weights: list[Tensor],
+    left_out: set[tuple[int, int]],
+    model: ModelConfig,
+) -> set[tuple[int, int]]:
+    """(position, number of the choice) of a sequence's choices whose expert is full; those that are
+    left out ask for no place."""
     moe, s = model.moe, len(chosen)
     if moe.capacity is None:
         return set()
@@ -165,7 +185,7 @@ def _dropped(
     }[moe.drop]
     taken = [0] * moe.experts
     out = set()
-    for t, j in sorted(choices, key=first):
+    for t, j in sorted(set(choices) - left_out, key=first):
         expert = chosen[t][j]
         if taken[expert] == places:
             out.add((t, j))

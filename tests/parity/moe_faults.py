@@ -313,7 +313,7 @@ def balance_counts_not_summed_over_cp() -> Patch:
 def places_counted_per_rank() -> Patch:
     choose = routing.choose
     return mock.patch.object(
-        routing, "choose", lambda p, how, n, _, bias: choose(p, how, n, routing.WHOLE, bias)
+        routing, "choose", lambda p, how, n, _, *given: choose(p, how, n, routing.WHOLE, *given)
     )
 
 

@@ -146,6 +146,15 @@ MOE: dict[str, dict[str, Any]] = {
         "balance_scope": "step",
         "bias_rate": 0.02,
     },
+    "random": {
+        "experts": 4,
+        "capacity": 0.9,
+        "drop": "score",
+        "scale": 1.5,
+        "jitter": 0.3,
+        "second": "random",
+        "balance": 0.2,
+    },
     "every second": {
         "experts": 4,
         "every": 2,

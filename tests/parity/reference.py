@@ -29,7 +29,8 @@ Batch = tuple[Tensor, Tensor, Tensor]
 """tokens [b, s], labels [b, s] and mask [b, s] (0 or false: not in the loss) of a global batch."""
 Noise = Mapping[tuple[str, int], Tensor]
 """Dropout: what (a place, its layer) is multiplied by, 0 or 1 / (1 - p). "attention": [b, heads, s,
-s], of the probabilities; "embedding", "attention_out" and "mlp_out": [b, s, h]."""
+s], of the probabilities; "embedding", "attention_out" and "mlp_out": [b, s, h]. Of routing factors
+"jitter", [b, s, h], and "second", numbers between 0 and 1, [b, s]."""
 
 ADAPTER_SCALE = 1.5
 """alpha / rank of all adapters."""
@@ -210,7 +211,7 @@ def logits(
         )
         if has_experts(model, i):
             mlp = functools.partial(_mlp, model=model)
-            z = mixture(normed, params, f"layers.{i}.moe", model, mlp, told)
+            z = mixture(normed, params, f"layers.{i}.moe", model, mlp, told, _of_routing(noise, i))
         else:
             z = _mlp(normed, params, f"layers.{i}.mlp", model)
         z = _drop(z, noise, "mlp_out", i)
@@ -220,6 +221,13 @@ def logits(
     x = _norm(x, params, "final_norm", model)
     head = "embedding.word" if model.tied_embeddings else "head"
     return _cap(_linear(x, params, head), model.logit_softcap)
+
+
+def _of_routing(noise: Noise | None, layer: int) -> tuple[Tensor, Tensor] | None:
+    """Jitter and, of second choices, the numbers of a layer."""
+    if noise is None or ("jitter", layer) not in noise:
+        return None
+    return noise["jitter", layer], noise["second", layer]
 
 
 def _cap(x: Tensor, cap: float | None) -> Tensor:
@@ -296,7 +304,7 @@ def train(
     """One AdamW step per global batch on master weights (fp32, for an fp64 model fp64); `rows` are
     those of a micro-batch, by default all."""
     assert len(optimizer.lr) == len(batches), "one learning rate per step"
-    assert model.dropout == 0, "dropout needs its noise, which differs from step to step"
+    assert model.dropout == model.moe.jitter == 0, "noise differs from step to step"
     dtype = MASTER_DTYPES[model.dtype]
     masters = {n: torch.nn.Parameter(p.detach().to(dtype, copy=True)) for n, p in params.items()}
     learning = {n: masters[n] for n in trained(masters)}
@@ -379,7 +387,8 @@ def _hidden_from(tokens: Tensor, end: int | None) -> Tensor:
 
 
 def _drop(x: Tensor, noise: Noise | None, place: str, layer: int) -> Tensor:
-    return x if noise is None else x * noise[place, layer].to(x.dtype)
+    given = None if noise is None else noise.get((place, layer))
+    return x if given is None else x * given.to(x.dtype)
 
 
 def _attention(
@@ -425,7 +434,7 @@ def _attention(
             place = torch.arange(s, dtype=x.dtype)
             scores = scores - slope(head, model.heads) * (place[:, None] - place)
         shares = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
-        if noise is not None:
+        if noise is not None and ("attention", layer) in noise:
             shares = shares * noise["attention", layer][:, head].to(x.dtype)
         heads.append(shares @ v)
     return _linear(torch.cat(heads, dim=-1), params, f"{name}.out")

@@ -33,7 +33,7 @@ COUNTED = replace(BIASED, moe="step")
 def biases_in_the_weights() -> Patch:
     choose = routing.choose
 
-    def wrong(p: Tensor, how: Routing, n: int, shards: TokenShards, bias: Tensor) -> Tensor:
+    def wrong(p: Tensor, how: Routing, n: int, shards: TokenShards, bias: Tensor, _: Any) -> Tensor:
         p += bias
         return choose(p, how, n, shards)
 

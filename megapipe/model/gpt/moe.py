@@ -32,6 +32,8 @@ def routing_of(moe: MoEConfig) -> Routing:
         scope=moe.balance_scope,
         first_only=moe.balance_choices == "first",
         z=moe.z,
+        jitter=moe.jitter,
+        random_second=moe.second == "random",
         biased=moe.bias_rate is not None,
     )
 

@@ -47,6 +47,11 @@ def check_experts(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.moe.top_k={moe.top_k} is more than {what}: expected at most {most}"
         )
+    if moe.second == "random" and moe.top_k != 2:
+        raise ConfigError(
+            f"model.moe.second=random needs model.moe.top_k=2, not {moe.top_k}: expected always, "
+            "or that"
+        )
     if moe.balance_scope == "step" and moe.balance_choices == "first":
         raise ConfigError(
             "model.moe.balance_choices=first has no support for model.moe.balance_scope=step, "

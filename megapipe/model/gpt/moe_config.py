@@ -44,6 +44,12 @@ class MoEConfig(Section):
     (DeepSeek-V3); default: all."""
     router_init_scale: float = Field(1.0, gt=0)
     """Initial weights of the router have a standard deviation of init_std x this (Switch: 0.1)."""
+    jitter: float = Field(0.0, ge=0, lt=1)
+    """In training each value of the router's input is multiplied by a random number between 1 -
+    this and 1 + this (Switch: 0.01)."""
+    second: Literal["always", "random"] = "always"
+    """Whether the second of two choices is made always. random: in training with the probability
+    of twice its share in both (GShard); else it is dropped, and takes no place."""
     balance: float = Field(0.01, ge=0)
     """Coefficient of the term that has tokens spread evenly over experts; it is 1 x the coefficient
     in each layer that they are spread so in."""

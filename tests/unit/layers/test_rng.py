@@ -11,7 +11,25 @@ from megapipe.distributed.mesh import Axis
 from megapipe.layers.dropout import dropout, dropout_seed
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
-from megapipe.layers.rng import TILE_COLUMNS, TILE_ROWS, draw_normal, seed_of, seeded
+from megapipe.layers.rng import TILE_COLUMNS, TILE_ROWS, draw_normal, seed_of, seeded, uniform
+
+
+def test_numbers_of_coordinates_are_those_of_splitmix64() -> None:
+    """Written with whole numbers of Python; and about as even as numbers at random."""
+    numbers = torch.arange(-50, 20_000)
+    seed = seed_of(7, "jitter", 3, 1)
+    found = uniform(seed, numbers)
+    assert found.dtype == torch.float32
+    for number, value in zip(numbers.tolist()[:300], found.tolist()[:300], strict=True):
+        z = (number * 0x9E3779B97F4A7C15 + seed) % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        assert value == ((z ^ z >> 31) >> 40) / 2**24
+    counts = torch.histc(found, 10, 0, 1)
+    assert counts.sum() == len(numbers)
+    assert (counts - len(numbers) / 10).abs().max() < 5 * (len(numbers) / 10) ** 0.5
+    assert 0 <= found.min() <= found.max() < 1
+
 
 SHAPE = (2 * TILE_ROWS + 9, 2 * TILE_COLUMNS + 5)
 

@@ -79,6 +79,30 @@ def test_a_bias_decides_who_is_chosen_and_not_the_weights(groups: int, ties: boo
     assert (choice < 0).any()
 
 
+@pytest.mark.parametrize("normalise", [True, False])
+def test_second_choices_are_kept_by_twice_their_share_and_take_no_place_else(
+    normalise: bool,
+) -> None:
+    how = Routing(5, 2, normalise=normalise, scale=3.0, capacity=0.8)
+    p = routing.scores(logits_of(5), how)
+    drawn = logits_of(1, seed=4).sigmoid().squeeze(1)
+    choice = routing.choose(p, how, SEQUENCES, routing.WHOLE, None, drawn)
+    ids = routing.experts_of(choice)
+    assert ids.equal(routing.experts_of(routing.choose(p, how, SEQUENCES)))
+    taken = [[0] * 5 for _ in range(SEQUENCES)]
+    refused = 0
+    for j, t in itertools.product(range(2), range(len(p))):
+        first, second = p[t, ids[t]].tolist()
+        share = second / (first + second) if normalise else second
+        asks = j == 0 or 2 * share > drawn[t]
+        places = taken[t % SEQUENCES]
+        kept = asks and places[ids[t, j]] < (how.places(LENGTH) or 0)
+        refused += asks and not kept
+        places[ids[t, j]] += kept
+        assert (choice[t, j] >= 0) == kept
+    assert refused
+
+
 @pytest.mark.parametrize("drop", ["choice", "position", "score"])
 @pytest.mark.parametrize("capacity", [0.1, 0.6, 1.0, 1.25, 9.0])
 @pytest.mark.parametrize("ties", [False, True])

@@ -169,6 +169,10 @@ def test_they_are_stored_and_read_back() -> None:
             "model.moe.balance_scope=step goes by the choices of all ranks in the step before, and",
         ),
         (
+            "model.moe.experts=4 model.moe.top_k=3 model.moe.second=random",
+            "model.moe.second=random needs model.moe.top_k=2, not 3: expected always, or that",
+        ),
+        (
             "model.moe.experts=4 model.moe.balance_scope=step model.moe.balance_choices=first",
             "model.moe.balance_choices=first has no support for model.moe.balance_scope=step",
         ),

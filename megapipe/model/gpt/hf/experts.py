@@ -17,7 +17,10 @@ from megapipe.model.gpt.hf.parts import Misfit, Part
 from megapipe.model.gpt.moe_checks import check_experts
 from megapipe.model.gpt.moe_config import MoEConfig
 
-TRAINING = ("router_init_scale", "balance", "balance_scope", "balance_choices", "z")
+TRAINING = (
+    *("router_init_scale", "jitter", "second"),
+    *("balance", "balance_scope", "balance_choices", "z"),
+)
 """Fields that change no output of a model."""
 
 
