@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -100,22 +101,18 @@ def products(shape: Shape, rounds: int, *, zipf: bool) -> list[Result]:
         forward = weight.detach().transpose(1, 2)
         task = ExpertsTask(weight, None, x, grad, ends, torch_accumulate)
 
-        def loop(weight: Tensor = weight, x: Tensor = x, grad: Tensor = grad) -> None:
-            for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-                main_grad(weight)[expert].addmm_(grad[start:end].t(), x[start:end])
-
         ours += [
-            lambda x=x, w=forward, y=y: grouped_product(x, w, ends, y),
-            lambda g=grad, w=weight, out=grad_x: grouped_product(g, w.detach(), ends, out),
+            partial(grouped_product, x, forward, ends, y),
+            partial(grouped_product, grad, weight.detach(), ends, grad_x),
             task.run,
         ]
         dense += [
-            lambda x=x, w=whole, y=y: torch.mm(x, w.t(), out=y),
-            lambda g=grad, w=whole, out=grad_x: torch.mm(g, w, out=out),
-            lambda g=grad, x=x, out=total: out.addmm_(g.t(), x),
+            partial(torch.mm, x, whole.t(), out=y),
+            partial(torch.mm, grad, whole, out=grad_x),
+            partial(total.addmm_, grad.t(), x),
         ]
         of_weights.append(task.run)
-        bare.append(loop)
+        bare.append(partial(loop, main_grad(weight), grad, x, ends))
     found = best({"ours": all_of(ours), "dense": all_of(dense)}, rounds)
     name = "by Zipf's law" if zipf else "balanced"
     claim, ratio = f"F, I and W of experts, {name}", found["ours"] / found["dense"]
@@ -125,6 +122,12 @@ def products(shape: Shape, rounds: int, *, zipf: bool) -> list[Result]:
         ratio = found["ours"] / found["bare"]
         results.append(Result("W of experts", ratio, 1.05, "x", "a loop of addmm"))
     return results
+
+
+def loop(total: Tensor, grad: Tensor, x: Tensor, ends: Sequence[int]) -> None:
+    """Adds the gradients of the weights of experts to `total`."""
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        total[expert].addmm_(grad[start:end].t(), x[start:end])
 
 
 def all_of(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
@@ -210,8 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = Size("mixtral", layers=1, hidden=16, heads=2, vocab=32, sequence=8)
         rounds = 2
     config, _ = size.config()
-    ffn = config.model.moe.ffn
-    shape = Shape(size.batch * size.sequence * TOP_K, size.hidden, ffn)
+    shape = Shape(size.batch * size.sequence * TOP_K, size.hidden, config.model.moe.ffn)
     results = [
         *whole_step(size, rounds),
         *products(shape, rounds, zipf=False),
