@@ -16,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import io
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -35,6 +37,8 @@ from megapipe.errors import LaunchError
 from megapipe.launch.signals import STOP_SIGNALS
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+LOADED = ("megapipe.cli", "megapipe.train.job", "megapipe.train.main", "megapipe.train.trainer")
+"""Modules that the program imports sooner or later."""
 POLL_S = 0.01
 _END_WITH_PARENT, _ADOPT = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of prctl(2)."""
@@ -103,7 +107,7 @@ class Forks:
 
 
 class RankHandler:
-    """What torchrun's agent asks of one: of a child of this process that it has not made itself."""
+    """The handler, as torchrun's agent knows one, of a child that this process has not made."""
 
     def __init__(self, pid: int) -> None:
         self.proc = _Child(pid)
@@ -164,14 +168,15 @@ def _serve(channel: Connection, launcher: int, signals: Any) -> NoReturn:
                 channel.send(os.getpid())
                 channel.close()
                 _become(arguments, environ)
-                _run(arguments[1:], signals)
+                _run(signals)
         os.waitpid(between, 0)
 
 
 def _load() -> None:
-    """Load what a rank will need. Nothing here may look for devices: CUDA does not bear a fork."""
-    from megapipe import cli  # noqa: F401
-    from megapipe.train import job, main, trainer  # noqa: F401
+    """Load what the program will need. Nothing in it may look for devices: CUDA does not bear a
+    fork."""
+    for name in LOADED:
+        importlib.import_module(name)
 
 
 def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -199,15 +204,15 @@ def _unbuffered(stream: Any, number: int) -> io.TextIOWrapper:
     )
 
 
-def _run(argv: Sequence[str], signals: Any) -> None:
-    """As ``train.py``, which ends its process; those signals are blocked no more but `signals`."""
-    from megapipe.train.main import main
-
+def _run(signals: Any) -> None:
+    """Run the program, and end as it does; those signals are blocked no more but `signals`."""
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-        main(argv)
+        runpy.run_path(str(TRAIN), run_name="__main__")
     except KeyboardInterrupt:
         os._exit(130)
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 1)
 
 
 @contextlib.contextmanager

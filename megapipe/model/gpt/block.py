@@ -110,7 +110,7 @@ class Block(nn.Module):
         return y + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
 
     def mixed(self, mixture: Mixture, x: Tensor, mb: MicroBatch, graph_only: bool) -> Tensor:
-        """What a mixture of experts adds, of its input."""
+        """The branch of a mixture of experts, of its input."""
         if self.mlp_post_norm is not None:
             return self.mlp_post_norm(self._drop(mixture(x, mb, False), mb, "mlp_out"))
         return self._drop(mixture(x, mb, graph_only), mb, "mlp_out")

@@ -53,13 +53,9 @@ def main(argv):
 """
 LAUNCH = """
 import os, sys
-import shown
 from megapipe.launch import forks, launcher
 forks.TRAIN = type(forks.TRAIN)({program!r}).resolve()
-if {forked}:
-    from megapipe.train import main
-    main.main = shown.main
-else:
+if not {forked}:
     launcher.can_fork = lambda command: False
 os.environ["TEST_LAUNCHER"] = str(os.getpid())
 sys.exit(launcher.main(["--nproc", "2", {program!r}, "a=1", "b c"]))
