@@ -41,6 +41,9 @@ EXCEPTIONS = {
     ("ops/probe.py", "importlib.import_module"),
     ("console.py", "import_module"),
     ("__init__.py", "import_module"),
+    ("launch/forks.py", "importlib.import_module"),
+    # train.py beside this package
+    ("launch/forks.py", "runpy.run_path"),
     # with --trust-pickle alone
     ("convert/pickles.py", "torch.load"),
     ("convert/pickles.py", "torch.load(weights_only=...)"),
