@@ -26,6 +26,8 @@ CASES = {
     "gemma3_text": "gemma3",
     "gpt_neox": "pythia",
     "bloom": "bloom",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
 }
 """A model for each class."""
 PROMPTS = ["ab", "a longer text", "x", "ab cd"]
